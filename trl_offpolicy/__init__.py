@@ -1,0 +1,42 @@
+"""Know which policy really sampled each token, correct for it, show it, and say what to do about it.
+
+``import trl_offpolicy as op`` needs torch only. The trainer is ``trl_offpolicy.trainer.OffPolicyGRPOTrainer``.
+"""
+
+from trl_offpolicy import losses, presets
+from trl_offpolicy.corrections import Correction
+from trl_offpolicy.objectives import KLPenalty, Objective
+from trl_offpolicy.stats import Stat, Stats
+from trl_offpolicy.terms import (
+    BandWeight,
+    DivergenceBand,
+    OffPolicySequenceMask,
+    OutlierVeto,
+    RatioBand,
+    RawWeight,
+    TruncateWeight,
+)
+from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BandWeight",
+    "Correction",
+    "CorrectionOutput",
+    "DivergenceBand",
+    "KLPenalty",
+    "Objective",
+    "ObjectiveOutput",
+    "OffPolicySequenceMask",
+    "OutlierVeto",
+    "PolicyBatch",
+    "RatioBand",
+    "RawWeight",
+    "Reduction",
+    "Stat",
+    "Stats",
+    "TruncateWeight",
+    "losses",
+    "presets",
+]

@@ -1,0 +1,221 @@
+"""Every ratio and weight diagnostic as a pure function of moments.
+
+Notation: rho = numerator / denominator on trainable tokens sampled by the denominator, l = log rho in nats, E the
+mean over all observed trainable tokens of the sample (a mean of sums, never a mean of means). a_i, b_i are a
+response's mean log-prob under numerator and denominator. Each function takes :class:`Moments` and returns a 0-d
+float64 tensor; an empty sample gives 0.
+
+References: KL estimators k1, k3: Schulman 2020; the perplexity and chi-square set: Li, Liu et al. 2025 (verl's
+rollout-correction metrics); ESS: Kong 1992.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.moments import Moments, histogram_quantile
+
+Finalizer = Callable[[Moments], Tensor]
+
+
+def _mean(m: Moments, name: str, over: str = "tokens") -> Tensor:
+    return m[name] / m[over].clamp(min=1.0)
+
+
+def _maximum(m: Moments, name: str) -> Tensor:
+    top = m[name]
+    return torch.where(top > -torch.inf, top, 0.0)
+
+
+def kl_k1(m: Moments) -> Tensor:
+    """E[-l], nats: unbiased for KL(denominator || numerator), may be negative."""
+    return -_mean(m, "log_ratio")
+
+
+def kl_k3(m: Moments) -> Tensor:
+    """E[rho - 1 - l], nats: unbiased for KL(denominator || numerator), never negative, low variance."""
+    return _mean(m, "excess") - _mean(m, "log_ratio")
+
+
+def kl_reverse_k3(m: Moments) -> Tensor:
+    """E[rho l - rho + 1], nats: unbiased for KL(numerator || denominator), never negative."""
+    return _mean(m, "excess_log_ratio") + _mean(m, "log_ratio") - _mean(m, "excess")
+
+
+def tv(m: Moments) -> Tensor:
+    """E|rho - 1| / 2: total variation distance of the next-token distributions, unbiased, in [0, 1]."""
+    return _mean(m, "abs_excess") / 2
+
+
+def chi2_token(m: Moments) -> Tensor:
+    """E[rho^2] - 1: chi-square divergence of a token."""
+    return _mean(m, "excess_sq") + 2 * _mean(m, "excess")
+
+
+def chi2_token_p95(m: Moments) -> Tensor:
+    """95th percentile over responses of the response's own token chi-square (bins 12 % wide, floor 1e-8 reads 0)."""
+    return histogram_quantile(m.histogram, 0.95)
+
+
+def chi2_sequence(m: Moments) -> Tensor:
+    """Mean over responses of (product of rho)^2 - 1, the log product clamped to +-20 nats."""
+    return _mean(m, "chi2_sequence", "rows")
+
+
+def ppl_sampling(m: Moments) -> Tensor:
+    """Mean over responses of exp(-b_i): perplexity under the denominator."""
+    return _mean(m, "ppl_denominator", "rows")
+
+
+def ppl_old(m: Moments) -> Tensor:
+    """Mean over responses of exp(-a_i): perplexity under the numerator."""
+    return _mean(m, "ppl_numerator", "rows")
+
+
+def ppl_ratio(m: Moments) -> Tensor:
+    """Mean over responses of exp(b_i - a_i); 1 = both find the text equally likely."""
+    return _mean(m, "ppl_ratio", "rows")
+
+
+def log_ppl_diff(m: Moments) -> Tensor:
+    """Mean over responses of b_i - a_i, nats; positive = the numerator finds the text less likely."""
+    return _mean(m, "log_ppl_diff", "rows")
+
+
+def log_ppl_abs_diff(m: Moments) -> Tensor:
+    """Mean over responses of |b_i - a_i|, nats."""
+    return _mean(m, "abs_log_ppl_diff", "rows")
+
+
+def log_ppl_diff_max(m: Moments) -> Tensor:
+    """Largest b_i - a_i, nats."""
+    return _maximum(m, "log_ppl_diff_max")
+
+
+def log_ppl_diff_min(m: Moments) -> Tensor:
+    """Smallest b_i - a_i, nats."""
+    return -_maximum(m, "log_ppl_diff_min_negated")
+
+
+def prob_diff_mean(m: Moments) -> Tensor:
+    """E|p_numerator - p_denominator| of the sampled token, probability."""
+    return _mean(m, "abs_prob_diff")
+
+
+def prob_diff_max(m: Moments) -> Tensor:
+    """Largest |p_numerator - p_denominator|, probability."""
+    return _maximum(m, "abs_prob_diff_max")
+
+
+def prob_diff_std(m: Moments) -> Tensor:
+    """Standard deviation of |p_numerator - p_denominator| over tokens."""
+    variance = _mean(m, "prob_diff_sq") - _mean(m, "abs_prob_diff").square()
+    return variance.clamp(min=0.0).sqrt()
+
+
+def prob_pearson(m: Moments) -> Tensor:
+    """Pearson correlation of the two probabilities over tokens; without variance: 1 if they agree, else 0."""
+    count = m["tokens"].clamp(min=1.0)
+    mean, diff = m["prob"] / count, m["prob_diff"] / count
+    variance = m["prob_sq"] / count - mean.square()
+    covariance_diff = m["prob_prob_diff"] / count - mean * diff
+    variance_diff = m["prob_diff_sq"] / count - diff.square()
+    product = variance * (variance + 2 * covariance_diff + variance_diff)
+    correlation = (variance + covariance_diff) / product.clamp(min=1e-24).sqrt()
+    agree = ((m["prob_diff_sq"] == 0) & (m["tokens"] > 0)).double()
+    return torch.where(product > 1e-24, correlation.clamp(-1.0, 1.0), agree)
+
+
+def logp_diff_mean(m: Moments) -> Tensor:
+    """E|l|, nats."""
+    return _mean(m, "abs_log_ratio")
+
+
+def logp_diff_max(m: Moments) -> Tensor:
+    """Largest |l|, nats (clamped at 20)."""
+    return torch.maximum(_maximum(m, "log_ratio_max"), _maximum(m, "log_ratio_min_negated"))
+
+
+def response_max_mean(m: Moments) -> Tensor:
+    """Mean over responses of the response's largest |l|, nats."""
+    return _mean(m, "row_max_abs_log_ratio", "rows")
+
+
+def response_mean_mean(m: Moments) -> Tensor:
+    """Mean over responses of the response's mean |l|, nats."""
+    return _mean(m, "row_mean_abs_log_ratio", "rows")
+
+
+def nonfinite_fraction(m: Moments) -> Tensor:
+    """Share of trainable tokens whose log-ratio was NaN or infinite; all other diagnostics leave them out."""
+    return m["nonfinite"] / (m["tokens"] + m["nonfinite"]).clamp(min=1.0)
+
+
+RATIO_DIAGNOSTICS: Mapping[str, Finalizer] = {
+    function.__name__: function
+    for function in (
+        kl_k1, kl_k3, kl_reverse_k3, tv, chi2_token, chi2_token_p95, chi2_sequence, ppl_sampling, ppl_old, ppl_ratio,
+        log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min, prob_diff_mean, prob_diff_max,
+        prob_diff_std, prob_pearson, logp_diff_mean, logp_diff_max, response_max_mean, response_mean_mean,
+        nonfinite_fraction,
+    )
+}  # fmt: skip
+
+
+def weight_mean(m: Moments) -> Tensor:
+    """Mean weight over tokens."""
+    return _mean(m, "weight")
+
+
+def weight_std(m: Moments) -> Tensor:
+    """Standard deviation of the weight over tokens."""
+    return (_mean(m, "weight_sq") - _mean(m, "weight").square()).clamp(min=0.0).sqrt()
+
+
+def weight_min(m: Moments) -> Tensor:
+    """Smallest weight."""
+    return -_maximum(m, "weight_min_negated")
+
+
+def weight_max(m: Moments) -> Tensor:
+    """Largest weight."""
+    return _maximum(m, "weight_max")
+
+
+def ess_token(m: Moments) -> Tensor:
+    """Effective sample size over tokens, (sum w)^2 / (n sum w^2), a fraction in (0, 1]; 0 if every weight is 0."""
+    return _effective_fraction(m["weight"], m["weight_sq"], m["tokens"])
+
+
+def ess_sequence(m: Moments) -> Tensor:
+    """Effective sample size over sequences, of each sequence's mean weight; a fraction in (0, 1]."""
+    return _effective_fraction(m["row_weight"], m["row_weight_sq"], m["rows"])
+
+
+def _effective_fraction(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    usable = squares > 0
+    return torch.where(usable, total.square() / torch.where(usable, count * squares, 1.0), 0.0)
+
+
+WEIGHT_DIAGNOSTICS: Mapping[str, Finalizer] = {
+    "mean": weight_mean,
+    "std": weight_std,
+    "min": weight_min,
+    "max": weight_max,
+    "ess_token": ess_token,
+    "ess_sequence": ess_sequence,
+}
+
+
+def fraction(numerator: str, denominator: str) -> Finalizer:
+    """Finaliser of a share: sum of ``numerator`` over sum of ``denominator``; 0 if the latter is 0."""
+
+    def finalize(m: Moments) -> Tensor:
+        total = m[denominator]
+        return torch.where(total > 0, m[numerator] / torch.where(total > 0, total, 1.0), 0.0)
+
+    finalize.__doc__ = f"sum of {numerator} / sum of {denominator}."
+    return finalize

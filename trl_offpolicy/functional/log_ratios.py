@@ -1,0 +1,45 @@
+"""Log-ratios of two policies on the sampled tokens, safe against padding and non-finite values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_CLAMP = 20.0
+"""Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do."""
+
+
+class LogRatio(NamedTuple):
+    """A log-ratio and where it could be observed.
+
+    ``values`` (B, T) float32 is 0 wherever ``observed`` is False; ``observed`` (B, T) bool is True on trainable
+    tokens whose two log-probs are finite.
+    """
+
+    values: Tensor
+    observed: Tensor
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
+    """Log-ratio ``numerator - denominator`` on trainable tokens, clamped to +-20 nats.
+
+    Args:
+        numerator: (B, T) log-probs in nats, any float dtype; cast to float32 before subtracting.
+        denominator: (B, T) log-probs in nats.
+        mask: (B, T) bool, True = trainable token.
+
+    Returns:
+        :class:`LogRatio`; no gradient is stopped here.
+
+    Example:
+        >>> ratio = log_ratio(torch.tensor([[-1.0, float("nan")]]), torch.tensor([[-1.5, -1.0]]),
+        ...                   torch.tensor([[True, True]]))
+        >>> ratio.values, ratio.observed
+        (tensor([[0.5000, 0.0000]]), tensor([[ True, False]]))
+    """
+    difference = numerator.float() - denominator.float()
+    observed = mask & (difference.abs() < torch.inf)
+    values = torch.where(observed, difference, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return LogRatio(values, observed)

@@ -1,0 +1,272 @@
+"""Objective: policy loss x correction + KL - entropy bonus, reduced to one number. The only place of the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.corrections import Correction
+from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
+from trl_offpolicy.functional.diagnostics import Finalizer, fraction
+from trl_offpolicy.functional.levels import aggregate
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.moments import Layout, Moments, moments
+from trl_offpolicy.functional.policy_losses import LossTerms
+from trl_offpolicy.losses import LossInputs, PolicyLoss, PPOClip
+from trl_offpolicy.stats import Group, Stats
+from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction, Scope
+
+KLOn = Literal["all", "kept"]
+Denominator = Literal["all", "kept"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLPenalty:
+    """KL(pi || ref) by the k3 estimator, added to the loss per token.
+
+    Args:
+        coef: beta.
+        ratio_weighted: multiply by pi/pi_old with its gradient (DeepSeek-V3.2, Eq. 7; TRL's
+            ``use_bias_correction_kl``), which makes gradient and estimate unbiased off-policy.
+    """
+
+    coef: float
+    ratio_weighted: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.coef < float("inf"):
+            raise ValueError(f"coef must be positive and finite (None switches the KL term off), but got {self.coef}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The loss of both trainers.
+
+    Args:
+        policy_loss: a loss of :mod:`trl_offpolicy.losses`.
+        correction: importance weights and rejection, or None.
+        kl: penalty against ``ref_per_token_logps``, or None.
+        kl_on: "all": rejected tokens keep their KL term (TRL); "kept": it goes with them (verl).
+        kl_weighted: multiply the KL term by the importance weights.
+        entropy_coef: entropy bonus, mean over the tokens of the policy term.
+        aggregation: see :func:`~trl_offpolicy.functional.aggregation.aggregate_loss`.
+        denominator: "all": dropped tokens stay in every denominator; "kept": they leave it.
+
+    Example:
+        >>> import trl_offpolicy as op
+        >>> logps = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+        >>> batch = op.PolicyBatch(per_token_logps=logps, completion_mask=torch.ones(1, 2).bool(),
+        ...                        advantages=torch.ones(1))
+        >>> op.Objective(policy_loss=op.losses.PPOClip())(batch).loss
+        tensor(-1., grad_fn=<DivBackward0>)
+    """
+
+    policy_loss: PolicyLoss = field(default_factory=PPOClip)
+    correction: Correction | None = None
+    kl: KLPenalty | None = None
+    kl_on: KLOn = "all"
+    kl_weighted: bool = False
+    entropy_coef: float = 0.0
+    aggregation: Aggregation = "token_mean"
+    denominator: Denominator = "all"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kl_on", get_args(KLOn)), ("denominator", get_args(Denominator))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {list(allowed)}, but got {getattr(self, name)!r}.")
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation must be one of {list(AGGREGATIONS)}, but got {self.aggregation!r}.")
+        if self.kl is not None and not isinstance(self.kl, KLPenalty):
+            raise TypeError(f"kl must be a KLPenalty or None, but got {self.kl!r}.")
+        if self.kl is None and self.kl_weighted:
+            raise ValueError("kl_weighted must be False without a KL term (kl=None).")
+
+    @property
+    def scope(self) -> Scope:
+        """The widest scope of its parts."""
+        wide = self.denominator == "kept" or (self.correction is not None and self.correction.scope != "row")
+        return "generation_batch" if wide else self.policy_loss.scope
+
+    def __call__(self, batch: PolicyBatch, reduction: Reduction | None = None) -> ObjectiveOutput:
+        """Loss of a (micro-)batch.
+
+        Raises:
+            ValueError: a field that the objective reads is absent; or, for tensors on the CPU,
+                ``per_token_logps`` is not finite on a trainable token (on an accelerator it is only counted in
+                ``loss/nonfinite_current``, so as not to wait for the device; the trainers raise once a step).
+        """
+        reduction = reduction or Reduction()
+        _check_current(batch)
+        corrected = _no_correction(batch) if self.correction is None else self.correction(batch)
+        inputs = self._inputs(batch, corrected)
+        terms = self.policy_loss(inputs)
+        policy = _policy_term(self.policy_loss, terms.loss, batch, corrected)
+        kl = None if self.kl is None else _k3(self.kl, self.policy_loss, batch, inputs)
+        per_token = policy if kl is None or self.kl is None else policy + self.kl.coef * self._masked_kl(kl, corrected)
+        loss = self._reduce(per_token, batch.mask, corrected.keep_mask, reduction)
+        bonus = self._entropy_bonus(batch)
+        if bonus is not None:
+            loss = loss - self.entropy_coef * bonus / reduction.accumulation
+        parts = _LossParts(terms, policy, kl, corrected.keep_mask)
+        return ObjectiveOutput(
+            loss=loss,
+            per_token_loss=per_token,
+            weights=corrected.weights,
+            keep_mask=corrected.keep_mask,
+            stats=corrected.stats.union(_loss_stats(batch, parts)),
+        )
+
+    def _inputs(self, batch: PolicyBatch, corrected: CorrectionOutput) -> LossInputs:
+        centre = batch.proximal_per_token_logps
+        centre = batch.old_per_token_logps if centre is None else centre
+        logps = batch.per_token_logps.float()
+        compact = corrected.sequence_weights
+        return LossInputs(
+            logps=logps,
+            log_ratios=_policy_log_ratio(logps, centre, batch.mask),
+            advantages=batch.token_advantages,
+            mask=batch.mask,
+            weights=corrected.weights if compact is None else compact,
+        )
+
+    def _masked_kl(self, kl: Tensor, corrected: CorrectionOutput) -> Tensor:
+        kl = kl * corrected.weights if self.kl_weighted else kl
+        return torch.where(corrected.keep_mask, kl, 0.0) if self.kl_on == "kept" else kl
+
+    def _reduce(self, per_token: Tensor, mask: Tensor, keep_mask: Tensor, reduction: Reduction) -> Tensor:
+        """Scale so that gradients summed over micro-batches and averaged over ranks are those of one batch."""
+        by_token = self.aggregation == "token_mean"
+        total = reduction.tokens if by_token else reduction.sequences
+        share = None if total is None else total / reduction.world_size
+        loss = aggregate_loss(
+            per_token,
+            mask if self.denominator == "all" else keep_mask,
+            self.aggregation,
+            tokens=share if by_token else None,
+            sequences=None if by_token else share,
+            max_length=reduction.max_length,
+        )
+        return loss if total is not None or self.aggregation == "token_sum" else loss / reduction.accumulation
+
+    def _entropy_bonus(self, batch: PolicyBatch) -> Tensor | None:
+        """Mean entropy over the tokens of the policy term; carries gradient."""
+        if self.entropy_coef == 0.0:
+            return None
+        if batch.entropies is None:
+            raise ValueError(f"entropies must be given when entropy_coef is {self.entropy_coef}, but got None.")
+        return aggregate_loss(batch.entropies.float(), _policy_mask(batch), "token_mean")
+
+
+class _LossParts(NamedTuple):
+    terms: LossTerms
+    policy: Tensor
+    kl: Tensor | None
+    keep_mask: Tensor
+
+
+def _no_correction(batch: PolicyBatch) -> CorrectionOutput:
+    """Weight 1, nothing dropped; the mismatch is still measured where the batch has sampling log-probs."""
+    return Correction()(batch)
+
+
+def _check_current(batch: PolicyBatch) -> None:
+    if batch.per_token_logps.device.type == "cpu":
+        finite = batch.per_token_logps.detach().abs() < torch.inf
+        if not bool((finite | ~batch.mask).all()):
+            raise ValueError(NONFINITE_CURRENT)
+
+
+NONFINITE_CURRENT = (
+    "per_token_logps must be finite on trainable tokens, but got NaN or infinity: the model itself returned it. "
+    "Masking cannot help (0 * NaN stays NaN in the model's backward). Look for a diverged learning rate, an fp16 "
+    "overflow or broken weights."
+)
+
+
+def _policy_log_ratio(logps: Tensor, centre: Tensor | None, mask: Tensor) -> Tensor:
+    """log(pi / centre) with gradient; exactly 0 in value on padding and where the centre is not finite."""
+    here = logps.detach()
+    reference = here if centre is None else centre.detach().float()
+    usable = mask & (reference.abs() < torch.inf)
+    return torch.where(mask, logps, 0.0) - torch.where(mask, torch.where(usable, reference, here), 0.0)
+
+
+def _policy_mask(batch: PolicyBatch) -> Tensor:
+    return batch.mask if batch.policy_mask is None else batch.mask & (batch.policy_mask != 0)
+
+
+def _policy_term(loss: PolicyLoss, per_token: Tensor, batch: PolicyBatch, corrected: CorrectionOutput) -> Tensor:
+    """(B, T): weighted, zero on padding, on dropped tokens and outside ``policy_mask``."""
+    weighted = per_token * corrected.weights if loss.weight_use == "multiply" else per_token
+    return torch.where(corrected.keep_mask & _policy_mask(batch), weighted, 0.0)
+
+
+def _k3(kl: KLPenalty, loss: PolicyLoss, batch: PolicyBatch, inputs: LossInputs) -> Tensor:
+    """(B, T) k3 estimate of KL(pi || ref), nats, with gradient; 0 where the reference is not finite."""
+    if batch.ref_per_token_logps is None:
+        raise ValueError("ref_per_token_logps must be given when kl is set, but got None.")
+    log_ratio = -_policy_log_ratio(inputs.logps, batch.ref_per_token_logps, batch.mask)
+    log_ratio = log_ratio.clamp(max=LOG_RATIO_CLAMP)
+    estimate = log_ratio.exp() - log_ratio - 1
+    if not kl.ratio_weighted:
+        return estimate
+    ratio = inputs.log_ratios if loss.level == "token" else aggregate(inputs.log_ratios, inputs.mask, loss.level)
+    return estimate * ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+
+_LAYOUT = Layout(
+    sums=("batches", "policy", "tokens", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite"),
+    maxima=("row_clip_low_min_negated", "row_clip_high_max"),
+)
+
+
+def _row_low(m: Moments) -> Tensor:
+    """Smallest share of low-clipped tokens in a response."""
+    return (-m["row_clip_low_min_negated"]).clamp(0.0, 1.0)
+
+
+def _row_high(m: Moments) -> Tensor:
+    """Largest share of high-clipped tokens in a response."""
+    return m["row_clip_high_max"].clamp(0.0, 1.0)
+
+
+_FINALIZERS: Mapping[str, Finalizer] = {
+    "policy": fraction("policy", "batches"),
+    "kl": fraction("kl", "tokens"),
+    "entropy": fraction("entropy", "tokens"),
+    "clip_low_fraction": fraction("clip_low", "tokens"),
+    "clip_high_fraction": fraction("clip_high", "tokens"),
+    "clip_region_fraction": fraction("clip_region", "tokens"),
+    "response_clip_low_min": _row_low,
+    "response_clip_high_max": _row_high,
+    "nonfinite_current": fraction("nonfinite", "batches"),
+}
+
+
+@torch.no_grad()
+def _loss_stats(batch: PolicyBatch, parts: _LossParts) -> Stats:
+    mask, never = batch.mask, torch.zeros_like(batch.mask)
+    low = never if parts.terms.clipped_low is None else parts.terms.clipped_low & mask
+    high = never if parts.terms.clipped_high is None else parts.terms.clipped_high & mask
+    tokens = mask.sum(-1)
+    count = tokens.clamp(min=1)
+    low_rows = torch.where(tokens > 0, low.sum(-1) / count, torch.inf)
+    high_rows = torch.where(tokens > 0, high.sum(-1) / count, -torch.inf)
+    zero = torch.zeros((), device=mask.device)
+    sums = [
+        zero + 1,
+        parts.policy.sum() / tokens.sum().clamp(min=1),
+        tokens.sum(),
+        zero if parts.kl is None else torch.where(mask, parts.kl, 0.0).sum(),
+        zero if batch.entropies is None else torch.where(mask, batch.entropies, 0.0).sum(),
+        low.sum(),
+        high.sum(),
+        (low | high).sum(),
+        (mask & ~(batch.per_token_logps.abs() < torch.inf)).sum(),
+    ]
+    group = Group(moments(_LAYOUT, sums, [(-low_rows).amax(), high_rows.amax()]), _FINALIZERS)
+    return Stats({"loss": group})

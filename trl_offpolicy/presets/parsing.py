@@ -1,0 +1,88 @@
+"""From YAML or keyword form to corrections and objectives: tagged unions, ``{type: truncate, max_weight: 2.0}``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from trl_offpolicy import losses, terms
+from trl_offpolicy.corrections import Correction
+from trl_offpolicy.objectives import KLPenalty, Objective
+
+WEIGHT_TYPES = {"truncate": terms.TruncateWeight, "band": terms.BandWeight, "raw": terms.RawWeight}
+KEEP_TYPES = {
+    "ratio_band": terms.RatioBand,
+    "divergence_band": terms.DivergenceBand,
+    "outlier_veto": terms.OutlierVeto,
+    "off_policy_sequence_mask": terms.OffPolicySequenceMask,
+}
+LOSS_TYPES = {"ppo_clip": losses.PPOClip, "cispo": losses.CISPO, "sapo": losses.SAPO, "vespo": losses.VESPO}
+
+
+def parse_correction(spec: Mapping[str, Any], *, where: str, base: Correction | None = None) -> Correction:
+    """A Correction from a mapping; what ``spec`` leaves out comes from ``base``.
+
+    Raises:
+        ValueError: an unknown key, an unknown type, or a missing field, named with its path.
+    """
+    values = dict(spec)
+    if "weight" in values and values["weight"] is not None:
+        weight = values["weight"]
+        items = weight if isinstance(weight, list | tuple) else [weight]
+        parsed = tuple(parse_tagged(item, WEIGHT_TYPES, where=f"{where}.weight") for item in items)
+        values["weight"] = parsed if len(parsed) > 1 else parsed[0]
+    if "keep" in values:
+        keep = values["keep"] or ()
+        if isinstance(keep, Mapping | str):
+            raise ValueError(f"{where}.keep must be a list of terms, but got {keep!r}.")
+        values["keep"] = tuple(parse_tagged(item, KEEP_TYPES, where=f"{where}.keep[{i}]") for i, item in enumerate(keep))
+    if isinstance(values.get("measure"), list):
+        values["measure"] = tuple(values["measure"])
+    return _build(Correction, values, where=where, base=base)
+
+
+def parse_objective(spec: Mapping[str, Any], *, where: str, base: Objective) -> Objective:
+    """``base`` with the fields of ``spec`` replaced."""
+    values = dict(spec)
+    if "policy_loss" in values:
+        values["policy_loss"] = parse_tagged(values["policy_loss"], LOSS_TYPES, where=f"{where}.policy_loss")
+    if values.get("kl") is not None and "kl" in values:
+        values["kl"] = _build(KLPenalty, _mapping(values["kl"], f"{where}.kl"), where=f"{where}.kl")
+    return _build(Objective, values, where=where, base=base)
+
+
+def parse_tagged(spec: object, types: Mapping[str, type], *, where: str) -> Any:
+    """One of ``types`` from ``{type: name, **fields}``."""
+    values = dict(_mapping(spec, where))
+    name = values.pop("type", None)
+    if name not in types:
+        raise ValueError(f"{where}.type must be one of {list(types)}, but got {name!r}.{near(str(name), types)}")
+    return _build(types[name], values, where=where)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """A ' Did you mean ...?' with the closest names, or nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    return f" Did you mean {', '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def _mapping(spec: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"{where} must be a mapping of options, but got {spec!r}.")
+    return spec
+
+
+def _build(cls: Any, values: Mapping[str, Any], *, where: str, base: Any = None) -> Any:
+    known = {item.name: item for item in fields(cls)}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{where}.{key} is not an option of {cls.__name__}.{near(key, known)}")
+    required = [n for n, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
+    if base is None and (missing := [name for name in required if name not in values]):
+        raise ValueError(f"{where}.{missing[0]} must be given for {cls.__name__} (null = open side), but it is missing.")
+    try:
+        return cls(**values) if base is None else replace(base, **values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from error

@@ -1,0 +1,198 @@
+"""The batch that both trainers hand to a correction, and what comes back.
+
+Names of the three policies (log-probabilities of the sampled tokens, in nats):
+``sampling_per_token_logps`` is mu, the engine that sampled; ``old_per_token_logps`` is pi_old, the trainer at
+the weights that sampled; ``per_token_logps`` is pi, the trainer now, the only one that carries gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trl_offpolicy.stats import Stats
+
+Ratio = Literal["old/sampling", "current/old", "current/sampling"]
+Scope = Literal["row", "group", "generation_batch", "micro_batch"]
+
+RATIOS: tuple[Ratio, ...] = ("old/sampling", "current/old", "current/sampling")
+
+_TOKEN_FIELDS = (
+    "old_per_token_logps",
+    "sampling_per_token_logps",
+    "proximal_per_token_logps",
+    "completion_mask",
+    "ref_per_token_logps",
+    "entropies",
+    "sum_sq_probs",
+    "policy_mask",
+    "turn_ids",
+)
+_ROW_FIELDS = ("rewards", "group_ids")
+_ROW_OR_TOKEN_FIELDS = ("advantages", "policy_versions")
+_FLOAT_FIELDS = (
+    "per_token_logps",
+    "old_per_token_logps",
+    "sampling_per_token_logps",
+    "proximal_per_token_logps",
+    "ref_per_token_logps",
+    "entropies",
+    "sum_sq_probs",
+    "advantages",
+    "rewards",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyBatch:
+    """A batch of B responses padded to T tokens. Fields are (B, T) unless said; None where absent.
+
+    Args:
+        per_token_logps: log pi, float; carries gradient.
+        old_per_token_logps: log pi_old, float, no gradient. None means old = ``per_token_logps.detach()``,
+            which is exact only for the first optimizer step on samples of the current weights.
+        sampling_per_token_logps: log mu as the engine returned it, float, no gradient.
+        proximal_per_token_logps: centre of the trust region; None means old.
+        completion_mask: bool or 0/1; True = trainable token (tool tokens and padding are out).
+        advantages: (B,) or (B, T), float.
+        rewards: (B,), float.
+        ref_per_token_logps: log-probs of the reference policy of the KL term.
+        entropies: entropy of pi at each position, nats; carries gradient if the entropy bonus is on.
+        sum_sq_probs: sum over the vocabulary of pi squared at each position.
+        policy_mask: bool; tokens that take part in the policy term (None = all trainable tokens). The KL term
+            and all denominators keep the whole ``completion_mask``.
+        turn_ids: integer id of the turn of each token.
+        policy_versions: (B,) or (B, T), integer weight version that sampled.
+        group_ids: (B,), integer id of the prompt group.
+
+    Raises:
+        ValueError: a field's shape does not fit ``per_token_logps``.
+        TypeError: a field is not a tensor, or its dtype is wrong.
+    """
+
+    per_token_logps: Tensor
+    old_per_token_logps: Tensor | None = None
+    sampling_per_token_logps: Tensor | None = None
+    proximal_per_token_logps: Tensor | None = None
+    completion_mask: Tensor
+    advantages: Tensor
+    rewards: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    entropies: Tensor | None = None
+    sum_sq_probs: Tensor | None = None
+    policy_mask: Tensor | None = None
+    turn_ids: Tensor | None = None
+    policy_versions: Tensor | None = None
+    group_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            required = item.name in ("per_token_logps", "completion_mask", "advantages")
+            if not isinstance(value, Tensor) and (required or value is not None):
+                raise TypeError(f"{item.name} must be a tensor, but got {type(value).__name__}.")
+        if self.per_token_logps.dim() != 2:
+            raise ValueError(f"per_token_logps must have shape (B, T), but got {tuple(self.per_token_logps.shape)}.")
+        for name in (*_TOKEN_FIELDS, *_ROW_FIELDS, *_ROW_OR_TOKEN_FIELDS):
+            self._check_shape(name)
+        for name in _FLOAT_FIELDS:
+            value = getattr(self, name)
+            if value is not None and not value.is_floating_point():
+                raise TypeError(f"{name} must be a floating point tensor, but got {value.dtype}.")
+        for name in ("completion_mask", "policy_mask"):
+            value = getattr(self, name)
+            if value is not None and value.is_complex():
+                raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {value.dtype}.")
+
+    def _check_shape(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        rows, length = self.per_token_logps.shape
+        allowed = {(rows, length)} if name not in _ROW_FIELDS else {(rows,)}
+        if name in _ROW_OR_TOKEN_FIELDS:
+            allowed.add((rows,))
+        if tuple(value.shape) not in allowed:
+            expected = " or ".join(str(shape) for shape in sorted(allowed, key=len))
+            raise ValueError(f"{name} must have shape {expected}, but got {tuple(value.shape)}.")
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, T) bool: the trainable tokens."""
+        return self.completion_mask if self.completion_mask.dtype == torch.bool else self.completion_mask != 0
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """(B, 1) or (B, T) float32, ready to broadcast against tokens."""
+        advantages = self.advantages.float()
+        return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+
+    def logps(self, policy: str) -> Tensor:
+        """Log-probs (B, T) of ``"current"``, ``"old"`` or ``"sampling"``, detached.
+
+        Raises:
+            ValueError: the sampling log-probs are asked for but absent.
+        """
+        if policy == "current" or (policy == "old" and self.old_per_token_logps is None):
+            return self.per_token_logps.detach()
+        if policy == "old":
+            assert self.old_per_token_logps is not None
+            return self.old_per_token_logps.detach()
+        if self.sampling_per_token_logps is None:
+            raise ValueError(
+                "sampling_per_token_logps must be given when a correction or diagnostic reads the sampling policy, "
+                "but got None. Ask the engine for the log-probs of the sampled tokens."
+            )
+        return self.sampling_per_token_logps.detach()
+
+
+@dataclass(frozen=True)
+class CorrectionOutput:
+    """What a :class:`~trl_offpolicy.Correction` returns. Nothing here carries gradient.
+
+    Args:
+        weights: (B, T) float32, multiplies the policy loss; 0 outside ``completion_mask``.
+        keep_mask: (B, T) bool, True = the token stays in the policy loss; False outside ``completion_mask``.
+        stats: the diagnostics, mergeable over micro-batches and ranks.
+        sequence_weights: (B, 1) float32 where all weights are constant over the sequence, else None.
+    """
+
+    weights: Tensor
+    keep_mask: Tensor
+    stats: Stats
+    sequence_weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How one micro-batch's loss is scaled so that a whole optimizer step adds up to a mean.
+
+    Args:
+        tokens: trainable tokens of the whole optimizer step over all ranks and micro-batches (number or 0-d
+            tensor); None = this micro-batch alone, divided by ``accumulation``.
+        sequences: the same for sequences.
+        world_size: ranks whose gradients are averaged.
+        accumulation: micro-batches an optimizer step; used where ``tokens`` or ``sequences`` is None.
+        max_length: the constant L of Dr. GRPO's ``seq_mean_token_sum_norm``; None = T of the batch.
+    """
+
+    tokens: Tensor | float | None = None
+    sequences: Tensor | float | None = None
+    world_size: int = 1
+    accumulation: int = 1
+    max_length: int | None = None
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """What an :class:`~trl_offpolicy.Objective` returns; only ``loss`` and ``per_token_loss`` carry gradient."""
+
+    loss: Tensor
+    per_token_loss: Tensor
+    weights: Tensor
+    keep_mask: Tensor
+    stats: Stats
