@@ -1,0 +1,69 @@
+"""Trainer callbacks: the run folder and the closing report."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_offpolicy.recording import append_metrics, prepare_run_folder, run_versions, write_run_info
+
+logger = logging.getLogger(__name__)
+
+
+class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
+    """Writes ``run.json`` and ``metrics.jsonl``, and at the end prints the summary and writes ``report.html``.
+
+    Args:
+        info: what ``run.json`` says besides versions, seed and command.
+        report: print and write the report at the end.
+        decode: token ids to text, for the report.
+    """
+
+    def __init__(self, info: dict[str, Any], *, report: bool, decode: Any) -> None:
+        self._info, self._report, self._decode = info, report, decode
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepare the folder on the main process."""
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        prepare_run_folder(folder, resumed_step=state.global_step)
+        command = " ".join(map(shlex.quote, sys.argv))
+        write_run_info(
+            folder / "run.json", {**self._info, "seed": args.seed, "command": command, "versions": run_versions()}
+        )
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Append to ``metrics.jsonl``."""
+        if state.is_world_process_zero and logs:
+            append_metrics(Path(args.output_dir) / "metrics.jsonl", state.global_step, logs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Print the table and write the report; a failure here never costs the run."""
+        if not (self._report and state.is_world_process_zero):
+            return
+        from trl_offpolicy.diagnosis import print_summary, summarize_run, write_report
+
+        try:
+            print_summary(summarize_run(args.output_dir))
+            path = write_report(args.output_dir, decode=self._decode)
+            folder = Path(args.output_dir)
+            print(f"report:   {path}\nmetrics:  {folder / 'metrics.jsonl'}\nrollouts: {folder / 'rollouts.parquet'}")
+        except Exception:
+            logger.exception("The run is complete, but its report failed; try: trl-offpolicy report %s", args.output_dir)

@@ -1,0 +1,124 @@
+"""Configuration of the TRL trainer: ``GRPOConfig`` plus ``offpolicy`` and ``engine``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from trl import GRPOConfig
+
+from trl_offpolicy import presets
+from trl_offpolicy.objectives import Objective
+from trl_offpolicy.presets.parsing import near, parse_correction, parse_objective
+from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.presets.trl import TRLOptions
+from trl_offpolicy.terms import OffPolicySequenceMask
+
+_TRL_FIELDS = tuple(item.name for item in fields(TRLOptions))
+_LOSS_FIELDS = (
+    "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_pos",
+    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+_OBJECTIVE_SOURCE = {"policy_loss": _LOSS_FIELDS, "aggregation": ("loss_type",), "kl": ("beta",), "entropy_coef": ("entropy_coef",)}
+_OFFPOLICY_KEYS = ("preset", "options", "correction", "objective")
+
+
+@dataclass
+class OffPolicyGRPOConfig(GRPOConfig):
+    """``GRPOConfig`` with rollout correction.
+
+    Args:
+        offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them), or a mapping
+            ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``. Default: ``paper/tis`` with vLLM,
+            ``measure`` (diagnostics only) without.
+        engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
+            ``quantization``, ``max_model_len``, ...), and ``weight_rounding: int8`` to round the linear weights to
+            8 bits a row at every sync.
+        record_rollouts: write every rollout to ``rollouts.parquet`` in ``output_dir``.
+        write_report: print the summary and write ``report.html`` at the end of training.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine"]
+
+    offpolicy: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Rollout correction: a preset's name (e.g. 'paper/tis'), or a mapping with the keys preset, options, "
+            "correction, objective. Default: paper/tis with vLLM, measure (diagnostics only) without."
+        },
+    )
+    engine: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Keyword arguments for vLLM's LLM in colocate mode (dtype, enforce_eager, quantization, max_model_len, "
+            "...) and weight_rounding: int8 to round linear weights to 8 bits at every sync."
+        },
+    )
+    record_rollouts: bool = field(
+        default=True, metadata={"help": "Write every training rollout to rollouts.parquet in output_dir."}
+    )
+    write_report: bool = field(
+        default=True, metadata={"help": "At the end of training print the summary and write report.html in output_dir."}
+    )
+    vllm_importance_sampling_correction: bool = field(
+        default=False,
+        metadata={"help": "TRL's own correction. Must stay False here: `offpolicy` takes its place."},
+    )
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "Dropout makes the trainer's log-probs random and shows up as mismatch; off by default here."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "vllm_importance_sampling_correction must be False: it would correct a second time. Set "
+                "offpolicy to the correction you want (e.g. paper/tis; presets.from_trl gives TRL's own)."
+            )
+        if isinstance(self.engine, str):
+            raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
+        self.preset  # fail early  # noqa: B018
+
+    @property
+    def preset(self) -> Preset:
+        """The objective that these options describe."""
+        return resolve_preset(self)
+
+
+def resolve_preset(args: OffPolicyGRPOConfig) -> Preset:
+    """TRL's loss fields give the objective, ``offpolicy`` the correction and overrides.
+
+    Raises:
+        ValueError: an unknown key or value, or a quantity set in both places.
+    """
+    options = {name: getattr(args, name) for name in _TRL_FIELDS}
+    base = presets.from_trl(**{**options, "vllm_importance_sampling_correction": False})
+    spec = args.offpolicy if args.offpolicy is not None else ("paper/tis" if args.use_vllm else "measure")
+    spec = {"preset": spec} if isinstance(spec, str) else dict(spec)
+    for key in spec:
+        if key not in _OFFPOLICY_KEYS:
+            raise ValueError(f"offpolicy.{key} must be one of {list(_OFFPOLICY_KEYS)}.{near(key, _OFFPOLICY_KEYS)}")
+    chosen = presets.get(spec.get("preset") or "measure", **(spec.get("options") or {}))
+    objective = _with_correction(base.objective, chosen, spec)
+    overrides = spec.get("objective") or {}
+    _refuse_double(args, overrides)
+    objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
+    return replace(chosen, objective=objective)
+
+
+def _with_correction(objective: Objective, chosen: Preset, spec: dict[str, Any]) -> Objective:
+    overrides = spec.get("correction") or {}
+    correction = parse_correction(overrides, where="offpolicy.correction", base=chosen.correction)
+    opsm = objective.correction.keep if objective.correction is not None else ()
+    if opsm and any(isinstance(term, OffPolicySequenceMask) for term in correction.keep):
+        raise ValueError("off_policy_mask_threshold and offpolicy both set an off-policy sequence mask; set one.")
+    return replace(objective, correction=replace(correction, keep=correction.keep + opsm))
+
+
+def _refuse_double(args: OffPolicyGRPOConfig, overrides: dict[str, Any]) -> None:
+    defaults = {item.name: item.default for item in fields(GRPOConfig)}
+    for key, sources in _OBJECTIVE_SOURCE.items():
+        both = [name for name in sources if key in overrides and getattr(args, name) != defaults[name]]
+        if both:
+            raise ValueError(f"offpolicy.objective.{key} and {', '.join(both)} set the same quantity; set one.")

@@ -1,0 +1,275 @@
+"""OffPolicyGRPOTrainer: TRL's GRPOTrainer with the loss of :class:`~trl_offpolicy.Objective`.
+
+The seam is ``_compute_loss``: log-probs once through TRL's own method, a PolicyBatch, the objective, its stats. Where
+TRL samples and learns with the same weights (aligned steps), old is the current policy and no extra forward is paid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from trl_offpolicy.callbacks import RunFolderCallback
+from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.corrections import Correction
+from trl_offpolicy.engines.checks import require_comparable, sampling_faults
+from trl_offpolicy.engines.colocate import colocate_engine
+from trl_offpolicy.losses import CISPO, PPOClip
+from trl_offpolicy.objectives import NONFINITE_CURRENT, Objective
+from trl_offpolicy.presets.trl import GLOBAL_TOKEN_LOSSES
+from trl_offpolicy.recording import RolloutRecorder
+from trl_offpolicy.stats import PREFIX, Stats
+from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
+
+_MODEL_INPUTS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+_SAMPLING_OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs")
+
+
+class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPO that knows which policy sampled each token. Takes what ``trl.GRPOTrainer`` takes.
+
+    Args:
+        args: an :class:`OffPolicyGRPOConfig`; its ``offpolicy`` field names the correction.
+
+    Raises:
+        TypeError: ``args`` is not an ``OffPolicyGRPOConfig``.
+        ValueError: the correction needs an engine with log-probs of its own and there is none, or the sampling
+            options make them incomparable.
+    """
+
+    _tag_names = ["trl", "grpo", "trl-offpolicy"]
+
+    def __init__(self, model: Any, reward_funcs: Any, args: OffPolicyGRPOConfig, *rest: Any, **kwargs: Any) -> None:
+        if not isinstance(args, OffPolicyGRPOConfig):
+            raise TypeError(f"args must be an OffPolicyGRPOConfig, but got {type(args).__name__}.")
+        preset = args.preset
+        self.objective: Objective = preset.objective
+        _check_engine(args, self.objective, has_rollout_func=kwargs.get("rollout_func") is not None)
+        _check_scope(args, self.objective)
+        with colocate_engine(args.engine):
+            super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        self._stats: dict[str, Stats] = {}
+        self._local_rewards: Tensor | None = None
+        self._recorder = self._make_recorder() if args.record_rollouts else None
+        info = {
+            "model": getattr(self.model.config, "_name_or_path", ""),
+            "preset": preset.name,
+            "correction": repr(self.objective.correction),
+            "objective": repr(replace(self.objective, correction=None)),
+            "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
+        }
+        self.add_callback(RunFolderCallback(info, report=args.write_report, decode=self._tokenizer.decode))
+
+    def _make_recorder(self) -> RolloutRecorder:
+        folder = Path(self.args.output_dir) / "rollouts.parquet"
+        return RolloutRecorder(folder, self._tokenizer.decode, self.accelerator.process_index)
+
+    # ------------------------------------------------------------------------------------------------------ rollouts
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Keep the total reward of every completion; TRL's own batch does not carry it."""
+        per_function: Tensor = super()._calculate_rewards(*args, **kwargs)
+        total = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
+        self._local_rewards = torch.where(per_function.isnan().all(dim=1), torch.nan, total)
+        return per_function
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        rows, rank = len(output["advantages"]), self.accelerator.process_index
+        generations = self.num_generations if self.model.training else self.num_generations_eval
+        device = output["advantages"].device
+        if self._local_rewards is not None:
+            output["rewards"] = self._local_rewards[rank * rows : (rank + 1) * rows].to(device)
+        output["group_ids"] = torch.arange(rank * rows, (rank + 1) * rows, device=device) // generations
+        output["policy_versions"] = torch.full((rows,), self.state.global_step, device=device)
+        return output
+
+    # ---------------------------------------------------------------------------------------------------------- loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        mode = "train" if self.model.training else "eval"
+        mask = inputs["completion_mask"]
+        mask = (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).bool()
+        logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **{name: inputs.get(name) for name in _MODEL_INPUTS},
+        )
+        batch = self._policy_batch(inputs, mask, logps, entropies)
+        result = self._current_objective()(batch, self._reduction(inputs, mode))
+        known = self._stats.get(mode)
+        self._stats[mode] = result.stats if known is None else known.merge(result.stats)
+        self._raise_if_not_finite(mode)
+        self._record(inputs, batch, result, mode)
+        self._update_entropy_coefficient(batch, mode)
+        return result.loss if aux_loss is None else result.loss + self._scaled_aux_loss(aux_loss, mode)
+
+    def _policy_batch(self, inputs: dict[str, Any], mask: Tensor, logps: Tensor, entropies: Tensor) -> PolicyBatch:
+        policy_mask = None
+        if self.top_entropy_quantile < 1.0:
+            policy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+        return PolicyBatch(
+            per_token_logps=logps,
+            old_per_token_logps=inputs.get("old_per_token_logps"),
+            sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
+            completion_mask=mask,
+            advantages=inputs["advantages"],
+            rewards=inputs.get("rewards"),
+            ref_per_token_logps=inputs.get("ref_per_token_logps"),
+            entropies=entropies,
+            policy_mask=policy_mask,
+            policy_versions=inputs.get("policy_versions"),
+            group_ids=inputs.get("group_ids"),
+        )
+
+    def _current_objective(self) -> Objective:
+        """The objective with the adaptive entropy coefficient of this step."""
+        if not self.use_adaptive_entropy:
+            return self.objective
+        active = self._last_world_entropy <= self.args.entropy_target
+        return replace(self.objective, entropy_coef=self.entropy_coef if active else 0.0)
+
+    def _reduction(self, inputs: dict[str, Any], mode: str) -> Reduction:
+        """TRL's denominators: its loss is scaled for gradient accumulation here, not by the base trainer."""
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
+        tokens = None
+        if self.objective.denominator == "all" and self.loss_type in GLOBAL_TOKEN_LOSSES:
+            tokens = inputs["num_items_in_batch"].clamp(min=1.0)
+            if mode == "train":  # it spans the generation batch; rescale it to one accumulation window
+                tokens = tokens * accumulation / self.args.steps_per_generation
+        return Reduction(
+            tokens=tokens,
+            world_size=self.accelerator.num_processes,
+            accumulation=accumulation,
+            max_length=self.max_completion_length,
+        )
+
+    def _scaled_aux_loss(self, aux_loss: Tensor, mode: str) -> Tensor:
+        self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
+        scaled: Tensor = self.router_aux_loss_coef * aux_loss / accumulation
+        return scaled
+
+    def _raise_if_not_finite(self, mode: str) -> None:
+        """Once per optimizer step: the only wait for the device in the loss."""
+        if mode == "train" and self.accelerator.sync_gradients:
+            if float(self._stats[mode].groups["loss"].moments["nonfinite"]) > 0:
+                raise ValueError(NONFINITE_CURRENT)
+
+    def _update_entropy_coefficient(self, batch: PolicyBatch, mode: str) -> None:
+        """TRL's adaptive entropy controller, on the entropy of the whole accumulation window and all ranks."""
+        if not (self.use_adaptive_entropy and mode == "train"):
+            if self._entropy_bonus_enabled and mode == "train" and self.accelerator.sync_gradients:
+                self._metrics[mode]["entropy_coef"].append(self.entropy_coef)
+            return
+        assert batch.entropies is not None
+        acting = batch.mask if batch.policy_mask is None else batch.mask & batch.policy_mask
+        sums = torch.stack([torch.where(acting, batch.entropies, 0.0).sum(), acting.sum()]).detach()
+        self._entropy_window_stats = sums if self._entropy_window_stats is None else self._entropy_window_stats + sums
+        if not self.accelerator.sync_gradients:
+            return
+        total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
+        self._last_world_entropy = total / max(count, 1.0)
+        step = self.args.entropy_coef_delta
+        step = step if self._last_world_entropy <= self.args.entropy_target else -step
+        low, high = self.args.entropy_coef_min, self.args.entropy_coef_max
+        self.entropy_coef = min(max(self.entropy_coef + step, low), high)
+        self._entropy_window_stats = None
+        self._metrics[mode]["entropy_coef"].append(self.entropy_coef)
+
+    # ------------------------------------------------------------------------------------------------------- logging
+
+    def _record(self, inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput, mode: str) -> None:
+        """Record each rollout once, on the first pass over it."""
+        window = self.args.steps_per_generation * self.num_iterations
+        if self._recorder is None or mode != "train" or self._step % window >= self.args.steps_per_generation:
+            return
+        self._recorder.add(
+            self.state.global_step,
+            prompt_ids=inputs["prompt_ids"],
+            prompt_mask=inputs["prompt_mask"],
+            completion_ids=inputs["completion_ids"],
+            attention_mask=inputs["completion_mask"],
+            completion_mask=batch.mask,
+            sampling_per_token_logps=batch.sampling_per_token_logps,
+            old_per_token_logps=batch.logps("old"),
+            weights=result.weights,
+            keep_mask=result.keep_mask,
+            reward=batch.rewards,
+            advantage=batch.advantages if batch.advantages.dim() == 1 else batch.advantages.mean(1),
+            group_id=batch.group_ids,
+            policy_version=batch.policy_versions,
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Reduce the stats over ranks with one collective, add them under TRL's and this kit's names, and log."""
+        mode = "train" if self.model.training else "eval"
+        stats = self._stats.pop(mode, None)
+        if stats is not None:
+            values = stats.all_reduce(self.accelerator.gather).compute()
+            for key, value in {**values, **self._trl_names(values)}.items():
+                self._metrics[mode][key].append(value)
+        if self._recorder is not None:
+            self._recorder.flush()
+        super().log(logs, start_time)
+
+    def _trl_names(self, values: dict[str, float]) -> dict[str, float]:
+        """The keys that stock TRL logs for the same quantities."""
+        loss = {key.removeprefix(f"{PREFIX}loss/"): value for key, value in values.items() if "/loss/" in key}
+        named = {"entropy": loss["entropy"]}
+        if self.objective.kl is not None:
+            named["kl"] = loss["kl"]
+        if self._entropy_bonus_enabled:
+            named["policy_loss"] = loss["policy"]
+        if isinstance(self.objective.policy_loss, PPOClip):
+            named |= {
+                "clip_ratio/low_mean": loss["clip_low_fraction"],
+                "clip_ratio/high_mean": loss["clip_high_fraction"],
+                "clip_ratio/region_mean": loss["clip_region_fraction"],
+                "clip_ratio/low_min": loss["response_clip_low_min"],
+                "clip_ratio/high_max": loss["response_clip_high_max"],
+            }
+        elif isinstance(self.objective.policy_loss, CISPO):
+            named["cispo_clip_ratio"] = loss["clip_high_fraction"]
+        elif self.objective.policy_loss.weight_use == "inside":
+            named["vespo/phi_seq_mean"] = loss["gate_mean"]
+        return named
+
+
+def _check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:
+    correction = objective.correction or Correction()
+    if correction.needs_sampling and not (args.use_vllm or has_rollout_func):
+        raise ValueError(
+            "offpolicy must not read the sampling policy when use_vllm is False: transformers' generate samples from "
+            "the trainer itself, so old/sampling is 1. Use offpolicy: measure, or use_vllm: true."
+        )
+    options = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
+    device_type = args.device.type
+    if correction.needs_sampling and args.use_vllm:
+        require_comparable(options, device_type=device_type)
+    elif args.use_vllm and (faults := sampling_faults(options, device_type=device_type)):
+        import warnings
+
+        warnings.warn("Diagnostics will be biased: " + "; ".join(faults), stacklevel=3)
+
+
+def _check_scope(args: OffPolicyGRPOConfig, objective: Objective) -> None:
+    """Wider scopes need the whole generation batch in one loss call."""
+    whole = args.steps_per_generation == 1 and args.gradient_accumulation_steps == 1
+    if objective.scope != "row" and not whole:
+        raise NotImplementedError(
+            f"offpolicy has scope {objective.scope!r} (normalize, or denominator 'kept'), which needs the generation "
+            "batch in one piece; set steps_per_generation and gradient_accumulation_steps to 1 for now."
+        )
