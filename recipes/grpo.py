@@ -9,10 +9,12 @@ Any field of the YAML can be overridden on the command line; --help lists them a
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
@@ -34,6 +36,9 @@ class RecipeArguments:
     dataset_options: dict | None = field(
         default=None, metadata={"help": "Options of the reasoning-gym task, e.g. {max_terms: 2, max_digits: 1}."}
     )
+    question_template: str = field(
+        default="{question}", metadata={"help": "The question, from {question} and the task's metadata, e.g. {expression}."}
+    )
     system_prompt: str | None = field(default=None, metadata={"help": "System message before every question."})
     reward: str = field(default="graded_number", metadata={"help": f"Reward function: one of {sorted(REWARDS)}."})
     train_size: int = field(default=2000, metadata={"help": "Number of training prompts."})
@@ -47,6 +52,8 @@ def main() -> None:
     recipe, training, model = parser.parse_args_and_config()
     if recipe.reward not in REWARDS:
         raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")
+    if training.use_cpu and training.world_size == 1:
+        torch.set_num_threads(os.cpu_count() or 1)  # accelerate launch would leave a single thread
     checkpoint = get_last_checkpoint(training.output_dir) if recipe.resume and Path(training.output_dir).is_dir() else None
     train, held_out = load_splits(recipe)
     training.model_init_kwargs = {"dtype": model.dtype or "float32", **(training.model_init_kwargs or {})}

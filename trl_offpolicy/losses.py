@@ -168,4 +168,4 @@ class VESPO:
             k_neg=self.k_neg,
             lambda_neg=self.lambda_neg,
         )
-        return LossTerms(-phi * inputs.advantages * torch.where(inputs.mask, inputs.logps, 0.0))
+        return LossTerms(-phi * inputs.advantages * torch.where(inputs.mask, inputs.logps, 0.0), gate=phi)

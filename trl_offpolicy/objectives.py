@@ -219,7 +219,7 @@ def _k3(kl: KLPenalty, loss: PolicyLoss, batch: PolicyBatch, inputs: LossInputs)
 
 
 _LAYOUT = Layout(
-    sums=("batches", "policy", "tokens", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite"),
+    sums=("batches", "policy", "tokens", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite", "gate"),
     maxima=("row_clip_low_min_negated", "row_clip_high_max"),
 )
 
@@ -244,6 +244,7 @@ _FINALIZERS: Mapping[str, Finalizer] = {
     "response_clip_low_min": _row_low,
     "response_clip_high_max": _row_high,
     "nonfinite_current": fraction("nonfinite", "batches"),
+    "gate_mean": fraction("gate", "batches"),
 }
 
 
@@ -267,6 +268,7 @@ def _loss_stats(batch: PolicyBatch, parts: _LossParts) -> Stats:
         high.sum(),
         (low | high).sum(),
         (mask & ~(batch.per_token_logps.abs() < torch.inf)).sum(),
+        zero if parts.terms.gate is None else parts.terms.gate.mean(),
     ]
     group = Group(moments(_LAYOUT, sums, [(-low_rows).amax(), high_rows.amax()]), _FINALIZERS)
     return Stats({"loss": group})

@@ -35,7 +35,7 @@ def aggregate_loss(
         max_length: L of seq_mean_token_sum_norm; None = T.
 
     Returns:
-        0-d; every denominator is at least 1.
+        0-d; a denominator of 0 reads as 1.
 
     Example:
         >>> aggregate_loss(torch.tensor([[1.0, 3.0], [5.0, 0.0]]), torch.tensor([[True, True], [True, False]]),
@@ -46,7 +46,7 @@ def aggregate_loss(
     if mode == "token_sum":
         return inside.sum()
     if mode == "token_mean":
-        return inside.sum() / _at_least_one(mask.sum() if tokens is None else tokens)
+        return inside.sum() / _nonzero(mask.sum() if tokens is None else tokens)
     rows = inside.sum(-1)
     if mode == "seq_mean_token_mean":
         rows = rows / mask.sum(-1).clamp(min=1)
@@ -54,8 +54,8 @@ def aggregate_loss(
         rows = rows / (mask.shape[1] if max_length is None else max_length)
     elif mode != "seq_mean_token_sum":
         raise ValueError(f"aggregation must be one of {list(AGGREGATIONS)}, but got {mode!r}.")
-    return rows.sum() / _at_least_one(float(mask.shape[0]) if sequences is None else sequences)
+    return rows.sum() / _nonzero(float(mask.shape[0]) if sequences is None else sequences)
 
 
-def _at_least_one(count: Tensor | float) -> Tensor | float:
-    return count.clamp(min=1.0) if isinstance(count, Tensor) else max(count, 1.0)
+def _nonzero(count: Tensor | float) -> Tensor | float:
+    return torch.where(count > 0, count, 1) if isinstance(count, Tensor) else count or 1.0

@@ -15,11 +15,12 @@ from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 
 
 class LossTerms(NamedTuple):
-    """A loss per token and where its clip was active (bool, None = the loss does not clip on that side)."""
+    """A loss per token, where its clip was active (bool, None = it does not clip on that side), and its soft gate."""
 
     loss: Tensor
     clipped_low: Tensor | None = None
     clipped_high: Tensor | None = None
+    gate: Tensor | None = None
 
 
 def ppo_clip(

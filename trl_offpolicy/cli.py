@@ -1,0 +1,105 @@
+"""Command line ``trl-offpolicy``.
+
+A subcommand is one function: it takes its parser, adds its arguments and returns what to run. Its docstring
+is its help, and ``COMMANDS`` lists it. Everything heavy is imported inside what it returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+Runner = Callable[[argparse.Namespace], int]
+Command = Callable[[argparse.ArgumentParser], Runner]
+
+BAD_INPUT = 2
+MISSING_PACKAGE = 1
+
+
+def report(parser: argparse.ArgumentParser) -> Runner:
+    """Print the summary of a run folder and write its report.html."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl")
+    parser.add_argument(
+        "--output", metavar="FILE", help="where to write the report (default: RUN_DIR/report.html)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="tokenizer (name or folder) that turns token ids into text"
+    )
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.diagnosis import print_summary, summarize_run, write_report
+
+        summary = summarize_run(args.run_dir)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the summary has said what metrics.jsonl lacks
+            path = write_report(args.run_dir, args.output, decode=_load_decode(args.tokenizer))
+        print_summary(summary)
+        print(path)
+        return 0
+
+    return run
+
+
+COMMANDS: dict[str, Command] = {"report": report}
+
+
+def _load_decode(name: str | None) -> Callable[[list[int]], str] | None:
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return lambda ids: str(tokenizer.decode(ids))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; each puts its runner into ``run``."""
+    parser = argparse.ArgumentParser(
+        prog="trl-offpolicy", description="Off-policy corrections for TRL's GRPO."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        text = (command.__doc__ or "").splitlines()[0]
+        subparser = subparsers.add_parser(name, help=text, description=text)
+        subparser.set_defaults(run=command(subparser))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: arguments without the program's name; None takes them from the command line.
+
+    Returns:
+        0; 2 where the input is bad (one line on standard error says what); 1 where a package is missing.
+    """
+    args = build_parser().parse_args(argv)
+    runner: Runner = args.run
+    try:
+        with _short_warnings():
+            return runner(args)
+    except (OSError, ValueError) as error:
+        return _fail(args.command, str(error), BAD_INPUT)
+    except ModuleNotFoundError as error:
+        return _fail(args.command, f"package {error.name} is not installed.", MISSING_PACKAGE)
+
+
+def _fail(command: str, message: str, status: int) -> int:
+    print(f"trl-offpolicy {command}: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Print warnings as one line each, without file and source line."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
