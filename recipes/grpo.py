@@ -19,10 +19,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from tasks import REWARDS, load_splits  # noqa: E402
+from tasks import REWARDS, load_splits
 
-from trl_offpolicy.config import OffPolicyGRPOConfig  # noqa: E402
-from trl_offpolicy.trainer import OffPolicyGRPOTrainer  # noqa: E402
+from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 
 @dataclass
@@ -37,7 +37,8 @@ class RecipeArguments:
         default=None, metadata={"help": "Options of the reasoning-gym task, e.g. {max_terms: 2, max_digits: 1}."}
     )
     question_template: str = field(
-        default="{question}", metadata={"help": "The question, from {question} and the task's metadata, e.g. {expression}."}
+        default="{question}",
+        metadata={"help": "The question, from {question} and the task's metadata, e.g. {expression}."},
     )
     system_prompt: str | None = field(default=None, metadata={"help": "System message before every question."})
     reward: str = field(default="graded_number", metadata={"help": f"Reward function: one of {sorted(REWARDS)}."})
@@ -54,7 +55,9 @@ def main() -> None:
         raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")
     if training.use_cpu and training.world_size == 1:
         torch.set_num_threads(os.cpu_count() or 1)  # accelerate launch would leave a single thread
-    checkpoint = get_last_checkpoint(training.output_dir) if recipe.resume and Path(training.output_dir).is_dir() else None
+    checkpoint = (
+        get_last_checkpoint(training.output_dir) if recipe.resume and Path(training.output_dir).is_dir() else None
+    )
     train, held_out = load_splits(recipe)
     training.model_init_kwargs = {"dtype": model.dtype or "float32", **(training.model_init_kwargs or {})}
     trainer = OffPolicyGRPOTrainer(

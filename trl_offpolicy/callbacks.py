@@ -8,11 +8,47 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_offpolicy.recording import append_metrics, prepare_run_folder, run_versions, write_run_info
 
 logger = logging.getLogger(__name__)
+
+
+_SHORT = {  # label -> (key, format)
+    "loss": ("loss", ".4f"),
+    "reward": ("reward", ".3f"),
+    "length": ("completions/mean_length", ".1f"),
+    "KL k3": ("offpolicy/mismatch/kl_k3", ".2e"),
+    "ESS": ("offpolicy/weight_applied/ess_token", ".3f"),
+    "dropped": ("offpolicy/keep/dropped_sequence_fraction", ".1%"),
+    "truncated": ("offpolicy/weight/truncated_fraction", ".1%"),
+}
+
+
+def short_line(step: int, logs: dict[str, Any]) -> str:
+    """The handful of numbers that a person follows; all others are in ``metrics.jsonl``."""
+    prefix = "eval_" if any(key.startswith("eval_") for key in logs) else ""
+    values = {label: (logs.get(prefix + key), spec) for label, (key, spec) in _SHORT.items()}
+    shown = [f"{label} {value:{spec}}" for label, (value, spec) in values.items() if isinstance(value, int | float)]
+    return f"{'held out' if prefix else 'step'} {step:>4}  {'  '.join(shown)}" if shown else ""
+
+
+class ShortProgressCallback(ProgressCallback):  # type: ignore[misc]
+    """The progress bar with one short line a logging step instead of more than a hundred numbers."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the line above the bar."""
+        line = short_line(state.global_step, logs or {})
+        if line and self.training_bar is not None:  # the bar exists on the main process only
+            self.training_bar.write(line)
 
 
 class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
@@ -66,4 +102,6 @@ class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
             folder = Path(args.output_dir)
             print(f"report:   {path}\nmetrics:  {folder / 'metrics.jsonl'}\nrollouts: {folder / 'rollouts.parquet'}")
         except Exception:
-            logger.exception("The run is complete, but its report failed; try: trl-offpolicy report %s", args.output_dir)
+            logger.exception(
+                "The run is complete, but its report failed; try: trl-offpolicy report %s", args.output_dir
+            )

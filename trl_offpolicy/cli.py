@@ -22,20 +22,16 @@ MISSING_PACKAGE = 1
 def report(parser: argparse.ArgumentParser) -> Runner:
     """Print the summary of a run folder and write its report.html."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl")
-    parser.add_argument(
-        "--output", metavar="FILE", help="where to write the report (default: RUN_DIR/report.html)"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="NAME", help="tokenizer (name or folder) that turns token ids into text"
-    )
+    parser.add_argument("--output", metavar="FILE", help="where to write the report (default: RUN_DIR/report.html)")
+    parser.add_argument("--tokenizer", metavar="NAME", help="tokenizer (name or folder) that turns token ids into text")
 
     def run(args: argparse.Namespace) -> int:
         from trl_offpolicy.diagnosis import print_summary, summarize_run, write_report
 
-        summary = summarize_run(args.run_dir)
+        path = write_report(args.run_dir, args.output, decode=_load_decode(args.tokenizer))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the summary has said what metrics.jsonl lacks
-            path = write_report(args.run_dir, args.output, decode=_load_decode(args.tokenizer))
+            warnings.simplefilter("ignore")  # reading the metrics for the report has warned already
+            summary = summarize_run(args.run_dir)
         print_summary(summary)
         print(path)
         return 0
@@ -43,7 +39,24 @@ def report(parser: argparse.ArgumentParser) -> Runner:
     return run
 
 
-COMMANDS: dict[str, Command] = {"report": report}
+def presets(parser: argparse.ArgumentParser) -> Runner:
+    """List the correction presets, or explain some."""
+    parser.add_argument("names", metavar="NAME", nargs="*", help="presets to explain (default: list all)")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.presets import describe, get, names
+
+        if args.names:
+            print("\n\n".join(describe(name) for name in args.names))
+        else:
+            width = max(map(len, names()))
+            print("\n".join(f"{name:<{width}}  {get(name).formula}" for name in names()))
+        return 0
+
+    return run
+
+
+COMMANDS: dict[str, Command] = {"report": report, "presets": presets}
 
 
 def _load_decode(name: str | None) -> Callable[[list[int]], str] | None:
@@ -57,9 +70,7 @@ def _load_decode(name: str | None) -> Callable[[list[int]], str] | None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; each puts its runner into ``run``."""
-    parser = argparse.ArgumentParser(
-        prog="trl-offpolicy", description="Off-policy corrections for TRL's GRPO."
-    )
+    parser = argparse.ArgumentParser(prog="trl-offpolicy", description="Off-policy corrections for TRL's GRPO.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         text = (command.__doc__ or "").splitlines()[0]

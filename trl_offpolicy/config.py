@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
@@ -19,12 +19,17 @@ _LOSS_FIELDS = (
     "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_pos",
     "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
-_OBJECTIVE_SOURCE = {"policy_loss": _LOSS_FIELDS, "aggregation": ("loss_type",), "kl": ("beta",), "entropy_coef": ("entropy_coef",)}
+_OBJECTIVE_SOURCE = {
+    "policy_loss": _LOSS_FIELDS,
+    "aggregation": ("loss_type",),
+    "kl": ("beta",),
+    "entropy_coef": ("entropy_coef",),
+}
 _OFFPOLICY_KEYS = ("preset", "options", "correction", "objective")
 
 
 @dataclass
-class OffPolicyGRPOConfig(GRPOConfig):
+class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     """``GRPOConfig`` with rollout correction.
 
     Args:
@@ -38,20 +43,20 @@ class OffPolicyGRPOConfig(GRPOConfig):
         write_report: print the summary and write ``report.html`` at the end of training.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine"]
 
     offpolicy: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Rollout correction: a preset's name (e.g. 'paper/tis'), or a mapping with the keys preset, options, "
-            "correction, objective. Default: paper/tis with vLLM, measure (diagnostics only) without."
+            "help": "Rollout correction: a preset's name (e.g. 'paper/tis'), or a mapping with the keys preset, "
+            "options, correction, objective. Default: paper/tis with vLLM, measure (diagnostics only) without."
         },
     )
     engine: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Keyword arguments for vLLM's LLM in colocate mode (dtype, enforce_eager, quantization, max_model_len, "
-            "...) and weight_rounding: int8 to round linear weights to 8 bits at every sync."
+            "help": "Keyword arguments for vLLM's LLM in colocate mode (dtype, enforce_eager, quantization, "
+            "max_model_len, ...) and weight_rounding: int8 to round linear weights to 8 bits at every sync."
         },
     )
     record_rollouts: bool = field(
@@ -66,7 +71,9 @@ class OffPolicyGRPOConfig(GRPOConfig):
     )
     disable_dropout: bool = field(
         default=True,
-        metadata={"help": "Dropout makes the trainer's log-probs random and shows up as mismatch; off by default here."},
+        metadata={
+            "help": "Dropout makes the trainer's log-probs random and shows up as mismatch; off by default here."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -76,9 +83,9 @@ class OffPolicyGRPOConfig(GRPOConfig):
                 "vllm_importance_sampling_correction must be False: it would correct a second time. Set "
                 "offpolicy to the correction you want (e.g. paper/tis; presets.from_trl gives TRL's own)."
             )
-        if isinstance(self.engine, str):
+        if not isinstance(self.engine, dict | None):
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
-        self.preset  # fail early  # noqa: B018
+        resolve_preset(self)  # a wrong option fails here, not after the model is loaded
 
     @property
     def preset(self) -> Preset:

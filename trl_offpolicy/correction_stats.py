@@ -16,7 +16,15 @@ from trl_offpolicy.functional.diagnostics import (
     fraction,
 )
 from trl_offpolicy.functional.log_ratios import LogRatio
-from trl_offpolicy.functional.moments import Layout, Moments, RatioRows, fold_ratio_rows, moments, ratio_rows, weight_moments
+from trl_offpolicy.functional.moments import (
+    Layout,
+    Moments,
+    RatioRows,
+    fold_ratio_rows,
+    moments,
+    ratio_rows,
+    weight_moments,
+)
 from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.terms import Violations
 
@@ -54,7 +62,8 @@ def _ratio_groups(
     has_old, has_sampling = batch.old_per_token_logps is not None, batch.sampling_per_token_logps is not None
     if has_sampling and {"mismatch", "kept"} & set(wanted):
         rows = _rows(ratios["old/sampling"], batch, "sampling", batch.mask)
-        groups["mismatch"] = _ratio_group(rows)
+        if "mismatch" in wanted:
+            groups["mismatch"] = _ratio_group(rows)
         if "kept" in wanted:
             whole_rows = evidence.keep.shape[-1] == 1 and correction.nonfinite != "drop"
             groups["kept"] = (
@@ -65,10 +74,10 @@ def _ratio_groups(
     if has_old and "staleness" in wanted:
         groups["staleness"] = _ratio_group(_rows(ratios["current/old"], batch, "old", batch.mask))
     if has_sampling and "total" in wanted:
-        if has_old:
-            groups["total"] = _ratio_group(_rows(ratios["current/sampling"], batch, "sampling", batch.mask))
-        elif "mismatch" in groups:  # old is the current policy: the same numbers
+        if not has_old and "mismatch" in groups:  # old is the current policy: the same numbers
             groups["total"] = groups["mismatch"]
+        else:
+            groups["total"] = _ratio_group(_rows(ratios["current/sampling"], batch, "sampling", batch.mask))
     return groups
 
 
@@ -160,9 +169,10 @@ def _keep_groups(correction: Correction, batch: PolicyBatch, evidence: Evidence)
 def term_names(correction: Correction) -> list[str]:
     """Metric names of the keep terms; a repeated one gets a number."""
     names: list[str] = []
+    seen: dict[str, int] = {}
     for term in correction.keep:
-        count = sum(name == term.name or name.startswith(f"{term.name}_") for name in names)
-        names.append(term.name if count == 0 else f"{term.name}_{count + 1}")
+        seen[term.name] = count = seen.get(term.name, 0) + 1
+        names.append(term.name if count == 1 else f"{term.name}_{count}")
     return names
 
 

@@ -14,7 +14,7 @@ from trl_offpolicy.functional.levels import aggregate_ratio
 from trl_offpolicy.functional.log_ratios import LogRatio, log_ratio
 from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
 from trl_offpolicy.terms import KeepTerm, Violations, Weight
-from trl_offpolicy.types import CorrectionOutput, PolicyBatch, Ratio, Scope
+from trl_offpolicy.types import CorrectionOutput, PolicyBatch, Ratio, Scope, check_number
 
 Normalize = Literal["none", "original", "kept"]
 MeasureOn = Literal["original", "remaining"]
@@ -91,6 +91,8 @@ class Correction:
             raise ValueError(f"weight must name each ratio once, but got {ratios}; it would be applied twice.")
         if unknown := set(self.measure) - set(get_args(Measure)):
             raise ValueError(f"measure must name some of {list(get_args(Measure))}, but got {sorted(unknown)}.")
+        if self.correct_threshold is not None:
+            check_number("correct_threshold", self.correct_threshold)
         if self.normalize != "none" and not self.weights:
             raise ValueError(f"normalize must be 'none' without a weight, but got {self.normalize!r}.")
 
@@ -104,7 +106,7 @@ class Correction:
     @cached_property
     def required_ratios(self) -> frozenset[Ratio]:
         """The ratios that weights and keep terms read."""
-        return frozenset(term.ratio for term in (*self.weights, *self.keep))
+        return frozenset([weight.ratio for weight in self.weights] + [term.ratio for term in self.keep])
 
     @property
     def needs_sampling(self) -> bool:
@@ -114,7 +116,7 @@ class Correction:
     @property
     def scope(self) -> Scope:
         """The widest scope of its parts; normalisation needs the whole generation batch."""
-        scopes = {term.scope for term in (*self.weights, *self.keep)}
+        scopes = {weight.scope for weight in self.weights} | {term.scope for term in self.keep}
         return "generation_batch" if self.normalize != "none" or scopes - {"row"} else "row"
 
     @torch.no_grad()
@@ -138,7 +140,10 @@ class Correction:
         applied = bounded if normalizer is None or bounded is None else bounded / normalizer
         keep_mask = base & keep
         stats = correction_stats.collect(
-            self, batch, ratios, correction_stats.Evidence(decisions, keep, keep_mask, raw, bounded, applied, normalizer)
+            self,
+            batch,
+            ratios,
+            correction_stats.Evidence(decisions, keep, keep_mask, raw, bounded, applied, normalizer),
         )
         return CorrectionOutput(
             weights=batch.mask.float() if applied is None else torch.where(batch.mask, applied, 0.0),

@@ -16,7 +16,7 @@ from trl_offpolicy.functional import policy_losses
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.policy_losses import VESPO_LOG_FLOOR, LossTerms
-from trl_offpolicy.types import Scope
+from trl_offpolicy.types import Scope, check_number
 
 WeightUse = Literal["multiply", "inside"]
 RatioLevel = Literal["token", "sequence_mean"]
@@ -61,8 +61,10 @@ def _check_level(level: str) -> None:
 
 def _check_positive(**values: float | None) -> None:
     for field, value in values.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{field} must be positive and finite, but got {value}.")
+        if value is not None:
+            check_number(field, value)
+            if value <= 0:
+                raise ValueError(f"{field} must be positive and finite, but got {value}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,8 @@ class VESPO:
     def __post_init__(self) -> None:
         _check_level(self.level)
         _check_positive(k_pos=self.k_pos, k_neg=self.k_neg)
+        check_number("lambda_pos", self.lambda_pos)
+        check_number("lambda_neg", self.lambda_neg)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Loss per token."""

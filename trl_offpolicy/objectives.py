@@ -18,7 +18,7 @@ from trl_offpolicy.functional.moments import Layout, Moments, moments
 from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.losses import LossInputs, PolicyLoss, PPOClip
 from trl_offpolicy.stats import Group, Stats
-from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction, Scope
+from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction, Scope, check_number
 
 KLOn = Literal["all", "kept"]
 Denominator = Literal["all", "kept"]
@@ -38,7 +38,8 @@ class KLPenalty:
     ratio_weighted: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.coef < float("inf"):
+        check_number("coef", self.coef)
+        if self.coef <= 0:
             raise ValueError(f"coef must be positive and finite (None switches the KL term off), but got {self.coef}.")
 
 
@@ -82,6 +83,16 @@ class Objective:
             raise ValueError(f"aggregation must be one of {list(AGGREGATIONS)}, but got {self.aggregation!r}.")
         if self.kl is not None and not isinstance(self.kl, KLPenalty):
             raise TypeError(f"kl must be a KLPenalty or None, but got {self.kl!r}.")
+        if self.correction is not None and not isinstance(self.correction, Correction):
+            raise TypeError(f"correction must be a Correction or None, but got {self.correction!r}.")
+        if not hasattr(self.policy_loss, "weight_use"):
+            raise TypeError(f"policy_loss must be a loss of trl_offpolicy.losses, but got {self.policy_loss!r}.")
+        check_number("entropy_coef", self.entropy_coef)
+        if self.kl is not None and self.kl_on == "all" and self.denominator == "kept":
+            raise ValueError(
+                "kl_on must be 'kept' with denominator='kept' (dropped tokens leave the sum and the denominator, their "
+                "KL term with them), but got 'all'."
+            )
         if self.kl is None and self.kl_weighted:
             raise ValueError("kl_weighted must be False without a KL term (kl=None).")
 
@@ -123,7 +134,7 @@ class Objective:
     def _inputs(self, batch: PolicyBatch, corrected: CorrectionOutput) -> LossInputs:
         centre = batch.proximal_per_token_logps
         centre = batch.old_per_token_logps if centre is None else centre
-        logps = batch.per_token_logps.float()
+        logps = torch.where(batch.mask, batch.per_token_logps.float(), 0.0)
         compact = corrected.sequence_weights
         return LossInputs(
             logps=logps,
@@ -219,14 +230,18 @@ def _k3(kl: KLPenalty, loss: PolicyLoss, batch: PolicyBatch, inputs: LossInputs)
 
 
 _LAYOUT = Layout(
-    sums=("batches", "policy", "tokens", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite", "gate"),
+    sums=(
+        "tokens", "units", "policy", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite",
+        "nonfinite_reference", "gate",
+    ),
     maxima=("row_clip_low_min_negated", "row_clip_high_max"),
-)
+)  # fmt: skip
 
 
 def _row_low(m: Moments) -> Tensor:
     """Smallest share of low-clipped tokens in a response."""
-    return (-m["row_clip_low_min_negated"]).clamp(0.0, 1.0)
+    top = m["row_clip_low_min_negated"]
+    return torch.where(top > -torch.inf, -top, 0.0)
 
 
 def _row_high(m: Moments) -> Tensor:
@@ -235,40 +250,53 @@ def _row_high(m: Moments) -> Tensor:
 
 
 _FINALIZERS: Mapping[str, Finalizer] = {
-    "policy": fraction("policy", "batches"),
+    "policy": fraction("policy", "tokens"),
     "kl": fraction("kl", "tokens"),
     "entropy": fraction("entropy", "tokens"),
-    "clip_low_fraction": fraction("clip_low", "tokens"),
-    "clip_high_fraction": fraction("clip_high", "tokens"),
-    "clip_region_fraction": fraction("clip_region", "tokens"),
+    "clip_low_fraction": fraction("clip_low", "units"),
+    "clip_high_fraction": fraction("clip_high", "units"),
+    "clip_region_fraction": fraction("clip_region", "units"),
     "response_clip_low_min": _row_low,
     "response_clip_high_max": _row_high,
-    "nonfinite_current": fraction("nonfinite", "batches"),
-    "gate_mean": fraction("gate", "batches"),
+    "nonfinite_current": fraction("nonfinite", "tokens"),
+    "nonfinite_reference": fraction("nonfinite_reference", "tokens"),
+    "gate_mean": fraction("gate", "units"),
 }
+
+
+def _clip_unit(terms: LossTerms, mask: Tensor) -> Tensor:
+    """What clips and gates decide on: tokens (B, T), or sequences with a trainable token (B, 1)."""
+    decisions = [part for part in (terms.clipped_low, terms.clipped_high, terms.gate) if part is not None]
+    return mask.any(-1, keepdim=True) if decisions and decisions[0].shape[-1] == 1 else mask
 
 
 @torch.no_grad()
 def _loss_stats(batch: PolicyBatch, parts: _LossParts) -> Stats:
-    mask, never = batch.mask, torch.zeros_like(batch.mask)
-    low = never if parts.terms.clipped_low is None else parts.terms.clipped_low & mask
-    high = never if parts.terms.clipped_high is None else parts.terms.clipped_high & mask
+    mask = batch.mask
+    unit = _clip_unit(parts.terms, mask)
+    never = torch.zeros_like(unit)
+    low = never if parts.terms.clipped_low is None else parts.terms.clipped_low & unit
+    high = never if parts.terms.clipped_high is None else parts.terms.clipped_high & unit
     tokens = mask.sum(-1)
-    count = tokens.clamp(min=1)
+    count = unit.sum(-1).clamp(min=1)
     low_rows = torch.where(tokens > 0, low.sum(-1) / count, torch.inf)
     high_rows = torch.where(tokens > 0, high.sum(-1) / count, -torch.inf)
     zero = torch.zeros((), device=mask.device)
+    reference, gate = batch.ref_per_token_logps, parts.terms.gate
     sums = [
-        zero + 1,
-        parts.policy.sum() / tokens.sum().clamp(min=1),
         tokens.sum(),
+        unit.sum(),
+        parts.policy.sum(),
         zero if parts.kl is None else torch.where(mask, parts.kl, 0.0).sum(),
         zero if batch.entropies is None else torch.where(mask, batch.entropies, 0.0).sum(),
         low.sum(),
         high.sum(),
         (low | high).sum(),
         (mask & ~(batch.per_token_logps.abs() < torch.inf)).sum(),
-        zero if parts.terms.gate is None else parts.terms.gate.mean(),
+        zero if reference is None else (mask & ~(reference.abs() < torch.inf)).sum(),
+        zero if gate is None else torch.where(unit, gate, 0.0).sum(),
     ]
-    group = Group(moments(_LAYOUT, sums, [(-low_rows).amax(), high_rows.amax()]), _FINALIZERS)
+    none = low_rows.new_full((1,), -torch.inf)  # a batch without rows
+    maxima = [torch.cat([-low_rows, none]).amax(), torch.cat([high_rows, none]).amax()]
+    group = Group(moments(_LAYOUT, sums, maxima), _FINALIZERS)
     return Stats({"loss": group})

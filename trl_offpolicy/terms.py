@@ -15,7 +15,7 @@ from torch import Tensor
 from trl_offpolicy.functional import masks, weights
 from trl_offpolicy.functional.levels import LEVELS, Level, aggregate, aggregate_ratio
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-from trl_offpolicy.types import RATIOS, Ratio, Scope
+from trl_offpolicy.types import RATIOS, Ratio, Scope, check_number
 
 
 class Violations(NamedTuple):
@@ -80,7 +80,7 @@ class TruncateWeight:
 
     def __post_init__(self) -> None:
         _check_level_and_ratio(self.level, self.ratio)
-        _check_number("max_weight", self.max_weight)
+        check_number("max_weight", self.max_weight)
         _check_ratio_bounds("min_weight", self.min_weight, "max_weight", self.max_weight)
 
     def bound(self, ratio: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class BandWeight:
         _check_ratio_bounds("low", self.low, "high", self.high)
 
     def bound(self, ratio: Tensor) -> Tensor:
-        """ratio inside the band, 0 outside."""
+        """Ratio inside the band, 0 outside."""
         return weights.band_weight(ratio, low=self.low, high=self.high)
 
 
@@ -175,9 +175,24 @@ class DivergenceBand:
             raise ValueError(f"statistic must be one of 'k1', 'k2', 'k3', but got {self.statistic!r}.")
         _check_order("low", self.low, "high", self.high)
         if self.statistic != "k1" and self.high is not None and self.high <= 0:
-            raise ValueError(f"high must be positive for {self.statistic}, which is never negative, but got {self.high}.")
+            raise ValueError(
+                f"high must be positive for {self.statistic}, which is never negative, but got {self.high}."
+            )
         if self.statistic != "k1" and self.low is not None and self.low <= 0:
             raise ValueError(f"low can never fire for {self.statistic}, which is never negative, but got {self.low}.")
+        if self.level != "sequence":
+            self._check_reach()
+
+    def _check_reach(self) -> None:
+        """Bounds inside what the statistic of one log-ratio clamped to +-20 can reach (a sum has no such limit)."""
+        c = LOG_RATIO_CLAMP
+        largest = {"k1": c, "k2": c * c / 2, "k3": math.expm1(c) - c}[self.statistic]
+        if self.high is not None and self.high >= largest:
+            raise ValueError(
+                f"high must be below {largest:.4g} nats for {self.statistic} to ever fire, but got {self.high}."
+            )
+        if self.low is not None and self.low <= -c:
+            raise ValueError(f"low must be above {-c} nats for {self.statistic} to ever fire, but got {self.low}.")
 
     @property
     def name(self) -> str:
@@ -231,7 +246,7 @@ class OffPolicySequenceMask:
 
     def __post_init__(self) -> None:
         _check_level_and_ratio("sequence_mean", self.ratio)
-        _check_number("max_divergence", self.max_divergence)
+        check_number("max_divergence", self.max_divergence)
         if not 0 <= self.max_divergence < LOG_RATIO_CLAMP:
             raise ValueError(
                 f"max_divergence must be in [0, {LOG_RATIO_CLAMP}) nats to ever fire, but got {self.max_divergence}."
@@ -260,17 +275,12 @@ def _check_level_and_ratio(level: str, ratio: str) -> None:
         raise ValueError(f"ratio must be one of {list(RATIOS)}, but got {ratio!r}.")
 
 
-def _check_number(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{field} must be a finite number, but got {value!r}.")
-
-
 def _check_order(low_field: str, low: float | None, high_field: str, high: float | None) -> None:
     if low is None and high is None:
         raise ValueError(f"{low_field} and {high_field} must not both be None (such a term can never fire).")
     for field, value in ((low_field, low), (high_field, high)):
         if value is not None:
-            _check_number(field, value)
+            check_number(field, value)
     if low is not None and high is not None and low > high:
         raise ValueError(f"{low_field} must be at most {high_field}, but got {low} > {high}.")
 

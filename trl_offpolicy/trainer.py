@@ -6,15 +6,17 @@ TRL samples and learns with the same weights (aligned steps), old is the current
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from transformers import PrinterCallback, ProgressCallback
 from trl import GRPOTrainer
 
-from trl_offpolicy.callbacks import RunFolderCallback
+from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.engines.checks import require_comparable, sampling_faults
@@ -45,7 +47,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             options make them incomparable.
     """
 
-    _tag_names = ["trl", "grpo", "trl-offpolicy"]
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "trl-offpolicy"]
+
+    entropy_coef: float
+    _entropy_window_stats: Tensor | None
 
     def __init__(self, model: Any, reward_funcs: Any, args: OffPolicyGRPOConfig, *rest: Any, **kwargs: Any) -> None:
         if not isinstance(args, OffPolicyGRPOConfig):
@@ -54,7 +59,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.objective: Objective = preset.objective
         _check_engine(args, self.objective, has_rollout_func=kwargs.get("rollout_func") is not None)
         _check_scope(args, self.objective)
-        with colocate_engine(args.engine):
+        _warn_about_dropout(kwargs.get("peft_config"))
+        with colocate_engine(cast("dict[str, Any] | None", args.engine)):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._stats: dict[str, Stats] = {}
         self._local_rewards: Tensor | None = None
@@ -66,6 +72,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "objective": repr(replace(self.objective, correction=None)),
             "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
         }
+        self.remove_callback(ProgressCallback)
+        self.add_callback(PrinterCallback if args.disable_tqdm else ShortProgressCallback)
         self.add_callback(RunFolderCallback(info, report=args.write_report, decode=self._tokenizer.decode))
 
     def _make_recorder(self) -> RolloutRecorder:
@@ -108,11 +116,14 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             **{name: inputs.get(name) for name in _MODEL_INPUTS},
         )
         batch = self._policy_batch(inputs, mask, logps, entropies)
-        result = self._current_objective()(batch, self._reduction(inputs, mode))
+        reduction = self._reduction(inputs, mode)
+        result = self._current_objective()(batch, reduction)
         known = self._stats.get(mode)
         self._stats[mode] = result.stats if known is None else known.merge(result.stats)
         self._raise_if_not_finite(mode)
         self._record(inputs, batch, result, mode)
+        if self._entropy_bonus_enabled:
+            self._log_policy_loss(batch, result, reduction, mode)
         self._update_entropy_coefficient(batch, mode)
         return result.loss if aux_loss is None else result.loss + self._scaled_aux_loss(aux_loss, mode)
 
@@ -162,11 +173,17 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         scaled: Tensor = self.router_aux_loss_coef * aux_loss / accumulation
         return scaled
 
+    def _log_policy_loss(self, batch: PolicyBatch, result: ObjectiveOutput, reduction: Reduction, mode: str) -> None:
+        """TRL's ``policy_loss``: the loss without entropy bonus and accumulation scaling."""
+        whole = replace(reduction, accumulation=1)
+        loss = self.objective._reduce(result.per_token_loss.detach(), batch.mask, result.keep_mask, whole)
+        self._metrics[mode]["policy_loss"].append(self.accelerator.gather(loss).nanmean().item())
+
     def _raise_if_not_finite(self, mode: str) -> None:
         """Once per optimizer step: the only wait for the device in the loss."""
-        if mode == "train" and self.accelerator.sync_gradients:
-            if float(self._stats[mode].groups["loss"].moments["nonfinite"]) > 0:
-                raise ValueError(NONFINITE_CURRENT)
+        check = mode == "train" and self.accelerator.sync_gradients
+        if check and float(self._stats[mode].groups["loss"].moments["nonfinite"]) > 0:
+            raise ValueError(NONFINITE_CURRENT)
 
     def _update_entropy_coefficient(self, batch: PolicyBatch, mode: str) -> None:
         """TRL's adaptive entropy controller, on the entropy of the whole accumulation window and all ranks."""
@@ -231,8 +248,6 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         named = {"entropy": loss["entropy"]}
         if self.objective.kl is not None:
             named["kl"] = loss["kl"]
-        if self._entropy_bonus_enabled:
-            named["policy_loss"] = loss["policy"]
         if isinstance(self.objective.policy_loss, PPOClip):
             named |= {
                 "clip_ratio/low_mean": loss["clip_low_fraction"],
@@ -260,9 +275,15 @@ def _check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollou
     if correction.needs_sampling and args.use_vllm:
         require_comparable(options, device_type=device_type)
     elif args.use_vllm and (faults := sampling_faults(options, device_type=device_type)):
-        import warnings
-
         warnings.warn("Diagnostics will be biased: " + "; ".join(faults), stacklevel=3)
+
+
+def _warn_about_dropout(peft_config: Any) -> None:
+    if (dropout := getattr(peft_config, "lora_dropout", 0.0)) > 0:
+        warnings.warn(
+            f"lora_dropout is {dropout}: the trainer's log-probs become random and look like engine mismatch; use 0.",
+            stacklevel=3,
+        )
 
 
 def _check_scope(args: OffPolicyGRPOConfig, objective: Objective) -> None:

@@ -7,6 +7,7 @@ the weights that sampled; ``per_token_logps`` is pi, the trainer now, the only o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
@@ -45,11 +46,22 @@ _FLOAT_FIELDS = (
     "advantages",
     "rewards",
 )
+_INTEGER_FIELDS = ("turn_ids", "policy_versions", "group_ids")
+
+
+def check_number(field: str, value: object) -> None:
+    """Raise unless ``value`` is a finite int or float.
+
+    Raises:
+        ValueError: a string, a bool, NaN, infinity or anything else; the message names ``field``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{field} must be a finite number, but got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch:
-    """A batch of B responses padded to T tokens. Fields are (B, T) unless said; None where absent.
+    """A batch of B responses padded to T >= 1 tokens. Fields are (B, T) unless said; None where absent.
 
     Args:
         per_token_logps: log pi, float; carries gradient.
@@ -97,12 +109,20 @@ class PolicyBatch:
                 raise TypeError(f"{item.name} must be a tensor, but got {type(value).__name__}.")
         if self.per_token_logps.dim() != 2:
             raise ValueError(f"per_token_logps must have shape (B, T), but got {tuple(self.per_token_logps.shape)}.")
+        if self.per_token_logps.shape[1] == 0:
+            raise ValueError(
+                f"per_token_logps must have at least one token a row, but got {tuple(self.per_token_logps.shape)}."
+            )
         for name in (*_TOKEN_FIELDS, *_ROW_FIELDS, *_ROW_OR_TOKEN_FIELDS):
             self._check_shape(name)
         for name in _FLOAT_FIELDS:
             value = getattr(self, name)
             if value is not None and not value.is_floating_point():
                 raise TypeError(f"{name} must be a floating point tensor, but got {value.dtype}.")
+        for name in _INTEGER_FIELDS:
+            value = getattr(self, name)
+            if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+                raise TypeError(f"{name} must be an integer tensor, but got {value.dtype}.")
         for name in ("completion_mask", "policy_mask"):
             value = getattr(self, name)
             if value is not None and value.is_complex():
@@ -113,7 +133,7 @@ class PolicyBatch:
         if value is None:
             return
         rows, length = self.per_token_logps.shape
-        allowed = {(rows, length)} if name not in _ROW_FIELDS else {(rows,)}
+        allowed: set[tuple[int, ...]] = {(rows, length)} if name not in _ROW_FIELDS else {(rows,)}
         if name in _ROW_OR_TOKEN_FIELDS:
             allowed.add((rows,))
         if tuple(value.shape) not in allowed:

@@ -41,7 +41,9 @@ def main() -> int:
     (args.output / "learn.json").write_text(json.dumps(result, indent=2) + "\n")
     for kind in ("train", "control"):
         mean, half = result[kind]["mean"], result[kind]["half_width"]
-        print(f"{kind:>8}: held-out reward, last - first = {mean:+.3f} +- {half:.3f} (95 % t interval, {len(rows)} seeds)")
+        print(
+            f"{kind:>8}: held-out reward, last - first = {mean:+.3f} +- {half:.3f} (95 % t interval, {len(rows)} seeds)"
+        )
     return 0
 
 
@@ -57,7 +59,9 @@ def run(folder: Path, seed: int, steps: int, *, learning_rate: float | None) -> 
     started = time.time()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("w") as log:
-        subprocess.run([*launch, *options, *EVALUATION, "--per_device_eval_batch_size", "48"], check=True, stdout=log, stderr=log)
+        subprocess.run(
+            [*launch, *options, *EVALUATION, "--per_device_eval_batch_size", "48"], check=True, stdout=log, stderr=log
+        )
     rewards = [row["eval_reward"] for row in map(json.loads, (folder / "metrics.jsonl").open()) if "eval_reward" in row]
     first, last = rewards[0], rewards[-1]
     outcome = {"first": first, "last": last, "gain": last - first, "minutes": (time.time() - started) / 60}

@@ -61,9 +61,7 @@ def _context(record: dict[str, Any], position: int, decode: Decode | None) -> st
         ids[position : position + 1],
         ids[position + 1 : position + 1 + CONTEXT_TOKENS],
     )
-    before, token, after = (
-        escape(decode(piece) if decode else " ".join(map(str, piece))) for piece in pieces
-    )
+    before, token, after = (escape(decode(piece) if decode else " ".join(map(str, piece))) for piece in pieces)
     gap = "" if decode else " "
     lead = "…" if start else ""
     tail = "…" if position + 1 + CONTEXT_TOKENS < len(ids) else ""
@@ -100,7 +98,7 @@ def _render_example(rollouts: Rollouts, row: int, record: dict[str, Any], state:
 
 
 def _number(value: float | None) -> str:
-    return format_number(value if value is not None and math.isfinite(value) else None)
+    return f"{value:.4g}" if value is not None and math.isfinite(value) else "–"
 
 
 def shorten(text: str) -> str:

@@ -49,9 +49,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); 
   margin: .2rem 0 .6rem; }
 .context td { padding-top: 0; padding-bottom: .6rem; overflow-wrap: anywhere; }
 mark { background: var(--mark); color: inherit; padding: 0 .1em; }
-article { border-top: 1px solid var(--rule); padding: .7rem 0 .2rem; }
+article { padding: .7rem 0 .2rem; }
+article + article { border-top: 1px solid var(--rule); }
 @media (max-width: 34rem) { table { font-size: .78rem; } th, td { padding-right: .35rem; }
-  thead th { white-space: normal; } .header th { width: 5.5rem; } th .soft { display: block; } }
+  thead .num { white-space: normal; } .header th { width: 5.5rem; } th .soft { display: block; } }
 """
 
 
@@ -104,14 +105,18 @@ def render_summary(summary: RunSummary) -> str:
     """The summary table with the same numbers and caption as on the terminal."""
     titles = ("quantity", "correction", *column_titles(summary))
     head = "".join(
-        f"<th{' class=num' if index > 1 else ''}>{escape(title).replace(chr(10), '<br>')}</th>"
-        for index, title in enumerate(titles)
+        f"<th{' class=num' if index > 1 else ''}>{_heading(title)}</th>" for index, title in enumerate(titles)
     )
     body = "".join(map(_summary_row, summary.rows))
     return (
         f'<div class="scroll"><table><caption>{escape(table_caption(summary))}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _heading(title: str) -> str:
+    """Keeps line breaks; a span of steps stays on one line."""
+    return escape(title).replace("\n", "<br>").replace("-", "\u2011")
 
 
 def _summary_row(row: SummaryRow) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ _PAGE_COLOURS = {BLUE: "var(--blue)", ORANGE: "var(--orange)", GREEN: "var(--gre
 
 RUNNING_STEPS = 10
 """Window of the running mean, in logged steps."""
-LOG_AXIS_SPAN = 30.0
-"""Positive values whose largest is this many times the smallest are drawn on a log axis."""
+WIDE_SPAN = 30.0
+"""A log axis shows positive values whose largest is this many times the smallest, and a symmetric log axis
+(linear around 0) values whose largest is this many times the median in size."""
 FEW_STEPS = 40
 """Up to this many steps each one gets a dot."""
 
@@ -100,9 +102,9 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
             Line(_AFTER + "chi2_sequence", "sequence, kept", ORANGE, "--"),
             Line(_AFTER + "chi2_token", "token, kept", GREY, ":"),
         ),
-        "Mean squared ratio minus 1, no unit; 0 = same policy. It estimates the variance of the raw importance "
-        "weights of single tokens, and of whole sequences (product of the ratios), which grows with the length; "
-        "with few samples it scatters around 0 and may be negative.",
+        "Mean squared ratio minus 1, no unit; 0 = same policy. It estimates the variance of the raw "
+        "importance weights of single tokens, and of whole sequences (product of the ratios), which grows "
+        "with the length; with few samples it scatters around 0 and may be negative.",
     ),
     StepFigure(
         "Effective sample size",
@@ -163,7 +165,7 @@ def _draw_step_figure(log: MetricsLog, figure: StepFigure) -> Panel:
         axes.set_xlabel("step")
         axes.set_ylabel(figure.ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        use_log_axis_if_wide(axes, [value for data in drawn.values() for value in data.values])
+        caption += spread_axis(axes, [value for data in drawn.values() for value in data.values])
         add_legend(canvas)
         return Panel(figure.title, to_svg(canvas, figure.title), caption)
 
@@ -171,9 +173,7 @@ def _draw_step_figure(log: MetricsLog, figure: StepFigure) -> Panel:
 def _draw_line(axes: Axes, line: Line, data: Series) -> None:
     dots = "." if len(data.steps) <= FEW_STEPS else ""
     if line.running_mean:
-        axes.plot(
-            data.steps, data.values, line.style, color=line.colour, linewidth=0.8, alpha=0.5, marker=dots
-        )
+        axes.plot(data.steps, data.values, line.style, color=line.colour, linewidth=0.8, alpha=0.5, marker=dots)
         label = f"{line.label}, mean of {RUNNING_STEPS} steps"
         axes.plot(
             data.steps,
@@ -187,9 +187,7 @@ def _draw_line(axes: Axes, line: Line, data: Series) -> None:
 
 
 def _left_out(series: dict[Line, Series]) -> str:
-    missing = [
-        line.key for line, data in series.items() if not (data.values or data.nonfinite or line.optional)
-    ]
+    missing = [line.key for line, data in series.items() if not (data.values or data.nonfinite or line.optional)]
     nonfinite = sum(data.nonfinite for data in series.values())
     text = f" Not logged: {', '.join(missing)}." if missing else ""
     return text + (f" {nonfinite} non-finite value(s) left out." if nonfinite else "")
@@ -206,10 +204,23 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in (values[max(0, end - window) : end] for end in ends)]
 
 
-def use_log_axis_if_wide(axes: Axes, values: Sequence[float]) -> None:
-    """Switch the y axis to log where all values are positive and span more than LOG_AXIS_SPAN."""
-    if min(values) > 0 and max(values) > LOG_AXIS_SPAN * min(values):
+def spread_axis(axes: Axes, values: Sequence[float]) -> str:
+    """Log y axis for positive values over a wide span, symmetric log for a few far outliers of either sign.
+
+    Returns:
+        What to add to the caption.
+    """
+    sizes = sorted(abs(value) for value in values if value)
+    if not sizes:
+        return ""
+    middle = sizes[len(sizes) // 2]
+    if min(values) > 0 and sizes[-1] > WIDE_SPAN * sizes[0]:
         axes.set_yscale("log")
+        return " Log scale."
+    if sizes[-1] > WIDE_SPAN * middle:
+        axes.set_yscale("symlog", linthresh=10 ** math.ceil(math.log10(middle)))
+        return " Log scale, linear around 0."
+    return ""
 
 
 @contextmanager
@@ -231,6 +242,7 @@ def figure_style() -> Iterator[None]:
         "lines.markersize": 5,
         "axes.formatter.useoffset": False,
         "axes.formatter.limits": (-3, 5),
+        "axes.labelpad": 6,
         "figure.facecolor": "none",
         "axes.facecolor": "none",
         "legend.frameon": False,

@@ -16,9 +16,7 @@ from trl_offpolicy.diagnosis.summary import format_number, summarize_log
 REPORT_FILE = "report.html"
 
 
-def write_report(
-    run_dir: str | Path, output: str | Path | None = None, *, decode: Decode | None = None
-) -> Path:
+def write_report(run_dir: str | Path, output: str | Path | None = None, *, decode: Decode | None = None) -> Path:
     """Write the report of a run folder.
 
     Args:
@@ -44,15 +42,13 @@ def write_report(
         page.render_section("Over the steps", *map(page.render_panel, draw_step_figures(log))),
         *_rollout_sections(rollouts, decode),
     ]
-    path.write_text(
-        page.render_page(f"Off-policy report: {Path(run_dir).resolve().name}", sections), encoding="utf-8"
-    )
+    path.write_text(page.render_page(f"Off-policy report: {Path(run_dir).resolve().name}", sections), encoding="utf-8")
     return path
 
 
 def _rollout_sections(rollouts: Rollouts | None, decode: Decode | None) -> list[str]:
     if rollouts is None:
-        missing = "This run recorded no rollouts (rollouts.parquet is missing or empty): metrics only."
+        missing = "No rollouts to show (rollouts.parquet is missing, empty or unreadable): metrics only."
         return [page.render_section("Tokens and sequences", page.render_note(missing))]
     examples = page.render_section("Example completions", render_examples(rollouts))
     about = page.render_note(_describe_rollouts(rollouts))
@@ -61,32 +57,26 @@ def _rollout_sections(rollouts: Rollouts | None, decode: Decode | None) -> list[
     from trl_offpolicy.diagnosis.rollout_plots import draw_rollout_figures
 
     note = (
-        "Probability of the token under sampler and trainer, log old - log sampling in nats, and the token (marked) "
-        "in its completion. Positions count from 0."
+        "Probability of the token under sampler and trainer, log old - log sampling in nats, and the token "
+        "(marked) in its completion. Positions count from 0."
     )
     if decode is None:
         note += " Shown as token ids, with the completion's text below: no tokenizer was given."
     return [
-        page.render_section(
-            "Tokens and sequences", about, *map(page.render_panel, draw_rollout_figures(rollouts))
-        ),
-        page.render_section(
-            "Largest log-ratios", page.render_note(note), render_top_tokens(rollouts, decode)
-        ),
+        page.render_section("Tokens and sequences", about, *map(page.render_panel, draw_rollout_figures(rollouts))),
+        page.render_section("Largest log-ratios", page.render_note(note), render_top_tokens(rollouts, decode)),
         examples,
     ]
 
 
 def _describe_rollouts(rollouts: Rollouts) -> str:
     trainable = int(rollouts.trainable.sum())
-    text = (
-        f"{len(rollouts.steps)} recorded completions of steps {rollouts.steps.min()} to {rollouts.steps.max()} with "
-        f"{trainable} trainable tokens."
-    )
+    first, last = rollouts.steps.min(), rollouts.steps.max()
+    text = f"{len(rollouts.steps)} completions of steps {first} to {last} with {trainable} trainable tokens."
     if rollouts.nonfinite:
         text += (
-            f" {rollouts.nonfinite} of them lack a finite log-prob on the sampler's or the trainer's side and are "
-            "left out."
+            f" {rollouts.nonfinite} of them lack a finite log-prob on the sampler's or the trainer's side "
+            "and are left out."
         )
     if len(rollouts.row):
         text += " Over the other tokens" if rollouts.nonfinite else " Over them"

@@ -27,6 +27,8 @@ MAX_POINTS = 4000
 """Points drawn of each of kept, partly and wholly dropped sequences; of more, a random choice, seed fixed."""
 WIDE_LIMIT = 0.7
 """Log-ratios beyond this (a factor of 2) get a log axis."""
+FEW_DECADES = 3.0
+"""Up to this log-ratio (a factor of 20) the axis names 1, 2 and 5 in each decade, else powers of ten."""
 
 _STATES = (
     (stats.KEPT, "kept", BLUE, "o"),
@@ -51,13 +53,9 @@ def draw_ratio_histogram(histogram: stats.RatioHistogram) -> Panel:
     """Token ratios before, and applied weights on kept tokens after, with a log count axis."""
     title = "Token ratio before and after correction"
     figure, axes = new_figure()
-    axes.stairs(
-        histogram.before, histogram.edges, fill=True, color=BLUE, alpha=0.45, label="ratio, all tokens"
-    )
+    axes.stairs(histogram.before, histogram.edges, fill=True, color=BLUE, alpha=0.45, label="ratio, all tokens")
     if histogram.after is not None:
-        axes.stairs(
-            histogram.after, histogram.edges, color=ORANGE, linewidth=1.8, label="weight, kept tokens"
-        )
+        axes.stairs(histogram.after, histogram.edges, color=ORANGE, linewidth=1.8, label="weight, kept tokens")
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.5)
     _ratio_axis(axes.xaxis, histogram.edges)
@@ -65,8 +63,8 @@ def draw_ratio_histogram(histogram: stats.RatioHistogram) -> Panel:
     axes.set_ylabel("tokens")
     add_legend(figure)
     caption = (
-        "Tokens by ratio old/sampling, no unit; a narrow peak at 1 = the two policies agree. Line: the weights "
-        "that the loss used, on kept tokens. The outermost bars also hold what lies further out: "
+        "Tokens by ratio old/sampling, no unit; a narrow peak at 1 = the two policies agree. Line: the "
+        "weights that the loss used, on kept tokens. The outermost bars also hold what lies further out: "
         f"{histogram.outside_before} ratio(s) before, {histogram.outside_after} weight(s) after."
     )
     if histogram.after is None:
@@ -104,9 +102,7 @@ def draw_by_position(means: stats.BinnedMean) -> Panel:
 
     title = "Disagreement by position"
     figure, axes = new_figure(height=3.0)
-    axes.plot(
-        (means.low + means.high - 1) / 2, means.mean, color=BLUE, marker="." if len(means.low) < 40 else ""
-    )
+    axes.plot((means.low + means.high - 1) / 2, means.mean, color=BLUE, marker="." if len(means.low) < 40 else "")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("position in the response (token, first = 0)")
@@ -124,9 +120,7 @@ def draw_by_probability(means: stats.BinnedMean) -> Panel:
     figure, axes = new_figure()
     places = np.arange(len(means.mean))
     axes.barh(places, means.mean, color=BLUE, height=0.75)
-    axes.set_yticks(
-        places, [f"{low:.3f}-{high:.3f}" for low, high in zip(means.low, means.high, strict=True)]
-    )
+    axes.set_yticks(places, [f"{low:.3f}-{high:.3f}" for low, high in zip(means.low, means.high, strict=True)])
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("mean |log-ratio|, nats")
     axes.set_ylabel("sampler probability")
@@ -177,9 +171,10 @@ def _ratio_axis(axis: Axis, ratios: stats.Array) -> None:
     """Log axis with plain numbers where the ratios reach beyond a factor of 2 from 1."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    if np.abs(np.log(ratios)).max() <= WIDE_LIMIT:
+    limit = np.abs(np.log(ratios)).max()
+    if limit <= WIDE_LIMIT:
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_locator(LogLocator(subs=(1.0,) if limit > FEW_DECADES else (1.0, 2.0, 5.0), numticks=12))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())

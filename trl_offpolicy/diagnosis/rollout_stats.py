@@ -27,10 +27,10 @@ KEPT, PARTLY, DROPPED = 0, 1, 2
 
 
 class RatioHistogram(NamedTuple):
-    """Counts over bins equal in log space. ``edges`` are ratios; the outermost bins hold the tail beyond, too.
+    """Counts over bins equal in log space. ``edges`` are ratios; the outermost bins hold the tail, too.
 
-    ``after`` counts the applied weights on kept tokens, None where no weight was recorded; ``zero_weights`` of
-    them are 0 and have no place on the axis.
+    ``after`` counts the applied weights on kept tokens, None where no weight was recorded; ``zero_weights``
+    of them are 0 and have no place on the axis.
     """
 
     edges: Array

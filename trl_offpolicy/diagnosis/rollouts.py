@@ -147,16 +147,15 @@ def _flatten(table: Any, first_row: int, path: Path) -> dict[str, Array]:
         wrong = np.flatnonzero((own != 0) & (own != lengths))
         if wrong.size:
             at = wrong[0]
-            raise ValueError(
-                f"{path}: {name} of row {at} must have {lengths[at]} entries, but got {own[at]}."
-            )
+            raise ValueError(f"{path}: {name} of row {at} must have {lengths[at]} entries, but got {own[at]}.")
 
     def flat(name: str, fill: Any) -> Array:
         return _values(table, name, lengths, own_lengths.get(name), fill)
 
     mask, keep = flat("completion_mask", True), flat("keep_mask", True)
     sampling = flat("sampling_per_token_logps", np.nan)
-    log_ratio = np.asarray(flat("old_per_token_logps", np.nan), np.float64) - sampling
+    with np.errstate(invalid="ignore"):  # -inf on both sides gives NaN, which is not observed
+        log_ratio = flat("old_per_token_logps", np.nan) - sampling
     observed = mask & np.isfinite(log_ratio)
     row = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -186,7 +185,7 @@ def _lengths(table: Any, name: str) -> Integers:
 
 
 def _values(table: Any, name: str, lengths: Integers, own_lengths: Integers | None, fill: Any) -> Array:
-    """All rows' lists end to end, bool or float64 like ``fill``; nulls, also for a whole row, give ``fill``."""
+    """All rows' lists end to end, bool or float64 like ``fill``; nulls, also of a whole row, give it."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

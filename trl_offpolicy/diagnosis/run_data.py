@@ -110,9 +110,7 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
         return {}
     if isinstance(info, dict):
         return info
-    warnings.warn(
-        f"{path} is left out: it must hold a JSON object, but got {type(info).__name__}.", stacklevel=2
-    )
+    warnings.warn(f"{path} is left out: it must hold a JSON object, but got {type(info).__name__}.", stacklevel=2)
     return {}
 
 
@@ -159,6 +157,6 @@ def _warn_about_lines(path: Path, skipped: list[int]) -> None:
     if skipped:
         shown = "line " + ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
         warnings.warn(
-            f"{path}: skipped {len(skipped)} line(s) that hold no JSON object with an integer step ({shown}).",
+            f"{path}: skipped {len(skipped)} line(s) that are no JSON object with an integer step ({shown}).",
             stacklevel=3,
         )

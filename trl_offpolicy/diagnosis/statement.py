@@ -10,7 +10,7 @@ SAME_POLICY_KL = 1e-10
 """Below this many nats a token the two sides are called the same: float32 log-probs resolve about 1e-7, and
 KL is about half the square of the log-ratio, so anything smaller is arithmetic, not policy."""
 SMALL_KL = 0.02
-"""Up to this k3 the expansion k3 = (log ratio)^2 / 2 holds within about 10 %: the typical ratio may be named."""
+"""Up to this k3 the expansion k3 = (log ratio)^2 / 2 holds within about 10 %: the typical ratio is named."""
 TREND_FACTOR = 1.5
 """First and last quarter within this factor of each other count as level: estimates from a few hundred tokens
 scatter by about that much."""
@@ -35,7 +35,7 @@ def _kl_sentence(summary: RunSummary) -> str:
     k1, k3 = summary.whole("KL k1", "before"), summary.whole("KL k3", "before")
     steps = f"Over {summary.n_steps} logged step{'s' if summary.n_steps > 1 else ''}"
     if k1 is None and k3 is None:
-        return f"{steps}, no KL between sampler and trainer was logged: how far apart they are is not known here."
+        return f"{steps}, no KL between sampler and trainer was logged: their distance is not known here."
     sides = "the engine and the trainer"
     if summary.ratio_group == "total":
         sides = "the engine that sampled and the current trainer (engine mismatch and staleness together)"
@@ -46,8 +46,8 @@ def _kl_sentence(summary: RunSummary) -> str:
     (first, name), others = estimates[0], estimates[1:]
     other = "".join(f"; the noisier estimate {name} gives {format_number(value)}" for value, name in others)
     return (
-        f"{steps}, {sides} disagree by KL(sampler||trainer) {format_number(first)} nats a token ({name}{other})."
-        f"{_typical_ratio(k3)}"
+        f"{steps}, {sides} disagree by KL(sampler||trainer) {format_number(first)} nats a token "
+        f"({name}{other}).{_typical_ratio(k3)}"
     )
 
 
@@ -55,9 +55,7 @@ def _typical_ratio(k3: float | None) -> str:
     if k3 is None or not 0 < k3 <= SMALL_KL:
         return ""
     percent = 100 * math.sqrt(2 * k3)
-    return (
-        f" That is a typical (root mean square) difference of {percent:.2g}% in the probability of a token."
-    )
+    return f" Such a k3 is a typical (root mean square) difference of {percent:.2g}% in a token's probability."
 
 
 def _trend_sentence(summary: RunSummary) -> str:

@@ -181,8 +181,7 @@ def column_titles(summary: RunSummary) -> tuple[str, str, str]:
     names = ("first quarter", "last quarter", "whole run")
     spans = (summary.first_steps, summary.last_steps, summary.all_steps)
     first, last, whole = (
-        f"{name}\n{f'step {a}' if a == b else f'steps {a}-{b}'}"
-        for name, (a, b) in zip(names, spans, strict=True)
+        f"{name}\n{f'step {a}' if a == b else f'steps {a}-{b}'}" for name, (a, b) in zip(names, spans, strict=True)
     )
     return first, last, whole
 
@@ -193,7 +192,7 @@ def table_caption(summary: RunSummary) -> str:
     text = (
         f"Means over the logged steps. KL is KL(sampler||trainer) in nats a token, from the ratio {pair} "
         f"({summary.ratio_group}/*). before: all trainable tokens, raw weights. after: kept tokens only "
-        "(kept/*); ESS: weights as applied. ESS, dropped and truncated are fractions; ESS 1 = all weights equal. "
+        "(kept/*); ESS: weights as applied. ESS, dropped and truncated are fractions; ESS 1 = equal weights. "
         "PPL ratio is trainer over sampler. Pearson correlates the two probabilities. –: not logged."
     )
     return " ".join([text, *data_notes(summary)])
@@ -203,15 +202,11 @@ def data_notes(summary: RunSummary) -> list[str]:
     """One sentence for each kind of data that was left out."""
     notes = []
     if summary.nonfinite:
-        notes.append(
-            f"{summary.nonfinite} non-finite value(s) (null, NaN or infinite) left out of the means."
-        )
+        notes.append(f"{summary.nonfinite} non-finite value(s) (null, NaN or infinite) left out of the means.")
     if summary.skipped_lines:
         notes.append(f"{summary.skipped_lines} unreadable line(s) of metrics.jsonl skipped.")
     if summary.repeated_rows:
-        notes.append(
-            f"{summary.repeated_rows} row(s) replaced by a later row of the same step (resumed run)."
-        )
+        notes.append(f"{summary.repeated_rows} row(s) replaced by a later row of the same step (resumed run).")
     return notes
 
 
@@ -232,6 +227,8 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
         caption=escape(table_caption(summary)),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
     )
     for title in ("quantity", "correction"):
         table.add_column(title, no_wrap=True)

@@ -21,7 +21,7 @@ _CPU_ENVIRONMENT = {
 }
 
 
-class ColocateEngine(vllm_generation.VLLMGeneration):
+class ColocateEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """TRL's vLLM backend with pass-through engine arguments; on CPU weights are synced by reload.
 
     Args:

@@ -21,7 +21,7 @@ def round_int8(weight: Tensor) -> Tensor:
         >>> round_int8(torch.tensor([[127.0, 0.4, -63.6]]))
         tensor([[127.,   0., -64.]])
     """
-    scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).float() / 127
+    scale = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (weight.float() / scale).round().mul_(scale).to(weight.dtype)
 
 

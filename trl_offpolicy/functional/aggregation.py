@@ -7,9 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Aggregation = Literal[
-    "token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
-]
+Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 

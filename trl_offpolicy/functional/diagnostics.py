@@ -197,7 +197,8 @@ def ess_sequence(m: Moments) -> Tensor:
 
 def _effective_fraction(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
     usable = squares > 0
-    return torch.where(usable, total.square() / torch.where(usable, count * squares, 1.0), 0.0)
+    share = total.square() / torch.where(usable, count * squares, 1.0)
+    return torch.where(usable, share.clamp(max=1.0), 0.0)  # float32 row sums can round an exact 1 up
 
 
 WEIGHT_DIAGNOSTICS: Mapping[str, Finalizer] = {

@@ -44,7 +44,7 @@ def off_policy_sequence_mask(mean_log_ratio: Tensor, advantages: Tensor, *, max_
     Returns:
         bool of the shape of ``advantages``.
 
-    Reference: DeepSeek-AI 2025, DeepSeek-V3.2, Eq. 9.
+    Reference: DeepSeek-AI 2025, DeepSeek-V3.2 (arXiv:2512.02556), Eq. 8-9.
     """
     return (advantages >= 0) | (-mean_log_ratio <= max_divergence)
 

@@ -97,7 +97,13 @@ _ROW_SUMS = (
 )
 RATIO_LAYOUT = Layout(
     sums=_TOKEN_SUMS + _ROW_SUMS,
-    maxima=("log_ratio_max", "log_ratio_min_negated", "abs_prob_diff_max", "log_ppl_diff_max", "log_ppl_diff_min_negated"),
+    maxima=(
+        "log_ratio_max",
+        "log_ratio_min_negated",
+        "abs_prob_diff_max",
+        "log_ppl_diff_max",
+        "log_ppl_diff_min_negated",
+    ),
     bins=HISTOGRAM_BINS,
 )
 
@@ -133,18 +139,25 @@ def ratio_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
         abs_log_ratio.sum(-1),
         excess.sum(-1),
         excess.abs().sum(-1),
-        torch.linalg.vecdot(excess, excess),
-        torch.linalg.vecdot(excess, log_ratios),
+        _dot(excess, excess),
+        _dot(excess, log_ratios),
         logp.sum(-1),
         prob.sum(-1),
-        torch.linalg.vecdot(prob, prob),
+        _dot(prob, prob),
         prob_diff.sum(-1),
         abs_diff.sum(-1),
-        torch.linalg.vecdot(prob_diff, prob_diff),
-        torch.linalg.vecdot(prob, prob_diff),
+        _dot(prob_diff, prob_diff),
+        _dot(prob, prob_diff),
     ]
     maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
     return RatioRows(torch.stack(sums, -1).double(), torch.stack(maxima, -1).double())
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Row-wise dot product in float32; autocast would round its inputs to bfloat16."""
+    with torch.autocast(left.device.type, enabled=False):
+        product: Tensor = torch.linalg.vecdot(left, right)
+    return product
 
 
 def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None) -> Moments:
@@ -222,7 +235,7 @@ def weight_moments(weights: Tensor, mask: Tensor) -> Moments:
         inside = torch.where(mask, weights, 0.0)
         row_sums = inside.sum(-1).double()
         row = row_sums / count.clamp(min=1.0)
-        total, squares = row_sums.sum(), torch.linalg.vecdot(inside, inside).double().sum()
+        total, squares = row_sums.sum(), _dot(inside, inside).double().sum()
         low, high = _extrema(weights, mask)
     sums = [count.sum(), total, squares, active.sum(), row.sum(), row.square().sum()]
     return moments(WEIGHT_LAYOUT, sums, [high, -low])

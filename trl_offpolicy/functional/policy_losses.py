@@ -68,7 +68,7 @@ def cispo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, high: float)
         advantages: no gradient.
         high: the cap itself (not 1 + epsilon), as TRL reads ``epsilon_high``.
 
-    Reference: MiniMax 2025, MiniMax-M1, Eq. 4 (without its lower bound).
+    Reference: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585), without its lower bound.
     """
     ratio = log_ratios.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     return LossTerms(-ratio.clamp(max=high) * advantages * logps, None, (ratio > high) & (advantages > 0))
@@ -83,7 +83,7 @@ def sapo(log_ratios: Tensor, advantages: Tensor, *, temperature_pos: float, temp
         temperature_pos: tau where A > 0.
         temperature_neg: tau elsewhere.
 
-    Reference: Gao et al. 2025, "Soft adaptive policy optimization", Eq. 5-6.
+    Reference: "Soft adaptive policy optimization", arXiv:2511.20347.
     """
     ratio = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     temperature = torch.where(advantages > 0, temperature_pos, temperature_neg)
@@ -106,7 +106,7 @@ def vespo_phi(
         k_neg: shape where A < 0; ``lambda_neg`` its rate.
         lambda_neg: see ``k_neg``.
 
-    Reference: Shen et al. 2026, "VESPO: variational sequence-level soft policy optimization".
+    Reference: "VESPO: variational sequence-level soft policy optimization", arXiv:2602.10693, section 3.4.
     """
     log_w = sequence_log_ratio.detach().clamp(VESPO_LOG_FLOOR, LOG_RATIO_CLAMP)
     shape = torch.where(advantages >= 0, k_pos, k_neg)

@@ -53,10 +53,10 @@ def inside_band(values: Tensor, *, low: float | None, high: float | None) -> Ten
     Raises:
         ValueError: both sides are open.
     """
-    if low is None and high is None:
-        raise ValueError("low and high must not both be None, but got two open sides.")
-    if low is None:
-        return values <= high
-    if high is None:
+    if low is not None and high is not None:
+        return (values >= low) & (values <= high)
+    if low is not None:
         return values >= low
-    return (values >= low) & (values <= high)
+    if high is not None:
+        return values <= high
+    raise ValueError("low and high must not both be None, but got two open sides.")

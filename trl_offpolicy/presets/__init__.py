@@ -32,7 +32,9 @@ def get(name: str, **options: object) -> Preset:
     known = inspect.signature(BUILDERS[name]).parameters
     for option in options:
         if option not in known:
-            raise ValueError(f"{option} is not an option of preset {name!r}, which has {list(known)}.{near(option, known)}")
+            raise ValueError(
+                f"{option} is not an option of preset {name!r}, which has {list(known)}.{near(option, known)}"
+            )
     return BUILDERS[name](**options)
 
 

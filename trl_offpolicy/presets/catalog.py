@@ -11,10 +11,13 @@ from trl_offpolicy.terms import BandWeight, OffPolicySequenceMask, OutlierVeto, 
 
 _SAMPLING = ("sampling_per_token_logps",)
 _TIS = "Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy RL training'"
-_MIS = "Liu, Li et al. 2025, 'When speed kills stability: demystifying RL collapse from the training-inference mismatch'"
+_MIS = (
+    "Liu, Li et al. 2025, 'When speed kills stability: demystifying RL collapse from the training-inference mismatch'"
+)
 
 
 def measure() -> Preset:
+    """Diagnostics only."""
     return Preset(
         name="measure",
         objective=Objective(correction=Correction()),
@@ -26,6 +29,7 @@ def measure() -> Preset:
 
 
 def tis(max_weight: float = 2.0) -> Preset:
+    """Token-level truncated importance sampling."""
     return Preset(
         name="paper/tis",
         objective=Objective(correction=Correction(weight=TruncateWeight(level="token", max_weight=max_weight))),
@@ -37,6 +41,7 @@ def tis(max_weight: float = 2.0) -> Preset:
 
 
 def sequence_tis(max_weight: float = 5.0) -> Preset:
+    """Sequence-level truncated importance sampling."""
     return Preset(
         name="paper/sequence-tis",
         objective=Objective(correction=Correction(weight=TruncateWeight(level="sequence", max_weight=max_weight))),
@@ -48,17 +53,21 @@ def sequence_tis(max_weight: float = 5.0) -> Preset:
 
 
 def mis(max_weight: float = 2.0, min_weight: float | None = None) -> Preset:
+    """Sequence-level masked importance sampling."""
     return Preset(
         name="paper/mis",
-        objective=Objective(correction=Correction(weight=BandWeight(level="sequence", low=min_weight, high=max_weight))),
+        objective=Objective(
+            correction=Correction(weight=BandWeight(level="sequence", low=min_weight, high=max_weight))
+        ),
         requires=_SAMPLING,
         citation=_MIS,
         formula="w = rho_seq if low <= rho_seq <= C else 0",
-        notes="Masked importance sampling: a hard trust region on the sequence; long responses are rejected more often.",
+        notes="A hard trust region on the sequence; long responses are rejected more often.",
     )
 
 
 def icepop(low: float = 0.5, high: float = 5.0) -> Preset:
+    """Token-level double-sided masking."""
     return Preset(
         name="paper/icepop",
         objective=Objective(correction=Correction(weight=BandWeight(level="token", low=low, high=high))),
@@ -70,6 +79,7 @@ def icepop(low: float = 0.5, high: float = 5.0) -> Preset:
 
 
 def geometric_mask(low: float = 0.99, high: float = 1.01, max_weight: float = 2.0) -> Preset:
+    """Length-invariant sequence mask with token TIS."""
     return Preset(
         name="paper/geometric-mask",
         objective=Objective(
@@ -88,6 +98,7 @@ def geometric_mask(low: float = 0.99, high: float = 1.01, max_weight: float = 2.
 def geometric_mask_veto(
     low: float = 0.99, high: float = 1.01, outlier_low: float = 1e-4, outlier_high: float = 100.0
 ) -> Preset:
+    """SkyRL's outlier veto and geometric mask."""
     return Preset(
         name="skyrl/long-context-moe",
         objective=Objective(
@@ -107,11 +118,12 @@ def geometric_mask_veto(
 
 
 def opsm(max_divergence: float = 0.05) -> Preset:
+    """DeepSeek's off-policy sequence mask."""
     return Preset(
         name="paper/opsm",
         objective=Objective(correction=Correction(keep=(OffPolicySequenceMask(max_divergence=max_divergence),))),
         requires=_SAMPLING,
-        citation="DeepSeek-AI 2025, DeepSeek-V3.2, Eq. 9",
+        citation="DeepSeek-AI 2025, DeepSeek-V3.2 (arXiv:2512.02556), Eq. 8-9",
         formula="drop if A < 0 and mean_t log(mu / pi) > delta",
         notes="Bounds mismatch and staleness together, on sequences that would be pushed down only.",
     )

@@ -27,30 +27,34 @@ def parse_correction(spec: Mapping[str, Any], *, where: str, base: Correction | 
     Raises:
         ValueError: an unknown key, an unknown type, or a missing field, named with its path.
     """
-    values = dict(spec)
+    values = dict(_mapping(spec, where))
     if "weight" in values and values["weight"] is not None:
         weight = values["weight"]
         items = weight if isinstance(weight, list | tuple) else [weight]
         parsed = tuple(parse_tagged(item, WEIGHT_TYPES, where=f"{where}.weight") for item in items)
-        values["weight"] = parsed if len(parsed) > 1 else parsed[0]
+        values["weight"] = parsed[0] if len(parsed) == 1 else parsed
     if "keep" in values:
         keep = values["keep"] or ()
-        if isinstance(keep, Mapping | str):
+        if not isinstance(keep, list | tuple):
             raise ValueError(f"{where}.keep must be a list of terms, but got {keep!r}.")
-        values["keep"] = tuple(parse_tagged(item, KEEP_TYPES, where=f"{where}.keep[{i}]") for i, item in enumerate(keep))
+        values["keep"] = tuple(
+            parse_tagged(item, KEEP_TYPES, where=f"{where}.keep[{i}]") for i, item in enumerate(keep)
+        )
     if isinstance(values.get("measure"), list):
         values["measure"] = tuple(values["measure"])
-    return _build(Correction, values, where=where, base=base)
+    correction: Correction = _build(Correction, values, where=where, base=base)
+    return correction
 
 
 def parse_objective(spec: Mapping[str, Any], *, where: str, base: Objective) -> Objective:
     """``base`` with the fields of ``spec`` replaced."""
-    values = dict(spec)
+    values = dict(_mapping(spec, where))
     if "policy_loss" in values:
         values["policy_loss"] = parse_tagged(values["policy_loss"], LOSS_TYPES, where=f"{where}.policy_loss")
     if values.get("kl") is not None and "kl" in values:
         values["kl"] = _build(KLPenalty, _mapping(values["kl"], f"{where}.kl"), where=f"{where}.kl")
-    return _build(Objective, values, where=where, base=base)
+    objective: Objective = _build(Objective, values, where=where, base=base)
+    return objective
 
 
 def parse_tagged(spec: object, types: Mapping[str, type], *, where: str) -> Any:
@@ -81,7 +85,9 @@ def _build(cls: Any, values: Mapping[str, Any], *, where: str, base: Any = None)
             raise ValueError(f"{where}.{key} is not an option of {cls.__name__}.{near(key, known)}")
     required = [n for n, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
     if base is None and (missing := [name for name in required if name not in values]):
-        raise ValueError(f"{where}.{missing[0]} must be given for {cls.__name__} (null = open side), but it is missing.")
+        raise ValueError(
+            f"{where}.{missing[0]} must be given for {cls.__name__} (null = open side), but it is missing."
+        )
     try:
         return cls(**values) if base is None else replace(base, **values)
     except (TypeError, ValueError) as error:

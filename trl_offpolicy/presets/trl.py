@@ -10,6 +10,7 @@ from trl_offpolicy.losses import CISPO, SAPO, VESPO, PolicyLoss, PPOClip, RatioL
 from trl_offpolicy.objectives import KLPenalty, Objective
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.terms import BandWeight, KeepTerm, OffPolicySequenceMask, TruncateWeight, Weight
+from trl_offpolicy.types import Ratio
 
 AGGREGATION: dict[str, Aggregation] = {
     "grpo": "seq_mean_token_mean",
@@ -92,7 +93,7 @@ def _kl(options: TRLOptions) -> KLPenalty | None:
 def _opsm(options: TRLOptions) -> tuple[KeepTerm, ...]:
     if options.off_policy_mask_threshold is None:
         return ()
-    ratio = "current/sampling" if options.use_vllm else "current/old"
+    ratio: Ratio = "current/sampling" if options.use_vllm else "current/old"
     return (OffPolicySequenceMask(max_divergence=options.off_policy_mask_threshold, ratio=ratio),)
 
 

@@ -1,0 +1,60 @@
+# `make help` lists the targets. Everything is installed into .venv, once; nothing outside the checkout is changed.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Interpreter for .venv; empty means the first of python3.11, python3.12, python3 that fits.
+PYTHON ?=
+# Asked for the CPU build of torch when the pip configuration does not know it.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+RUN := .venv/bin/python
+PACKAGES := trl_offpolicy $(wildcard lightning_module)
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+
+export PYTHON TORCH_CPU_INDEX
+# No usage statistics from vLLM and the Hub client.
+export DO_NOT_TRACK := 1
+
+.PHONY: help install quickstart test test-slow lint learn bench model clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+quickstart: model  ## install, prepare the model, train with measured and corrected rollouts (CPU, about 10 minutes in all)
+	.venv/bin/accelerate launch recipes/grpo.py --config recipes/quickstart/config.yaml
+
+test: lint  ## lint, types, fast tests and docstring examples
+	$(RUN) -m pytest tests $(PACKAGES) --doctest-modules --durations=10
+
+test-slow: .venv/.test-ready model  ## the long tests (engines, servers, recipes)
+	$(RUN) -m pytest tests -m "slow and not gpu" --durations=10
+
+lint: .venv/.test-ready  ## ruff and mypy --strict
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy --strict $(PACKAGES)
+
+learn: model  ## train until the reward rises, and show it
+	$(RUN) recipes/quickstart/learn.py
+
+bench: .venv/.cpu-ready  ## run every script in benchmarks/
+	@test -n "$(BENCHMARKS)" || { echo "There is no script in benchmarks/."; exit 1; }
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script; done
+
+install: .venv/.cpu-ready  ## only install the pinned CPU environment into .venv
+
+model: .venv/.cpu-ready
+	@$(RUN) recipes/quickstart/prepare_model.py
+
+clean:  ## remove .venv and caches (runs/ and the prepared model stay)
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Stamps: an installation is repeated only when the list of packages changed or the last one did not finish.
+.venv/.cpu-ready: constraints/cpu.txt pyproject.toml scripts/setup_cpu.sh
+	@scripts/setup_cpu.sh cpu
+	@touch $@
+
+.venv/.test-ready: .venv/.cpu-ready constraints/test.txt
+	@scripts/setup_cpu.sh test
+	@touch $@

@@ -1,0 +1,102 @@
+"""Cost of correction and diagnostics, as multiples of the floor ``((old - sampling) * mask).sum()``.
+
+    python benchmarks/correction_cost.py [--rows 64] [--length 4096] [--rounds 30]
+
+One thread; 50 warm-up calls of each; the candidates run interleaved in every round; the printed number is the ratio
+of medians. "old/sampling" measures mismatch and kept (all diagnostics of docs/metrics.md for that pair), weights, keep
+terms; "three ratios" adds staleness (current/old) and total (current/sampling), each with the same diagnostics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import trl_offpolicy as op
+
+WARM_UP = 50
+
+
+def make_batch(rows: int, length: int) -> op.PolicyBatch:
+    """Log-probs around -1 with a mismatch of 0.02 nats and rows of a quarter to the whole length."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(rows, length, generator=generator) * 2
+    lengths = torch.randint(length // 4, length, (rows, 1), generator=generator)
+    return op.PolicyBatch(
+        per_token_logps=old + 0.01 * torch.randn(rows, length, generator=generator),
+        old_per_token_logps=old,
+        sampling_per_token_logps=old + 0.02 * torch.randn(rows, length, generator=generator),
+        completion_mask=torch.arange(length) < lengths,
+        advantages=torch.randn(rows, generator=generator),
+        rewards=torch.rand(rows, generator=generator),
+    )
+
+
+def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
+    """The floor first, then the corrections."""
+    old, sampling, mask = batch.old_per_token_logps, batch.sampling_per_token_logps, batch.completion_mask
+    tis = op.TruncateWeight(max_weight=2.0)
+    geometric = op.RatioBand(level="sequence_mean", low=0.99, high=1.01)
+    veto = op.OutlierVeto(low=1e-4, high=100.0)
+    token_band = op.RatioBand(level="token", low=0.5, high=2.0)
+    one, three = ("mismatch", "kept"), ("mismatch", "kept", "staleness", "total")
+    corrections = {
+        "token TIS, old/sampling": op.Correction(weight=tis, measure=one),
+        "token TIS + geometric mask + veto, old/sampling": op.Correction(
+            weight=tis, keep=(geometric, veto), measure=one
+        ),
+        "token TIS + token band (second pass for kept), old/sampling": op.Correction(
+            weight=tis, keep=(token_band,), measure=one
+        ),
+        "token TIS + geometric mask + veto, three ratios": op.Correction(
+            weight=tis, keep=(geometric, veto), measure=three
+        ),
+        "token TIS + geometric mask, no diagnostics of ratios": op.Correction(
+            weight=tis, keep=(geometric,), measure=()
+        ),
+    }
+    runs: dict[str, Callable[[], object]] = {"floor": lambda: ((old - sampling) * mask).sum()}
+    runs |= {name: (lambda correction=correction: correction(batch)) for name, correction in corrections.items()}
+    return runs
+
+
+def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each candidate, interleaved."""
+    for run in runs.values():
+        for _ in range(WARM_UP):
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=30)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    batch = make_batch(args.rows, args.length)
+    stats = op.Correction(weight=op.TruncateWeight(max_weight=2.0), measure=("mismatch", "kept"))(batch).stats
+    print(f"B={args.rows} T={args.length} torch {torch.__version__}, 1 thread, {args.rounds} rounds")
+    names = [key.rpartition("/")[2] for key in stats if "/mismatch/" in key]
+    print(f"diagnostics of the old/sampling group ({len(names)}): {', '.join(names)}")
+    seconds = measure(candidates(batch), args.rounds)
+    floor = statistics.median(seconds["floor"])
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(f"{median / floor:7.1f} x  {median * 1e3:8.2f} ms  {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Train a tiny model for three steps with a real vLLM engine in this process; prints one JSON line.
+
+    python tests/engines/colocate_run.py FOLDER [--no-sync] [--lora] [--rounding int8]
+
+A process of its own for each scenario: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its
+first weights, to show that the agreement test can fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from peft import LoraConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tiny_models import save_tiny_model, tiny_prompts
+
+from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.engines.colocate import ColocateEngine
+from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+
+MISMATCH = "offpolicy/mismatch/logp_diff_max"
+
+
+def spread(completions: list[str], **_: object) -> list[float]:
+    """A reward that differs within every group, so that every step has a gradient."""
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def main() -> None:
+    """Train, then print the largest |log-ratio| of every step and the engine's settings."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--no-sync", action="store_true")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--rounding")
+    options = parser.parse_args()
+    model = save_tiny_model(options.folder / "model")
+    if options.no_sync:
+        ColocateEngine.sync_weights = lambda self: None  # type: ignore[method-assign]
+    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3}
+    engine |= {"weight_rounding": options.rounding} if options.rounding else {}
+    args = OffPolicyGRPOConfig(
+        output_dir=str(options.folder / "run"), use_cpu=True, bf16=False, gradient_checkpointing=False,
+        report_to="none", use_vllm=True, vllm_mode="colocate", engine=engine, offpolicy="paper/tis", learning_rate=0.01, max_steps=3,
+        per_device_train_batch_size=8, num_generations=4, max_completion_length=8, logging_steps=1, save_strategy="no",
+        write_report=False, lr_scheduler_type="constant", max_grad_norm=1e9,
+        optim="sgd" if options.lora else "adamw_torch",
+    )  # fmt: skip
+    if options.lora:
+        args.learning_rate = 5.0
+    trainer = OffPolicyGRPOTrainer(
+        str(model), spread, args, train_dataset=tiny_prompts(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if options.lora else None,
+    )  # fmt: skip
+    before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    moved = max(float((value - before[name]).abs().max()) for name, value in trainer.model.named_parameters())
+    rows = [json.loads(line) for line in (options.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    llm_config = trainer.vllm_generation.llm.llm_engine.vllm_config.model_config
+    print(
+        json.dumps(
+            {
+                "mismatch": [row[MISMATCH] for row in rows if MISMATCH in row],
+                "moved": moved,
+                "dtype": str(llm_config.dtype),
+                "max_model_len": llm_config.max_model_len,
+                "enforce_eager": llm_config.enforce_eager,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The colocate engine with a real vLLM: weights arrive, arguments arrive, and the test can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("colocate_run.py")
+AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about 1e-6
+
+pytestmark = pytest.mark.vllm
+
+
+@cache
+def run(*flags: str) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, str(SCRIPT), mkdtemp(), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def test_engine_and_trainer_agree_after_large_steps() -> None:
+    result = run()
+    assert result["moved"] > 0.01
+    assert len(result["mismatch"]) == 3
+    assert max(result["mismatch"]) < AGREE
+
+
+def test_without_sync_the_same_run_disagrees() -> None:
+    mismatch = run("--no-sync")["mismatch"]
+    assert mismatch[0] < AGREE  # the engine starts at the trainer's weights
+    assert min(mismatch[1:]) > 100 * AGREE
+
+
+def test_engine_arguments_reach_vllm() -> None:
+    result = run()
+    assert (result["dtype"], result["max_model_len"], result["enforce_eager"]) == ("torch.float32", 64, True)
+
+
+def test_lora_weights_are_merged_into_the_engine() -> None:
+    result = run("--lora")
+    assert result["moved"] > 0.01
+    assert max(result["mismatch"]) < AGREE
+
+
+def test_weight_rounding_is_a_real_but_small_mismatch() -> None:
+    mismatch = run("--rounding", "int8")["mismatch"]
+    assert all(AGREE < value < 1.0 for value in mismatch)

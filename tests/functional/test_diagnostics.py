@@ -1,0 +1,165 @@
+"""Every diagnostic by hand on one small sample.
+
+Row 0: p_sampling = (1/8, 1/2), p_old = (1/2, 1/4), rho = (4, 1/2). Row 1: p_sampling = 1/2, p_old = 1/8, rho = 1/4,
+a NaN and padding. Row 2: empty. With L = ln 2 the log-ratios are (2L, -L) and (-2L); n = 3 tokens in 2 rows.
+"""
+
+import math
+
+import pytest
+import torch
+
+from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS, WEIGHT_DIAGNOSTICS, fraction
+from trl_offpolicy.functional.log_ratios import log_ratio
+from trl_offpolicy.functional.moments import Layout, fold_ratio_rows, moments, ratio_rows, weight_moments
+
+NAN = float("nan")
+L = math.log(2)
+SAMPLING = torch.tensor([[-3 * L, -L, NAN], [-L, NAN, -1.0], [-1.0, -1.0, -1.0]])
+OLD = torch.tensor([[-L, -2 * L, -4.0], [-3 * L, -1.0, NAN], [-2.0, -2.0, -2.0]])
+MASK = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 0]]).bool()
+
+RATIO = {
+    "kl_k1": L / 3,  # -(2L - L - 2L) / 3
+    "kl_k3": (1.75 + L) / 3,  # rho - 1 = (3, -1/2, -3/4) sums to 1.75; minus the sum of l = -L
+    "kl_reverse_k3": (7 * L - 1.75) / 3,  # rho l = (8L, -L/2, -L/2)
+    "tv": 4.25 / 6,  # |rho - 1| = (3, 1/2, 3/4)
+    "chi2_token": 4.4375,  # (16 + 1/4 + 1/16) / 3 - 1
+    "chi2_token_p95": 10**0.9,  # row 0: (16 + 1/4) / 2 - 1 = 7.125, in the bin (7.08, 7.94]; row 1 is negative
+    "chi2_sequence": 1.03125,  # (2^2 - 1 + (1/4)^2 - 1) / 2
+    "ppl_sampling": 3.0,  # b = (-2L, -L): (4 + 2) / 2
+    "ppl_old": (2**1.5 + 8) / 2,  # a = (-3L/2, -3L)
+    "ppl_ratio": (2**-0.5 + 4) / 2,  # b - a = (-L/2, 2L)
+    "log_ppl_diff": 0.75 * L,
+    "log_ppl_abs_diff": 1.25 * L,
+    "log_ppl_diff_max": 2 * L,
+    "log_ppl_diff_min": -0.5 * L,
+    "prob_diff_mean": 1 / 3,  # p_old - p_sampling = (3/8, -1/4, -3/8)
+    "prob_diff_max": 0.375,
+    "prob_diff_std": math.sqrt(0.34375 / 3 - 1 / 9),
+    "prob_pearson": -2.5 / math.sqrt(7),  # deviations (-6, 3, 3) / 24 and (5, -1, -4) / 24: -45 / sqrt(54 42)
+    "logp_diff_mean": 5 * L / 3,
+    "logp_diff_max": 2 * L,
+    "response_max_mean": 2 * L,  # (2L + 2L) / 2
+    "response_mean_mean": 1.75 * L,  # (3L/2 + 2L) / 2
+    "nonfinite_fraction": 0.25,  # 1 of 4 trainable tokens
+}
+
+
+def ratio_moments(old=OLD, sampling=SAMPLING, mask=MASK):
+    return fold_ratio_rows(ratio_rows(log_ratio(old, sampling, mask), sampling, mask))
+
+
+def test_the_table_is_complete():
+    assert set(RATIO) == set(RATIO_DIAGNOSTICS)
+    assert set(WEIGHT) == set(WEIGHT_DIAGNOSTICS)
+
+
+@pytest.mark.parametrize("name", RATIO)
+def test_ratio_diagnostic(name):
+    value = RATIO_DIAGNOSTICS[name](ratio_moments())
+
+    assert value.dtype == torch.float64
+    assert value.shape == ()
+    assert value.item() == pytest.approx(RATIO[name], abs=1e-6)
+
+
+def test_largest_log_ratio_is_found_on_both_sides():
+    up = ratio_moments(torch.tensor([[-1.0]]), torch.tensor([[-4.0]]), torch.ones(1, 1).bool())
+
+    assert RATIO_DIAGNOSTICS["logp_diff_max"](up).item() == 3.0
+    assert RATIO_DIAGNOSTICS["response_max_mean"](up).item() == 3.0
+
+
+def test_smallest_log_ppl_diff_is_not_zero_where_all_are_positive():
+    sampling = torch.tensor([[-1.0, -1.0], [-1.0, -9.0]])
+    old = torch.tensor([[-2.0, -3.0], [-4.0, -9.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+
+    both = ratio_moments(old, sampling, mask)
+
+    assert RATIO_DIAGNOSTICS["log_ppl_diff_min"](both).item() == 1.5  # (1 + 2) / 2 and 3
+    assert RATIO_DIAGNOSTICS["log_ppl_diff_max"](both).item() == 3.0
+
+
+@pytest.mark.parametrize("name", RATIO)
+def test_ratio_diagnostic_of_nothing_is_zero(name):
+    assert RATIO_DIAGNOSTICS[name](ratio_moments(mask=torch.zeros(3, 3).bool())).item() == 0.0
+
+
+@pytest.mark.parametrize("name", RATIO)
+def test_ratio_diagnostic_on_policy(name):
+    both = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
+
+    value = RATIO_DIAGNOSTICS[name](ratio_moments(both, both, torch.ones(2, 2).bool())).item()
+
+    perplexity = (math.exp(1.5) + math.exp(1.75)) / 2
+    on_policy = {"ppl_sampling": perplexity, "ppl_old": perplexity, "ppl_ratio": 1.0, "prob_pearson": 1.0}
+    assert value == pytest.approx(on_policy.get(name, 0.0), abs=1e-6)
+
+
+def test_pearson_without_variance():
+    pearson, mask = RATIO_DIAGNOSTICS["prob_pearson"], torch.ones(1, 2).bool()
+    flat, other = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -2.0]])
+
+    assert pearson(ratio_moments(flat, flat, mask)).item() == 1.0  # they agree
+    assert pearson(ratio_moments(other, flat, mask)).item() == 0.0
+
+
+def test_pearson_of_a_linear_map_is_one():
+    sampling = torch.tensor([[0.1, 0.2, 0.4]])
+    old = 0.5 * sampling + 0.3
+
+    value = RATIO_DIAGNOSTICS["prob_pearson"](ratio_moments(old.log(), sampling.log(), torch.ones(1, 3).bool()))
+
+    assert value.item() == pytest.approx(1.0, abs=1e-6)
+
+
+WEIGHT = {  # weights (1, 3), (0.5, padding), an empty row
+    "mean": 1.5,  # 4.5 / 3
+    "std": math.sqrt(10.25 / 3 - 2.25),
+    "min": 0.5,
+    "max": 3.0,
+    "ess_token": 20.25 / 30.75,  # 4.5^2 / (3 * 10.25)
+    "ess_sequence": 6.25 / 8.5,  # row means 2 and 0.5: 2.5^2 / (2 * 4.25)
+}
+WEIGHTS = torch.tensor([[1.0, 3.0], [0.5, 0.0], [9.0, NAN]])
+WEIGHT_MASK = torch.tensor([[True, True], [True, False], [False, False]])
+
+
+@pytest.mark.parametrize("name", WEIGHT)
+def test_weight_diagnostic(name):
+    value = WEIGHT_DIAGNOSTICS[name](weight_moments(WEIGHTS, WEIGHT_MASK)).item()
+
+    assert value == pytest.approx(WEIGHT[name], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", WEIGHT)
+def test_weight_diagnostic_of_nothing_and_of_zeros_is_zero(name):
+    for weights, mask in ((WEIGHTS, torch.zeros(3, 2).bool()), (torch.zeros(3, 2), WEIGHT_MASK)):
+        assert WEIGHT_DIAGNOSTICS[name](weight_moments(weights, mask)).item() == 0.0
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-3, 0.1, 1.0, 4.85e8])
+def test_equal_weights_of_any_size_are_fully_effective(size):
+    sample = weight_moments(torch.full((3, 70), size), torch.ones(3, 70).bool())
+
+    for name in ("ess_token", "ess_sequence"):
+        value = WEIGHT_DIAGNOSTICS[name](sample).item()
+        assert value <= 1.0
+        assert value == pytest.approx(1.0, abs=1e-6)
+    assert WEIGHT_DIAGNOSTICS["std"](sample).item() <= 1e-3 * size
+
+
+def test_one_dominant_weight_leaves_one_effective_sample():
+    sample = weight_moments(torch.tensor([[1e6], [1e-9], [1e-9], [1e-9]]), torch.ones(4, 1).bool())
+
+    assert WEIGHT_DIAGNOSTICS["ess_token"](sample).item() == pytest.approx(0.25, abs=1e-6)
+
+
+def test_fraction():
+    share, layout = fraction("a", "b"), Layout(sums=("a", "b"))
+
+    assert share(moments(layout, [torch.tensor(3.0), torch.tensor(4.0)])).item() == 0.75
+    assert share(moments(layout, [torch.tensor(3.0), torch.tensor(0.0)])).item() == 0.0
+    assert share(moments(layout, [torch.tensor(-3.0), torch.tensor(0.5)])).item() == -6.0

@@ -1,0 +1,141 @@
+"""What all metrics share: packed moments as states, and a finaliser of ``functional.diagnostics``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from trl_offpolicy.functional.log_ratios import log_ratio
+from trl_offpolicy.functional.moments import (
+    RATIO_LAYOUT,
+    WEIGHT_LAYOUT,
+    Layout,
+    Moments,
+    fold_ratio_rows,
+    ratio_rows,
+    weight_moments,
+)
+
+
+class MomentMetric(Metric):
+    """A shell: ``update`` adds moments, ``compute`` finalises them.
+
+    States: ``sums`` (additive, histogram counts included) and ``maxima``, both float64 whatever dtype the
+    module that holds the metric is cast to, because counts and differences of sums are not exact in less.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    layout: ClassVar[Layout]
+    sums: Tensor
+    maxima: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        sums = torch.zeros(len(self.layout.sums) + self.layout.bins, dtype=torch.float64)
+        maxima = torch.full((len(self.layout.maxima),), -torch.inf, dtype=torch.float64)
+        self.add_state("sums", sums, dist_reduce_fx="sum")
+        self.add_state("maxima", maxima, dist_reduce_fx="max")
+
+    @staticmethod
+    def finalize(m: Moments) -> Tensor:
+        """0-d float64 from moments; each metric names its function of ``functional.diagnostics``."""
+        raise NotImplementedError("finalize must be set by the metric, but got none.")
+
+    def compute(self) -> Tensor:
+        """0-d float64; a sample without any trainable token gives 0."""
+        return self.finalize(Moments(self.layout, self.sums, self.maxima))
+
+    def _add(self, batch: Moments) -> None:
+        """Out of place: the metrics of a compute group share their state tensors."""
+        self.sums = self.sums + batch.sums
+        self.maxima = torch.maximum(self.maxima, batch.maxima)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> MomentMetric:
+        """Move the states between devices, never to another dtype."""
+        super()._apply(fn, exclude_state=("sums", "maxima", *exclude_state))
+        for name in ("sums", "maxima"):
+            self._defaults[name] = _moved(fn, self._defaults[name])
+            setattr(self, name, _moved(fn, getattr(self, name)))
+        self._computed = None
+        return self
+
+
+class RatioMetric(MomentMetric):
+    """Base of the diagnostics of rho = numerator / denominator on tokens that the denominator sampled."""
+
+    layout = RATIO_LAYOUT
+
+    def update(self, numerator_logps: Tensor, denominator_logps: Tensor, completion_mask: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            numerator_logps: (B, T) log-probs of the sampled tokens in nats, any float dtype; e.g. pi_old.
+            denominator_logps: (B, T) log-probs under the policy that sampled; e.g. mu.
+            completion_mask: (B, T) bool or 0/1, True = trainable token.
+
+        Raises:
+            ValueError: the shapes are not one and the same (B, T).
+            TypeError: an argument is not a tensor, or log-probs are not floating point.
+        """
+        _check_floats("numerator_logps", numerator_logps)
+        _check_floats("denominator_logps", denominator_logps, numerator_logps)
+        mask = _checked_mask("completion_mask", completion_mask, numerator_logps)
+        with torch.no_grad():
+            ratio = log_ratio(numerator_logps, denominator_logps, mask)
+            self._add(fold_ratio_rows(ratio_rows(ratio, denominator_logps, mask)))
+
+
+class WeightMetric(MomentMetric):
+    """Base of the diagnostics of importance weights."""
+
+    layout = WEIGHT_LAYOUT
+
+    def update(self, weights: Tensor, mask: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            weights: (B, T), or (B, 1) for one weight a sequence; float, never negative.
+            mask: (B, T) bool or 0/1: the tokens that the weights are for (all trainable ones for raw weights,
+                the kept ones for applied weights).
+
+        Raises:
+            ValueError: the shapes do not fit.
+            TypeError: an argument is not a tensor, or the weights are not floating point.
+        """
+        _check_floats("weights", weights)
+        tokens = _checked_mask("mask", mask, weights, broadcast=True)
+        with torch.no_grad():
+            self._add(weight_moments(weights.float(), tokens))
+
+
+def _moved(fn: Callable[[Tensor], Tensor], state: Any) -> Any:
+    return state.to(fn(torch.zeros(1, device=state.device)).device)
+
+
+def _check_floats(name: str, value: Tensor, like: Tensor | None = None) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, but got {type(value).__name__}.")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be a floating point tensor, but got {value.dtype}.")
+    expected = "(B, T)" if like is None else str(tuple(like.shape))
+    if value.dim() != 2 or (like is not None and value.shape != like.shape):
+        raise ValueError(f"{name} must have shape {expected}, but got {tuple(value.shape)}.")
+
+
+def _checked_mask(name: str, mask: Tensor, like: Tensor, broadcast: bool = False) -> Tensor:
+    """The mask as bool; with ``broadcast``, ``like`` may be (B, 1)."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor, but got {type(mask).__name__}.")
+    if mask.is_complex():
+        raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {mask.dtype}.")
+    rows, length = like.shape
+    free = broadcast and length == 1
+    if mask.dim() != 2 or len(mask) != rows or (mask.shape[1] != length and not free):
+        expected = f"({rows}, {'T' if free else length})"
+        raise ValueError(f"{name} must have shape {expected}, but got {tuple(mask.shape)}.")
+    return mask if mask.dtype == torch.bool else mask != 0
