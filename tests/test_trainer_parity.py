@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import trl
+from tiny_models import EOS, FIRST_WORD, PAD, VOCABULARY, score_last_word, tiny_prompts
 from torch import Tensor
 
-trl = pytest.importorskip("trl")
-
-from tiny_models import EOS, FIRST_WORD, PAD, VOCABULARY, score_last_word, tiny_prompts  # noqa: E402
-
-from trl_offpolicy.config import OffPolicyGRPOConfig  # noqa: E402
-from trl_offpolicy.trainer import OffPolicyGRPOTrainer  # noqa: E402
+from trl_offpolicy import presets
+from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 ROWS, PROMPT, LENGTH, MAX_LENGTH = 6, 4, 8, 10
 LENGTHS = (8, 5, 0, 3, 8, 1)
@@ -31,7 +30,7 @@ LEVELS = ("token", "sequence")
 LOSS_OPTIONS = {"cispo": {"epsilon_high": 1.1}}  # there it is the cap of the ratio itself
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LIMIT = 1e-6
-"""Largest difference allowed: absolute, and for the gradient also relative to its norm."""
+"""Largest difference allowed; the gradient's norm must agree to 3 times this, relative."""
 ROW_MEANS = {
     "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio", "vespo/phi_seq_mean"
 }  # fmt: skip
@@ -115,7 +114,7 @@ def loss_inputs(
         "completion_mask": mask,
         "advantages": torch.tensor([1.0, -0.7, 0.5, -1.3, 0.2, 0.9]),
         "old_per_token_logps": old * mask,
-        "sampling_per_token_logps": (old + noise(0.4)) * mask,
+        "sampling_per_token_logps": (old - torch.tensor([0.0, 0.7, 0.0, -0.7, 0.2, -0.2])[:, None] + noise(0.3)) * mask,
         "ref_per_token_logps": (current + noise(0.5)) * mask,
     }
     if advantages == "token":
@@ -157,8 +156,8 @@ def assert_same(
     loss, gradient = backward(pair.ours, inputs)
     assert expected.norm() > 1e-3
     assert loss == pytest.approx(expected_loss, abs=LIMIT, rel=0)
-    assert (gradient - expected).abs().max() <= LIMIT
-    assert (gradient - expected).norm() <= LIMIT * expected.norm()
+    assert (gradient - expected).abs().max() <= LIMIT * max(1.0, float(expected.abs().max()))
+    assert (gradient - expected).norm() <= 3 * LIMIT * expected.norm()
     stats = pair.ours._stats.pop(mode).compute()
     logged, stock_logged = (
         {key: values[-1] for key, values in trainer._metrics[mode].items()} | names

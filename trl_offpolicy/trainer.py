@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from transformers import PrinterCallback, ProgressCallback
+from transformers import ProgressCallback
 from trl import GRPOTrainer
 
 from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
@@ -72,8 +72,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "objective": repr(replace(self.objective, correction=None)),
             "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
         }
-        self.remove_callback(ProgressCallback)
-        self.add_callback(PrinterCallback if args.disable_tqdm else ShortProgressCallback)
+        if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
+            self.add_callback(ShortProgressCallback)
         self.add_callback(RunFolderCallback(info, report=args.write_report, decode=self._tokenizer.decode))
 
     def _make_recorder(self) -> RolloutRecorder:

@@ -1,7 +1,8 @@
 """Every diagnostic by hand on one small sample.
 
-Row 0: p_sampling = (1/8, 1/2), p_old = (1/2, 1/4), rho = (4, 1/2). Row 1: p_sampling = 1/2, p_old = 1/8, rho = 1/4,
-a NaN and padding. Row 2: empty. With L = ln 2 the log-ratios are (2L, -L) and (-2L); n = 3 tokens in 2 rows.
+Row 0: p_sampling = (1/8, 1/2), p_old = (1/2, 1/4), rho = (4, 1/2). Row 1: p_sampling = 1/2, p_old = 1/8,
+rho = 1/4, a NaN and padding. Row 2: empty. With L = ln 2 the log-ratios are (2L, -L) and (-2L); n = 3
+tokens in 2 rows.
 """
 
 import math
@@ -25,7 +26,7 @@ RATIO = {
     "kl_reverse_k3": (7 * L - 1.75) / 3,  # rho l = (8L, -L/2, -L/2)
     "tv": 4.25 / 6,  # |rho - 1| = (3, 1/2, 3/4)
     "chi2_token": 4.4375,  # (16 + 1/4 + 1/16) / 3 - 1
-    "chi2_token_p95": 10**0.9,  # row 0: (16 + 1/4) / 2 - 1 = 7.125, in the bin (7.08, 7.94]; row 1 is negative
+    "chi2_token_p95": 10**0.9,  # row 0: 16.25 / 2 - 1 = 7.125, in the bin (7.08, 7.94]; row 1 < 0
     "chi2_sequence": 1.03125,  # (2^2 - 1 + (1/4)^2 - 1) / 2
     "ppl_sampling": 3.0,  # b = (-2L, -L): (4 + 2) / 2
     "ppl_old": (2**1.5 + 8) / 2,  # a = (-3L/2, -3L)
@@ -100,7 +101,7 @@ def test_ratio_diagnostic_on_policy(name):
 
 def test_pearson_without_variance():
     pearson, mask = RATIO_DIAGNOSTICS["prob_pearson"], torch.ones(1, 2).bool()
-    flat, other = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -2.0]])
+    flat, other = torch.tensor([[-L, -L]]), torch.tensor([[-L, -2 * L]])
 
     assert pearson(ratio_moments(flat, flat, mask)).item() == 1.0  # they agree
     assert pearson(ratio_moments(other, flat, mask)).item() == 0.0
@@ -110,7 +111,8 @@ def test_pearson_of_a_linear_map_is_one():
     sampling = torch.tensor([[0.1, 0.2, 0.4]])
     old = 0.5 * sampling + 0.3
 
-    value = RATIO_DIAGNOSTICS["prob_pearson"](ratio_moments(old.log(), sampling.log(), torch.ones(1, 3).bool()))
+    sample = ratio_moments(old.log(), sampling.log(), torch.ones(1, 3).bool())
+    value = RATIO_DIAGNOSTICS["prob_pearson"](sample)
 
     assert value.item() == pytest.approx(1.0, abs=1e-6)
 

@@ -159,7 +159,7 @@ def test_autocast_does_not_round_the_products():
     assert weighted["weight_sq"].item() == pytest.approx(1.002001 + 0.996004, abs=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------- histogram
+# -------------------------------------------------------------------------------------------------- histogram
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,16 @@ def test_quantile_of_nothing_is_zero():
     assert histogram_quantile(torch.zeros(HISTOGRAM_BINS, dtype=torch.float64), 0.95).item() == 0.0
 
 
-# ------------------------------------------------------------------------------------------------------------ weights
+# ---------------------------------------------------------------------------------------------------- weights
 
-WEIGHTS = {"tokens": 3, "weight": 4.5, "weight_sq": 10.25, "rows": 2, "row_weight": 2.5, "row_weight_sq": 4.25}
+WEIGHTS = {
+    "tokens": 3,
+    "weight": 4.5,  # 1 + 3 + 0.5
+    "weight_sq": 10.25,  # 1 + 9 + 0.25
+    "rows": 2,
+    "row_weight": 2.5,  # row means 2 and 0.5
+    "row_weight_sq": 4.25,
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -216,15 +223,16 @@ def test_weight_sums(name):
     weights = torch.tensor([[1.0, 3.0], [0.5, 9.0], [7.0, NAN]])
     mask = torch.tensor([[True, True], [True, False], [False, False]])
 
-    # 1 + 3 + 0.5; 1 + 9 + 0.25; row means 2 and 0.5: 2.5 and 4.25
     assert weight_moments(weights, mask)[name].item() == pytest.approx(WEIGHTS[name], abs=1e-6)
 
 
 def test_weight_extrema_leave_padding_out():
-    moments_ = weight_moments(torch.tensor([[1.0, 3.0], [0.5, 0.0]]), torch.tensor([[True, True], [True, False]]))
+    mask = torch.tensor([[True, True], [True, False]])
 
-    assert moments_["weight_max"].item() == 3.0
-    assert moments_["weight_min_negated"].item() == -0.5
+    sample = weight_moments(torch.tensor([[1.0, 3.0], [0.5, 0.0]]), mask)
+
+    assert sample["weight_max"].item() == 3.0
+    assert sample["weight_min_negated"].item() == -0.5
 
 
 def test_sequence_weights_count_once_a_token_and_once_a_row():
@@ -249,7 +257,7 @@ def test_weights_of_a_batch_without_rows(shape):
     assert empty.maxima.tolist() == [-INF, -INF]
 
 
-# -------------------------------------------------------------------------------------------------------------- merge
+# ------------------------------------------------------------------------------------------------------ merge
 
 LAYOUT = Layout(sums=("a", "b"), maxima=("top",))
 

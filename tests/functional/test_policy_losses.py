@@ -180,7 +180,8 @@ def test_vespo_phi_floors_w_at_1e_8():
 
 
 def test_vespo_phi_rate_has_a_floor():
-    value = vespo_phi(torch.tensor([[math.log(1e4)]]), advantage(1.0), **{**GAMMA, "k_pos": 0.5, "lambda_pos": 0.0})
+    options = {**GAMMA, "k_pos": 0.5, "lambda_pos": 0.0}
+    value = vespo_phi(torch.tensor([[math.log(1e4)]]), advantage(1.0), **options)
 
     assert value.item() == pytest.approx(math.exp(1e-4) * 100 * math.exp(-1), rel=1e-5)  # rate 1e-4, w 1e4
 

@@ -18,7 +18,9 @@ RATIO = torch.tensor([0.1, 0.5, 1.0, 2.0, 3.0])
     ],
 )
 def test_truncation_caps_and_floors(max_weight, min_weight, expected):
-    assert torch.equal(truncate_weight(RATIO, max_weight=max_weight, min_weight=min_weight), torch.tensor(expected))
+    weight = truncate_weight(RATIO, max_weight=max_weight, min_weight=min_weight)
+
+    assert torch.equal(weight, torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,8 @@ def histogram_quantile(counts: Tensor, quantile: float) -> Tensor:
     first, last = HISTOGRAM_DECADES
     cumulative = counts.cumsum(0)
     index = (cumulative < quantile * cumulative[-1]).sum()
-    edge = 10.0 ** (first + (index + 1) * (last - first) / HISTOGRAM_BINS)
-    return torch.where((index == 0) | (cumulative[-1] == 0), 0.0, edge.double())
+    edge = 10.0 ** (first + (index.double() + 1) * (last - first) / HISTOGRAM_BINS)
+    return torch.where((index == 0) | (cumulative[-1] == 0), 0.0, edge)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights

@@ -1,0 +1,73 @@
+"""OffPolicyGRPOConfig: how TRL's fields and ``offpolicy`` become one objective."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trl_offpolicy as op
+from trl_offpolicy.config import OffPolicyGRPOConfig
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    def make(**options: Any) -> OffPolicyGRPOConfig:
+        return OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
+
+    return make
+
+
+def test_default_is_tis_with_vllm_and_measuring_without(config: Any) -> None:
+    assert config(use_vllm=True).preset.name == "paper/tis"
+    preset = config().preset
+    assert preset.name == "measure"
+    assert preset.correction == op.Correction()
+
+
+def test_trl_fields_shape_the_objective(config: Any) -> None:
+    objective = config(loss_type="dr_grpo", epsilon=0.1, epsilon_high=0.3, beta=0.04).preset.objective
+    assert objective.policy_loss == op.losses.PPOClip(low=0.1, high=0.3)
+    assert objective.aggregation == "seq_mean_token_sum_norm"
+    assert objective.kl == op.KLPenalty(coef=0.04, ratio_weighted=True)
+
+
+def test_mapping_overrides_the_preset(config: Any) -> None:
+    spec = {
+        "preset": "paper/tis",
+        "options": {"max_weight": 3.0},
+        "correction": {"keep": [{"type": "ratio_band", "level": "sequence_mean", "low": 0.9, "high": None}]},
+        "objective": {"policy_loss": {"type": "cispo", "high": 4.0}},
+    }
+    objective = config(use_vllm=True, offpolicy=spec).preset.objective
+    assert objective.policy_loss == op.losses.CISPO(high=4.0)
+    assert objective.correction == op.Correction(
+        weight=op.TruncateWeight(max_weight=3.0), keep=(op.RatioBand(low=0.9, high=None),)
+    )
+
+
+def test_trl_off_policy_mask_joins_the_keep_terms(config: Any) -> None:
+    correction = config(use_vllm=True, off_policy_mask_threshold=0.5).preset.correction
+    assert correction.keep == (op.OffPolicySequenceMask(max_divergence=0.5),)
+    assert correction.weight == op.TruncateWeight(max_weight=2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vllm_importance_sampling_correction": True}, "vllm_importance_sampling_correction must be False"),
+        ({"offpolicy": "paper/tsi"}, "Did you mean 'paper/tis'"),
+        ({"offpolicy": {"presets": "paper/tis"}}, r"offpolicy\.presets must be one of .* Did you mean 'preset'"),
+        ({"offpolicy": {"preset": "paper/tis", "options": {"max_wieght": 3}}}, "max_wieght is not an option"),
+        ({"offpolicy": {"correction": {"keep": [{"type": "ratio_band", "low": 0.9}]}}}, r"keep\[0\]\.high must be given"),
+        ({"offpolicy": {"correction": {"weight": {"type": "trunc"}}}}, r"offpolicy\.correction\.weight\.type"),
+        ({"loss_type": "grpo", "offpolicy": {"objective": {"aggregation": "token_sum"}}}, "loss_type set the same"),
+        ({"beta": 0.1, "offpolicy": {"objective": {"kl": {"coef": 0.1}}}}, "beta set the same quantity"),
+        ({"off_policy_mask_threshold": 0.1, "offpolicy": "paper/opsm"}, "off_policy_mask_threshold and offpolicy"),
+        ({"engine": "float32"}, "engine must be a mapping"),
+    ],
+)
+def test_bad_options_are_named(config: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        config(use_vllm=True, **options)
