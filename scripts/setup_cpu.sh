@@ -44,13 +44,14 @@ check_disk() {
 }
 
 make_venv() {
-    local python
+    local python looked_at="python3.11, python3.12 and python3 are not there or not one of these"
+    [ -n "${PYTHON:-}" ] && looked_at="$PYTHON is not there or not one of these"
     if [ -e "$UNPACKING" ]; then
         echo "The last installation was interrupted; starting again with an empty $VENV."
         rm -rf "$VENV"
     fi
     is_suitable "$VENV/bin/python" && return
-    python=$(find_python) || fail "Python 3.11 to 3.14 is needed, but ${PYTHON:-none of python3.11, python3.12, python3} is one; \
+    python=$(find_python) || fail "Python 3.11 to 3.14 is needed, but $looked_at; \
 install it, or name it with PYTHON=/path/to/python3.11."
     rm -rf "$VENV"
     "$python" -m venv "$VENV" >/dev/null ||
@@ -60,6 +61,7 @@ install it, or name it with PYTHON=/path/to/python3.11."
 # --- pip, with a sign of life and a reason when it fails ------------------------------------------------------------
 
 # pip_install LABEL ARGS...: returns pip's status; its output goes to the log, the log's last step to the screen.
+# Bytecode is left to the first import: compiling all of it here would take a minute more.
 pip_install() {
     local label=$1 start=$SECONDS shown=0 every=10 elapsed pid status
     shift
@@ -67,8 +69,8 @@ pip_install() {
     rm -rf "$VENV/tmp"
     mkdir "$VENV/tmp"
     touch "$UNPACKING"
-    TMPDIR=$PWD/$VENV/tmp "$VENV/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off \
-        "$@" >"$LOG" 2>&1 &
+    TMPDIR=$PWD/$VENV/tmp "$VENV/bin/python" -m pip install --no-compile --progress-bar off --no-input \
+        --disable-pip-version-check "$@" >"$LOG" 2>&1 &
     pid=$!
     trap 'kill $pid 2>/dev/null; wait $pid; fail "interrupted; run the same command again."' INT TERM
     while kill -0 "$pid" 2>/dev/null; do

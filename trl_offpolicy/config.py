@@ -93,14 +93,20 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         return resolve_preset(self)
 
 
-def resolve_preset(args: OffPolicyGRPOConfig) -> Preset:
+def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False) -> Preset:
     """TRL's loss fields give the objective, ``offpolicy`` the correction and overrides.
+
+    Args:
+        args: the configuration.
+        has_rollout_func: a ``rollout_func`` samples; it brings log-probs of its own without vLLM too, which
+            ``off_policy_mask_threshold`` then reads, as in TRL.
 
     Raises:
         ValueError: an unknown key or value, or a quantity set in both places.
     """
     options = {name: getattr(args, name) for name in _TRL_FIELDS}
-    base = presets.from_trl(**{**options, "vllm_importance_sampling_correction": False})
+    options |= {"use_vllm": args.use_vllm or has_rollout_func, "vllm_importance_sampling_correction": False}
+    base = presets.from_trl(**options)
     spec = args.offpolicy if args.offpolicy is not None else ("paper/tis" if args.use_vllm else "measure")
     spec = {"preset": spec} if isinstance(spec, str) else dict(spec)
     for key in spec:

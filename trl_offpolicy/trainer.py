@@ -17,7 +17,7 @@ from transformers import ProgressCallback
 from trl import GRPOTrainer
 
 from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
-from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.engines.checks import require_comparable, sampling_faults
 from trl_offpolicy.engines.colocate import colocate_engine
@@ -55,15 +55,17 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(self, model: Any, reward_funcs: Any, args: OffPolicyGRPOConfig, *rest: Any, **kwargs: Any) -> None:
         if not isinstance(args, OffPolicyGRPOConfig):
             raise TypeError(f"args must be an OffPolicyGRPOConfig, but got {type(args).__name__}.")
-        preset = args.preset
+        has_rollout_func = kwargs.get("rollout_func") is not None
+        preset = resolve_preset(args, has_rollout_func=has_rollout_func)
         self.objective: Objective = preset.objective
-        _check_engine(args, self.objective, has_rollout_func=kwargs.get("rollout_func") is not None)
+        _check_engine(args, self.objective, has_rollout_func=has_rollout_func)
         _check_scope(args, self.objective)
         _warn_about_dropout(kwargs.get("peft_config"))
         with colocate_engine(cast("dict[str, Any] | None", args.engine)):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._stats: dict[str, Stats] = {}
         self._local_rewards: Tensor | None = None
+        self._groups_seen = 0
         self._recorder = self._make_recorder() if args.record_rollouts else None
         info = {
             "model": getattr(self.model.config, "_name_or_path", ""),
@@ -96,7 +98,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         device = output["advantages"].device
         if self._local_rewards is not None:
             output["rewards"] = self._local_rewards[rank * rows : (rank + 1) * rows].to(device)
-        output["group_ids"] = torch.arange(rank * rows, (rank + 1) * rows, device=device) // generations
+        group_ids = torch.arange(rank * rows, (rank + 1) * rows, device=device) // generations
+        output["group_ids"] = self._groups_seen + group_ids  # several generation batches can meet in one step
+        if self.model.training:
+            self._groups_seen += rows * self.accelerator.num_processes // generations
         output["policy_versions"] = torch.full((rows,), self.state.global_step, device=device)
         return output
 

@@ -1,0 +1,69 @@
+"""``import trl_offpolicy`` needs torch only and takes no time beside it. A fresh interpreter for each test."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import trl_offpolicy
+
+ROOT = Path(trl_offpolicy.__file__).parents[1]
+HEAVY = (
+    "trl", "transformers", "accelerate", "datasets", "peft", "vllm", "lightning", "pytorch_lightning",
+    "torchmetrics", "pandas", "pyarrow", "matplotlib", "rich", "yaml", "scipy",
+)  # fmt: skip
+
+WITH_TORCH_ALONE = f"""
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {(*HEAVY, "numpy")}:  # torch itself does without NumPy
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+
+import torch
+import trl_offpolicy as op
+
+batch = op.PolicyBatch(
+    per_token_logps=torch.tensor([[-1.0, -2.0]], requires_grad=True),
+    sampling_per_token_logps=torch.tensor([[-1.0, -3.0]]),
+    completion_mask=torch.ones(1, 2).bool(),
+    advantages=torch.ones(1),
+)
+out = op.presets.get("paper/tis").objective(batch)
+out.loss.backward()
+print(out.loss.item(), len(out.stats.compute()) > 50)
+"""
+BESIDE_TORCH = f"""
+import sys, time, torch
+
+before, start = set(sys.modules), time.perf_counter()
+import trl_offpolicy
+print(time.perf_counter() - start, sorted(set({HEAVY}) & (set(sys.modules) - before)))
+"""
+
+
+def run(code):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_it_works_with_torch_alone():
+    assert run(WITH_TORCH_ALONE) == "-1.5 True"  # weights 1 and min(e, 2)
+
+
+def test_importing_it_takes_at_most_0_3_seconds_more_than_torch_and_loads_nothing_heavy():
+    seconds = []
+    for _ in range(5):  # a busy machine can only add to the time, so the shortest is the import's own
+        taken, _, loaded = run(BESIDE_TORCH).partition(" ")
+        assert loaded == "[]"
+        seconds.append(float(taken))
+        if seconds[-1] <= 0.3:
+            break
+
+    assert min(seconds) <= 0.3, f"import took {seconds} s"

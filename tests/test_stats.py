@@ -1,0 +1,123 @@
+"""Stats: access by name, merging, one collective, one transfer."""
+
+import pytest
+import torch
+from batches import policy_batch
+
+from trl_offpolicy import Correction, Objective, RatioBand, RawWeight, Stat, Stats
+from trl_offpolicy.functional.diagnostics import fraction
+from trl_offpolicy.functional.moments import Layout, moments
+from trl_offpolicy.stats import Group
+
+LAYOUT = Layout(sums=("a", "b"), maxima=("top",))
+
+
+def group(a, b, top):
+    parts = moments(LAYOUT, [torch.tensor(float(a)), torch.tensor(float(b))], [torch.tensor(float(top))])
+    return Group(parts, {"share": fraction("a", "b"), "top": lambda m: m["top"]})
+
+
+def test_a_stat_is_a_finaliser_over_moments():
+    stat = Stat(group(3, 4, 0).moments, fraction("a", "b"))
+
+    assert float(stat) == stat.value.item() == 0.75
+    assert stat.value.dtype == torch.float64
+
+
+def test_merging_adds_before_it_divides():
+    one, two = (Stat(group(*parts, 0).moments, fraction("a", "b")) for parts in ((1, 1), (0, 3)))
+
+    assert float(one.merge(two)) == 0.25  # (1 + 0) / (1 + 3), not (1 + 0) / 2
+
+
+def test_names_with_and_without_prefix():
+    stats = Stats({"keep/veto": group(1, 2, 0), "weight#bounds": group(1, 4, 5)})
+
+    assert list(stats) == [
+        "offpolicy/keep/veto/share",
+        "offpolicy/keep/veto/top",
+        "offpolicy/weight/share",
+        "offpolicy/weight/top",
+    ]
+    assert len(stats) == 4
+    assert float(stats["weight/share"]) == float(stats["offpolicy/weight/share"]) == 0.25
+    assert "weight/share" in stats
+    assert "weight/bounds" not in stats
+    with pytest.raises(KeyError):
+        stats["weight/mean"]
+
+
+def test_compute():
+    assert Stats({"x": group(1, 2, -3)}).compute() == {"offpolicy/x/share": 0.5, "offpolicy/x/top": -3.0}
+    assert Stats({}).compute() == {}
+
+
+def test_merge_by_group():
+    one = Stats({"both": group(1, 1, 5), "mine": group(1, 2, 0)})
+    two = Stats({"both": group(0, 3, 7), "yours": group(3, 4, 0)})
+
+    merged = one.merge(two)
+
+    assert float(merged["both/share"]) == 0.25
+    assert float(merged["both/top"]) == 7.0
+    assert float(merged["mine/share"]) == 0.5
+    assert float(merged["yours/share"]) == 0.75
+    assert float(one["both/share"]) == 1.0  # unchanged
+
+
+def test_union_is_side_by_side():
+    assert set(Stats({"x": group(1, 2, 0)}).union(Stats({"y": group(1, 2, 0)})).groups) == {"x", "y"}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_all_reduce_merges_ranks_with_one_collective(stacked):
+    ranks = [
+        Stats({"x": group(1, 1, 5), "y": group(2, 2, -1)}),
+        Stats({"x": group(0, 3, 7), "y": group(1, 4, -2)}),
+    ]
+    calls = []
+
+    def packed(stats):
+        return torch.cat([part for g in stats.groups.values() for part in (g.moments.sums, g.moments.maxima)])
+
+    def gather(tensor):
+        calls.append(tensor)
+        assert torch.equal(tensor, packed(ranks[0]))
+        whole = torch.stack([packed(stats) for stats in ranks])
+        return whole if stacked else whole.flatten()
+
+    reduced = ranks[0].all_reduce(gather)
+
+    assert len(calls) == 1
+    assert calls[0].dtype == torch.float64
+    assert reduced.compute() == ranks[0].merge(ranks[1]).compute()
+    assert reduced.compute() == {
+        "offpolicy/x/share": 0.25,
+        "offpolicy/x/top": 7.0,
+        "offpolicy/y/share": 0.5,
+        "offpolicy/y/top": -1.0,
+    }
+
+
+def test_all_reduce_of_nothing_needs_no_collective():
+    def gather(tensor):
+        raise AssertionError("called")
+
+    assert Stats({}).all_reduce(gather).compute() == {}
+
+
+def test_all_reduce_of_real_stats_is_the_whole_batch():
+    correction = Correction(
+        weight=RawWeight(level="sequence"), keep=(RatioBand(level="token", low=0.4, high=3.0),)
+    )
+    rows = [[1.5, 8.0], [0.5, None], [3.0, 0.3]]
+    stale = [[1.1, 1.0], [0.5, None], [1.0, 2.0]]
+    objective = Objective(correction=correction)
+    parts = [objective(policy_batch(rows[s], stale[s])).stats for s in (slice(0, 1), slice(1, 3))]
+
+    def gather(tensor):
+        other = torch.cat([p for g in parts[1].groups.values() for p in (g.moments.sums, g.moments.maxima)])
+        return torch.cat([tensor, other])
+
+    whole = objective(policy_batch(rows, stale)).stats.compute()
+    assert parts[0].all_reduce(gather).compute() == pytest.approx(whole, rel=1e-6, abs=1e-6)
