@@ -1,4 +1,4 @@
-"""``import trl_offpolicy`` needs torch only and takes no time beside it. A fresh interpreter for each test."""
+"""``import trl_offpolicy`` needs torch only and takes no time beside it; each in a fresh interpreter."""
 
 import os
 import subprocess

@@ -99,7 +99,7 @@ def test_a_new_run_archives_the_old_one(tmp_path):
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
-    """Metrics are logged after a step, rollouts recorded before it: checkpoint 2 has metrics 1, 2 and rollouts 0, 1."""
+    """Metrics come after a step, rollouts before it: checkpoint 2 has metrics 1, 2 and rollouts 0, 1."""
     old_run(tmp_path)
 
     prepare_run_folder(tmp_path, resumed_step=2)

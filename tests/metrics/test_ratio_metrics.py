@@ -24,23 +24,18 @@ RTOL, ATOL = 1e-6, 1e-8  # row sums are float32: 1e-7 of the sum of the terms' a
 def naive(numerator, denominator, mask):
     """{name: value} with loops over tokens; the inputs as float64, no function of the package."""
     numerator, denominator = (x.detach().double().numpy() for x in (numerator, denominator))
-    trainable = finite = 0
-    tokens, rows = [], []
+    trainable, tokens, rows = int(mask.sum()), [], []
     for i in range(len(mask)):
         row = []
         for t in range(mask.shape[1]):
-            if not mask[i, t]:
-                continue
-            trainable += 1
-            if math.isfinite(numerator[i, t]) and math.isfinite(denominator[i, t]):
-                finite += 1
+            if mask[i, t] and math.isfinite(numerator[i, t]) and math.isfinite(denominator[i, t]):
                 log_ratio = min(max(numerator[i, t] - denominator[i, t], -20.0), 20.0)
                 row.append((log_ratio, denominator[i, t]))
         tokens += row
         if row:
             rows.append(row)
     out = dict.fromkeys(RATIO_DIAGNOSTICS, 0.0)
-    out["nonfinite_fraction"] = (trainable - finite) / trainable if trainable else 0.0
+    out["nonfinite_fraction"] = 1 - len(tokens) / trainable if trainable else 0.0
     return {**out, **_of_tokens(tokens), **_of_rows(rows)} if tokens else out
 
 

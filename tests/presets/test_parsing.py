@@ -1,0 +1,283 @@
+"""From YAML to terms: tagged unions, and errors that name the path."""
+
+import pytest
+import yaml
+
+from trl_offpolicy import (
+    BandWeight,
+    Correction,
+    DivergenceBand,
+    KLPenalty,
+    Objective,
+    OffPolicySequenceMask,
+    OutlierVeto,
+    RatioBand,
+    RawWeight,
+    TruncateWeight,
+    losses,
+)
+from trl_offpolicy.presets.parsing import near, parse_correction, parse_objective
+
+WHERE = "offpolicy.correction"
+
+
+def parse(text, base=None):
+    return parse_correction(yaml.safe_load(text), where=WHERE, base=base)
+
+
+def parse_into(text, base=None):
+    return parse_objective(yaml.safe_load(text), where="offpolicy.objective", base=base or Objective())
+
+
+def test_a_complete_correction():
+    correction = parse(
+        """
+        weight: {type: truncate, level: sequence, max_weight: 2, min_weight: 0.5}
+        keep:
+          - {type: ratio_band, level: token, low: 0.5, high: null}
+          - {type: divergence_band, statistic: k3, high: 0.01}
+          - {type: outlier_veto, low: 1.0e-4, high: 100}
+          - {type: off_policy_sequence_mask, max_divergence: 0.05}
+        normalize: original
+        measure_on: remaining
+        nonfinite: drop
+        correct_threshold: 1
+        measure: [mismatch, kept]
+        """
+    )
+
+    assert correction == Correction(
+        weight=TruncateWeight(level="sequence", max_weight=2, min_weight=0.5),
+        keep=(
+            RatioBand(level="token", low=0.5, high=None),
+            DivergenceBand(statistic="k3", high=0.01),
+            OutlierVeto(low=1e-4, high=100),
+            OffPolicySequenceMask(max_divergence=0.05),
+        ),
+        normalize="original",
+        measure_on="remaining",
+        nonfinite="drop",
+        correct_threshold=1,
+        measure=("mismatch", "kept"),
+    )
+
+
+def test_weights():
+    assert parse("weight: {type: band, low: null, high: 2.0}").weight == BandWeight(low=None, high=2.0)
+    assert parse("weight: [{type: raw}]").weight == RawWeight()
+    two = parse("weight: [{type: raw}, {type: truncate, max_weight: 2.0, ratio: current/old}]")
+    assert two.weight == (RawWeight(), TruncateWeight(max_weight=2.0, ratio="current/old"))
+    assert parse("weight: null").weights == ()
+    assert parse("weight: []").weights == ()
+
+
+def test_keep_may_be_empty():
+    assert parse("keep: []").keep == ()
+    assert parse("keep: null").keep == ()
+
+
+def test_what_is_left_out_comes_from_the_base():
+    base = Correction(weight=RawWeight(), nonfinite="drop")
+
+    assert parse("keep: [{type: outlier_veto, low: 0.1, high: null}]", base) == Correction(
+        weight=RawWeight(), nonfinite="drop", keep=(OutlierVeto(low=0.1, high=None),)
+    )
+    assert parse("weight: null", base).weight is None
+    assert parse("{}", base) == base
+
+
+def test_a_complete_objective():
+    objective = parse_into(
+        """
+        policy_loss: {type: ppo_clip, low: 0.2, high: 0.28}
+        kl: {coef: 0.1, ratio_weighted: true}
+        kl_on: kept
+        kl_weighted: true
+        entropy_coef: 0.01
+        aggregation: seq_mean_token_mean
+        denominator: kept
+        """
+    )
+
+    assert objective == Objective(
+        policy_loss=losses.PPOClip(low=0.2, high=0.28),
+        kl=KLPenalty(coef=0.1, ratio_weighted=True),
+        kl_on="kept",
+        kl_weighted=True,
+        entropy_coef=0.01,
+        aggregation="seq_mean_token_mean",
+        denominator="kept",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ("{type: cispo, high: 3}", losses.CISPO(high=3)),
+        ("{type: sapo, temperature_pos: 2.0}", losses.SAPO(temperature_pos=2.0)),
+        ("{type: vespo, k_pos: 1.5}", losses.VESPO(k_pos=1.5)),
+        ("{type: ppo_clip, level: sequence_mean}", losses.PPOClip(level="sequence_mean")),
+    ],
+)
+def test_losses(text, loss):
+    assert parse_into(f"policy_loss: {text}").policy_loss == loss
+
+
+def test_objective_overrides_its_base_only_where_said():
+    base = Objective(kl=KLPenalty(coef=0.1), policy_loss=losses.SAPO())
+
+    assert parse_into("aggregation: token_sum", base).kl == KLPenalty(coef=0.1)
+    assert parse_into("kl: null", base).kl is None
+    assert parse_into("kl: null", base).policy_loss == losses.SAPO()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # not a mapping
+        ("paper/tis", r"^offpolicy\.correction must be a mapping of options, but got 'paper/tis'"),
+        ("[1]", r"^offpolicy\.correction must be a mapping of options"),
+        (
+            "weight: truncate",
+            r"^offpolicy\.correction\.weight must be a mapping of options, but got 'truncate'",
+        ),
+        ("keep: {type: outlier_veto}", r"^offpolicy\.correction\.keep must be a list of terms"),
+        (
+            "keep: outlier_veto",
+            r"^offpolicy\.correction\.keep must be a list of terms, but got 'outlier_veto'",
+        ),
+        ("keep: 3", r"^offpolicy\.correction\.keep must be a list of terms, but got 3"),
+        ("keep: [outlier_veto]", r"^offpolicy\.correction\.keep\[0\] must be a mapping of options"),
+        # unknown names
+        (
+            "wieght: null",
+            r"^offpolicy\.correction\.wieght is not an option of Correction\. Did you mean 'weight'",
+        ),
+        ("bypass_mode: true", r"^offpolicy\.correction\.bypass_mode is not an option of Correction"),
+        (
+            "weight: {type: tuncate}",
+            r"^offpolicy\.correction\.weight\.type must be one of .*Did you mean 'truncate'",
+        ),
+        ("weight: {max_weight: 2.0}", r"^offpolicy\.correction\.weight\.type must be one of .* but got None"),
+        (
+            "keep: [{type: outlier_veto, low: 0.1, high: null}, {type: ratio_bnd}]",
+            r"^offpolicy\.correction\.keep\[1\]\.type must be one of .*Did you mean 'ratio_band'",
+        ),
+        (
+            "weight: {type: truncate, max_wight: 2.0}",
+            r"^offpolicy\.correction\.weight\.max_wight is not an option of TruncateWeight\. Did you mean 'max_weight'",
+        ),
+        # a bound that is not said
+        (
+            "keep: [{type: ratio_band, low: 0.5}]",
+            r"^offpolicy\.correction\.keep\[0\]\.high must be given for RatioBand \(null = open side\)",
+        ),
+        (
+            "keep: [{type: outlier_veto, high: 100}]",
+            r"^offpolicy\.correction\.keep\[0\]\.low must be given for OutlierVeto",
+        ),
+        (
+            "weight: {type: band, low: 0.5}",
+            r"^offpolicy\.correction\.weight\.high must be given for BandWeight",
+        ),
+        (
+            "weight: {type: truncate}",
+            r"^offpolicy\.correction\.weight\.max_weight must be given for TruncateWeight",
+        ),
+        (
+            "keep: [{type: divergence_band, high: 1.0}]",
+            r"^offpolicy\.correction\.keep\[0\]\.statistic must be given for DivergenceBand",
+        ),
+        # values
+        (
+            "keep: [{type: ratio_band, low: null, high: null}]",
+            r"^offpolicy\.correction\.keep\[0\]: low and high must not both be None",
+        ),
+        (
+            "keep: [{type: ratio_band, low: 2.0, high: 0.5}]",
+            r"^offpolicy\.correction\.keep\[0\]: low must be at most high, but got 2.0 > 0.5",
+        ),
+        (
+            "weight: {type: band, low: 0.5, high: '0.5_5_0'}",
+            r"^offpolicy\.correction\.weight: high must be a finite number, but got '0.5_5_0'",
+        ),
+        # YAML 1.1 reads 1e-4 as a string
+        (
+            "keep: [{type: outlier_veto, low: 1e-4, high: 100}]",
+            r"^offpolicy\.correction\.keep\[0\]: low must be a finite number, but got '1e-4'",
+        ),
+        (
+            "weight: {type: truncate, max_weight: yes}",
+            r"^offpolicy\.correction\.weight: max_weight must be a finite number, but got True",
+        ),
+        (
+            "weight: {type: truncate, max_weight: .nan}",
+            r"^offpolicy\.correction\.weight: max_weight must be a finite number, but got nan",
+        ),
+        (
+            "keep: [{type: off_policy_sequence_mask, max_divergence: .inf}]",
+            r"^offpolicy\.correction\.keep\[0\]: max_divergence must be a finite number, but got inf",
+        ),
+        (
+            "weight: {type: raw, level: 3}",
+            r"^offpolicy\.correction\.weight: level must be one of .* but got 3",
+        ),
+        ("weight: [{type: raw}, {type: raw}]", r"^offpolicy\.correction: weight must name each ratio once"),
+        ("normalize: batch", r"^offpolicy\.correction: normalize must be one of"),
+        ("normalize: kept", r"^offpolicy\.correction: normalize must be 'none' without a weight"),
+        ("correct_threshold: '1'", r"^offpolicy\.correction: correct_threshold must be a finite number"),
+        (
+            "measure: [mismatch, all]",
+            r"^offpolicy\.correction: measure must name some of .* but got \['all'\]",
+        ),
+        ("measure: mismatch", r"^offpolicy\.correction: measure must name some of"),
+    ],
+)
+def test_errors_name_the_path(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("ppo", ValueError, r"^offpolicy\.objective must be a mapping of options, but got 'ppo'"),
+        ("policy_loss: ppo_clip", ValueError, r"^offpolicy\.objective\.policy_loss must be a mapping"),
+        (
+            "policy_loss: {type: ppo}",
+            ValueError,
+            r"^offpolicy\.objective\.policy_loss\.type must .*'ppo_clip'",
+        ),
+        (
+            "policy_loss: {type: ppo_clip, epsilon: 0.2}",
+            ValueError,
+            r"^offpolicy\.objective\.policy_loss\.epsilon is not an option of PPOClip",
+        ),
+        (
+            "policy_loss: {type: ppo_clip, low: '0.2'}",
+            ValueError,
+            r"^offpolicy\.objective\.policy_loss: low must be a finite number, but got '0.2'",
+        ),
+        ("kl: 0.1", ValueError, r"^offpolicy\.objective\.kl must be a mapping of options, but got 0.1"),
+        ("kl: {}", ValueError, r"^offpolicy\.objective\.kl\.coef must be given for KLPenalty"),
+        (
+            "kl: {coef: '0.1'}",
+            ValueError,
+            r"^offpolicy\.objective\.kl: coef must be a finite number, but got '0.1'",
+        ),
+        ("kl: {beta: 0.1}", ValueError, r"^offpolicy\.objective\.kl\.beta is not an option of KLPenalty"),
+        ("entropy_coef: '0.1'", ValueError, r"^offpolicy\.objective: entropy_coef must be a finite number"),
+        ("kl_on: none", ValueError, r"^offpolicy\.objective: kl_on must be one of"),
+        ("loss: {}", ValueError, r"^offpolicy\.objective\.loss is not an option of Objective"),
+        ("correction: {weight: null}", TypeError, r"^offpolicy\.objective: correction must be a Correction"),
+    ],
+)
+def test_errors_of_an_objective_name_the_path(text, error, message):
+    with pytest.raises(error, match=message):
+        parse_into(text)
+
+
+def test_near_names():
+    assert near("truncat", ["truncate", "band"]) == " Did you mean 'truncate'?"
+    assert near("xyz", ["truncate", "band"]) == ""
+    assert near("low", ["lower", "slow", "lows", "blow"]).count("'") == 6  # at most three

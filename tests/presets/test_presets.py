@@ -1,0 +1,89 @@
+"""Presets by name: look-up, options, description."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from trl_offpolicy import Correction, Objective, presets
+from trl_offpolicy.presets import Preset
+
+
+def test_names_are_sorted_and_resolve():
+    names = presets.names()
+
+    assert names == sorted(names)
+    assert {"measure", "paper/tis", "paper/opsm"} <= set(names)
+    for name in names:
+        preset = presets.get(name)
+        assert isinstance(preset, Preset)
+        assert preset.name == name
+        assert isinstance(preset.objective, Objective)
+        assert isinstance(preset.correction, Correction)
+        assert preset.citation
+        assert preset.formula
+        assert preset.notes
+
+
+def test_options_reach_the_term():
+    assert presets.get("paper/tis").correction.weight.max_weight == 2.0
+    assert presets.get("paper/tis", max_weight=3.5).correction.weight.max_weight == 3.5
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("paper/tiss", "Did you mean 'paper/tis'"),
+        ("tis", "'paper/tis'"),
+        ("Paper/MIS", "'paper/mis'"),
+        ("zzzz", "but got 'zzzz'."),
+    ],
+)
+def test_an_unknown_preset_is_refused_with_near_names(name, hint):
+    with pytest.raises(ValueError, match=r"^preset must be one of \['measure', ") as error:
+        presets.get(name)
+    assert hint in str(error.value)
+
+
+def test_a_hopeless_name_gets_no_hint():
+    with pytest.raises(ValueError, match=r"but got 'zzzz'\.$"):
+        presets.get("zzzz")
+
+
+def test_an_unknown_option_is_refused_with_near_names():
+    message = r"^max_wieght is not an option of preset 'paper/tis', which has \['max_weight'\]\. Did you mean 'max_weight'"
+    with pytest.raises(ValueError, match=message):
+        presets.get("paper/tis", max_wieght=3.0)
+    with pytest.raises(
+        ValueError, match=r"^threshold is not an option of preset 'measure', which has \[\]\.$"
+    ):
+        presets.get("measure", threshold=3.0)
+
+
+@pytest.mark.parametrize("bad", ["2.0", "0.5_5_0", True, float("nan"), float("inf"), -1.0, 1e12, None])
+def test_bad_values_are_refused_by_the_term(bad):
+    with pytest.raises(ValueError, match=r"^max_weight must be a"):
+        presets.get("paper/tis", max_weight=bad)
+
+
+def test_describe():
+    text = presets.describe("paper/tis")
+
+    assert text.splitlines()[0] == "paper/tis"
+    assert "w_t = min(pi_old / mu, C)" in text
+    assert "max_weight=2.0" in text
+    assert "sampling_per_token_logps" in text
+    assert "Yao et al. 2025" in text
+    assert "options:  -" in presets.describe("measure")
+    assert "requires: -" in presets.describe("measure")
+    for name in presets.names():
+        assert presets.describe(name).splitlines()[0] == name
+
+
+def test_describing_an_unknown_preset_is_refused():
+    with pytest.raises(ValueError, match="'paper/opsm'"):
+        presets.describe("paper/opms")
+
+
+def test_a_preset_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        presets.get("measure").name = "other"
