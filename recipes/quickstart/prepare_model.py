@@ -47,6 +47,7 @@ def convert(gguf: Path, output: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # the GGUF metadata names <|im_start|>; the model ends its turns with <|im_end|> (id 2)
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False  # meant for WordPiece; would eat spaces
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     model.config.__dict__.pop("quantization_config", None)  # both would make save_pretrained refuse
     model.__dict__.pop("hf_quantizer", None)

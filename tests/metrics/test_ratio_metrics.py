@@ -259,7 +259,7 @@ def test_inputs_stay_as_they_are():
         torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.floats(-50, 0, width=32), st.floats(-50, 0, width=32)), min_size=1, max_size=20))
 def test_bounds(pairs):
     """Finite for any log-probs; divergences of finite samples as large as they must be."""
@@ -270,8 +270,9 @@ def test_bounds(pairs):
     scale = 1e-6 * (1 + got["tv"]) * 20
     assert got["kl_k3"] >= -scale and got["kl_reverse_k3"] >= -scale and got["tv"] >= 0
     assert got["kl_k3"] >= got["kl_k1"] + math.expm1(-got["kl_k1"]) - scale  # Jensen: E rho >= exp(E l)
-    assert -1 <= got["prob_pearson"] <= 1 and 0 <= got["prob_diff_mean"] <= got["prob_diff_max"]
-    assert got["log_ppl_diff_min"] <= got["log_ppl_diff"] <= got["log_ppl_diff_max"]
+    assert -1 <= got["prob_pearson"] <= 1
+    assert 0 <= got["prob_diff_mean"] <= got["prob_diff_max"] * (1 + 1e-6) <= 1 + 2e-6
+    assert got["log_ppl_diff_min"] == got["log_ppl_diff"] == got["log_ppl_diff_max"]  # one response
     assert got["logp_diff_mean"] <= got["logp_diff_max"] * (1 + 1e-6) <= 20 * (1 + 2e-6)
 
 

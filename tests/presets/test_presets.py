@@ -50,7 +50,7 @@ def test_a_hopeless_name_gets_no_hint():
 
 
 def test_an_unknown_option_is_refused_with_near_names():
-    message = r"^max_wieght is not an option of preset 'paper/tis', which has \['max_weight'\]\. Did you mean 'max_weight'"
+    message = r"^max_wieght is not an option of preset 'paper/tis', .* Did you mean 'max_weight'"
     with pytest.raises(ValueError, match=message):
         presets.get("paper/tis", max_wieght=3.0)
     with pytest.raises(
