@@ -62,9 +62,7 @@ def test_each_ratio_group_has_every_diagnostic():
     stats = stats_of([[2.0]], weight=RawWeight(), keep=(TOKEN_BAND,))
 
     for group in ("mismatch", "staleness", "total", "kept"):
-        names = {
-            key.removeprefix(f"offpolicy/{group}/") for key in stats if key.startswith(f"offpolicy/{group}/")
-        }
+        names = {key.removeprefix(f"offpolicy/{group}/") for key in stats if key.startswith(f"offpolicy/{group}/")}
         assert names == set(RATIO_DIAGNOSTICS)
 
 
@@ -108,9 +106,7 @@ def test_tokens_that_are_not_finite_are_counted_and_left_out():
         assert value(stats, "mismatch/kl_k1") == pytest.approx(-L, abs=1e-6)  # of 3
         assert value(stats, "staleness/nonfinite_fraction") == 0.0
     assert value(neutral, "kept/nonfinite_fraction") == 0.25
-    assert (
-        value(Correction(weight=RawWeight(), nonfinite="drop")(batch).stats, "kept/nonfinite_fraction") == 0.0
-    )
+    assert value(Correction(weight=RawWeight(), nonfinite="drop")(batch).stats, "kept/nonfinite_fraction") == 0.0
 
 
 def test_groups_follow_the_policies_that_are_there():
@@ -165,9 +161,7 @@ def test_weight_is_raw_and_weight_applied_is_what_multiplies_the_loss():
     assert value(stats, "weight_applied/mean") == pytest.approx(1.0, abs=1e-6)
     assert value(stats, "weight_applied/max") == pytest.approx(1.2, abs=1e-6)  # 2 / (5/3)
     assert value(stats, "weight_applied/min") == pytest.approx(0.6, abs=1e-6)
-    assert value(stats, "weight_applied/ess_token") == pytest.approx(
-        25 / 27, abs=1e-6
-    )  # 5^2 / (3 (1 + 4 + 4))
+    assert value(stats, "weight_applied/ess_token") == pytest.approx(25 / 27, abs=1e-6)  # 5^2 / (3 (1 + 4 + 4))
 
 
 def test_weight_applied_is_over_kept_tokens():
@@ -302,9 +296,7 @@ def test_no_keep_stats_where_nothing_can_be_dropped():
 
 def test_term_names_number_repetitions_only():
     def named(*levels):
-        return term_names(
-            Correction(keep=tuple(RatioBand(level=level, low=None, high=2.0) for level in levels))
-        )
+        return term_names(Correction(keep=tuple(RatioBand(level=level, low=None, high=2.0) for level in levels)))
 
     assert named("token", "token", "token") == [
         "ratio_band_token",

@@ -110,9 +110,7 @@ def test_two_sequence_weights_stay_compact():
 
 
 def test_sequence_weights_are_given_where_all_weights_are_constant_over_the_sequence():
-    close(
-        run(RATIOS, weight=RawWeight(level="sequence")).sequence_weights, torch.tensor([[3.0], [1.5], [1.0]])
-    )
+    close(run(RATIOS, weight=RawWeight(level="sequence")).sequence_weights, torch.tensor([[3.0], [1.5], [1.0]]))
     assert run(RATIOS, weight=RawWeight()).sequence_weights is None
 
 
@@ -312,9 +310,7 @@ def test_normalisation_of_rejected_and_of_vanishing_weights_divides_by_one():
         run([[2.0, 4.0]], weight=RawWeight(), keep=(everything,), normalize="kept").weights,
         torch.tensor([[2.0, 4.0]]),
     )
-    assert weights_of(BandWeight(low=None, high=0.5), [[2.0, 4.0]], normalize="original").tolist() == [
-        [0.0, 0.0]
-    ]
+    assert weights_of(BandWeight(low=None, high=0.5), [[2.0, 4.0]], normalize="original").tolist() == [[0.0, 0.0]]
     close(weights_of(RawWeight(), [[3e-9, 6e-9]], normalize="original"), torch.tensor([[3e-9, 6e-9]]))
     assert run([[None, None]], weight=RawWeight(), normalize="kept").weights.tolist() == [[0.0, 0.0]]
 
@@ -421,9 +417,7 @@ def test_nothing_carries_gradient():
 
 def test_inputs_are_not_mutated():
     batch = policy_batch(RATIOS, rewards=torch.tensor([1.0, NAN, 0.0]))
-    before = {
-        item.name: value.clone() for item in fields(batch) if (value := getattr(batch, item.name)) is not None
-    }
+    before = {item.name: value.clone() for item in fields(batch) if (value := getattr(batch, item.name)) is not None}
 
     Correction(**EVERYTHING, nonfinite="drop")(batch)
 
@@ -462,9 +456,7 @@ def test_zero_one_masks_and_bfloat16_are_accepted():
 def test_missing_sampling_log_probs_are_an_error_where_they_are_read(options):
     batch = replace(policy_batch([[1.0]]), sampling_per_token_logps=None)
 
-    with pytest.raises(
-        ValueError, match=r"^sampling_per_token_logps must be given, because the correction reads"
-    ):
+    with pytest.raises(ValueError, match=r"^sampling_per_token_logps must be given, because the correction reads"):
         Correction(**options)(batch)
 
 

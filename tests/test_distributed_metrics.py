@@ -40,11 +40,7 @@ def union(scenario):
     """Nine ragged responses; NaN on padding and inside; rows 6 to 8 have at most 8 tokens."""
     generator = torch.Generator().manual_seed(SCENARIOS.index(scenario))
     sampling = -torch.rand(9, 16, generator=generator) - 0.1
-    old = (
-        sampling
-        + 0.35 * torch.randn(9, 16, generator=generator)
-        + 0.1 * torch.randn(9, 1, generator=generator)
-    )
+    old = sampling + 0.35 * torch.randn(9, 16, generator=generator) + 0.1 * torch.randn(9, 1, generator=generator)
     old[2] += 0.2
     old[7] -= 0.3
     old[5, 2], old[6, 1] = sampling[5, 2] + 1.0, sampling[6, 1] - 1.0

@@ -105,17 +105,13 @@ def test_every_row_is_complete():
 def test_classes_are_those_of_the_package():
     for group, classes in (("mismatch", RATIO_METRICS), ("weight_applied", WEIGHT_METRICS)):
         prefix = f"offpolicy/{group}/"
-        shown = {
-            key.removeprefix(prefix): row["class"] for key, row in table().items() if key.startswith(prefix)
-        }
+        shown = {key.removeprefix(prefix): row["class"] for key, row in table().items() if key.startswith(prefix)}
         assert shown == {name: f"`{cls.__name__}`" for name, cls in classes.items()}
 
 
 def test_sources_are_listed():
     listed = set(re.findall(r"^- \[(\w)\] ", PAGE, flags=re.MULTILINE))
-    used = {
-        mark for row in table().values() for cell in row.values() for mark in re.findall(r"\[([A-Z])\]", cell)
-    }
+    used = {mark for row in table().values() for cell in row.values() for mark in re.findall(r"\[([A-Z])\]", cell)}
     assert used == listed
 
 
@@ -151,9 +147,7 @@ def test_statements_about_masks():
     stats = out.stats.compute()
     assert 0 < len(kept) < rho.numel()
     assert stats["offpolicy/weight/mean"] == pytest.approx(rho.mean().item(), rel=1e-6)
-    assert stats["offpolicy/weight_applied/mean"] == pytest.approx(
-        kept.clamp(max=1.2).mean().item(), rel=1e-6
-    )
+    assert stats["offpolicy/weight_applied/mean"] == pytest.approx(kept.clamp(max=1.2).mean().item(), rel=1e-6)
     assert stats["offpolicy/mismatch/tv"] == pytest.approx(((rho - 1).abs().mean() / 2).item(), rel=1e-6)
     assert stats["offpolicy/kept/tv"] == pytest.approx(((kept - 1).abs().mean() / 2).item(), rel=1e-6)
     assert math.isclose(stats["offpolicy/weight/truncated_fraction"], (rho > 1.2).double().mean().item())

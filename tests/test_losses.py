@@ -68,9 +68,7 @@ def test_ppo_low_clip_reaches_the_function():
 def test_sapo_temperatures_by_sign(advantage, expected):
     loss = losses.SAPO(temperature_pos=1.0, temperature_neg=2.0)
 
-    assert loss(inputs(ratios=((1.0,),), advantage=advantage)).loss.item() == pytest.approx(
-        expected, abs=1e-6
-    )
+    assert loss(inputs(ratios=((1.0,),), advantage=advantage)).loss.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_vespo_constants_by_sign():

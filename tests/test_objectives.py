@@ -117,9 +117,7 @@ def test_advantages_by_token():
 def rows_of(batch, rows):
     """Some rows of a batch, as a micro-batch with its own leaf."""
     part = {
-        name: None if value is None else value[rows]
-        for name, value in vars(batch).items()
-        if name != "per_token_logps"
+        name: None if value is None else value[rows] for name, value in vars(batch).items() if name != "per_token_logps"
     }
     return PolicyBatch(per_token_logps=batch.per_token_logps.detach()[rows].requires_grad_(), **part)
 
@@ -240,9 +238,7 @@ def test_old_absent_is_ratio_one_with_gradient():
 
 
 def test_policy_mask_leaves_the_policy_term_but_no_denominator():
-    batch = policy_batch(
-        TWO_ROWS, policy_mask=torch.tensor([[1, 0, 0], [1, 1, 1]]), **A13, **ref([[2.0] * 3] * 2)
-    )
+    batch = policy_batch(TWO_ROWS, policy_mask=torch.tensor([[1, 0, 0], [1, 1, 1]]), **A13, **ref([[2.0] * 3] * 2))
 
     out, gradient = evaluate(batch)
     with_kl, _ = evaluate(batch, kl=KLPenalty(coef=0.1))
@@ -346,9 +342,7 @@ def test_kl_needs_the_reference():
 
 def test_entropy_bonus_is_the_mean_over_the_tokens_of_the_policy_term():
     entropies = torch.tensor([[1.0, 2.0, 6.0], [4.0, NAN, NAN]], requires_grad=True)
-    batch = policy_batch(
-        TWO_ROWS, entropies=entropies, policy_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(), **A13
-    )
+    batch = policy_batch(TWO_ROWS, entropies=entropies, policy_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(), **A13)
 
     out = Objective(entropy_coef=0.1)(batch, Reduction(accumulation=2))
     out.loss.backward()
@@ -458,9 +452,7 @@ def test_gradient_matches_finite_differences(options):
             moved = base.per_token_logps.detach().clone()
             moved[tuple(index)] += sign * step
             ends.append(objective(replace(base, per_token_logps=moved)).loss.item())
-        assert gradient[tuple(index)].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-4), (
-            index
-        )
+        assert gradient[tuple(index)].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-4), index
     assert gradient[1, 2].item() == 0.0
 
 
@@ -509,9 +501,7 @@ CONFIGURATIONS = {
         "kl": KLPenalty(coef=0.1, ratio_weighted=True),
     },
     "sequence band, normalised": {
-        "correction": Correction(
-            weight=BandWeight(level="sequence", low=0.1, high=9.0), normalize="original"
-        ),
+        "correction": Correction(weight=BandWeight(level="sequence", low=0.1, high=9.0), normalize="original"),
         "kl": KLPenalty(coef=0.1),
         "kl_weighted": True,
         "aggregation": "seq_mean_token_mean",
@@ -640,9 +630,7 @@ def test_neutral_is_as_if_the_policies_agreed_on_the_token(bad):
 def test_a_dropped_token_has_no_policy_gradient():
     correction = Correction(weight=TruncateWeight(max_weight=2.0), nonfinite="drop")
 
-    _, gradient = evaluate(
-        corrupted("sampling_per_token_logps", "trainable token", NAN), correction=correction
-    )
+    _, gradient = evaluate(corrupted("sampling_per_token_logps", "trainable token", NAN), correction=correction)
 
     assert gradient[0, 1].item() == 0.0
     assert gradient[0, 0].item() != 0.0
@@ -654,17 +642,13 @@ def test_current_log_probs_must_be_finite_on_trainable_tokens(bad):
     current = batch.per_token_logps.detach().clone()
     current[0, 1] = bad
 
-    with pytest.raises(
-        ValueError, match=r"^per_token_logps must be finite on trainable tokens.*0 \* NaN stays NaN"
-    ):
+    with pytest.raises(ValueError, match=r"^per_token_logps must be finite on trainable tokens.*0 \* NaN stays NaN"):
         Objective()(replace(batch, per_token_logps=current))
 
 
 def test_entropies_and_advantages_may_be_nan_on_padding():
     advantages = torch.tensor([[1.0, 2.0, NAN], [1.0, 1.0, 1.0], [NAN, -1.0, -1.0]])
-    batch = replace(
-        finite_batch(), advantages=advantages, entropies=torch.where(advantages.isnan(), NAN, 1.0)
-    )
+    batch = replace(finite_batch(), advantages=advantages, entropies=torch.where(advantages.isnan(), NAN, 1.0))
 
     for policy_loss in (losses.PPOClip(), losses.CISPO(), losses.SAPO(), losses.VESPO()):
         out, gradient = evaluate(batch, policy_loss=policy_loss, entropy_coef=0.1)
@@ -717,9 +701,7 @@ def test_an_empty_row_adds_to_no_token_mean():
     advantages = torch.tensor([1.0, -2.0, 5.0])
 
     alone, _ = evaluate(policy_batch(rows, advantages=advantages[:2]), correction=DROP_HIGH)
-    padded, gradient = evaluate(
-        policy_batch([*rows, [None] * 3], advantages=advantages), correction=DROP_HIGH
-    )
+    padded, gradient = evaluate(policy_batch([*rows, [None] * 3], advantages=advantages), correction=DROP_HIGH)
 
     assert padded.loss.item() == pytest.approx(alone.loss.item(), abs=1e-6)
     assert gradient[2].tolist() == [0.0, 0.0, 0.0]
@@ -741,9 +723,7 @@ def test_loss_stats():
     out, _ = evaluate(batch, kl=KLPenalty(coef=0.1))
 
     values = {
-        key.removeprefix("offpolicy/loss/"): value
-        for key, value in out.stats.compute().items()
-        if "/loss/" in key
+        key.removeprefix("offpolicy/loss/"): value for key, value in out.stats.compute().items() if "/loss/" in key
     }
     assert values == pytest.approx(
         {

@@ -107,9 +107,7 @@ def test_all_reduce_of_nothing_needs_no_collective():
 
 
 def test_all_reduce_of_real_stats_is_the_whole_batch():
-    correction = Correction(
-        weight=RawWeight(level="sequence"), keep=(RatioBand(level="token", low=0.4, high=3.0),)
-    )
+    correction = Correction(weight=RawWeight(level="sequence"), keep=(RatioBand(level="token", low=0.4, high=3.0),))
     rows = [[1.5, 8.0], [0.5, None], [3.0, 0.3]]
     stale = [[1.1, 1.0], [0.5, None], [1.0, 2.0]]
     objective = Objective(correction=correction)

@@ -154,9 +154,9 @@ def test_divergence_band_bounds_are_inclusive():
 def test_divergence_k1_and_ratio_band_agree_in_direction():
     """k1 = -log rho: rho <= 1.5 is k1 >= -log 1.5 (verl's k1 band keeps the reciprocal)."""
     ratio = RatioBand(level="sequence_mean", low=0.6, high=1.5).violations(LOG_RATIOS, MASK, POSITIVE)
-    k1 = DivergenceBand(
-        statistic="k1", level="sequence_mean", low=-math.log(1.5), high=-math.log(0.6)
-    ).violations(LOG_RATIOS, MASK, POSITIVE)
+    k1 = DivergenceBand(statistic="k1", level="sequence_mean", low=-math.log(1.5), high=-math.log(0.6)).violations(
+        LOG_RATIOS, MASK, POSITIVE
+    )
 
     assert torch.equal(ratio.above, k1.below)
     assert torch.equal(ratio.below, k1.above)

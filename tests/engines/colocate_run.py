@@ -44,14 +44,27 @@ def main() -> None:
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3}
     engine |= {"weight_rounding": options.rounding} if options.rounding else {}
     args = OffPolicyGRPOConfig(
-        output_dir=str(options.folder / "run"), use_cpu=True, bf16=False, gradient_checkpointing=False,
-        report_to="none", use_vllm=True, vllm_mode="colocate", engine=engine, offpolicy="paper/tis", learning_rate=0.01, max_steps=3,
-        per_device_train_batch_size=8, num_generations=4, max_completion_length=8, logging_steps=1, save_strategy="no",
-        write_report=False, lr_scheduler_type="constant", max_grad_norm=1e9,
+        output_dir=str(options.folder / "run"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        use_vllm=True,
+        vllm_mode="colocate",
+        engine=engine,
+        offpolicy="paper/tis",
+        learning_rate=5.0 if options.lora else 0.01,
+        lr_scheduler_type="constant",
         optim="sgd" if options.lora else "adamw_torch",
-    )  # fmt: skip
-    if options.lora:
-        args.learning_rate = 5.0
+        max_grad_norm=1e9,
+        max_steps=3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        logging_steps=1,
+        save_strategy="no",
+        write_report=False,
+    )
     trainer = OffPolicyGRPOTrainer(
         str(model), spread, args, train_dataset=tiny_prompts(),
         peft_config=LoraConfig(r=4, target_modules="all-linear") if options.lora else None,

@@ -51,9 +51,7 @@ def test_options_that_change_the_distribution_are_named(name, value, nested):
     (fault,) = sampling_faults(options, device_type="cuda")
 
     assert fault.startswith(f"{name}={value}: ")
-    with pytest.raises(
-        ValueError, match=rf"^sampling options must leave .*comparable, but got {name}={value}"
-    ):
+    with pytest.raises(ValueError, match=rf"^sampling options must leave .*comparable, but got {name}={value}"):
         require_comparable(options, device_type="cuda")
 
 

@@ -35,9 +35,7 @@ def passes(monkeypatch):
     calls = []
     for name in ("ratio_rows", "weight_moments"):
         whole = getattr(base, name)
-        monkeypatch.setattr(
-            base, name, lambda *a, _name=name, _whole=whole: calls.append(_name) or _whole(*a)
-        )
+        monkeypatch.setattr(base, name, lambda *a, _name=name, _whole=whole: calls.append(_name) or _whole(*a))
     return calls
 
 
@@ -95,9 +93,7 @@ def test_reset_and_forward(build, classes, batch, pass_name):
     metrics.update(*batch(3))
     fresh.update(*batch(3))
     got, expected = metrics.compute(), fresh.compute()
-    assert {key: got[key].item() for key in got} == pytest.approx(
-        {key: expected[key].item() for key in expected}
-    )
+    assert {key: got[key].item() for key in got} == pytest.approx({key: expected[key].item() for key in expected})
 
 
 @both

@@ -219,10 +219,7 @@ def test_padding_and_the_order_of_rows_change_nothing(name):
     old, sampling, mask = sample()
     whole = value(name, (old, sampling, mask)).item()
     order = torch.randperm(len(old), generator=torch.Generator().manual_seed(0))
-    wide = [
-        torch.nn.functional.pad(x, (0, 7), value=fill)
-        for x, fill in ((old, INF), (sampling, NAN), (mask, False))
-    ]
+    wide = [torch.nn.functional.pad(x, (0, 7), value=fill) for x, fill in ((old, INF), (sampling, NAN), (mask, False))]
     assert value(name, [x[order] for x in (old, sampling, mask)]).item() == pytest.approx(whole, rel=1e-12)
     assert value(name, wide).item() == pytest.approx(whole, rel=1e-6)
 

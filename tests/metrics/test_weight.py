@@ -43,9 +43,7 @@ def _ess(weights):
 
 def sample(seed=0, rows=11, length=30, spread=0.5):
     generator = torch.Generator().manual_seed(seed)
-    weights = (torch.randn(rows, length, generator=generator) * spread).exp() * torch.rand(
-        rows, 1, generator=generator
-    )
+    weights = (torch.randn(rows, length, generator=generator) * spread).exp() * torch.rand(rows, 1, generator=generator)
     mask = torch.rand(rows, length, generator=generator) < torch.rand(rows, 1, generator=generator)
     mask[0], mask[-1] = True, False
     return torch.where(mask, weights, NAN), mask

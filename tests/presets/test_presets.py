@@ -53,9 +53,7 @@ def test_an_unknown_option_is_refused_with_near_names():
     message = r"^max_wieght is not an option of preset 'paper/tis', .* Did you mean 'max_weight'"
     with pytest.raises(ValueError, match=message):
         presets.get("paper/tis", max_wieght=3.0)
-    with pytest.raises(
-        ValueError, match=r"^threshold is not an option of preset 'measure', which has \[\]\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^threshold is not an option of preset 'measure', which has \[\]\.$"):
         presets.get("measure", threshold=3.0)
 
 

@@ -33,9 +33,7 @@ def loss_of(batch, reduction=None, **options):
 def test_loss_types_differ_in_their_denominator(loss_type, expected):
     reduction = Reduction(tokens=8 if loss_type in GLOBAL_TOKEN_LOSSES else None, max_length=10)
 
-    assert loss_of(policy_batch(ROWS, **A13), reduction, loss_type=loss_type) == pytest.approx(
-        expected, abs=1e-6
-    )
+    assert loss_of(policy_batch(ROWS, **A13), reduction, loss_type=loss_type) == pytest.approx(expected, abs=1e-6)
 
 
 def test_every_loss_type_of_trl():
