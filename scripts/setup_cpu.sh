@@ -104,18 +104,20 @@ show_progress() {
 }
 
 explain_pip_failure() {
-    local missing
+    local status=$? missing
     echo "Last lines of $LOG:" >&2
     grep -v '^WARNING: Location' "$LOG" | tail -n 12 | cut -c 1-300 >&2
     missing=$(sed -nE 's/^ERROR: No matching distribution found for //p' "$LOG" | tail -n 1)
-    if grep -q 'No space left on device' "$LOG"; then
+    if ((status > 128)); then
+        fail "pip was killed (signal $((status - 128)), perhaps for lack of memory); run the same command again."
+    elif grep -q 'No space left on device' "$LOG"; then
         fail "the disk is full; free some space, then run the same command again."
     elif grep -qE 'connection broken|Connection refused|Failed to establish|Name or service not known|name resolution|timed out|ProxyError|SSLError|Max retries' "$LOG"; then
         fail "the package registry cannot be reached; check the network or pip's proxy and index settings, then run the same command again."
     elif [ -n "$missing" ]; then
         fail "the package registry has no build of $missing for $("$VENV/bin/python" -V) on $(uname -sm); use Python 3.11 on Linux x86_64, or another registry."
     else
-        fail "pip could not install $1; the reason is in $LOG."
+        fail "pip could not install $1 (exit status $status); the reason is in $LOG."
     fi
 }
 

@@ -288,7 +288,7 @@ def _loss_stats(batch: PolicyBatch, parts: _LossParts) -> Stats:
         unit.sum(),
         parts.policy.sum(),
         zero if parts.kl is None else torch.where(mask, parts.kl, 0.0).sum(),
-        zero if batch.entropies is None else torch.where(mask, batch.entropies, 0.0).sum(),
+        zero if batch.entropies is None else torch.where(mask, batch.entropies.float(), 0.0).sum(),
         low.sum(),
         high.sum(),
         (low | high).sum(),
