@@ -52,18 +52,13 @@ KEEPS = {
 CORRECTIONS = {
     **{name: Correction(weight=weight) for name, weight in WEIGHTS.items()},
     **{name: Correction(keep=(term,)) for name, term in KEEPS.items()},
-    **{
-        f"{how} normalised": replace(TIS, keep=(KEEPS["veto"],), normalize=how)
-        for how in ("original", "kept")
-    },
+    **{f"{how} normalised": replace(TIS, keep=(KEEPS["veto"],), normalize=how) for how in ("original", "kept")},
     "all, remaining": Correction(
         weight=TruncateWeight(level="sequence", max_weight=3.0),
         keep=tuple(KEEPS.values()),
         measure_on="remaining",
     ),
-    "all, drop": Correction(
-        weight=WEIGHTS["two"], keep=tuple(KEEPS.values()), nonfinite="drop", correct_threshold=0.5
-    ),
+    "all, drop": Correction(weight=WEIGHTS["two"], keep=tuple(KEEPS.values()), nonfinite="drop", correct_threshold=0.5),
 }
 LOSSES = {
     "dual clip": losses.PPOClip(dual_clip=3.0, delta=4.0),
@@ -72,12 +67,8 @@ LOSSES = {
 CASES = {
     **{name: Objective(correction=correction) for name, correction in CORRECTIONS.items()},
     **{name: Objective(policy_loss=loss, correction=TIS) for name, loss in LOSSES.items()},
-    "vespo, sequence weight": Objective(
-        policy_loss=losses.VESPO(), correction=CORRECTIONS["truncate sequence"]
-    ),
-    "kl": Objective(
-        kl=KLPenalty(coef=0.1, ratio_weighted=True), kl_weighted=True, correction=TIS, entropy_coef=0.01
-    ),
+    "vespo, sequence weight": Objective(policy_loss=losses.VESPO(), correction=CORRECTIONS["truncate sequence"]),
+    "kl": Objective(kl=KLPenalty(coef=0.1, ratio_weighted=True), kl_weighted=True, correction=TIS, entropy_coef=0.01),
     "kl on kept": Objective(
         kl=KLPenalty(coef=0.1),
         kl_on="kept",
@@ -86,10 +77,7 @@ CASES = {
         aggregation="seq_mean_token_mean",
     ),
     **{name: presets.get(name).objective for name in presets.names()},
-    **{
-        f"trl {name}": presets.from_trl(loss_type=name, beta=0.1, epsilon_high=5.0).objective
-        for name in AGGREGATION
-    },
+    **{f"trl {name}": presets.from_trl(loss_type=name, beta=0.1, epsilon_high=5.0).objective for name in AGGREGATION},
 }
 every_case = pytest.mark.parametrize("case", CASES)
 examples = settings(
@@ -254,9 +242,7 @@ def test_log_probs_that_are_not_finite_stay_local(case, batch, data):
     out = evaluate(objective, replace(batch, **{name: value}))
 
     assert is_finite(out)
-    read = any(
-        name.removesuffix("_per_token_logps") in ratio for ratio in objective.correction.required_ratios
-    )
+    read = any(name.removesuffix("_per_token_logps") in ratio for ratio in objective.correction.required_ratios)
     if objective.correction.nonfinite == "drop" and read:
         assert not out.keep_mask[row, position]
     if objective.correction.normalize == "none":  # other rows do not notice
@@ -338,9 +324,7 @@ def test_values_are_in_their_range(case, batch):
 @given(batch=batches(logps=torch.cat([MILD, EXTREME])))
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_stay_inside_their_bounds(level, batch):
-    capped = Correction(weight=TruncateWeight(level=level, max_weight=2.0, min_weight=0.5))(batch).weights[
-        batch.mask
-    ]
+    capped = Correction(weight=TruncateWeight(level=level, max_weight=2.0, min_weight=0.5))(batch).weights[batch.mask]
     band = Correction(weight=BandWeight(level=level, low=0.5, high=2.0))(batch).weights[batch.mask]
 
     assert ((capped >= 0.5) & (capped <= 2.0)).all()
@@ -350,10 +334,7 @@ def test_weights_stay_inside_their_bounds(level, batch):
 
 FAMILIES = {  # from tight to loose
     **{f"high {level}": lambda x, level=level: RatioBand(level=level, low=None, high=x) for level in LEVELS},
-    **{
-        f"low {level}": lambda x, level=level: RatioBand(level=level, low=1 / x, high=None)
-        for level in LEVELS
-    },
+    **{f"low {level}": lambda x, level=level: RatioBand(level=level, low=1 / x, high=None) for level in LEVELS},
     **{
         f"{k} {level}": lambda x, k=k, level=level: DivergenceBand(statistic=k, level=level, high=x)
         for k in ("k1", "k2", "k3")

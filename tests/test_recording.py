@@ -98,6 +98,19 @@ def test_a_new_run_archives_the_old_one(tmp_path):
     assert len(parts(archive)) == 6
 
 
+def test_runs_started_in_one_second_do_not_overwrite_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
+    for step in (7, 8, 9):
+        append_metrics(tmp_path / "metrics.jsonl", step, {})
+        (tmp_path / "rollouts.parquet").mkdir()
+        prepare_run_folder(tmp_path, resumed_step=0)
+
+    archives = sorted((tmp_path / "previous").iterdir())
+    assert [path.name for path in archives] == ["20260101-000000", "20260101-000000-2", "20260101-000000-3"]
+    assert [steps(path) for path in archives] == [[7], [8], [9]]
+    assert all(parts(path) == [] for path in archives)
+
+
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     """Metrics come after a step, rollouts before it: checkpoint 2 has metrics 1, 2 and rollouts 0, 1."""
     old_run(tmp_path)

@@ -25,8 +25,7 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     present = [folder / name for name in RECORDS if (folder / name).exists()]
     if resumed_step == 0 and present:
-        archive = folder / "previous" / time.strftime("%Y%m%d-%H%M%S")
-        archive.mkdir(parents=True, exist_ok=True)
+        archive = _new_folder(folder / "previous" / time.strftime("%Y%m%d-%H%M%S"))
         for path in present:
             shutil.move(path, archive / path.name)
     elif resumed_step > 0:
@@ -34,6 +33,17 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
         for part in (folder / "rollouts.parquet").glob("part-*.parquet"):
             if int(part.name.split("-")[1]) >= resumed_step:
                 part.unlink()
+
+
+def _new_folder(path: Path) -> Path:
+    """Make ``path``, or ``path-2``, ``path-3``, ... where it is taken (two runs started in one second)."""
+    taken = 1
+    target = path
+    while target.exists():
+        taken += 1
+        target = path.with_name(f"{path.name}-{taken}")
+    target.mkdir(parents=True)
+    return target
 
 
 def _cut_metrics(path: Path, step: int) -> None:
