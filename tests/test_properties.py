@@ -60,12 +60,20 @@ CORRECTIONS = {
     ),
     "all, drop": Correction(weight=WEIGHTS["two"], keep=tuple(KEEPS.values()), nonfinite="drop", correct_threshold=0.5),
 }
+
+
+def objective_with(correction):
+    """PPO's ratio is current/old: a weight that holds it needs a loss without ratio."""
+    mismatch_only = all(weight.ratio == "old/sampling" for weight in correction.weights)
+    return Objective(policy_loss=losses.PPOClip() if mismatch_only else losses.GPG(), correction=correction)
+
+
 LOSSES = {
     "dual clip": losses.PPOClip(dual_clip=3.0, delta=4.0),
     "gspo": losses.PPOClip(level="sequence_mean"),
 }
 CASES = {
-    **{name: Objective(correction=correction) for name, correction in CORRECTIONS.items()},
+    **{name: objective_with(correction) for name, correction in CORRECTIONS.items()},
     **{name: Objective(policy_loss=loss, correction=TIS) for name, loss in LOSSES.items()},
     "vespo, sequence weight": Objective(policy_loss=losses.VESPO(), correction=CORRECTIONS["truncate sequence"]),
     "kl": Objective(kl=KLPenalty(coef=0.1, ratio_weighted=True), kl_weighted=True, correction=TIS, entropy_coef=0.01),

@@ -15,6 +15,7 @@ from trl_offpolicy import (
     RawWeight,
     TruncateWeight,
 )
+from trl_offpolicy.terms import TermInputs
 
 NAN, INF = float("nan"), float("inf")
 L = math.log(2)
@@ -86,7 +87,7 @@ def test_defaults():
     ],
 )
 def test_ratio_band(level, above, below):
-    violations = RatioBand(low=0.6, high=1.5, level=level).violations(LOG_RATIOS, MASK, POSITIVE)
+    violations = RatioBand(low=0.6, high=1.5, level=level).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
 
     assert flags(violations, "above") == above
     assert flags(violations, "below") == below
@@ -95,7 +96,7 @@ def test_ratio_band(level, above, below):
 def test_ratio_band_levels_differ():
     def above(level):
         band = RatioBand(low=None, high=3.0, level=level)
-        return flags(band.violations(LOG_RATIOS, MASK, POSITIVE), "above")
+        return flags(band.violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)), "above")
 
     assert above("sequence") == [[True], [False], [False]]  # product 4
     assert above("sequence_mean") == [[False], [False], [False]]  # geometric mean 2
@@ -105,14 +106,14 @@ def test_ratio_band_bounds_are_inclusive():
     on_policy = torch.zeros(1, 2), torch.ones(1, 2).bool(), torch.ones(1, 1)
 
     for level in ("token", "sequence", "sequence_mean"):
-        violations = RatioBand(low=1.0, high=1.0, level=level).violations(*on_policy)
+        violations = RatioBand(low=1.0, high=1.0, level=level).violations(TermInputs(*on_policy))
         assert not violations.above.any()
         assert not violations.below.any()
 
 
 def test_open_sides_cannot_be_violated():
-    open_low = RatioBand(low=None, high=1.5).violations(LOG_RATIOS, MASK, POSITIVE)
-    open_high = RatioBand(low=0.6, high=None).violations(LOG_RATIOS, MASK, POSITIVE)
+    open_low = RatioBand(low=None, high=1.5).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
+    open_high = RatioBand(low=0.6, high=None).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
 
     assert (open_low.below, flags(open_low, "above")) == (None, [[True], [False], [False]])
     assert (open_high.above, flags(open_high, "below")) == (None, [[False], [True], [False]])
@@ -139,23 +140,23 @@ def test_divergence_band_measures(statistic, level, values):
                 continue
             high = DivergenceBand(statistic=statistic, level=level, high=edge)
             low = DivergenceBand(statistic=statistic, level=level, low=edge, high=None)
-            assert torch.equal(high.violations(LOG_RATIOS, MASK, POSITIVE).above, values > edge)
-            assert torch.equal(low.violations(LOG_RATIOS, MASK, POSITIVE).below, values < edge)
+            assert torch.equal(high.violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)).above, values > edge)
+            assert torch.equal(low.violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)).below, values < edge)
 
 
 def test_divergence_band_bounds_are_inclusive():
     measured = torch.tensor([[-0.5, 0.5]]), torch.ones(1, 2).bool(), torch.ones(1, 1)
 
     for statistic, low, high in (("k1", -0.5, 0.5), ("k2", 0.125, 0.125)):  # k2 = 0.5^2 / 2
-        band = DivergenceBand(statistic=statistic, level="token", low=low, high=high).violations(*measured)
+        band = DivergenceBand(statistic=statistic, level="token", low=low, high=high).violations(TermInputs(*measured))
         assert not (band.above | band.below).any()
 
 
 def test_divergence_k1_and_ratio_band_agree_in_direction():
     """k1 = -log rho: rho <= 1.5 is k1 >= -log 1.5 (verl's k1 band keeps the reciprocal)."""
-    ratio = RatioBand(level="sequence_mean", low=0.6, high=1.5).violations(LOG_RATIOS, MASK, POSITIVE)
+    ratio = RatioBand(level="sequence_mean", low=0.6, high=1.5).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
     k1 = DivergenceBand(statistic="k1", level="sequence_mean", low=-math.log(1.5), high=-math.log(0.6)).violations(
-        LOG_RATIOS, MASK, POSITIVE
+        TermInputs(LOG_RATIOS, MASK, POSITIVE)
     )
 
     assert torch.equal(ratio.above, k1.below)
@@ -163,17 +164,17 @@ def test_divergence_k1_and_ratio_band_agree_in_direction():
 
 
 def test_outlier_veto_takes_the_whole_sequence():
-    veto = OutlierVeto(low=0.6, high=3.0).violations(LOG_RATIOS, MASK, POSITIVE)
+    veto = OutlierVeto(low=0.6, high=3.0).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
 
     assert flags(veto, "above") == [[True], [False], [False]]  # the token with ratio 4
     assert flags(veto, "below") == [[False], [True], [False]]
-    assert OutlierVeto(low=None, high=3.0).violations(LOG_RATIOS, MASK, POSITIVE).below is None
-    assert OutlierVeto(low=0.6, high=None).violations(LOG_RATIOS, MASK, POSITIVE).above is None
+    assert OutlierVeto(low=None, high=3.0).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)).below is None
+    assert OutlierVeto(low=0.6, high=None).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)).above is None
 
 
 def test_outlier_veto_bounds_are_inclusive():
     log_ratios, mask, advantages = torch.tensor([[0.5, -0.25]]), torch.ones(1, 2).bool(), torch.ones(1, 1)
-    veto = OutlierVeto(low=math.exp(-0.25), high=math.exp(0.5)).violations(log_ratios, mask, advantages)
+    veto = OutlierVeto(low=math.exp(-0.25), high=math.exp(0.5)).violations(TermInputs(log_ratios, mask, advantages))
 
     assert not (veto.above | veto.below).any()
 
@@ -184,13 +185,13 @@ def test_off_policy_sequence_mask_of_row_advantages():
 
     def dropped(max_divergence, a=advantages):
         term = OffPolicySequenceMask(max_divergence=max_divergence)
-        return term.violations(LOG_RATIOS, MASK, a).below.tolist()
+        return term.violations(TermInputs(LOG_RATIOS, MASK, a)).below.tolist()
 
     assert dropped(0.5) == [[False], [True], [False]]
     assert dropped(0.7) == [[False], [False], [False]]  # L = 0.693
     assert dropped(0.5, -advantages) == [[False], [False], [False]]
     assert dropped(0.5, 0 * advantages) == [[False], [False], [False]]
-    assert OffPolicySequenceMask(max_divergence=0.5).violations(LOG_RATIOS, MASK, advantages).above is None
+    assert OffPolicySequenceMask(max_divergence=0.5).violations(TermInputs(LOG_RATIOS, MASK, advantages)).above is None
 
 
 def test_off_policy_sequence_mask_equality_is_kept():
@@ -198,7 +199,7 @@ def test_off_policy_sequence_mask_equality_is_kept():
 
     def dropped(max_divergence, values=log_ratios):
         term = OffPolicySequenceMask(max_divergence=max_divergence)
-        return term.violations(values, mask, -torch.ones(1, 1)).below.item()
+        return term.violations(TermInputs(values, mask, -torch.ones(1, 1))).below.item()
 
     assert not dropped(0.5)
     assert dropped(0.4999)
@@ -208,7 +209,7 @@ def test_off_policy_sequence_mask_equality_is_kept():
 def test_off_policy_sequence_mask_of_token_advantages():
     advantages = torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
 
-    below = OffPolicySequenceMask(max_divergence=0.5).violations(LOG_RATIOS, MASK, advantages).below
+    below = OffPolicySequenceMask(max_divergence=0.5).violations(TermInputs(LOG_RATIOS, MASK, advantages)).below
 
     assert below.tolist() == [[False, False], [True, False], [False, False]]
 

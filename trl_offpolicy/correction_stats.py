@@ -29,7 +29,8 @@ from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.terms import Violations
 
 if TYPE_CHECKING:
-    from trl_offpolicy.corrections import Correction, RatioTable
+    from trl_offpolicy.corrections import Correction
+    from trl_offpolicy.ratio_table import RatioTable
     from trl_offpolicy.types import PolicyBatch
 
 

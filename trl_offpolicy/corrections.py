@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -10,37 +10,25 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy import correction_stats
-from trl_offpolicy.functional.levels import aggregate_ratio
-from trl_offpolicy.functional.log_ratios import LogRatio, log_ratio
+from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
+from trl_offpolicy.ratio_table import RatioTable
 from trl_offpolicy.terms import KeepTerm, Violations, Weight
-from trl_offpolicy.types import CorrectionOutput, PolicyBatch, Ratio, Scope, check_number
+from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Scope, check_number
 
 Normalize = Literal["none", "original", "kept"]
 MeasureOn = Literal["original", "remaining"]
 Nonfinite = Literal["neutral", "drop", "raise"]
 Measure = Literal["mismatch", "kept", "staleness", "total"]
-
-
-class RatioTable:
-    """The log-ratios of one batch, each computed once."""
-
-    def __init__(self, batch: PolicyBatch) -> None:
-        self._batch = batch
-        self._known: dict[tuple[str, str], LogRatio] = {}
-
-    def __getitem__(self, ratio: Ratio) -> LogRatio:
-        numerator, denominator = (self._resolve(name) for name in ratio.split("/"))
-        if (numerator, denominator) not in self._known:
-            batch = self._batch
-            self._known[numerator, denominator] = log_ratio(
-                batch.logps(numerator), batch.logps(denominator), batch.mask
-            )
-        return self._known[numerator, denominator]
-
-    def _resolve(self, policy: str) -> str:
-        """``old`` is the current policy where the batch has no old log-probs."""
-        return "current" if policy == "old" and self._batch.old_per_token_logps is None else policy
+NormalizeOver = Literal["generation_batch", "micro_batch"]
+Baseline = Literal["all", "kept"]
+_CHOICES = {
+    "normalize": get_args(Normalize),
+    "normalize_over": get_args(NormalizeOver),
+    "measure_on": get_args(MeasureOn),
+    "nonfinite": get_args(Nonfinite),
+    "baseline": get_args(Baseline),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +39,15 @@ class Correction:
         weight: a weight, several on different ratios, or None.
         keep: keep terms, ANDed.
         normalize: divide the weights by their mean over the "original" trainable tokens (verl, slime) or the
-            "kept" ones; the mean is taken over all ranks of the batch at hand.
+            "kept" ones.
+        normalize_over: the mean is taken over the "generation_batch" (all ranks; decided before it is split) or over
+            each "micro_batch" of this rank.
         measure_on: "original": every term measures all trainable tokens; "remaining": each measures what earlier
             terms kept, and weights come last (SkyRL).
         nonfinite: a trainable token with a NaN or infinite log-ratio is "neutral" (ratio 1, kept), is "drop"ped, or
             makes the call "raise" (which waits for the device). It is counted and left out of diagnostics always.
+        baseline: "kept" leaves dropped responses out of their group's baseline: the trainers recompute the advantages
+            over what is left (terms on old/sampling only). "all": advantages stay as they were made.
         correct_threshold: a response is correct if reward >= this; needed for ``keep/dropped_correct_fraction``.
         measure: which ratio diagnostics to compute; those whose policies the batch lacks are left out.
 
@@ -73,28 +65,52 @@ class Correction:
     weight: Weight | tuple[Weight, ...] | None = None
     keep: tuple[KeepTerm, ...] = ()
     normalize: Normalize = "none"
+    normalize_over: NormalizeOver = "generation_batch"
     measure_on: MeasureOn = "original"
     nonfinite: Nonfinite = "neutral"
+    baseline: Baseline = "all"
     correct_threshold: float | None = None
     measure: tuple[Measure, ...] = ("mismatch", "kept", "staleness", "total")
 
     def __post_init__(self) -> None:
-        for field, allowed in (("normalize", Normalize), ("measure_on", MeasureOn), ("nonfinite", Nonfinite)):
-            if getattr(self, field) not in get_args(allowed):
-                raise ValueError(f"{field} must be one of {list(get_args(allowed))}, but got {getattr(self, field)!r}.")
+        for field, allowed in _CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} must be one of {list(allowed)}, but got {getattr(self, field)!r}.")
         if not isinstance(self.keep, tuple) or not all(hasattr(term, "violations") for term in self.keep):
             raise TypeError(f"keep must be a tuple of keep terms, but got {self.keep!r}.")
-        if not all(hasattr(weight, "bound") for weight in self.weights):
+        if not all(hasattr(weight, "weigh") for weight in self.weights):
             raise TypeError(f"weight must be a weight, a tuple of weights or None, but got {self.weight!r}.")
         ratios = [weight.ratio for weight in self.weights]
         if len(set(ratios)) < len(ratios):
             raise ValueError(f"weight must name each ratio once, but got {ratios}; it would be applied twice.")
+        if "current/sampling" in ratios and len(ratios) > 1:
+            raise ValueError(
+                f"weight must hold each factor of current/sampling = current/old x old/sampling once, but got {ratios}."
+            )
         if unknown := set(self.measure) - set(get_args(Measure)):
             raise ValueError(f"measure must name some of {list(get_args(Measure))}, but got {sorted(unknown)}.")
         if self.correct_threshold is not None:
             check_number("correct_threshold", self.correct_threshold)
         if self.normalize != "none" and not self.weights:
             raise ValueError(f"normalize must be 'none' without a weight, but got {self.normalize!r}.")
+        self._check_scopes()
+
+    def _check_scopes(self) -> None:
+        """Nothing of wide scope may depend on the current policy."""
+        weight_on_current = next((ratio for ratio in (w.ratio for w in self.weights) if ratio != "old/sampling"), None)
+        if self.normalize != "none" and self.normalize_over == "generation_batch" and weight_on_current is not None:
+            raise ValueError(
+                f"normalize_over must be 'micro_batch' with a weight on {weight_on_current!r} (the current policy is "
+                "known one micro-batch at a time), but got 'generation_batch'."
+            )
+        on_current = [term.name for term in self.keep if term.ratio != "old/sampling"]
+        if self.baseline == "kept" and on_current:
+            raise ValueError(
+                f"baseline must be 'all' with {on_current[0]}, which reads the current policy: advantages are made "
+                "before the first step, when it has not dropped anything yet."
+            )
+        if self.baseline == "kept" and not self.keep:
+            raise ValueError("baseline must be 'all' without a keep term, but got 'kept'.")
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -115,9 +131,47 @@ class Correction:
 
     @property
     def scope(self) -> Scope:
-        """The widest scope of its parts; normalisation needs the whole generation batch."""
-        scopes = {weight.scope for weight in self.weights} | {term.scope for term in self.keep}
-        return "generation_batch" if self.normalize != "none" or scopes - {"row"} else "row"
+        """The widest scope of its parts. ``group`` and ``generation_batch`` are decided before the batch is split."""
+        scopes: set[Scope] = {weight.scope for weight in self.weights} | {term.scope for term in self.keep}
+        if self.normalize != "none":
+            scopes.add(self.normalize_over)
+        if self.baseline == "kept":
+            scopes.add("group")
+        return max(scopes, key=SCOPES.index, default="row")
+
+    @property
+    def is_wide(self) -> bool:
+        """True if some part needs more than a micro-batch."""
+        return self.scope in ("group", "generation_batch")
+
+    def split(self) -> tuple[Correction, Correction]:
+        """The parts that are decided once on the whole generation batch, and those that read the current policy.
+
+        The first runs before the batch is split and shuffled, the second in every loss step on batches that carry the
+        first one's ``decided_weights`` and ``decided_keep``.
+
+        Raises:
+            ValueError: the order of the terms cannot be kept: something early would have to see what a term on the
+                current policy dropped.
+        """
+        early_keep = tuple(term for term in self.keep if term.ratio == "old/sampling")
+        late_keep = tuple(term for term in self.keep if term.ratio != "old/sampling")
+        early_weights = tuple(weight for weight in self.weights if weight.ratio == "old/sampling")
+        late_weights = tuple(weight for weight in self.weights if weight.ratio != "old/sampling")
+        in_order = self.keep == (*early_keep, *late_keep)
+        if self.measure_on == "remaining" and late_keep and (early_weights or not in_order):
+            raise ValueError(
+                "measure_on must be 'original' when a term of wide scope meets terms on the current policy "
+                f"({late_keep[0].name}), which drop tokens only after it was decided, but got 'remaining'."
+            )
+        if self.normalize == "kept" and late_keep:
+            raise ValueError(
+                f"normalize must not be 'kept' with terms on the current policy ({late_keep[0].name}): what they keep "
+                "is not known when the weights are normalised."
+            )
+        early = replace(self, weight=early_weights, keep=early_keep)
+        late = replace(self, weight=late_weights, keep=late_keep, normalize="none", baseline="all")
+        return early, late
 
     @torch.no_grad()
     def __call__(self, batch: PolicyBatch) -> CorrectionOutput:
@@ -135,16 +189,14 @@ class Correction:
         ratios = RatioTable(batch)
         base = self._usable(batch, ratios)
         decisions, keep = self._keep(batch, ratios, base)
-        raw, bounded = self._weigh(ratios, base if self.measure_on == "original" else base & keep)
+        raw, bounded = self._weigh(ratios, base, keep)
         normalizer = None if bounded is None else self._normalizer(bounded, batch.mask, keep & base)
         applied = bounded if normalizer is None or bounded is None else bounded / normalizer
         keep_mask = base & keep
-        stats = correction_stats.collect(
-            self,
-            batch,
-            ratios,
-            correction_stats.Evidence(decisions, keep, keep_mask, raw, bounded, applied, normalizer),
-        )
+        evidence = correction_stats.Evidence(decisions, keep, keep_mask, raw, bounded, applied, normalizer)
+        stats = correction_stats.collect(self, batch, ratios, evidence)
+        if batch.decided_weights is not None:
+            applied = batch.decided_weights if applied is None else applied * batch.decided_weights
         return CorrectionOutput(
             weights=batch.mask.float() if applied is None else torch.where(batch.mask, applied, 0.0),
             keep_mask=keep_mask,
@@ -169,26 +221,26 @@ class Correction:
 
     def _keep(self, batch: PolicyBatch, ratios: RatioTable, base: Tensor) -> tuple[list[Violations], Tensor]:
         """Each term's violations, and their joint keep mask: (B, 1) while all terms decide on sequences."""
-        keep = torch.ones_like(base[:, :1])
+        keep = torch.ones_like(base[:, :1]) if batch.decided_keep is None else batch.decided_keep != 0
         decisions = []
         for term in self.keep:
             measured = base if self.measure_on == "original" else base & keep
-            violations = term.violations(ratios[term.ratio].values, measured, batch.token_advantages)
+            violations = term.violations(ratios.inputs(term.ratio, measured, trainable=base, keep=keep))
             decisions.append(violations)
             for violated in violations:
                 if violated is not None:
                     keep = keep & ~violated
         return decisions, keep
 
-    def _weigh(self, ratios: RatioTable, measured: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _weigh(self, ratios: RatioTable, base: Tensor, keep: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Product of the raw ratios and of the bounded weights, (B, 1) or (B, T)."""
+        measured = base if self.measure_on == "original" else base & keep
         raw: Tensor | None = None
         bounded: Tensor | None = None
         for weight in self.weights:
-            ratio = aggregate_ratio(ratios[weight.ratio].values, measured, weight.level)
-            factor = weight.bound(ratio)
-            raw = ratio if raw is None else raw * ratio
-            bounded = factor if bounded is None else bounded * factor
+            one = weight.weigh(ratios.inputs(weight.ratio, measured, trainable=base, keep=keep))
+            raw = one.raw if raw is None else raw * one.raw
+            bounded = one.bounded if bounded is None else bounded * one.bounded
         return raw, bounded
 
     def _normalizer(self, weights: Tensor, mask: Tensor, keep_mask: Tensor) -> Tensor | None:
@@ -198,7 +250,7 @@ class Correction:
         unit = mask if self.normalize == "original" else keep_mask
         unit = unit.any(-1, keepdim=True) if weights.shape[-1] == 1 else unit
         total = torch.stack([torch.where(unit, weights, 0.0).sum(dtype=torch.float64), unit.sum().double()])
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(total)
+        if self.normalize_over == "generation_batch":
+            total = sum_ranks(total)
         mean = total[0] / total[1].clamp(min=1.0)
         return torch.where(mean > NORMALIZER_FLOOR, mean, 1.0).float()

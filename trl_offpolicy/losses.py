@@ -1,7 +1,8 @@
 """Policy losses as small frozen dataclasses, usable in :class:`~trl_offpolicy.Objective` and in YAML.
 
 Each takes a :class:`LossInputs` and returns the loss per token. ``weight_use`` says how importance weights enter:
-"multiply" (the objective multiplies the loss by them) or "inside" (the loss reads them itself).
+"multiply" (the objective multiplies the loss by them) or "inside" (the loss reads them itself); ``uses_ratio`` whether
+the loss holds the ratio of the current policy to the centre of its trust region.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class PolicyLoss(Protocol):
     """A loss per token."""
 
     weight_use: ClassVar[WeightUse]
+    uses_ratio: ClassVar[bool]
     scope: ClassVar[Scope]
 
     @property
@@ -77,6 +79,7 @@ class PPOClip:
     delta: float | None = None
     level: RatioLevel = "token"
     weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
     scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
@@ -104,6 +107,7 @@ class CISPO:
     high: float = 5.0
     level: RatioLevel = "token"
     weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
     scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
@@ -116,6 +120,23 @@ class CISPO:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GPG:
+    """Plain policy gradient (REINFORCE): -A log pi. No ratio of its own, so weights may hold any ratio.
+
+    Reference: Chu et al. 2025, GPG (arXiv:2504.02546); verl's ``gpg`` and the ``reinforce`` of its bypass mode.
+    """
+
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "row"
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return LossTerms(-inputs.advantages * torch.where(inputs.mask, inputs.logps, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SAPO:
     """Soft-gated ratio with a temperature for each sign of the advantage."""
 
@@ -123,6 +144,7 @@ class SAPO:
     temperature_neg: float = 1.05
     level: RatioLevel = "token"
     weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
     scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
@@ -149,6 +171,7 @@ class VESPO:
     lambda_neg: float = 2.0
     level: RatioLevel = "token"
     weight_use: ClassVar[WeightUse] = "inside"
+    uses_ratio: ClassVar[bool] = True
     scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
-from trl_offpolicy.functional.diagnostics import Finalizer, fraction
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-from trl_offpolicy.functional.moments import Layout, Moments, moments
-from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.losses import LossInputs, PolicyLoss, PPOClip
-from trl_offpolicy.stats import Group, Stats
-from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction, Scope, check_number
+from trl_offpolicy.objective_stats import LossParts, loss_stats
+from trl_offpolicy.types import (
+    SCOPES,
+    CorrectionOutput,
+    ObjectiveOutput,
+    PolicyBatch,
+    Reduction,
+    Scope,
+    check_number,
+)
 
 KLOn = Literal["all", "kept"]
 Denominator = Literal["all", "kept"]
+Mode = Literal["decoupled", "bypass"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,12 @@ class Objective:
         entropy_coef: entropy bonus, mean over the tokens of the policy term.
         aggregation: see :func:`~trl_offpolicy.functional.aggregation.aggregate_loss`.
         denominator: "all": dropped tokens stay in every denominator; "kept": they leave it.
+        mode: "decoupled": three policies, the loss's ratio is pi / pi_old (or pi / proximal) and weights hold
+            old/sampling. "bypass": two policies, the loss's ratio is pi / mu and holds the whole shift already; terms
+            then read current/sampling.
+
+    Raises:
+        ValueError: an unknown option, or a factor of pi / mu that would be counted twice.
 
     Example:
         >>> import trl_offpolicy as op
@@ -74,9 +85,14 @@ class Objective:
     entropy_coef: float = 0.0
     aggregation: Aggregation = "token_mean"
     denominator: Denominator = "all"
+    mode: Mode = "decoupled"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kl_on", get_args(KLOn)), ("denominator", get_args(Denominator))):
+        for name, allowed in (
+            ("kl_on", get_args(KLOn)),
+            ("denominator", get_args(Denominator)),
+            ("mode", get_args(Mode)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {list(allowed)}, but got {getattr(self, name)!r}.")
         if self.aggregation not in AGGREGATIONS:
@@ -95,12 +111,34 @@ class Objective:
             )
         if self.kl is None and self.kl_weighted:
             raise ValueError("kl_weighted must be False without a KL term (kl=None).")
+        self._check_counted_once()
+
+    def _check_counted_once(self) -> None:
+        """Each factor of pi / mu = (pi / pi_old)(pi_old / mu) may stand in the loss or in a weight, not in both."""
+        if self.correction is None or not self.policy_loss.uses_ratio:
+            return
+        held = "current/sampling" if self.mode == "bypass" else "current/old"
+        for weight in self.correction.weights:
+            if self.mode == "bypass" or weight.ratio != "old/sampling":
+                name = type(self.policy_loss).__name__
+                raise ValueError(
+                    f"correction.weight must not hold {weight.ratio!r} in {self.mode} mode with {name}, whose own "
+                    f"ratio is {held!r}: it would be counted twice. Use losses.GPG(), or leave the weight out."
+                )
+
+    @property
+    def needs_sampling(self) -> bool:
+        """True if the loss or the correction reads the sampling policy."""
+        by_correction = self.correction is not None and self.correction.needs_sampling
+        return by_correction or (self.mode == "bypass" and self.policy_loss.uses_ratio)
 
     @property
     def scope(self) -> Scope:
         """The widest scope of its parts."""
-        wide = self.denominator == "kept" or (self.correction is not None and self.correction.scope != "row")
-        return "generation_batch" if wide else self.policy_loss.scope
+        scopes: list[Scope] = ["row" if self.correction is None else self.correction.scope, self.policy_loss.scope]
+        if self.denominator == "kept":
+            scopes.append("generation_batch")
+        return max(scopes, key=SCOPES.index)
 
     def __call__(self, batch: PolicyBatch, reduction: Reduction | None = None) -> ObjectiveOutput:
         """Loss of a (micro-)batch.
@@ -122,18 +160,17 @@ class Objective:
         bonus = self._entropy_bonus(batch)
         if bonus is not None:
             loss = loss - self.entropy_coef * bonus / reduction.accumulation
-        parts = _LossParts(terms, policy, kl, corrected.keep_mask)
+        parts = LossParts(terms, policy, kl, corrected.keep_mask)
         return ObjectiveOutput(
             loss=loss,
             per_token_loss=per_token,
             weights=corrected.weights,
             keep_mask=corrected.keep_mask,
-            stats=corrected.stats.union(_loss_stats(batch, parts)),
+            stats=corrected.stats.union(loss_stats(batch, parts)),
         )
 
     def _inputs(self, batch: PolicyBatch, corrected: CorrectionOutput) -> LossInputs:
-        centre = batch.proximal_per_token_logps
-        centre = batch.old_per_token_logps if centre is None else centre
+        centre = self._centre(batch)
         logps = torch.where(batch.mask, batch.per_token_logps.float(), 0.0)
         compact = corrected.sequence_weights
         return LossInputs(
@@ -143,6 +180,13 @@ class Objective:
             mask=batch.mask,
             weights=corrected.weights if compact is None else compact,
         )
+
+    def _centre(self, batch: PolicyBatch) -> Tensor | None:
+        """Log-probs of the policy that the loss's ratio is taken against; None = the current one."""
+        if self.mode == "bypass" and self.policy_loss.uses_ratio:
+            return batch.logps("sampling")
+        centre = batch.proximal_per_token_logps
+        return batch.old_per_token_logps if centre is None else centre
 
     def _masked_kl(self, kl: Tensor, corrected: CorrectionOutput) -> Tensor:
         kl = kl * corrected.weights if self.kl_weighted else kl
@@ -170,13 +214,6 @@ class Objective:
         if batch.entropies is None:
             raise ValueError(f"entropies must be given when entropy_coef is {self.entropy_coef}, but got None.")
         return aggregate_loss(batch.entropies.float(), _policy_mask(batch), "token_mean")
-
-
-class _LossParts(NamedTuple):
-    terms: LossTerms
-    policy: Tensor
-    kl: Tensor | None
-    keep_mask: Tensor
 
 
 def _no_correction(batch: PolicyBatch) -> CorrectionOutput:
@@ -227,76 +264,3 @@ def _k3(kl: KLPenalty, loss: PolicyLoss, batch: PolicyBatch, inputs: LossInputs)
         return estimate
     ratio = inputs.log_ratios if loss.level == "token" else aggregate(inputs.log_ratios, inputs.mask, loss.level)
     return estimate * ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-
-
-_LAYOUT = Layout(
-    sums=(
-        "tokens", "units", "policy", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite",
-        "nonfinite_reference", "gate",
-    ),
-    maxima=("row_clip_low_min_negated", "row_clip_high_max"),
-)  # fmt: skip
-
-
-def _row_low(m: Moments) -> Tensor:
-    """Smallest share of low-clipped tokens in a response."""
-    top = m["row_clip_low_min_negated"]
-    return torch.where(top > -torch.inf, -top, 0.0)
-
-
-def _row_high(m: Moments) -> Tensor:
-    """Largest share of high-clipped tokens in a response."""
-    return m["row_clip_high_max"].clamp(0.0, 1.0)
-
-
-_FINALIZERS: Mapping[str, Finalizer] = {
-    "policy": fraction("policy", "tokens"),
-    "kl": fraction("kl", "tokens"),
-    "entropy": fraction("entropy", "tokens"),
-    "clip_low_fraction": fraction("clip_low", "units"),
-    "clip_high_fraction": fraction("clip_high", "units"),
-    "clip_region_fraction": fraction("clip_region", "units"),
-    "response_clip_low_min": _row_low,
-    "response_clip_high_max": _row_high,
-    "nonfinite_current": fraction("nonfinite", "tokens"),
-    "nonfinite_reference": fraction("nonfinite_reference", "tokens"),
-    "gate_mean": fraction("gate", "units"),
-}
-
-
-def _clip_unit(terms: LossTerms, mask: Tensor) -> Tensor:
-    """What clips and gates decide on: tokens (B, T), or sequences with a trainable token (B, 1)."""
-    decisions = [part for part in (terms.clipped_low, terms.clipped_high, terms.gate) if part is not None]
-    return mask.any(-1, keepdim=True) if decisions and decisions[0].shape[-1] == 1 else mask
-
-
-@torch.no_grad()
-def _loss_stats(batch: PolicyBatch, parts: _LossParts) -> Stats:
-    mask = batch.mask
-    unit = _clip_unit(parts.terms, mask)
-    never = torch.zeros_like(unit)
-    low = never if parts.terms.clipped_low is None else parts.terms.clipped_low & unit
-    high = never if parts.terms.clipped_high is None else parts.terms.clipped_high & unit
-    tokens = mask.sum(-1)
-    count = unit.sum(-1).clamp(min=1)
-    low_rows = torch.where(tokens > 0, low.sum(-1) / count, torch.inf)
-    high_rows = torch.where(tokens > 0, high.sum(-1) / count, -torch.inf)
-    zero = torch.zeros((), device=mask.device)
-    reference, gate = batch.ref_per_token_logps, parts.terms.gate
-    sums = [
-        tokens.sum(),
-        unit.sum(),
-        parts.policy.sum(),
-        zero if parts.kl is None else torch.where(mask, parts.kl, 0.0).sum(),
-        zero if batch.entropies is None else torch.where(mask, batch.entropies.float(), 0.0).sum(),
-        low.sum(),
-        high.sum(),
-        (low | high).sum(),
-        (mask & ~(batch.per_token_logps.abs() < torch.inf)).sum(),
-        zero if reference is None else (mask & ~(reference.abs() < torch.inf)).sum(),
-        zero if gate is None else torch.where(unit, gate, 0.0).sum(),
-    ]
-    none = low_rows.new_full((1,), -torch.inf)  # a batch without rows
-    maxima = [torch.cat([-low_rows, none]).amax(), torch.cat([high_rows, none]).amax()]
-    group = Group(moments(_LAYOUT, sums, maxima), _FINALIZERS)
-    return Stats({"loss": group})

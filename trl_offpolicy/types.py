@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 Ratio = Literal["old/sampling", "current/old", "current/sampling"]
 Scope = Literal["row", "group", "generation_batch", "micro_batch"]
 
+SCOPES: tuple[Scope, ...] = ("row", "micro_batch", "group", "generation_batch")
+"""From narrow to wide: what a part of a correction must see at once."""
+
 RATIOS: tuple[Ratio, ...] = ("old/sampling", "current/old", "current/sampling")
 
 _TOKEN_FIELDS = (
@@ -32,6 +35,8 @@ _TOKEN_FIELDS = (
     "sum_sq_probs",
     "policy_mask",
     "turn_ids",
+    "decided_weights",
+    "decided_keep",
 )
 _ROW_FIELDS = ("rewards", "group_ids")
 _ROW_OR_TOKEN_FIELDS = ("advantages", "policy_versions")
@@ -45,6 +50,7 @@ _FLOAT_FIELDS = (
     "sum_sq_probs",
     "advantages",
     "rewards",
+    "decided_weights",
 )
 _INTEGER_FIELDS = ("turn_ids", "policy_versions", "group_ids")
 
@@ -80,6 +86,9 @@ class PolicyBatch:
         turn_ids: integer id of the turn of each token.
         policy_versions: (B,) or (B, T), integer weight version that sampled.
         group_ids: (B,), integer id of the prompt group.
+        current_version: weight version of ``per_token_logps``; with ``policy_versions`` it tells how stale a row is.
+        decided_weights: float32 weights that a correction of wider scope gave before the batch was split.
+        decided_keep: bool, likewise its keep mask.
 
     Raises:
         ValueError: a field's shape does not fit ``per_token_logps``.
@@ -100,9 +109,14 @@ class PolicyBatch:
     turn_ids: Tensor | None = None
     policy_versions: Tensor | None = None
     group_ids: Tensor | None = None
+    current_version: int | None = None
+    decided_weights: Tensor | None = None
+    decided_keep: Tensor | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
+            if item.name == "current_version":
+                continue
             value = getattr(self, item.name)
             required = item.name in ("per_token_logps", "completion_mask", "advantages")
             if not isinstance(value, Tensor) and (required or value is not None):
@@ -123,6 +137,8 @@ class PolicyBatch:
             value = getattr(self, name)
             if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
                 raise TypeError(f"{name} must be an integer tensor, but got {value.dtype}.")
+        if self.current_version is not None and type(self.current_version) is not int:
+            raise TypeError(f"current_version must be an int, but got {type(self.current_version).__name__}.")
         for name in ("completion_mask", "policy_mask"):
             value = getattr(self, name)
             if value is not None and value.is_complex():
@@ -144,6 +160,14 @@ class PolicyBatch:
     def mask(self) -> Tensor:
         """(B, T) bool: the trainable tokens."""
         return self.completion_mask if self.completion_mask.dtype == torch.bool else self.completion_mask != 0
+
+    @property
+    def version_lags(self) -> Tensor | None:
+        """(B, 1) or (B, T) integer: versions between sampling and now; None where one of the two is not known."""
+        if self.policy_versions is None or self.current_version is None:
+            return None
+        lags = self.current_version - self.policy_versions
+        return lags.unsqueeze(1) if lags.dim() == 1 else lags
 
     @property
     def token_advantages(self) -> Tensor:

@@ -1,13 +1,17 @@
-"""Keep masks: True = the token or sequence stays in the policy loss."""
+"""Keep masks (True = the token or sequence stays in the policy loss) and the statistics they decide on."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional.collective import gather_flat
 from trl_offpolicy.functional.weights import inside_band
+
+Statistic = Literal["k1", "k2", "k3", "abs", "prob_diff", "binary_tv", "binary_kl"]
 
 
 def outlier_veto(log_ratios: Tensor, mask: Tensor, *, low: float | None, high: float | None) -> Tensor:
@@ -49,20 +53,67 @@ def off_policy_sequence_mask(mean_log_ratio: Tensor, advantages: Tensor, *, max_
     return (advantages >= 0) | (-mean_log_ratio <= max_divergence)
 
 
-def divergence(log_ratios: Tensor, statistic: str) -> Tensor:
-    """Per-token divergence statistic of sampler and trainer, nats.
+def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, across_ranks: bool) -> Tensor:
+    r"""M2PO's trust region: drop the worst tokens until the mean of l^2 over the kept ones is at most ``budget``.
 
-    With l = log(numerator / denominator): k1 = -l (unbiased, signed), k2 = l^2 / 2 (biased, never negative),
-    k3 = exp(l) - 1 - l (unbiased, never negative); all estimate KL(denominator || numerator).
+    The tokens are those of the whole call (and of all ranks), worst = largest \|l\|; equal ones fall together. Bounds
+    the chi-square divergence of the two policies.
+
+    Args:
+        log_ratios: (B, T) float32, nats.
+        mask: (B, T) bool.
+        budget: nats squared.
+        across_ranks: one budget for all ranks; every rank must then make this call.
+
+    Returns:
+        (B, T) bool, True outside ``mask``.
+
+    Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161).
+
+    Example:
+        >>> second_moment_budget(torch.tensor([[0.1, -0.1, 2.0]]), torch.ones(1, 3).bool(), budget=0.04,
+        ...                      across_ranks=False)
+        tensor([[ True,  True, False]])
+    """
+    squares = log_ratios.square()
+    everyone = torch.where(mask, squares, torch.inf)
+    everyone = gather_flat(everyone, padding=torch.inf) if across_ranks else everyone.flatten()
+    ordered = everyone.double().sort().values
+    real = ordered < torch.inf
+    mean = torch.where(real, ordered, 0.0).cumsum(0) / real.cumsum(0).clamp(min=1)
+    # the mean over a growing sorted prefix never falls, so what cannot be afforded is one tail
+    limit = torch.where(real & (mean > budget), ordered, torch.inf).amin()
+    return ~mask | (squares.double() < limit)
+
+
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+PROBABILITY_STATISTICS: tuple[Statistic, ...] = ("prob_diff", "binary_tv", "binary_kl")
+"""Statistics that need the probabilities, not only their ratio."""
+
+
+def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | None = None) -> Tensor:
+    r"""Per-token divergence statistic of two policies.
+
+    With l = log(p / q), q the denominator (the policy that sampled):
+
+    - k1 = -l (unbiased, signed), k2 = l^2 / 2 (biased, never negative), k3 = exp(l) - 1 - l (unbiased, never negative);
+      all estimate KL(q || p), nats.
+    - abs = \|l\|, nats.
+    - prob_diff = p - q of the sampled token, in [-1, 1]; binary_tv = \|p - q\|, the total variation of
+      "this token or another".
+    - binary_kl = KL of the same two-way split, q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats.
+
+    The binary divergences are lower bounds of the full ones: merging all other tokens loses information.
 
     Args:
         log_ratios: (B, T) float32.
-        statistic: "k1", "k2" or "k3".
+        statistic: one of :data:`STATISTICS`.
+        denominator_logps: (B, T) log q, needed by the last three; where it is not finite the result is not usable.
 
     Raises:
-        ValueError: unknown statistic.
+        ValueError: unknown statistic, or ``denominator_logps`` missing.
 
-    Reference: Schulman 2020, "Approximating KL divergence".
+    Reference: Schulman 2020, "Approximating KL divergence"; Qi et al. 2026, DPPO (arXiv:2602.04879), binary TV and KL.
     """
     if statistic == "k1":
         return -log_ratios
@@ -70,4 +121,25 @@ def divergence(log_ratios: Tensor, statistic: str) -> Tensor:
         return log_ratios.square() / 2
     if statistic == "k3":
         return torch.expm1(log_ratios) - log_ratios
-    raise ValueError(f"statistic must be one of 'k1', 'k2', 'k3', but got {statistic!r}.")
+    if statistic == "abs":
+        return log_ratios.abs()
+    if statistic not in STATISTICS:
+        raise ValueError(f"statistic must be one of {list(STATISTICS)}, but got {statistic!r}.")
+    if denominator_logps is None:
+        raise ValueError(f"denominator_logps must be given for statistic {statistic!r}, but got None.")
+    q = denominator_logps.float().exp()
+    difference = q * torch.expm1(log_ratios)
+    if statistic == "prob_diff":
+        return difference
+    return difference.abs() if statistic == "binary_tv" else _binary_kl(q, difference, log_ratios)
+
+
+_SMALLEST = 1e-7
+"""Probability mass left for the other tokens, at least: float32 cannot tell 1 - p from 0 below it."""
+
+
+def _binary_kl(q: Tensor, difference: Tensor, log_ratios: Tensor) -> Tensor:
+    """KL(Bernoulli(q) || Bernoulli(q + difference)), never negative."""
+    rest = (1 - q).clamp(min=_SMALLEST)
+    other = (1 - q - difference).clamp(min=_SMALLEST)
+    return (-q * log_ratios + rest * (rest.log() - other.log())).clamp(min=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -60,3 +62,110 @@ def inside_band(values: Tensor, *, low: float | None, high: float | None) -> Ten
     if high is not None:
         return values <= high
     raise ValueError("low and high must not both be None, but got two open sides.")
+
+
+def prefix_min_weight(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """MinPRO: the token's ratio times the smallest ratio strictly before it, ``rho_t * min_{s<t} rho_s``.
+
+    The first trainable token has an empty prefix, whose factor is 1. A non-cumulative stand-in for the product of
+    the prefix: biased, free of its exponential growth.
+
+    Args:
+        log_ratios: (B, T) float32, nats.
+        mask: (B, T) bool.
+
+    Returns:
+        (B, T) log-weights in nats, 0 outside ``mask``.
+
+    Reference: Lei et al. 2026, MinPRO (arXiv:2601.22718).
+
+    Example:
+        >>> prefix_min_weight(torch.tensor([[2.0, -1.0, 3.0]]), torch.ones(1, 3).bool())
+        tensor([[2., 1., 2.]])
+    """
+    smallest = torch.where(mask, log_ratios, torch.inf).cummin(-1).values
+    before = torch.nn.functional.pad(smallest[:, :-1], (1, 0), value=torch.inf)
+    return torch.where(mask, log_ratios + torch.where(before < torch.inf, before, 0.0), 0.0)
+
+
+def prefix_bounds(mask: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """CTPO's bounds of the cumulative log-ratio: ``log(low) * sqrt(t)`` and ``log(high) * sqrt(t)``.
+
+    ``t`` counts the trainable tokens up to and with the position, so a walk of independent log-ratios stays inside
+    with the same probability at every length.
+
+    Args:
+        mask: (B, T) bool.
+        low: bound of the first token's ratio, below 1.
+        high: bound of the first token's ratio, above 1.
+
+    Returns:
+        Two (B, T) float32 tensors, nats.
+
+    Reference: Zhang et al. 2026, CTPO (arXiv:2605.07331).
+    """
+    growth = mask.cumsum(-1).float().sqrt()
+    return math.log(low) * growth, math.log(high) * growth
+
+
+def shaped_weight(ratio: Tensor, *, gamma: float) -> Tensor:
+    """``r / (r + gamma)``: in (0, 1), steep where the trainer finds the token unlikely.
+
+    1 / (1 + gamma) on-policy, not 1. The study that introduced it for fused rollouts found it unstable.
+
+    Args:
+        ratio: any shape, float32, positive.
+        gamma: where half of the weight is reached.
+
+    Reference: Zhang et al. 2026, "Logit fusion", shaped ratio.
+
+    Example:
+        >>> shaped_weight(torch.tensor([1.0, 3.0]), gamma=1.0)
+        tensor([0.5000, 0.7500])
+    """
+    return ratio / (ratio + gamma)
+
+
+def ess_cap(ratios: Tensor, *, target: float) -> Tensor:
+    """The largest cap C for which ``min(ratio, C)`` has an effective sample size of at least ``target``.
+
+    ESS = (sum w)^2 / (n sum w^2) falls as C grows. The cap is first looked for among the ratios themselves, then
+    refined between two of them by bisection.
+
+    Args:
+        ratios: (N,) positive ratios of all units of the batch; entries that are not finite are padding.
+        target: ESS to reach, a fraction in (0, 1].
+
+    Returns:
+        0-d float32; infinity where no cap is needed (and for no ratios at all).
+
+    Example:
+        >>> cap = ess_cap(torch.tensor([1.0, 1.0, 1.0, 9.0]), target=0.8)
+        >>> capped = torch.tensor([1.0, 1.0, 1.0, 9.0]).clamp(max=cap)
+        >>> round(float(capped.sum() ** 2 / (4 * capped.square().sum())), 4)
+        0.8
+    """
+    ordered = torch.where(ratios < torch.inf, ratios, torch.inf).double().sort().values
+    count = (ordered < torch.inf).sum()
+    ordered = torch.where(ordered < torch.inf, ordered, 0.0)
+    below = torch.arange(1, len(ordered) + 1, device=ratios.device).clamp(max=count)
+    total, squares = ordered.cumsum(0), ordered.square().cumsum(0)
+
+    def ess(cap: Tensor, index: Tensor) -> Tensor:
+        above = count - below[index]
+        weight, square = total[index] + above * cap, squares[index] + above * cap.square()
+        return weight.square() / (count.clamp(min=1) * square).clamp(min=1e-300)
+
+    everywhere = torch.arange(len(ordered), device=ratios.device)
+    fits = (ess(ordered, everywhere) >= target) & (everywhere < count)
+    index = (fits.sum() - 1).clamp(min=0)
+    low = ordered[index]
+    high = ordered[(index + 1).clamp(max=len(ordered) - 1)]
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        enough = ess(middle, index) >= target
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return torch.where(fits.sum() >= count, torch.inf, low).float()
+
+
+_BISECTIONS = 40

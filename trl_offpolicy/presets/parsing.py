@@ -11,14 +11,32 @@ from trl_offpolicy import losses, terms
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.objectives import KLPenalty, Objective
 
-WEIGHT_TYPES = {"truncate": terms.TruncateWeight, "band": terms.BandWeight, "raw": terms.RawWeight}
+WEIGHT_TYPES = {
+    "truncate": terms.TruncateWeight,
+    "band": terms.BandWeight,
+    "raw": terms.RawWeight,
+    "shaped": terms.ShapedWeight,
+    "prefix": terms.PrefixWeight,
+    "prefix_min": terms.PrefixMinWeight,
+    "ess": terms.ESSWeight,
+}
 KEEP_TYPES = {
     "ratio_band": terms.RatioBand,
     "divergence_band": terms.DivergenceBand,
     "outlier_veto": terms.OutlierVeto,
     "off_policy_sequence_mask": terms.OffPolicySequenceMask,
+    "probability_difference": terms.ProbabilityDifferenceMask,
+    "second_moment_budget": terms.SecondMomentBudget,
+    "group_rejection": terms.GroupRejection,
+    "staleness_bound": terms.StalenessBound,
 }
-LOSS_TYPES = {"ppo_clip": losses.PPOClip, "cispo": losses.CISPO, "sapo": losses.SAPO, "vespo": losses.VESPO}
+LOSS_TYPES = {
+    "ppo_clip": losses.PPOClip,
+    "cispo": losses.CISPO,
+    "gpg": losses.GPG,
+    "sapo": losses.SAPO,
+    "vespo": losses.VESPO,
+}
 
 
 def parse_correction(spec: Mapping[str, Any], *, where: str, base: Correction | None = None) -> Correction:

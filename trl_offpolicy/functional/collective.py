@@ -1,0 +1,53 @@
+"""What must see every rank: plain tensors in, plain tensors out; without torch.distributed they come back as they are.
+
+Called for terms and normalisers whose declared scope is ``group`` or ``generation_batch``, by every rank alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_distributed() -> bool:
+    """True inside an initialised process group of more than one rank."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+
+
+def sum_ranks(values: Tensor) -> Tensor:
+    """Sum over ranks; the input is not changed."""
+    if not is_distributed():
+        return values
+    total = values.clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+def gather_rows(values: Tensor) -> Tensor:
+    """Rows of all ranks in rank order; every rank has the same number of rows.
+
+    Args:
+        values: (B, ...) of one shape on all ranks.
+    """
+    if not is_distributed():
+        return values
+    parts = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, values.contiguous())
+    return torch.cat(parts)
+
+
+def gather_flat(values: Tensor, *, padding: float) -> Tensor:
+    """Entries of all ranks as one vector; ranks may hold different numbers, ``padding`` fills the gaps.
+
+    Waits for the device (the longest vector sets the size); meant for once a generation, not for every step.
+    """
+    flat = values.flatten()
+    if not is_distributed():
+        return flat
+    length = torch.tensor(flat.numel(), device=flat.device)
+    torch.distributed.all_reduce(length, op=torch.distributed.ReduceOp.MAX)
+    return gather_rows(torch.nn.functional.pad(flat, (0, int(length) - flat.numel()), value=padding))

@@ -1,0 +1,45 @@
+"""The log-ratios of one batch, and what a term sees of each."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trl_offpolicy.functional.log_ratios import LogRatio, log_ratio
+from trl_offpolicy.terms import TermInputs
+from trl_offpolicy.types import PolicyBatch, Ratio
+
+
+class RatioTable:
+    """The log-ratios of one batch, each computed once."""
+
+    def __init__(self, batch: PolicyBatch) -> None:
+        self._batch = batch
+        self._known: dict[tuple[str, str], LogRatio] = {}
+
+    def __getitem__(self, ratio: Ratio) -> LogRatio:
+        numerator, denominator = (self._resolve(name) for name in ratio.split("/"))
+        if (numerator, denominator) not in self._known:
+            batch = self._batch
+            self._known[numerator, denominator] = log_ratio(
+                batch.logps(numerator), batch.logps(denominator), batch.mask
+            )
+        return self._known[numerator, denominator]
+
+    def inputs(self, ratio: Ratio, mask: Tensor, *, trainable: Tensor, keep: Tensor) -> TermInputs:
+        """What a term on ``ratio`` sees when it measures ``mask``."""
+        batch = self._batch
+        return TermInputs(
+            log_ratios=self[ratio].values,
+            mask=mask,
+            advantages=batch.token_advantages,
+            denominator_logps=batch.logps(ratio.rpartition("/")[2]),
+            turn_ids=batch.turn_ids,
+            group_ids=batch.group_ids,
+            version_lags=batch.version_lags,
+            trainable=trainable,
+            keep=keep,
+        )
+
+    def _resolve(self, policy: str) -> str:
+        """``old`` is the current policy where the batch has no old log-probs."""
+        return "current" if policy == "old" and self._batch.old_per_token_logps is None else policy

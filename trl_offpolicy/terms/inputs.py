@@ -1,0 +1,114 @@
+"""What a weight or keep term sees of a batch, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional import masks
+from trl_offpolicy.functional.levels import Level, aggregate, aggregate_ratio
+from trl_offpolicy.types import Ratio, Scope
+
+
+@dataclass(frozen=True)
+class TermInputs:
+    """One ratio of a batch of B responses of T positions. Nothing carries gradient.
+
+    Args:
+        log_ratios: (B, T) float32 of the term's ratio, nats, 0 where not observed.
+        mask: (B, T) bool, the tokens to measure.
+        advantages: (B, 1) or (B, T).
+        denominator_logps: (B, T) log-probs of the ratio's denominator.
+        turn_ids: (B, T) integer; None = runs of trainable tokens.
+        group_ids: (B,) integer prompt group.
+        version_lags: (B, 1) or (B, T) integer, weight versions between sampling and now.
+        trainable: (B, T) bool, all tokens, also those that ``mask`` leaves out because earlier terms dropped them.
+        keep: (B, 1) or (B, T) bool, what earlier terms kept.
+    """
+
+    log_ratios: Tensor
+    mask: Tensor
+    advantages: Tensor
+    denominator_logps: Tensor | None = None
+    turn_ids: Tensor | None = None
+    group_ids: Tensor | None = None
+    version_lags: Tensor | None = None
+    trainable: Tensor | None = None
+    keep: Tensor | None = None
+
+    def log_ratio_at(self, level: Level) -> Tensor:
+        """Log-ratio at ``level``, nats, (B, 1) or (B, T)."""
+        return aggregate(self.log_ratios, self.mask, level, turn_ids=self.turn_ids, group_ids=self.group_ids)
+
+    def ratio_at(self, level: Level) -> Tensor:
+        """Ratio at ``level``, (B, 1) or (B, T)."""
+        return aggregate_ratio(self.log_ratios, self.mask, level, turn_ids=self.turn_ids, group_ids=self.group_ids)
+
+    def statistic_at(self, statistic: str, level: Level) -> Tensor:
+        """Divergence statistic per token, then aggregated: (B, 1) or (B, T)."""
+        values = masks.divergence(self.log_ratios, statistic, self._usable_denominator)
+        return aggregate(values, self.mask, level, turn_ids=self.turn_ids, group_ids=self.group_ids)
+
+    @cached_property
+    def _usable_denominator(self) -> Tensor | None:
+        """Log-probs with 0 for what is not finite: probability 1, where an unobserved ratio of 1 has divergence 0."""
+        if self.denominator_logps is None:
+            return None
+        logps = self.denominator_logps.float().clamp(max=0.0)
+        return torch.where(logps > -torch.inf, logps, 0.0)
+
+
+class Violations(NamedTuple):
+    """Where a term's statistic is above or below what it tolerates; bool (B, 1) or (B, T), None = cannot be."""
+
+    above: Tensor | None
+    below: Tensor | None
+
+
+class Weighed(NamedTuple):
+    """A weight as the ratio says (``raw``) and after caps, bands and shapes (``bounded``); (B, 1) or (B, T)."""
+
+    raw: Tensor
+    bounded: Tensor
+
+
+class Weight(Protocol):
+    """A map from a ratio to a factor of the policy loss."""
+
+    @property
+    def scope(self) -> Scope:
+        """What it must see at once."""
+
+    @property
+    def level(self) -> Level:
+        """Level at which the ratio is aggregated."""
+
+    @property
+    def ratio(self) -> Ratio:
+        """Which two policies."""
+
+    def weigh(self, inputs: TermInputs) -> Weighed:
+        """Weights of a batch."""
+
+
+class KeepTerm(Protocol):
+    """A rule that drops tokens or sequences from the policy loss."""
+
+    @property
+    def scope(self) -> Scope:
+        """What it must see at once."""
+
+    @property
+    def ratio(self) -> Ratio:
+        """Which two policies."""
+
+    @property
+    def name(self) -> str:
+        """Name in the metric ``keep/<name>/dropped_fraction``."""
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Which units break the rule."""
