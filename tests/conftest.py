@@ -54,3 +54,57 @@ def fresh_model(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
         return deepcopy(known[kind])
 
     return model
+
+
+@pytest.fixture
+def make_args(tmp_path: Path) -> Callable[..., Any]:
+    """``make_args(**options)``: two optimizer steps of 8 completions, everything else as small as it can be."""
+
+    from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH
+
+    from trl_offpolicy.config import OffPolicyGRPOConfig
+
+    def args(**options: Any) -> Any:
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": MICRO_BATCH,
+            "per_device_eval_batch_size": MICRO_BATCH,
+            "gradient_accumulation_steps": 2,
+            "num_generations": GENERATIONS,
+            "max_completion_length": LENGTH,
+            "learning_rate": 1e-3,
+            "max_steps": 2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "write_report": False,
+            "noise_floor_steps": 0,
+        }
+        return OffPolicyGRPOConfig(**{**defaults, **options})
+
+    return args
+
+
+@pytest.fixture
+def build(make_args: Callable[..., Any], fresh_model: Callable[..., Any], tokenizer: Any) -> Callable[..., Any]:
+    """``build(rollout_func=None, **options)``: a trainer that is ready to train."""
+    from tiny_models import score_last_word, tiny_prompts
+
+    from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+
+    def trainer(rollout_func: Any = None, **options: Any) -> Any:
+        return OffPolicyGRPOTrainer(
+            fresh_model(),
+            score_last_word,
+            make_args(**options),
+            train_dataset=tiny_prompts(),
+            eval_dataset=tiny_prompts(1),
+            processing_class=tokenizer,
+            rollout_func=rollout_func,
+        )
+
+    return trainer

@@ -21,6 +21,7 @@ from torch import Tensor
 from trl_offpolicy import presets
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.trl_names import trl_names
 
 ROWS, PROMPT, LENGTH, MAX_LENGTH = 6, 4, 8, 10
 LENGTHS = (8, 5, 0, 3, 8, 1)
@@ -166,7 +167,7 @@ def assert_same(
     stats = pair.ours._stats.pop(mode).compute()
     logged, stock_logged = (
         {key: values[-1] for key, values in trainer._metrics[mode].items()} | names
-        for trainer, names in ((pair.ours, pair.ours._trl_names(stats)), (pair.stock, {}))
+        for trainer, names in ((pair.ours, trl_names(pair.ours.objective, stats)), (pair.stock, {}))
     )
     assert logged.keys() == stock_logged.keys()
     trainable = inputs["completion_mask"] * inputs.get("tool_mask", 1)

@@ -25,7 +25,8 @@ _OBJECTIVE_SOURCE = {
     "kl": ("beta",),
     "entropy_coef": ("entropy_coef",),
 }
-_OFFPOLICY_KEYS = ("preset", "options", "correction", "objective")
+_OFFPOLICY_KEYS = ("preset", "framework", "options", "correction", "objective")
+_PRESET_OBJECTIVE = ("policy_loss", "aggregation", "kl_on", "kl_weighted", "denominator", "mode")
 
 
 @dataclass
@@ -34,13 +35,16 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
 
     Args:
         offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them), or a mapping
-            ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``. Default: ``paper/tis`` with vLLM,
-            ``measure`` (diagnostics only) without.
+            ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``; with ``framework: verl`` (skyrl,
+            slime, areal, openrlhf) in place of ``preset``, ``options`` are that framework's own. Default:
+            ``paper/tis`` with vLLM, ``measure`` (diagnostics only) without.
         engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
             ``quantization``, ``max_model_len``, ...), and ``weight_rounding: int8`` to round the linear weights to
             8 bits a row at every sync.
         record_rollouts: write every rollout to ``rollouts.parquet`` in ``output_dir``.
         write_report: print the summary and write ``report.html`` at the end of training.
+        noise_floor_steps: every so many optimizer steps one micro-batch is scored a second time in another batch
+            size; ``offpolicy/noise_floor/*`` is what the trainer differs from itself. 0 = never.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine"]
@@ -48,8 +52,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     offpolicy: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Rollout correction: a preset's name (e.g. 'paper/tis'), or a mapping with the keys preset, "
-            "options, correction, objective. Default: paper/tis with vLLM, measure (diagnostics only) without."
+            "help": "Rollout correction: a preset's name (e.g. 'paper/tis'), or a mapping with the keys preset (or "
+            "framework), options, correction, objective. Default: paper/tis with vLLM, measure without."
         },
     )
     engine: dict[str, Any] | str | None = field(
@@ -64,6 +68,13 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     )
     write_report: bool = field(
         default=True, metadata={"help": "At the end of training print the summary and write report.html in output_dir."}
+    )
+    noise_floor_steps: int = field(
+        default=100,
+        metadata={
+            "help": "Every so many optimizer steps, score one micro-batch twice (in another batch size) and log how "
+            "far the trainer is from itself as offpolicy/noise_floor. 0 = never."
+        },
     )
     vllm_importance_sampling_correction: bool = field(
         default=False,
@@ -85,6 +96,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             )
         if not isinstance(self.engine, dict | None):
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
+        if not isinstance(self.noise_floor_steps, int) or self.noise_floor_steps < 0:
+            raise ValueError(f"noise_floor_steps must be a whole number >= 0, but got {self.noise_floor_steps!r}.")
         resolve_preset(self)  # a wrong option fails here, not after the model is loaded
 
     @property
@@ -112,12 +125,36 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
     for key in spec:
         if key not in _OFFPOLICY_KEYS:
             raise ValueError(f"offpolicy.{key} must be one of {list(_OFFPOLICY_KEYS)}.{near(key, _OFFPOLICY_KEYS)}")
-    chosen = presets.get(spec.get("preset") or "measure", **(spec.get("options") or {}))
-    objective = _with_correction(base.objective, chosen, spec)
+    chosen = _chosen(spec)
+    objective = _with_preset(args, base.objective, chosen.objective)
+    objective = _with_correction(objective, chosen, spec)
     overrides = spec.get("objective") or {}
-    _refuse_double(args, overrides)
+    _refuse_double(args, overrides, where="offpolicy.objective.")
     objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
     return replace(chosen, objective=objective)
+
+
+def _chosen(spec: dict[str, Any]) -> Preset:
+    """The named preset, or the one that another framework's options describe."""
+    framework, options = spec.get("framework"), spec.get("options") or {}
+    if framework is None:
+        return presets.get(spec.get("preset") or "measure", **options)
+    if spec.get("preset") is not None:
+        raise ValueError("offpolicy.preset and offpolicy.framework both name the correction; set one.")
+    if framework not in presets.FRAMEWORKS:
+        known = sorted(presets.FRAMEWORKS)
+        raise ValueError(f"offpolicy.framework must be one of {known}, but got {framework!r}.{near(framework, known)}")
+    return presets.FRAMEWORKS[framework](**options)
+
+
+def _with_preset(args: OffPolicyGRPOConfig, objective: Objective, chosen: Objective) -> Objective:
+    """What the preset itself says about the loss; where it says nothing, TRL's fields stand."""
+    default = Objective()
+    said = {
+        name: getattr(chosen, name) for name in _PRESET_OBJECTIVE if getattr(chosen, name) != getattr(default, name)
+    }
+    _refuse_double(args, said, where="the preset's ")
+    return replace(objective, **said)
 
 
 def _with_correction(objective: Objective, chosen: Preset, spec: dict[str, Any]) -> Objective:
@@ -129,9 +166,9 @@ def _with_correction(objective: Objective, chosen: Preset, spec: dict[str, Any])
     return replace(objective, correction=replace(correction, keep=correction.keep + opsm))
 
 
-def _refuse_double(args: OffPolicyGRPOConfig, overrides: dict[str, Any]) -> None:
+def _refuse_double(args: OffPolicyGRPOConfig, overrides: dict[str, Any], *, where: str) -> None:
     defaults = {item.name: item.default for item in fields(GRPOConfig)}
     for key, sources in _OBJECTIVE_SOURCE.items():
         both = [name for name in sources if key in overrides and getattr(args, name) != defaults[name]]
         if both:
-            raise ValueError(f"offpolicy.objective.{key} and {', '.join(both)} set the same quantity; set one.")
+            raise ValueError(f"{where}{key} and {', '.join(both)} set the same quantity; set one.")

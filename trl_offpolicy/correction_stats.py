@@ -15,15 +15,20 @@ from trl_offpolicy.functional.diagnostics import (
     Finalizer,
     fraction,
 )
-from trl_offpolicy.functional.log_ratios import LogRatio
+from trl_offpolicy.functional.intervals import ClusterRows
+from trl_offpolicy.functional.log_ratios import LogRatio, log_ratio
 from trl_offpolicy.functional.moments import (
+    ROW_LAYOUT,
+    WEIGHT_LAYOUT,
     Layout,
     Moments,
     RatioRows,
     fold_ratio_rows,
     moments,
+    ratio_row_moments,
     ratio_rows,
     weight_moments,
+    weight_row_moments,
 )
 from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.terms import Violations
@@ -50,7 +55,7 @@ def collect(correction: Correction, batch: PolicyBatch, ratios: RatioTable, evid
     """All diagnostics of one call."""
     groups = _ratio_groups(correction, batch, ratios, evidence)
     if evidence.raw is not None and evidence.bounded is not None and evidence.applied is not None:
-        groups.update(_weight_groups(batch.mask, evidence))
+        groups.update(_weight_groups(batch, evidence))
     if correction.keep or correction.nonfinite == "drop":
         groups.update(_keep_groups(correction, batch, evidence))
     return Stats(groups)
@@ -62,32 +67,61 @@ def _ratio_groups(
     wanted, groups = correction.measure, {}
     has_old, has_sampling = batch.old_per_token_logps is not None, batch.sampling_per_token_logps is not None
     if has_sampling and {"mismatch", "kept"} & set(wanted):
-        rows = _rows(ratios["old/sampling"], batch, "sampling", batch.mask)
-        if "mismatch" in wanted:
-            groups["mismatch"] = _ratio_group(rows)
-        if "kept" in wanted:
-            whole_rows = evidence.keep.shape[-1] == 1 and correction.nonfinite != "drop"
-            groups["kept"] = (
-                _ratio_group(rows, evidence.keep.squeeze(-1))
-                if whole_rows  # free of a second pass while only whole sequences were dropped
-                else _ratio_group(_kept_rows(ratios["old/sampling"], batch, evidence.keep_mask))
-            )
+        groups.update(_mismatch_groups(correction, batch, ratios, evidence))
     if has_old and "staleness" in wanted:
-        groups["staleness"] = _ratio_group(_rows(ratios["current/old"], batch, "old", batch.mask))
+        groups["staleness"] = _ratio_group(_rows(ratios["current/old"], batch, "old", batch.mask), batch)
     if has_sampling and "total" in wanted:
-        if not has_old and "mismatch" in groups:  # old is the current policy: the same numbers
-            groups["total"] = groups["mismatch"]
+        if not has_old and "mismatch" in groups and batch.version_lags is None:
+            groups["total"] = groups["mismatch"]  # old is the current policy: the same numbers
         else:
-            groups["total"] = _ratio_group(_rows(ratios["current/sampling"], batch, "sampling", batch.mask))
+            rows = _rows(ratios["current/sampling"], batch, "sampling", batch.mask)
+            groups["total"] = _ratio_group(rows, batch)
     return groups
+
+
+def _mismatch_groups(
+    correction: Correction, batch: PolicyBatch, ratios: RatioTable, evidence: Evidence
+) -> dict[str, Group]:
+    """old/sampling on all trainable tokens, and on the kept ones."""
+    groups = {}
+    fresh = _sampled_by_current_weights(batch)
+    rows = _rows(ratios["old/sampling"], batch, "sampling", batch.mask)
+    if "mismatch" in correction.measure:
+        groups["mismatch"] = _ratio_group(rows, batch, fresh)
+    if "kept" in correction.measure:
+        keep_rows = fresh
+        if evidence.keep.shape[-1] == 1 and correction.nonfinite != "drop":
+            kept = evidence.keep.squeeze(-1)  # only whole sequences were dropped: no second pass
+            keep_rows = kept if fresh is None else kept & fresh
+        else:
+            rows = _kept_rows(ratios["old/sampling"], batch, evidence.keep_mask)
+        groups["kept"] = Group(fold_ratio_rows(rows, keep_rows), RATIO_DIAGNOSTICS)
+    return groups
+
+
+def _sampled_by_current_weights(batch: PolicyBatch) -> Tensor | None:
+    """(B,) bool: rows on which the current policy can stand in for the missing old one; None = all of them."""
+    if batch.old_per_token_logps is not None or batch.version_lags is None:
+        return None
+    return ((batch.version_lags == 0) | ~batch.mask).all(-1)
 
 
 def _rows(ratio: LogRatio, batch: PolicyBatch, denominator: str, mask: Tensor) -> RatioRows:
     return ratio_rows(ratio, batch.logps(denominator), mask)
 
 
-def _ratio_group(rows: RatioRows, keep_rows: Tensor | None = None) -> Group:
-    return Group(fold_ratio_rows(rows, keep_rows), RATIO_DIAGNOSTICS)
+RATIO_INTERVALS = ("kl_k1", "kl_k3", "chi2_token", "chi2_sequence", "ppl_ratio")
+WEIGHT_INTERVALS = ("ess_token", "ess_sequence")
+"""Diagnostics that get a confidence interval."""
+
+
+def _ratio_group(rows: RatioRows, batch: PolicyBatch, keep_rows: Tensor | None = None) -> Group:
+    values = ratio_row_moments(rows)
+    moments = fold_ratio_rows(rows, keep_rows, values)
+    if keep_rows is not None:
+        values = torch.where(keep_rows.unsqueeze(-1), values, 0.0)
+    clusters = ClusterRows(ROW_LAYOUT, values, batch.group_ids)
+    return Group(moments, RATIO_DIAGNOSTICS, clusters, RATIO_INTERVALS)
 
 
 def _kept_rows(ratio: LogRatio, batch: PolicyBatch, keep_mask: Tensor) -> RatioRows:
@@ -102,8 +136,8 @@ _TRUNCATION_DIAGNOSTICS: Mapping[str, Finalizer] = {
 }
 
 
-def _weight_groups(mask: Tensor, evidence: Evidence) -> dict[str, Group]:
-    raw, bounded, applied = evidence.raw, evidence.bounded, evidence.applied
+def _weight_groups(batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
+    mask, raw, bounded, applied = batch.mask, evidence.raw, evidence.bounded, evidence.applied
     assert raw is not None and bounded is not None and applied is not None
     unit = mask.any(-1, keepdim=True) if raw.shape[-1] == 1 else mask
     one = torch.ones((), device=mask.device)
@@ -111,9 +145,12 @@ def _weight_groups(mask: Tensor, evidence: Evidence) -> dict[str, Group]:
         _TRUNCATION,
         [unit.sum(), ((raw != bounded) & unit).sum(), one if evidence.normalizer is None else evidence.normalizer, one],
     )
+    rows = weight_row_moments(applied, evidence.keep_mask)
+    clusters = ClusterRows(Layout(WEIGHT_LAYOUT.sums), rows, batch.group_ids)
+    after = weight_moments(applied, evidence.keep_mask, rows)
     return {
         "weight": Group(weight_moments(raw, mask), WEIGHT_DIAGNOSTICS),
-        "weight_applied": Group(weight_moments(applied, evidence.keep_mask), WEIGHT_DIAGNOSTICS),
+        "weight_applied": Group(after, WEIGHT_DIAGNOSTICS, clusters, WEIGHT_INTERVALS),
         "weight#bounds": Group(truncation, _TRUNCATION_DIAGNOSTICS),
     }
 
@@ -185,3 +222,17 @@ def _term_moments(violations: Violations, mask: Tensor) -> Moments:
     either = above | below
     unit = mask.any(-1, keepdim=True) if either.shape[-1] == 1 else mask
     return moments(_TERM, [unit.sum(), (either & unit).sum(), (above & unit).sum(), (below & unit).sum()])
+
+
+def noise_floor(first: Tensor, again: Tensor, mask: Tensor) -> Stats:
+    """The trainer against itself: what the same weights give for the same text in another batch size.
+
+    Differences between engine and trainer of this size mean nothing.
+
+    Args:
+        first: (B, T) log-probs of the loss step, nats.
+        again: (B, T) log-probs of a second forward.
+        mask: (B, T) bool.
+    """
+    rows = ratio_rows(log_ratio(again, first, mask), first, mask)
+    return Stats({"noise_floor": Group(fold_ratio_rows(rows), RATIO_DIAGNOSTICS)})

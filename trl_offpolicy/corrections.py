@@ -14,6 +14,8 @@ from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
 from trl_offpolicy.ratio_table import RatioTable
 from trl_offpolicy.terms import KeepTerm, Violations, Weight
+from trl_offpolicy.terms.batchwide import check_group_rejections
+from trl_offpolicy.terms.inputs import is_late
 from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Scope, check_number
 
 Normalize = Literal["none", "original", "kept"]
@@ -96,19 +98,20 @@ class Correction:
         self._check_scopes()
 
     def _check_scopes(self) -> None:
-        """Nothing of wide scope may depend on the current policy."""
-        weight_on_current = next((ratio for ratio in (w.ratio for w in self.weights) if ratio != "old/sampling"), None)
-        if self.normalize != "none" and self.normalize_over == "generation_batch" and weight_on_current is not None:
+        """Nothing of wide scope may depend on what is decided in the loss step."""
+        late = next((weight for weight in self.weights if is_late(weight)), None)
+        if self.normalize != "none" and self.normalize_over == "generation_batch" and late is not None:
             raise ValueError(
-                f"normalize_over must be 'micro_batch' with a weight on {weight_on_current!r} (the current policy is "
-                "known one micro-batch at a time), but got 'generation_batch'."
+                f"normalize_over must be 'micro_batch' with a weight on {late.ratio!r} of scope {late.scope!r} (known "
+                "one micro-batch at a time), but got 'generation_batch'."
             )
-        on_current = [term.name for term in self.keep if term.ratio != "old/sampling"]
-        if self.baseline == "kept" and on_current:
+        by_step = [term.name for term in self.keep if is_late(term)]
+        if self.baseline == "kept" and by_step:
             raise ValueError(
-                f"baseline must be 'all' with {on_current[0]}, which reads the current policy: advantages are made "
-                "before the first step, when it has not dropped anything yet."
+                f"baseline must be 'all' with {by_step[0]}, which is decided in the loss step: advantages are "
+                "made before the first step, when it has not dropped anything yet."
             )
+        check_group_rejections(self.keep, nonfinite_drops=self.nonfinite == "drop")
         if self.baseline == "kept" and not self.keep:
             raise ValueError("baseline must be 'all' without a keep term, but got 'kept'.")
 
@@ -145,33 +148,59 @@ class Correction:
         return self.scope in ("group", "generation_batch")
 
     def split(self) -> tuple[Correction, Correction]:
-        """The parts that are decided once on the whole generation batch, and those that read the current policy.
+        """The parts that are decided once on the whole generation batch, and those that are decided in the loss step.
+
+        The latter read the current policy or say ``scope="micro_batch"``.
 
         The first runs before the batch is split and shuffled, the second in every loss step on batches that carry the
         first one's ``decided_weights`` and ``decided_keep``.
 
         Raises:
-            ValueError: the order of the terms cannot be kept: something early would have to see what a term on the
-                current policy dropped.
+            ValueError: the order of the terms cannot be kept: something early would have to see what happens in the
+                loss step.
         """
-        early_keep = tuple(term for term in self.keep if term.ratio == "old/sampling")
-        late_keep = tuple(term for term in self.keep if term.ratio != "old/sampling")
-        early_weights = tuple(weight for weight in self.weights if weight.ratio == "old/sampling")
-        late_weights = tuple(weight for weight in self.weights if weight.ratio != "old/sampling")
+        early_keep = tuple(term for term in self.keep if not is_late(term))
+        late_keep = tuple(term for term in self.keep if is_late(term))
+        early_weights = tuple(weight for weight in self.weights if not is_late(weight))
+        late_weights = tuple(weight for weight in self.weights if is_late(weight))
         in_order = self.keep == (*early_keep, *late_keep)
         if self.measure_on == "remaining" and late_keep and (early_weights or not in_order):
             raise ValueError(
-                "measure_on must be 'original' when a term of wide scope meets terms on the current policy "
+                "measure_on must be 'original' when a part of wide scope meets terms that are decided in the loss step "
                 f"({late_keep[0].name}), which drop tokens only after it was decided, but got 'remaining'."
             )
-        if self.normalize == "kept" and late_keep:
+        by_micro_batch = self.normalize_over == "micro_batch"
+        if self.normalize != "none" and by_micro_batch and early_weights:
             raise ValueError(
-                f"normalize must not be 'kept' with terms on the current policy ({late_keep[0].name}): what they keep "
-                "is not known when the weights are normalised."
+                f"normalize_over must be 'generation_batch' with a weight on {early_weights[0].ratio!r} that is "
+                "decided before the batch is split, but got 'micro_batch'."
             )
-        early = replace(self, weight=early_weights, keep=early_keep)
-        late = replace(self, weight=late_weights, keep=late_keep, normalize="none", baseline="all")
+        if self.normalize == "kept" and late_keep and not by_micro_batch:
+            raise ValueError(
+                f"normalize must not be 'kept' with terms that are decided in the loss step ({late_keep[0].name}): "
+                "what they keep is not known when the weights are normalised."
+            )
+        seen_early = ("mismatch",) if late_keep else ("mismatch", "kept")
+        early = replace(
+            self,
+            weight=early_weights,
+            keep=early_keep,
+            normalize="none" if by_micro_batch else self.normalize,
+            measure=self._measuring(*seen_early),
+        )
+        late = replace(
+            self,
+            weight=late_weights,
+            keep=late_keep,
+            normalize=self.normalize if by_micro_batch else "none",
+            baseline="all",
+            nonfinite=self.nonfinite if late_keep or late_weights else "neutral",
+            measure=self._measuring("staleness", "total", *(("kept",) if late_keep else ())),
+        )
         return early, late
+
+    def _measuring(self, *groups: Measure) -> tuple[Measure, ...]:
+        return tuple(name for name in self.measure if name in groups)
 
     @torch.no_grad()
     def __call__(self, batch: PolicyBatch) -> CorrectionOutput:
@@ -209,7 +238,10 @@ class Correction:
         if self.nonfinite == "neutral":
             return batch.mask
         usable = batch.mask
-        for ratio in sorted(self.required_ratios):
+        read: set[Ratio] = set(self.required_ratios)
+        if batch.decided_keep is not None and batch.sampling_per_token_logps is not None:
+            read.add("old/sampling")  # by the early part, and what it did not use is not measured later
+        for ratio in sorted(read):
             observed = ratios[ratio].observed
             if self.nonfinite == "raise" and bool((batch.mask & ~observed).any()):
                 raise ValueError(
@@ -224,8 +256,9 @@ class Correction:
         keep = torch.ones_like(base[:, :1]) if batch.decided_keep is None else batch.decided_keep != 0
         decisions = []
         for term in self.keep:
+            left = keep if base is batch.mask else base & keep
             measured = base if self.measure_on == "original" else base & keep
-            violations = term.violations(ratios.inputs(term.ratio, measured, trainable=base, keep=keep))
+            violations = term.violations(ratios.inputs(term.ratio, measured, keep=left))
             decisions.append(violations)
             for violated in violations:
                 if violated is not None:
@@ -238,7 +271,7 @@ class Correction:
         raw: Tensor | None = None
         bounded: Tensor | None = None
         for weight in self.weights:
-            one = weight.weigh(ratios.inputs(weight.ratio, measured, trainable=base, keep=keep))
+            one = weight.weigh(ratios.inputs(weight.ratio, measured, keep=keep))
             raw = one.raw if raw is None else raw * one.raw
             bounded = one.bounded if bounded is None else bounded * one.bounded
         return raw, bounded

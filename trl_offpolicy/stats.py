@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.diagnostics import Finalizer
+from trl_offpolicy.functional.intervals import ClusterRows, half_width_95
 from trl_offpolicy.functional.moments import Moments
 
 PREFIX = "offpolicy/"
@@ -35,10 +36,20 @@ class Stat(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Diagnostics that share one set of moments."""
+    """Diagnostics that share one set of moments.
+
+    ``rows`` holds the same moments of every response, for the intervals of the diagnostics named in ``intervals``.
+    """
 
     moments: Moments
     finalizers: Mapping[str, Finalizer]
+    rows: ClusterRows | None = None
+    intervals: tuple[str, ...] = ()
+
+    def merge(self, other: Group) -> Group:
+        """The group of the union of both samples."""
+        rows = None if self.rows is None or other.rows is None else self.rows.merge(other.rows)
+        return self._replace(moments=self.moments.merge(other.moments), rows=rows)
 
 
 class Stats(Mapping[str, Stat]):
@@ -80,11 +91,11 @@ class Stats(Mapping[str, Stat]):
         merged = dict(self.groups)
         for name, group in other.groups.items():
             mine = self.groups.get(name)
-            merged[name] = group if mine is None else Group(mine.moments.merge(group.moments), mine.finalizers)
+            merged[name] = group if mine is None else mine.merge(group)
         return Stats(merged)
 
     def all_reduce(self, gather: Callable[[Tensor], Tensor]) -> Stats:
-        """Merge over ranks with one collective.
+        """Merge over ranks: one collective for all moments, and two for the rows of all intervals.
 
         Args:
             gather: all-gathers a (N,) float64 tensor to (world * N,) or (world, N), e.g. ``accelerator.gather``.
@@ -97,12 +108,54 @@ class Stats(Mapping[str, Stat]):
         reduced = {}
         for name, group in self.groups.items():
             sums, maxima = next(columns).sum(0), next(columns).amax(0)
-            reduced[name] = Group(Moments(group.moments.layout, sums, maxima), group.finalizers)
-        return Stats(reduced)
+            reduced[name] = group._replace(moments=Moments(group.moments.layout, sums, maxima))
+        return Stats(reduced if len(ranks) == 1 else _gather_rows(reduced, gather))
 
     def compute(self) -> dict[str, float]:
-        """All values as floats, with a single transfer to the host."""
+        """All values as floats, with a single transfer to the host; then the intervals, ``<key>_ci95``.
+
+        An interval is the half width of the 95 % confidence interval, clustered by prompt group; it is left out with
+        fewer than two groups.
+        """
         if not self.groups:
             return {}
-        values: list[float] = torch.stack([stat.value for stat in self.values()]).tolist()
-        return dict(zip(self, values, strict=True))
+        named = {key: stat.value for key, stat in self.items()}
+        for name, group in self.groups.items():
+            if group.rows is None:
+                continue
+            totals = group.rows.group_totals()
+            for quantity in group.intervals:
+                width = half_width_95(group.finalizers[quantity], group.rows.layout, totals)
+                if width is not None:
+                    named[f"{PREFIX}{name}/{quantity}_ci95"] = width
+        values: list[float] = torch.stack(list(named.values())).tolist()
+        return dict(zip(named, values, strict=True))
+
+
+def _gather_rows(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -> dict[str, Group]:
+    """The rows of all ranks. Ranks may hold different numbers; a padding row has no tokens and is ignored.
+
+    Responses without group ids get one per rank and row, so that ranks do not mix.
+    """
+    tables = {name: group.rows for name, group in groups.items() if group.rows is not None}
+    if not tables:
+        return groups
+    device = next(iter(tables.values())).values.device
+    length = max(len(rows.values) for rows in tables.values())
+    longest = int(gather(torch.tensor([length], dtype=torch.float64, device=device)).max())
+    flat = torch.cat([_padded(rows, longest).flatten() for rows in tables.values()])
+    ranks = gather(flat).view(-1, len(flat))
+    pieces = torch.split(ranks, [longest * (rows.values.shape[1] + 1) for rows in tables.values()], dim=1)
+    gathered = dict(groups)
+    for (name, rows), piece in zip(tables.items(), pieces, strict=True):
+        table = piece.reshape(-1, rows.values.shape[1] + 1)
+        ids = None if rows.ids is None else table[:, 0].long()
+        gathered[name] = groups[name]._replace(rows=ClusterRows(rows.layout, table[:, 1:], ids))
+    return gathered
+
+
+def _padded(rows: ClusterRows, length: int) -> Tensor:
+    """(length, 1 + S): group id and moments, zero rows at the end."""
+    ids = torch.zeros_like(rows.values[:, 0]) if rows.ids is None else rows.ids.to(rows.values.dtype)
+    table = torch.cat([ids.unsqueeze(1), rows.values], dim=1)
+    return torch.nn.functional.pad(table, (0, 0, 0, length - len(table)))

@@ -6,7 +6,6 @@ TRL samples and learns with the same weights (aligned steps), old is the current
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -15,24 +14,31 @@ import torch
 from torch import Tensor
 from transformers import ProgressCallback
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 
 from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.engines.checks import require_comparable, sampling_faults
+from trl_offpolicy.correction_stats import noise_floor
 from trl_offpolicy.engines.colocate import colocate_engine
-from trl_offpolicy.losses import CISPO, PPOClip
+from trl_offpolicy.functional.advantages import ScaleRewards
 from trl_offpolicy.objectives import NONFINITE_CURRENT, Objective
 from trl_offpolicy.presets.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.recording import RolloutRecorder
-from trl_offpolicy.stats import PREFIX, Stats
+from trl_offpolicy.staging import Stages
+from trl_offpolicy.stats import Stats
+from trl_offpolicy.trainer_checks import check_engine, stages_of, warn_about_dropout
+from trl_offpolicy.trl_names import trl_names
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
 _MODEL_INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-_SAMPLING_OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs")
+_TEXT_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+_BATCH_FIELDS = (
+    "old_per_token_logps", "sampling_per_token_logps", "rewards", "ref_per_token_logps", "policy_versions",
+    "group_ids", "decided_weights", "decided_keep",
+)  # fmt: skip
 
 
 class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -58,14 +64,14 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         has_rollout_func = kwargs.get("rollout_func") is not None
         preset = resolve_preset(args, has_rollout_func=has_rollout_func)
         self.objective: Objective = preset.objective
-        _check_engine(args, self.objective, has_rollout_func=has_rollout_func)
-        _check_scope(args, self.objective)
-        _warn_about_dropout(kwargs.get("peft_config"))
+        check_engine(args, self.objective, has_rollout_func=has_rollout_func)
+        self._stages = stages_of(args, self.objective)
+        warn_about_dropout(kwargs.get("peft_config"))
         with colocate_engine(cast("dict[str, Any] | None", args.engine)):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._stats: dict[str, Stats] = {}
         self._local_rewards: Tensor | None = None
-        self._groups_seen = 0
+        self._groups_seen = {"train": 0, "eval": 0}
         self._recorder = self._make_recorder() if args.record_rollouts else None
         info = {
             "model": getattr(self.model.config, "_name_or_path", ""),
@@ -98,75 +104,115 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         device = output["advantages"].device
         if self._local_rewards is not None:
             output["rewards"] = self._local_rewards[rank * rows : (rank + 1) * rows].to(device)
+        mode = "train" if self.model.training else "eval"
         group_ids = torch.arange(rank * rows, (rank + 1) * rows, device=device) // generations
-        output["group_ids"] = self._groups_seen + group_ids  # several generation batches can meet in one step
-        if self.model.training:
-            self._groups_seen += rows * self.accelerator.num_processes // generations
+        output["group_ids"] = self._groups_seen[mode] + group_ids  # several generation batches can meet in one step
+        self._groups_seen[mode] += rows * self.accelerator.num_processes // generations
         output["policy_versions"] = torch.full((rows,), self.state.global_step, device=device)
+        if self._stages is not None:
+            self._decide(output, self._stages, mode)
         return output
+
+    def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
+        """Run what needs the whole generation batch, before TRL shuffles and splits it; its rows travel along."""
+        if "old_per_token_logps" not in output:
+            train = mode == "train"
+            size = self.args.per_device_train_batch_size if train else self.args.per_device_eval_batch_size
+            with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+                output["old_per_token_logps"] = self._score(self.model, output, batch_size=size)[0]
+        old = output["old_per_token_logps"]
+        batch = self._policy_batch(output, _trainable(output), old)
+        decided = stages.decide(batch, scale_rewards=cast("ScaleRewards", self.scale_rewards))
+        output.update(decided.rows)
+        if self.objective.denominator == "kept":
+            output["kept_tokens"], output["kept_sequences"] = decided.kept_tokens, decided.kept_sequences
+        self._add_stats(mode, decided.stats)
+
+    def _score(self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, **wanted: bool) -> Any:
+        """TRL's own scoring of the completions: (log-probs (B, T), entropies, auxiliary loss)."""
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            batch_size,
+            **wanted,
+            **{name: inputs.get(name) for name in _MODEL_INPUTS},
+        )
 
     # ---------------------------------------------------------------------------------------------------------- loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         mode = "train" if self.model.training else "eval"
-        mask = inputs["completion_mask"]
-        mask = (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).bool()
-        logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **{name: inputs.get(name) for name in _MODEL_INPUTS},
+        logps, entropies, aux_loss = self._score(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        batch = self._policy_batch(inputs, mask, logps, entropies)
+        batch = self._policy_batch(inputs, _trainable(inputs), logps, entropies)
         reduction = self._reduction(inputs, mode)
         result = self._current_objective()(batch, reduction)
-        known = self._stats.get(mode)
-        self._stats[mode] = result.stats if known is None else known.merge(result.stats)
+        self._add_stats(mode, result.stats)
         self._raise_if_not_finite(mode)
         self._record(inputs, batch, result, mode)
+        self._measure_noise_floor(model, inputs, batch, mode)
         if self._entropy_bonus_enabled:
             self._log_policy_loss(batch, result, reduction, mode)
         self._update_entropy_coefficient(batch, mode)
         return result.loss if aux_loss is None else result.loss + self._scaled_aux_loss(aux_loss, mode)
 
-    def _policy_batch(self, inputs: dict[str, Any], mask: Tensor, logps: Tensor, entropies: Tensor) -> PolicyBatch:
+    def _policy_batch(
+        self, inputs: dict[str, Any], mask: Tensor, logps: Tensor, entropies: Tensor | None = None
+    ) -> PolicyBatch:
         policy_mask = None
-        if self.top_entropy_quantile < 1.0:
+        if entropies is not None and self.top_entropy_quantile < 1.0:
             policy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return PolicyBatch(
             per_token_logps=logps,
-            old_per_token_logps=inputs.get("old_per_token_logps"),
-            sampling_per_token_logps=inputs.get("sampling_per_token_logps"),
             completion_mask=mask,
             advantages=inputs["advantages"],
-            rewards=inputs.get("rewards"),
-            ref_per_token_logps=inputs.get("ref_per_token_logps"),
             entropies=entropies,
             policy_mask=policy_mask,
-            policy_versions=inputs.get("policy_versions"),
-            group_ids=inputs.get("group_ids"),
+            current_version=self.state.global_step,
+            **{name: inputs.get(name) for name in _BATCH_FIELDS},
         )
 
+    def _add_stats(self, mode: str, stats: Stats) -> None:
+        known = self._stats.get(mode)
+        self._stats[mode] = stats if known is None else known.merge(stats)
+
+    def _measure_noise_floor(self, model: Any, inputs: dict[str, Any], batch: PolicyBatch, mode: str) -> None:
+        """Score the micro-batch again in halves (a single row: doubled); once in ``noise_floor_steps`` steps."""
+        every = self.args.noise_floor_steps
+        if mode != "train" or not every or self.state.global_step % every or "noise_floor" in self._stats[mode].groups:
+            return
+        rows = len(batch.mask)
+        if any(inputs.get(name) is not None for name in _MODEL_INPUTS):
+            return  # images are not split by rows
+        again = inputs if rows > 1 else {name: inputs[name].repeat(2, 1) for name in _TEXT_INPUTS}
+        with torch.no_grad():
+            logps = self._score(model, again, batch_size=max(rows // 2, 1) if rows > 1 else 2)[0][:rows]
+        self._add_stats(mode, noise_floor(batch.per_token_logps.detach(), logps, batch.mask))
+
     def _current_objective(self) -> Objective:
-        """The objective with the adaptive entropy coefficient of this step."""
+        """The objective of the loss step, with the adaptive entropy coefficient of this moment."""
+        objective = self.objective if self._stages is None else self._stages.late
         if not self.use_adaptive_entropy:
-            return self.objective
+            return objective
         active = self._last_world_entropy <= self.args.entropy_target
-        return replace(self.objective, entropy_coef=self.entropy_coef if active else 0.0)
+        return replace(objective, entropy_coef=self.entropy_coef if active else 0.0)
 
     def _reduction(self, inputs: dict[str, Any], mode: str) -> Reduction:
         """TRL's denominators: its loss is scaled for gradient accumulation here, not by the base trainer."""
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
-        tokens = None
-        if self.objective.denominator == "all" and self.loss_type in GLOBAL_TOKEN_LOSSES:
-            tokens = inputs["num_items_in_batch"].clamp(min=1.0)
-            if mode == "train":  # it spans the generation batch; rescale it to one accumulation window
-                tokens = tokens * accumulation / self.args.steps_per_generation
+        # these counts span the generation batch; rescale them to one accumulation window
+        share = accumulation / self.args.steps_per_generation if mode == "train" else 1.0
+        tokens = sequences = None
+        if self.objective.denominator == "kept":
+            tokens, sequences = (inputs[name].clamp(min=1.0) * share for name in ("kept_tokens", "kept_sequences"))
+        elif self.loss_type in GLOBAL_TOKEN_LOSSES:
+            tokens = inputs["num_items_in_batch"].clamp(min=1.0) * share
         return Reduction(
             tokens=tokens,
+            sequences=sequences,
             world_size=self.accelerator.num_processes,
             accumulation=accumulation,
             max_length=self.max_completion_length,
@@ -241,61 +287,14 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         stats = self._stats.pop(mode, None)
         if stats is not None:
             values = stats.all_reduce(self.accelerator.gather).compute()
-            for key, value in {**values, **self._trl_names(values)}.items():
+            for key, value in {**values, **trl_names(self.objective, values)}.items():
                 self._metrics[mode][key].append(value)
         if self._recorder is not None:
             self._recorder.flush()
         super().log(logs, start_time)
 
-    def _trl_names(self, values: dict[str, float]) -> dict[str, float]:
-        """The keys that stock TRL logs for the same quantities."""
-        loss = {key.removeprefix(f"{PREFIX}loss/"): value for key, value in values.items() if "/loss/" in key}
-        named = {"entropy": loss["entropy"]}
-        if self.objective.kl is not None:
-            named["kl"] = loss["kl"]
-        if isinstance(self.objective.policy_loss, PPOClip):
-            named |= {
-                "clip_ratio/low_mean": loss["clip_low_fraction"],
-                "clip_ratio/high_mean": loss["clip_high_fraction"],
-                "clip_ratio/region_mean": loss["clip_region_fraction"],
-                "clip_ratio/low_min": loss["response_clip_low_min"],
-                "clip_ratio/high_max": loss["response_clip_high_max"],
-            }
-        elif isinstance(self.objective.policy_loss, CISPO):
-            named["cispo_clip_ratio"] = loss["clip_high_fraction"]
-        elif self.objective.policy_loss.weight_use == "inside":
-            named["vespo/phi_seq_mean"] = loss["gate_mean"]
-        return named
 
-
-def _check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:
-    correction = objective.correction or Correction()
-    if correction.needs_sampling and not (args.use_vllm or has_rollout_func):
-        raise ValueError(
-            "offpolicy must not read the sampling policy when use_vllm is False: transformers' generate samples from "
-            "the trainer itself, so old/sampling is 1. Use offpolicy: measure, or use_vllm: true."
-        )
-    options = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
-    device_type = args.device.type
-    if correction.needs_sampling and args.use_vllm:
-        require_comparable(options, device_type=device_type)
-    elif args.use_vllm and (faults := sampling_faults(options, device_type=device_type)):
-        warnings.warn("Diagnostics will be biased: " + "; ".join(faults), stacklevel=3)
-
-
-def _warn_about_dropout(peft_config: Any) -> None:
-    if (dropout := getattr(peft_config, "lora_dropout", 0.0)) > 0:
-        warnings.warn(
-            f"lora_dropout is {dropout}: the trainer's log-probs become random and look like engine mismatch; use 0.",
-            stacklevel=3,
-        )
-
-
-def _check_scope(args: OffPolicyGRPOConfig, objective: Objective) -> None:
-    """Wider scopes need the whole generation batch in one loss call."""
-    whole = args.steps_per_generation == 1 and args.gradient_accumulation_steps == 1
-    if objective.scope != "row" and not whole:
-        raise NotImplementedError(
-            f"offpolicy has scope {objective.scope!r} (normalize, or denominator 'kept'), which needs the generation "
-            "batch in one piece; set steps_per_generation and gradient_accumulation_steps to 1 for now."
-        )
+def _trainable(inputs: dict[str, Any]) -> Tensor:
+    """(B, T) bool: completion tokens that the model itself wrote."""
+    mask: Tensor = inputs["completion_mask"]
+    return (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).bool()

@@ -160,15 +160,16 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
     return product
 
 
-def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None) -> Moments:
-    """Add rows up; ``keep_rows`` (B,) bool restricts to some sequences at no extra pass over the tokens."""
+ROW_LAYOUT = Layout(sums=_TOKEN_SUMS + _ROW_SUMS)
+"""The additive entries of :data:`RATIO_LAYOUT` for one response at a time, without histogram and maxima."""
+
+
+def ratio_row_moments(rows: RatioRows) -> Tensor:
+    """Moments of every response by itself: (B, S) float64 in the order of :data:`ROW_LAYOUT`, 0 for an empty row."""
     column = dict(zip(_TOKEN_SUMS, rows.sums.unbind(-1), strict=True))
     active = column["tokens"] > 0
-    if keep_rows is not None:
-        active = active & keep_rows
     count = column["tokens"].clamp(min=1.0)
     log_denominator, log_ratio = column["logp"] / count, column["log_ratio"] / count
-    chi2_row = (column["excess_sq"] + 2 * column["excess"]) / count
     per_row = torch.stack(
         [
             torch.ones_like(count),
@@ -183,10 +184,29 @@ def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None) -> Moments
         ],
         dim=-1,
     )
-    kept = rows.sums if keep_rows is None else torch.where(keep_rows.unsqueeze(-1), rows.sums, 0.0)
+    return torch.cat([rows.sums, torch.where(active.unsqueeze(-1), per_row, 0.0)], dim=-1)
+
+
+def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moments: Tensor | None = None) -> Moments:
+    """Add rows up; ``keep_rows`` (B,) bool restricts to some sequences at no extra pass over the tokens.
+
+    Args:
+        rows: from :func:`ratio_rows`.
+        keep_rows: (B,) bool, or None for all.
+        row_moments: the same rows through :func:`ratio_row_moments`, where they are known already.
+    """
+    row_moments = ratio_row_moments(rows) if row_moments is None else row_moments
+    column = dict(zip(ROW_LAYOUT.sums, row_moments.unbind(-1), strict=True))
+    active = column["tokens"] > 0
+    kept = row_moments
+    if keep_rows is not None:
+        active = active & keep_rows
+        kept = torch.where(keep_rows.unsqueeze(-1), row_moments, 0.0)
+    chi2_row = (column["excess_sq"] + 2 * column["excess"]) / column["tokens"].clamp(min=1.0)
+    difference = column["log_ppl_diff"]
+    tops = torch.cat([rows.maxima, torch.stack([difference, -difference], -1)], dim=-1)
+    sums = torch.cat([kept.sum(0), _log_histogram(chi2_row, active)])
     inside = active.unsqueeze(-1)
-    tops = torch.cat([rows.maxima, torch.stack([-log_ratio, log_ratio], -1)], dim=-1)
-    sums = torch.cat([kept.sum(0), torch.where(inside, per_row, 0.0).sum(0), _log_histogram(chi2_row, active)])
     maxima = torch.where(inside, tops, -torch.inf).amax(0) if len(tops) else tops.new_full((5,), -torch.inf)
     return Moments(RATIO_LAYOUT, sums, maxima)
 
@@ -216,29 +236,41 @@ WEIGHT_LAYOUT = Layout(
 )
 
 
-def weight_moments(weights: Tensor, mask: Tensor) -> Moments:
-    """Moments of importance weights over the True tokens of ``mask``.
+def weight_row_moments(weights: Tensor, mask: Tensor) -> Tensor:
+    """The additive moments of every response's weights by itself: (B, 6) float64 in the order of the weight layout.
 
     Args:
         weights: (B, T) or (B, 1) float32.
-        mask: (B, T) bool; rows without a True token are not counted.
+        mask: (B, T) bool; rows without a True token are 0.
 
     The sequence entries take each row's mean weight over its tokens (a sequence-level weight is its own mean).
     """
     count = mask.sum(-1).double()
     active = count > 0
     if weights.shape[-1] == 1:
-        row = torch.where(active, weights.squeeze(-1).double(), 0.0)
-        total, squares = (row * count).sum(), (row.square() * count).sum()
-        low, high = _extrema(weights.squeeze(-1), active)
+        mean = torch.where(active, weights.squeeze(-1).double(), 0.0)
+        total, squares = mean * count, mean.square() * count
     else:
         inside = torch.where(mask, weights, 0.0)
-        row_sums = inside.sum(-1).double()
-        row = row_sums / count.clamp(min=1.0)
-        total, squares = row_sums.sum(), _dot(inside, inside).double().sum()
+        total, squares = inside.sum(-1).double(), _dot(inside, inside).double()
+        mean = total / count.clamp(min=1.0)
+    return torch.stack([count, total, squares, active.double(), mean, mean.square()], dim=-1)
+
+
+def weight_moments(weights: Tensor, mask: Tensor, row_moments: Tensor | None = None) -> Moments:
+    """Moments of importance weights over the True tokens of ``mask``.
+
+    Args:
+        weights: (B, T) or (B, 1) float32.
+        mask: (B, T) bool; rows without a True token are not counted.
+        row_moments: the same through :func:`weight_row_moments`, where it is known already.
+    """
+    rows = weight_row_moments(weights, mask) if row_moments is None else row_moments
+    if weights.shape[-1] == 1:
+        low, high = _extrema(weights.squeeze(-1), mask.any(-1))
+    else:
         low, high = _extrema(weights, mask)
-    sums = [count.sum(), total, squares, active.sum(), row.sum(), row.square().sum()]
-    return moments(WEIGHT_LAYOUT, sums, [high, -low])
+    return Moments(WEIGHT_LAYOUT, rows.sum(0), torch.stack([high, -low]).double())
 
 
 def _extrema(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,54 @@
+"""Advantages from rewards, where a correction changes what the baseline may see."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.collective import gather_rows
+
+ScaleRewards = Literal["group", "batch", "none"]
+_EPSILON = 1e-4  # as TRL adds to the standard deviation
+
+
+def group_advantages(
+    rewards: Tensor, group_ids: Tensor, counted: Tensor, *, scale_rewards: ScaleRewards = "group"
+) -> Tensor:
+    """GRPO's advantage with a baseline of the counted responses only: (r - mean) / (std + 1e-4).
+
+    A response that rejection took out of the loss says something about the engine, not about the policy; left in the
+    group's mean and spread it still moves the others. With all responses counted this is TRL's advantage.
+
+    Args:
+        rewards: (B,) float; NaN = no reward, not counted.
+        group_ids: (B,) integer; a group may be spread over ranks, every rank makes this call.
+        counted: (B,) bool, responses that belong to the baseline.
+        scale_rewards: divide by the standard deviation (n - 1) of the "group", of the whole "batch", or not.
+
+    Returns:
+        (B,) float32; 0 for responses that are not counted and for groups of one.
+
+    Reference: Shao et al. 2024, GRPO (arXiv:2402.03300), Eq. 3; TRL ``scale_rewards``.
+
+    Example:
+        >>> rewards, ids = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 0])
+        >>> group_advantages(rewards, ids, torch.tensor([True, True, False]), scale_rewards="none")
+        tensor([ 0.5000, -0.5000,  0.0000])
+    """
+    here = counted & ~rewards.isnan()
+    values = torch.where(here, rewards.float(), 0.0)
+    everyone, ids, present = gather_rows(values), gather_rows(group_ids), gather_rows(here)
+    member = (group_ids.unsqueeze(1) == ids.unsqueeze(0)) & present.unsqueeze(0)
+    count = member.sum(-1)
+    mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
+    advantages = torch.where(here & (count > 1), values - mean, 0.0)
+    if scale_rewards == "none":
+        return advantages
+    if scale_rewards == "batch":
+        member = present.expand(len(rewards), -1)
+        count = member.sum(-1)
+        mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
+    squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
+    return advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + _EPSILON)
