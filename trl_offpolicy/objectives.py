@@ -115,12 +115,15 @@ class Objective:
 
     def _check_counted_once(self) -> None:
         """Each factor of pi / mu = (pi / pi_old)(pi_old / mu) may stand in the loss or in a weight, not in both."""
-        if self.correction is None or not self.policy_loss.uses_ratio:
-            return
         held = "current/sampling" if self.mode == "bypass" else "current/old"
-        for weight in self.correction.weights:
-            if self.mode == "bypass" or weight.ratio != "old/sampling":
-                name = type(self.policy_loss).__name__
+        name = type(self.policy_loss).__name__
+        for weight in () if self.correction is None else self.correction.weights:
+            if self.policy_loss.weight_use == "inside" and weight.level in ("turn", "turn_mean", "prefix"):
+                raise ValueError(
+                    "correction.weight must be at level 'token', 'sequence' or 'sequence_mean' with "
+                    f"{name}, which multiplies the weights of a response's tokens, but got {weight.level!r}."
+                )
+            if self.policy_loss.uses_ratio and (self.mode == "bypass" or weight.ratio != "old/sampling"):
                 raise ValueError(
                     f"correction.weight must not hold {weight.ratio!r} in {self.mode} mode with {name}, whose own "
                     f"ratio is {held!r}: it would be counted twice. Use losses.GPG(), or leave the weight out."

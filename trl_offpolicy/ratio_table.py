@@ -25,8 +25,8 @@ class RatioTable:
             )
         return self._known[numerator, denominator]
 
-    def inputs(self, ratio: Ratio, mask: Tensor, *, trainable: Tensor, keep: Tensor) -> TermInputs:
-        """What a term on ``ratio`` sees when it measures ``mask``."""
+    def inputs(self, ratio: Ratio, mask: Tensor, *, keep: Tensor) -> TermInputs:
+        """What a term on ``ratio`` sees when it measures ``mask`` and ``keep`` is still in the loss."""
         batch = self._batch
         return TermInputs(
             log_ratios=self[ratio].values,
@@ -36,7 +36,7 @@ class RatioTable:
             turn_ids=batch.turn_ids,
             group_ids=batch.group_ids,
             version_lags=batch.version_lags,
-            trainable=trainable,
+            trainable=batch.mask,
             keep=keep,
         )
 

@@ -87,7 +87,8 @@ class PolicyBatch:
         policy_versions: (B,) or (B, T), integer weight version that sampled.
         group_ids: (B,), integer id of the prompt group.
         current_version: weight version of ``per_token_logps``; with ``policy_versions`` it tells how stale a row is.
-        decided_weights: float32 weights that a correction of wider scope gave before the batch was split.
+        decided_weights: (B, 1) or (B, T), float32 weights that a correction of wider scope gave before the batch was
+            split. Its ``sequence_weights`` (B, 1) where it has them: a loss with the weights inside reads each once.
         decided_keep: bool, likewise its keep mask.
 
     Raises:
@@ -152,6 +153,8 @@ class PolicyBatch:
         allowed: set[tuple[int, ...]] = {(rows, length)} if name not in _ROW_FIELDS else {(rows,)}
         if name in _ROW_OR_TOKEN_FIELDS:
             allowed.add((rows,))
+        if name == "decided_weights":
+            allowed.add((rows, 1))
         if tuple(value.shape) not in allowed:
             expected = " or ".join(str(shape) for shape in sorted(allowed, key=len))
             raise ValueError(f"{name} must have shape {expected}, but got {tuple(value.shape)}.")
@@ -166,7 +169,7 @@ class PolicyBatch:
         """(B, 1) or (B, T) integer: versions between sampling and now; None where one of the two is not known."""
         if self.policy_versions is None or self.current_version is None:
             return None
-        lags = self.current_version - self.policy_versions
+        lags = self.current_version - self.policy_versions.long()
         return lags.unsqueeze(1) if lags.dim() == 1 else lags
 
     @property

@@ -1,14 +1,22 @@
-"""Keep masks: veto, off-policy sequence mask, divergence statistics."""
+"""Keep masks: veto, off-policy sequence mask, second-moment budget, divergence statistics."""
 
 import math
 from functools import partial
 
+import plain
 import pytest
 import torch
 
-from trl_offpolicy.functional.masks import divergence, off_policy_sequence_mask, outlier_veto
+from trl_offpolicy.functional.masks import (
+    PROBABILITY_STATISTICS,
+    STATISTICS,
+    divergence,
+    off_policy_sequence_mask,
+    outlier_veto,
+    second_moment_budget,
+)
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
 
 
@@ -64,18 +72,146 @@ def test_sequence_mask_decides_by_token_where_advantages_do():
     assert keep.tolist() == [[True, False], [True, True]]
 
 
+# ------------------------------------------------------------------------------------------------------ budget
+
+
+def affordable(rows, budget):
+    log_ratios = torch.tensor(rows)
+    return second_moment_budget(log_ratios, ~log_ratios.isnan(), budget=budget, across_ranks=False).tolist()
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept"),
+    [  # squares 0.01, 0.04, 0.09, 1, 4; means of the sorted prefix 0.01, 0.025, 0.0467, 0.285, 1.028
+        (2.0, [True] * 5),
+        (1.0, [True, True, False, True, True]),
+        (0.1, [True, True, False, True, False]),
+        (0.03, [True, False, False, True, False]),
+        (0.02, [True, False, False, False, False]),
+        (0.005, [False] * 5),  # even the best token costs more than the budget
+    ],
+)
+def test_budget_drops_the_worst_first(budget, kept):
+    assert affordable([[0.1, -0.3, 2.0, -0.2, 1.0]], budget) == [kept]
+
+
+def test_budget_is_inclusive():
+    assert affordable([[0.5, -0.5]], 0.25) == [[True, True]]
+    assert affordable([[1.0, 0.0]], 0.5) == [[True, True]]
+    assert affordable([[1.0, 0.0]], math.nextafter(0.5, 0)) == [[False, True]]
+
+
+def test_equal_tokens_fall_together():
+    # one token of +-1 would be affordable, but nothing says which
+    assert affordable([[0.0, 1.0], [-1.0, 0.0]], 0.4) == [[True, False], [False, True]]
+
+
+def test_budget_is_one_for_all_rows_and_reads_trainable_tokens_only():
+    assert affordable([[0.0, 0.0, 0.0], [1.0, NAN, NAN]], 0.25) == [[True] * 3, [True] * 3]
+    assert affordable([[0.0, 0.0, NAN], [1.0, NAN, NAN]], 0.25) == [[True] * 3, [False, True, True]]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 1), (3, 4)])
+def test_budget_of_nothing_keeps_everything(shape):
+    keep = second_moment_budget(torch.full(shape, NAN), torch.zeros(shape).bool(), budget=0.1, across_ranks=True)
+
+    assert torch.equal(keep, torch.ones(shape).bool())
+
+
+@pytest.mark.parametrize("budget", [0.01, 0.04, 0.3, 1.0])
+def test_budget_by_dropping_one_at_a_time(budget):
+    for seed in range(20):
+        log_ratios, mask, _, _ = plain.random_case(seed)
+        if seed % 2:
+            log_ratios = (2 * log_ratios).round() / 2  # many ties
+
+        keep = second_moment_budget(log_ratios, mask, budget=budget, across_ranks=False)
+
+        assert keep[mask].tolist() == plain.affordable(log_ratios[mask].tolist(), budget)
+        assert keep[~mask].all()
+        left = log_ratios[mask & keep].square()
+        assert not len(left) or left.mean() <= budget
+
+
+# -------------------------------------------------------------------------------------------------- statistics
+
+
 @pytest.mark.parametrize(
     ("statistic", "expected"),
     [
         ("k1", [-math.log(2), math.log(2), 0.0]),  # -l, signed
         ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2, 0.0]),
         ("k3", [2 - 1 - math.log(2), 0.5 - 1 + math.log(2), 0.0]),  # rho - 1 - l
+        ("abs", [math.log(2), math.log(2), 0.0]),
+        ("prob_diff", [0.5 - 0.25, 0.4 - 0.8, 0.0]),  # p - q
+        ("binary_tv", [0.25, 0.4, 0.0]),
+        (
+            "binary_kl",
+            [0.25 * math.log(0.5) + 0.75 * math.log(0.75 / 0.5), 0.8 * math.log(2) + 0.2 * math.log(0.2 / 0.6), 0.0],
+        ),
     ],
 )
 def test_divergence_statistics(statistic, expected):
+    """p = 0.5, 0.4, 0.7 against q = 0.25, 0.8, 0.7."""
     log_ratios = torch.tensor([math.log(2), -math.log(2), 0.0])
 
-    close(divergence(log_ratios, statistic), torch.tensor(expected))
+    close(divergence(log_ratios, statistic, torch.tensor([0.25, 0.8, 0.7]).log()), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_divergence_by_plain_floats(statistic):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.rand(500, generator=generator).double() * 0.9 + 0.05
+    p = torch.rand(500, generator=generator).double() * 0.9 + 0.05
+
+    got = divergence((p.log() - q.log()).float(), statistic, q.log().float())
+
+    expected = [plain.divergence(statistic, a.log().item(), b.log().item()) for a, b in zip(p, q, strict=True)]
+    torch.testing.assert_close(got.double(), torch.tensor(expected).double(), rtol=2e-5, atol=2e-6)
+
+
+def test_binary_divergences_are_those_of_the_two_way_split():
+    """Total variation and KL of "this token" against "another", from their definitions over two outcomes."""
+    q, p = torch.tensor([0.2, 0.6]).double(), torch.tensor([0.5, 0.1]).double()
+    ours, theirs = torch.stack([p, 1 - p]), torch.stack([q, 1 - q])
+    log_ratios = (p / q).log().float()
+
+    close(divergence(log_ratios, "binary_tv", q.log()), ((ours - theirs).abs().sum(0) / 2).float())
+    close(divergence(log_ratios, "binary_kl", q.log()), (theirs * (theirs / ours).log()).sum(0).float())
+
+
+@pytest.mark.parametrize("statistic", ["k2", "k3", "abs", "binary_tv", "binary_kl"])
+def test_divergences_are_zero_on_policy_and_never_negative(statistic):
+    log_q = torch.linspace(-20, 0, 101)
+    log_p = log_q.flip(0)
+
+    assert divergence(torch.zeros(101), statistic, log_q).tolist() == [0.0] * 101
+    value = divergence(log_p - log_q, statistic, log_q)
+    assert (value >= 0).all() and value.isfinite().all()
+
+
+@pytest.mark.parametrize(("log_p", "log_q"), [(0.0, -0.7), (0.0, -20.0), (-0.7, 0.0), (-20.0, 0.0), (0.0, 0.0)])
+def test_certain_tokens_have_finite_divergences(log_p, log_q):
+    for statistic in STATISTICS:
+        got = divergence(torch.tensor([log_p - log_q]), statistic, torch.tensor([log_q]))
+
+        assert got.item() == pytest.approx(plain.divergence(statistic, log_p, log_q), rel=1e-5, abs=1e-6), statistic
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("statistic", PROBABILITY_STATISTICS)
+def test_probabilities_of_other_dtypes(statistic, dtype):
+    log_ratios, log_q = torch.tensor([0.5, -0.5]), torch.tensor([-1.5, -0.25])  # exact in 8 bits
+
+    got = divergence(log_ratios, statistic, log_q.to(dtype))
+
+    assert torch.equal(got, divergence(log_ratios, statistic, log_q))
+
+
+@pytest.mark.parametrize("statistic", PROBABILITY_STATISTICS)
+def test_probability_statistics_need_the_denominator(statistic):
+    with pytest.raises(ValueError, match=f"^denominator_logps must be given for statistic '{statistic}', but got None"):
+        divergence(torch.zeros(1), statistic)
 
 
 def test_k3_is_exact_where_the_policies_nearly_agree():
@@ -90,5 +226,5 @@ def test_k3_of_the_largest_log_ratio_is_finite():
 
 
 def test_unknown_statistic_is_refused():
-    with pytest.raises(ValueError, match="statistic must be one of 'k1', 'k2', 'k3', but got 'k4'"):
+    with pytest.raises(ValueError, match=r"^statistic must be one of \['k1', .*'binary_kl'\], but got 'k4'"):
         divergence(torch.zeros(1), "k4")

@@ -78,7 +78,7 @@ def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, acr
     squares = log_ratios.square()
     everyone = torch.where(mask, squares, torch.inf)
     everyone = gather_flat(everyone, padding=torch.inf) if across_ranks else everyone.flatten()
-    ordered = everyone.double().sort().values
+    ordered = torch.nn.functional.pad(everyone.double(), (0, 1), value=torch.inf).sort().values  # at least one entry
     real = ordered < torch.inf
     mean = torch.where(real, ordered, 0.0).cumsum(0) / real.cumsum(0).clamp(min=1)
     # the mean over a growing sorted prefix never falls, so what cannot be afforded is one tail

@@ -129,12 +129,12 @@ def shaped_weight(ratio: Tensor, *, gamma: float) -> Tensor:
 def ess_cap(ratios: Tensor, *, target: float) -> Tensor:
     """The largest cap C for which ``min(ratio, C)`` has an effective sample size of at least ``target``.
 
-    ESS = (sum w)^2 / (n sum w^2) falls as C grows. The cap is first looked for among the ratios themselves, then
-    refined between two of them by bisection.
+    ESS = (sum w)^2 / (n sum w^2) falls as C grows. Between two neighbouring ratios, with sum S and sum of squares Q of
+    the smaller ones and m larger ones, ESS = target is (S + m C)^2 = target n (Q + m C^2), a quadratic in C.
 
     Args:
         ratios: (N,) positive ratios of all units of the batch; entries that are not finite are padding.
-        target: ESS to reach, a fraction in (0, 1].
+        target: ESS to reach, a fraction in (0, 1).
 
     Returns:
         0-d float32; infinity where no cap is needed (and for no ratios at all).
@@ -145,27 +145,17 @@ def ess_cap(ratios: Tensor, *, target: float) -> Tensor:
         >>> round(float(capped.sum() ** 2 / (4 * capped.square().sum())), 4)
         0.8
     """
-    ordered = torch.where(ratios < torch.inf, ratios, torch.inf).double().sort().values
-    count = (ordered < torch.inf).sum()
-    ordered = torch.where(ordered < torch.inf, ordered, 0.0)
-    below = torch.arange(1, len(ordered) + 1, device=ratios.device).clamp(max=count)
+    ordered = torch.nn.functional.pad(ratios.double(), (0, 1), value=torch.inf)  # at least one entry
+    ordered = torch.where(ordered < torch.inf, ordered, torch.inf).sort().values
+    real = ordered < torch.inf
+    ordered = torch.where(real, ordered, 0.0)
+    count = real.sum().double()
+    larger = count - real.cumsum(0)
     total, squares = ordered.cumsum(0), ordered.square().cumsum(0)
-
-    def ess(cap: Tensor, index: Tensor) -> Tensor:
-        above = count - below[index]
-        weight, square = total[index] + above * cap, squares[index] + above * cap.square()
-        return weight.square() / (count.clamp(min=1) * square).clamp(min=1e-300)
-
-    everywhere = torch.arange(len(ordered), device=ratios.device)
-    fits = (ess(ordered, everywhere) >= target) & (everywhere < count)
-    index = (fits.sum() - 1).clamp(min=0)
-    low = ordered[index]
-    high = ordered[(index + 1).clamp(max=len(ordered) - 1)]
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        enough = ess(middle, index) >= target
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return torch.where(fits.sum() >= count, torch.inf, low).float()
-
-
-_BISECTIONS = 40
+    reached = (total + larger * ordered).square() >= target * count * (squares + larger * ordered.square())
+    fits = (real & reached).sum()
+    best = (fits - 1).clamp(min=0).view(1)  # the largest ratio that may itself be the cap
+    m, s, q, low = (column.gather(0, best).squeeze(0) for column in (larger, total, squares, ordered))
+    spare = target * count - m  # positive where the next ratio may not be the cap
+    root = (s.square() - spare * (target * count * q - s.square()) / m).clamp(min=0.0).sqrt()
+    return torch.where(fits >= count, torch.inf, torch.maximum((s + root) / spare, low)).float()

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import group_mean
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.terms.checks import check_ratio, check_scope
-from trl_offpolicy.terms.inputs import TermInputs, Violations
+from trl_offpolicy.terms.inputs import KeepTerm, TermInputs, Violations, is_late
 from trl_offpolicy.types import Ratio, Scope, check_number
 
 
@@ -31,8 +32,9 @@ class SecondMomentBudget:
         check_ratio(self.ratio)
         check_scope(self.scope, self.ratio)
         check_number("budget", self.budget)
-        if self.budget <= 0:
-            raise ValueError(f"budget must be positive (nats squared), but got {self.budget}.")
+        largest = LOG_RATIO_CLAMP**2
+        if not 0 < self.budget < largest:
+            raise ValueError(f"budget must be in (0, {largest:.0f}) nats squared to ever fire, but got {self.budget}.")
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Tokens that are not affordable."""
@@ -47,7 +49,8 @@ class SecondMomentBudget:
 class GroupRejection:
     """Drop all responses to a prompt when earlier terms dropped more than ``max_dropped_fraction`` of them.
 
-    A group of which only a few responses are left has a baseline of those few. Put it behind the terms it counts.
+    A group of which only a few responses are left has a baseline of those few. Put it behind the terms it counts; what
+    ``nonfinite="drop"`` leaves nothing of counts too.
     """
 
     max_dropped_fraction: float = 0.5
@@ -71,3 +74,20 @@ class GroupRejection:
         lost = (~kept.any(-1)).float()
         share = group_mean(lost, trainable.any(-1), inputs.group_ids)
         return Violations((share > self.max_dropped_fraction).unsqueeze(-1), None)
+
+
+def check_group_rejections(keep: tuple[KeepTerm, ...], *, nonfinite_drops: bool) -> None:
+    """A group rejection counts what earlier terms dropped on the whole generation batch.
+
+    Raises:
+        ValueError: nothing is dropped before it, or something that is dropped in the loss step only.
+    """
+    places = [index for index, term in enumerate(keep) if isinstance(term, GroupRejection)]
+    if 0 in places and not nonfinite_drops:
+        raise ValueError("keep must name the terms that group_rejection counts before it, but got it first.")
+    late = [term.name for term in keep[: max(places, default=0)] if is_late(term)]
+    if late:
+        raise ValueError(
+            f"keep must name {late[0]} behind group_rejection (it is decided in the loss step, groups are judged "
+            "before the batch is split), but got it before."
+        )

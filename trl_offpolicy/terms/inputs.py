@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional import masks
-from trl_offpolicy.functional.levels import Level, aggregate, aggregate_ratio
+from trl_offpolicy.functional.levels import Level, aggregate, aggregate_ratio, turn_index
 from trl_offpolicy.types import Ratio, Scope
 
 
@@ -23,11 +23,11 @@ class TermInputs:
         mask: (B, T) bool, the tokens to measure.
         advantages: (B, 1) or (B, T).
         denominator_logps: (B, T) log-probs of the ratio's denominator.
-        turn_ids: (B, T) integer; None = runs of trainable tokens.
+        turn_ids: (B, T) integer; None = runs of ``trainable`` tokens.
         group_ids: (B,) integer prompt group.
         version_lags: (B, 1) or (B, T) integer, weight versions between sampling and now.
-        trainable: (B, T) bool, all tokens, also those that ``mask`` leaves out because earlier terms dropped them.
-        keep: (B, 1) or (B, T) bool, what earlier terms kept.
+        trainable: (B, T) bool, all trainable tokens, also those that ``mask`` leaves out; None = ``mask``.
+        keep: (B, 1) or (B, T) bool, what is still in the loss.
     """
 
     log_ratios: Tensor
@@ -42,16 +42,22 @@ class TermInputs:
 
     def log_ratio_at(self, level: Level) -> Tensor:
         """Log-ratio at ``level``, nats, (B, 1) or (B, T)."""
-        return aggregate(self.log_ratios, self.mask, level, turn_ids=self.turn_ids, group_ids=self.group_ids)
+        return aggregate(self.log_ratios, self.mask, level, turn_ids=self._turns(level), group_ids=self.group_ids)
 
     def ratio_at(self, level: Level) -> Tensor:
         """Ratio at ``level``, (B, 1) or (B, T)."""
-        return aggregate_ratio(self.log_ratios, self.mask, level, turn_ids=self.turn_ids, group_ids=self.group_ids)
+        return aggregate_ratio(self.log_ratios, self.mask, level, turn_ids=self._turns(level), group_ids=self.group_ids)
 
     def statistic_at(self, statistic: str, level: Level) -> Tensor:
         """Divergence statistic per token, then aggregated: (B, 1) or (B, T)."""
         values = masks.divergence(self.log_ratios, statistic, self._usable_denominator)
-        return aggregate(values, self.mask, level, turn_ids=self.turn_ids, group_ids=self.group_ids)
+        return aggregate(values, self.mask, level, turn_ids=self._turns(level), group_ids=self.group_ids)
+
+    def _turns(self, level: Level) -> Tensor | None:
+        """Turn ids; a dropped token in the middle of a turn does not make it two."""
+        if self.turn_ids is None and self.trainable is not None and level in ("turn", "turn_mean"):
+            return turn_index(self.trainable)
+        return self.turn_ids
 
     @cached_property
     def _usable_denominator(self) -> Tensor | None:
@@ -112,3 +118,8 @@ class KeepTerm(Protocol):
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Which units break the rule."""
+
+
+def is_late(part: Weight | KeepTerm) -> bool:
+    """Decided in the loss step: it reads the current policy, or wants to see a micro-batch only."""
+    return part.ratio != "old/sampling" or part.scope == "micro_batch"

@@ -98,7 +98,8 @@ class DivergenceBand:
     def _check_reach(self) -> None:
         """Bounds inside what the statistic can reach, from log-ratios clamped to +-20."""
         c = LOG_RATIO_CLAMP
-        largest = {"k1": c, "k2": c * c / 2, "k3": math.expm1(c) - c, "abs": c, "prob_diff": 1.0, "binary_tv": 1.0}
+        largest = {"k1": c, "k2": c * c / 2, "k3": math.expm1(c) - c, "abs": c, "binary_kl": c}
+        largest |= {"prob_diff": 1.0, "binary_tv": 1.0}
         signed = self.statistic in ("k1", "prob_diff")
         least = -largest[self.statistic] if signed else 0.0
         if not signed and self.high is not None and self.high <= 0:
@@ -107,7 +108,7 @@ class DivergenceBand:
             )
         if not signed and self.low is not None and self.low <= 0:
             raise ValueError(f"low can never fire for {self.statistic}, which is never negative, but got {self.low}.")
-        if self.level in ("sequence", "turn") or self.statistic not in largest:
+        if self.level in ("sequence", "turn"):
             return  # a sum has no such limit
         if self.high is not None and self.high >= largest[self.statistic]:
             raise ValueError(
@@ -148,7 +149,8 @@ class ProbabilityDifferenceMask:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        check_order("low", self.low, "high", self.high)
+        check_number("low", self.low)
+        check_number("high", self.high)
         if not -1 < self.low < 0 < self.high < 1:
             raise ValueError(f"low and high must be in (-1, 0) and (0, 1), but got {self.low} and {self.high}.")
 

@@ -160,6 +160,8 @@ class PrefixWeight:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
+        check_number("low", self.low)
+        check_number("high", self.high)
         check_ratio_bounds("low", self.low, "high", self.high)
         if not self.low < 1 < self.high:
             raise ValueError(f"low and high must lie on both sides of 1, but got {self.low} and {self.high}.")
