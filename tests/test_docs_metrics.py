@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import trl_offpolicy as op
+from trl_offpolicy.correction_stats import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
 from trl_offpolicy.metrics import RATIO_METRICS, WEIGHT_METRICS
@@ -62,6 +63,9 @@ def batch():
     )
 
 
+TIS = op.Correction(weight=op.TruncateWeight(max_weight=2.0))
+
+
 @cache
 def emitted():
     """All keys that can be emitted, with ``<term>`` in place of the keep terms' names."""
@@ -77,7 +81,8 @@ def emitted():
         correct_threshold=0.5,
     )
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
-    return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in objective(batch()).stats}
+    stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
+    return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats}
 
 
 def test_every_emitted_key_is_on_the_page():
@@ -86,7 +91,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 4 * 23 + 2 * 6 + 2 + 4 + 3 + 11
+    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 11
 
 
 @pytest.mark.parametrize("preset", op.presets.names())
@@ -123,10 +128,24 @@ def test_keep_term_names_are_those_of_the_code():
         "divergence_<statistic>_<level>",
         "outlier_veto",
         "off_policy_sequence_mask",
+        *(term.name for term in (op.ProbabilityDifferenceMask, op.StalenessBound, op.SecondMomentBudget)),
+        op.GroupRejection.name,
     ):
         assert f"`{name}`" in PAGE
     assert op.OutlierVeto(low=None, high=2.0).name == "outlier_veto"
     assert op.OffPolicySequenceMask(max_divergence=0.1).name == "off_policy_sequence_mask"
+
+
+def test_intervals_are_those_on_the_page():
+    (sentence,) = re.findall(r"\*\*Intervals\*\*: (.*?), are logged", PAGE, flags=re.DOTALL)
+    assert re.findall(r"`(\w+)`", sentence) == [
+        *RATIO_INTERVALS, "mismatch", "staleness", "total", *WEIGHT_INTERVALS, "weight_applied",
+    ]  # fmt: skip
+    keys = {key for key in op.Objective(correction=TIS)(batch()).stats.compute() if key.endswith("_ci95")}
+    ratios = {
+        f"offpolicy/{group}/{name}_ci95" for group in ("mismatch", "staleness", "total") for name in RATIO_INTERVALS
+    }
+    assert keys == ratios | {f"offpolicy/weight_applied/{name}_ci95" for name in WEIGHT_INTERVALS}
 
 
 def test_constants_on_the_page():

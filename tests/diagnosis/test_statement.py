@@ -77,3 +77,16 @@ def test_total_ratio_is_named_as_such(write_run: Any) -> None:
 def test_nearly_full_sample_size_is_not_rounded_to_full(write_run: Any) -> None:
     assert "over 99.99% with the raw weights" in _describe(write_run, {"offpolicy/weight/ess_token": 0.9999999})
     assert "is 100% with the raw weights" in _describe(write_run, {"offpolicy/weight/ess_token": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("floor", "sentence"),
+    [
+        (1e-4, "That is 20.00 times what the trainer differs from itself (KL k3 0.0001"),
+        (1.9e-3, "That is no more than the trainer differs from itself (KL k3 0.0019"),
+        (1e-14, "The trainer agrees with itself (KL k3 1.00e-14"),
+    ],
+)
+def test_the_noise_floor_says_whether_a_number_means_anything(write_run: Any, floor: float, sentence: str) -> None:
+    text = _describe(write_run, {K3: 0.002, "offpolicy/noise_floor/kl_k3": floor}, {K3: 0.002}, {K3: 0.002})
+    assert sentence in text

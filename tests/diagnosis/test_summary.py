@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trl_offpolicy.diagnosis.summary import QUANTITIES, format_number, print_summary, summarize_run
+from trl_offpolicy.diagnosis.summary import (
+    QUANTITIES,
+    format_number,
+    format_with_interval,
+    print_summary,
+    summarize_run,
+)
 
 
 def _rows(key: str, values: list[float | None]) -> list[dict[str, Any]]:
@@ -96,3 +102,14 @@ def test_printed_table_fits_100_columns_and_states_unit_and_direction(write_run:
     assert "KL(sampler||trainer) in nats a token" in words
     assert "1 non-finite value(s)" in words and "1 unreadable line(s)" in words
     assert "steps 1000-2000" in words
+
+
+def test_the_interval_of_a_run_is_that_of_a_mean_of_independent_steps(write_run: Any) -> None:
+    rows = _rows("offpolicy/mismatch/kl_k3", [1.0, 2.0, 3.0, 2.0])
+    for row, width in zip(rows, (0.3, 0.4, 0.0, 1.2), strict=True):
+        row["offpolicy/mismatch/kl_k3_ci95"] = width
+    row = summarize_run(write_run(rows)).find("KL k3", "before")
+    assert row is not None and row.half_width == pytest.approx(1.3 / 4, rel=1e-12)
+    assert format_with_interval(row) == "2.0000 ± 0.3"
+    del rows[1]["offpolicy/mismatch/kl_k3_ci95"]
+    assert summarize_run(write_run(rows)).find("KL k3", "before").half_width is None  # type: ignore[union-attr]

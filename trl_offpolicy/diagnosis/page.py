@@ -12,6 +12,7 @@ from trl_offpolicy.diagnosis.summary import (
     SummaryRow,
     column_titles,
     format_number,
+    format_with_interval,
     table_caption,
 )
 
@@ -121,7 +122,7 @@ def _heading(title: str) -> str:
 
 def _summary_row(row: SummaryRow) -> str:
     """A line of the table; the label of a before/after pair spans both lines."""
-    numbers = (format_number(value) for value in (row.first, row.last, row.whole))
+    numbers = (format_number(row.first), format_number(row.last), format_with_interval(row))
     cells = f"<td>{row.side}</td>" + "".join(f'<td class="num">{number}</td>' for number in numbers)
     if row.side == "after":
         return f"<tr>{cells}</tr>"

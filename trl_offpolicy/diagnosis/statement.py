@@ -23,6 +23,7 @@ def describe_run(summary: RunSummary) -> str:
     """
     sentences = (
         _kl_sentence(summary),
+        _noise_sentence(summary),
         _trend_sentence(summary),
         _ess_sentence(summary),
         _dropped_sentence(summary),
@@ -49,6 +50,19 @@ def _kl_sentence(summary: RunSummary) -> str:
         f"{steps}, {sides} disagree by KL(sampler||trainer) {format_number(first)} nats a token "
         f"({name}{other}).{_typical_ratio(k3)}"
     )
+
+
+def _noise_sentence(summary: RunSummary) -> str:
+    """Whether the distance can be told from what the trainer differs from itself."""
+    floor, distance = summary.whole("noise floor KL k3"), summary.whole("KL k3", "before")
+    if floor is None or distance is None:
+        return ""
+    size = f"KL k3 {format_number(floor)} when it scores the same text in another batch size"
+    if distance <= TREND_FACTOR * floor:
+        return f"That is no more than the trainer differs from itself ({size}): it says nothing about the engine."
+    if floor < SAME_POLICY_KL:
+        return f"The trainer agrees with itself ({size})."
+    return f"That is {format_number(distance / floor)} times what the trainer differs from itself ({size})."
 
 
 def _typical_ratio(k3: float | None) -> str:

@@ -50,6 +50,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("dropped tokens", "", "", ("offpolicy/keep/dropped_token_fraction",)),
     Quantity("dropped sequences", "", "", ("offpolicy/keep/dropped_sequence_fraction",)),
     Quantity("truncated weights", "", "", ("offpolicy/weight/truncated_fraction",)),
+    Quantity("noise floor KL k3", "nats/token", "", ("offpolicy/noise_floor/kl_k3",), optional=True),
     Quantity("staleness KL k3", "nats/token", "", ("offpolicy/staleness/kl_k3",), optional=True),
     Quantity("version lag", "versions", "", ("offpolicy/rollout/version_lag_mean",), optional=True),
 )
@@ -57,7 +58,10 @@ QUANTITIES: tuple[Quantity, ...] = (
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """Means of one metric over the logged steps; None where no finite value was logged there."""
+    """Means of one metric over the logged steps; None where no finite value was logged there.
+
+    ``half_width`` is that of the 95 % interval of ``whole``, from the steps' own intervals taken as independent.
+    """
 
     label: str
     unit: str
@@ -67,6 +71,7 @@ class SummaryRow:
     last: float | None
     whole: float | None
     nonfinite: int
+    half_width: float | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,14 @@ def _summarize_quantity(log: MetricsLog, quantity: Quantity, quarter: int) -> Su
         last=_finite_mean(values[-quarter:]),
         whole=_finite_mean(values),
         nonfinite=log.series(key).nonfinite,
+        half_width=_half_width_of_mean([row.get(f"{key}_ci95") for row in log.rows], len(values)),
     )
+
+
+def _half_width_of_mean(half_widths: Sequence[float | None], steps: int) -> float | None:
+    """sqrt(sum of squares) / n; None where a step has no interval."""
+    known = [width for width in half_widths if width is not None and math.isfinite(width)]
+    return math.sqrt(math.fsum(width**2 for width in known)) / steps if known and len(known) == steps else None
 
 
 def _finite_mean(values: Sequence[float | None]) -> float | None:
@@ -176,6 +188,12 @@ def format_number(value: float | None) -> str:
     return f"{value:.4f}" if size < 10 else f"{value:.2f}"
 
 
+def format_with_interval(row: SummaryRow) -> str:
+    """The mean over the run, with its interval where there is one."""
+    interval = "" if row.half_width is None else f" ± {row.half_width:.1g}"
+    return format_number(row.whole) + interval
+
+
 def column_titles(summary: RunSummary) -> tuple[str, str, str]:
     """Titles of the three number columns with the steps they cover."""
     names = ("first quarter", "last quarter", "whole run")
@@ -193,7 +211,8 @@ def table_caption(summary: RunSummary) -> str:
         f"Means over the logged steps. KL is KL(sampler||trainer) in nats a token, from the ratio {pair} "
         f"({summary.ratio_group}/*). before: all trainable tokens, raw weights. after: kept tokens only "
         "(kept/*); ESS: weights as applied. ESS, dropped and truncated are fractions; ESS 1 = equal weights. "
-        "PPL ratio is trainer over sampler. Pearson correlates the two probabilities. –: not logged."
+        "PPL ratio is trainer over sampler. Pearson correlates the two probabilities. ±: half width of the 95 % "
+        "interval, clustered by prompt. –: not logged."
     )
     return " ".join([text, *data_notes(summary)])
 
@@ -235,7 +254,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     for title in column_titles(summary):
         table.add_column(title, justify="right", no_wrap=True)
     for row in summary.rows:
-        numbers = [format_number(value) for value in (row.first, row.last, row.whole)]
+        numbers = [format_number(row.first), format_number(row.last), format_with_interval(row)]
         label = f"{row.label}, {row.unit}" if row.unit else row.label
         table.add_row("" if row.side == "after" else label, row.side, *numbers)
     (console or Console()).print(table)

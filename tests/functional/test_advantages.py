@@ -1,0 +1,72 @@
+"""Advantages with a baseline of the counted responses, against TRL's formula and by hand."""
+
+import pytest
+import torch
+
+from trl_offpolicy.functional.advantages import group_advantages
+
+NAN = float("nan")
+IDS = torch.tensor([3, 3, 3, 8, 8, 8])
+REWARDS = torch.tensor([1.0, 0.0, 5.0, 2.0, 2.5, 4.0])
+ALL = torch.ones(6).bool()
+
+
+def trl_advantages(rewards, scale):
+    """TRL's: mean and n - 1 standard deviation over groups of three."""
+    grouped = rewards.view(-1, 3)
+    centred = (grouped - grouped.mean(1, keepdim=True)).flatten()
+    spread = {"group": grouped.std(1).repeat_interleave(3), "batch": rewards.std().expand(6)}
+    return centred if scale == "none" else centred / (spread[scale] + 1e-4)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_with_all_counted_it_is_trls(scale):
+    out = group_advantages(REWARDS, IDS, ALL, scale_rewards=scale)
+
+    torch.testing.assert_close(out, trl_advantages(REWARDS, scale), rtol=1e-6, atol=1e-6)
+
+
+def test_rejected_responses_do_not_move_the_others():
+    counted = torch.tensor([True, True, False, True, True, True])
+
+    out = group_advantages(REWARDS, IDS, counted)
+    moved = group_advantages(REWARDS + 100 * (~counted).float(), IDS, counted)
+
+    spread = 0.5**0.5  # of (1, 0)
+    assert out[:3].tolist() == pytest.approx([0.5 / (spread + 1e-4), -0.5 / (spread + 1e-4), 0.0], rel=1e-6)
+    assert torch.equal(out, moved)
+    torch.testing.assert_close(out[3:], trl_advantages(REWARDS, "group")[3:], rtol=1e-6, atol=1e-6)
+
+
+def test_batch_scale_is_that_of_the_counted():
+    counted = torch.tensor([True, True, False, True, True, True])
+
+    out = group_advantages(REWARDS, IDS, counted, scale_rewards="batch")
+
+    spread = REWARDS[counted].std().item() + 1e-4
+    assert out[:2].tolist() == pytest.approx([0.5 / spread, -0.5 / spread], rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_nothing_to_compare_gives_zero(scale):
+    alone = torch.tensor([True, False, False, False, False, False])
+
+    assert group_advantages(REWARDS, IDS, alone, scale_rewards=scale).tolist() == [0.0] * 6
+    assert group_advantages(REWARDS, IDS, ~ALL, scale_rewards=scale).tolist() == [0.0] * 6
+    assert group_advantages(torch.full((6,), NAN), IDS, ALL, scale_rewards=scale).tolist() == [0.0] * 6
+
+
+def test_a_missing_reward_is_not_counted():
+    rewards = torch.tensor([1.0, 0.0, NAN, 2.0, 2.5, 4.0])
+
+    out = group_advantages(rewards, IDS, ALL, scale_rewards="none")
+
+    assert out[:3].tolist() == [0.5, -0.5, 0.0]
+
+
+def test_order_of_rows_does_not_matter():
+    order = torch.tensor([4, 0, 3, 5, 2, 1])
+
+    torch.testing.assert_close(
+        group_advantages(REWARDS[order], IDS[order], ALL), group_advantages(REWARDS, IDS, ALL)[order]
+    )
