@@ -1,7 +1,6 @@
-"""Weights and keep terms one by one: what they compute, and settings that are refused."""
+"""Settings of weights and keep terms: defaults, names, and values that are refused."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -9,209 +8,48 @@ import torch
 from trl_offpolicy import (
     BandWeight,
     DivergenceBand,
+    ESSWeight,
+    GroupRejection,
     OffPolicySequenceMask,
     OutlierVeto,
+    PrefixMinWeight,
+    PrefixWeight,
+    ProbabilityDifferenceMask,
     RatioBand,
     RawWeight,
+    SecondMomentBudget,
+    ShapedWeight,
+    StalenessBound,
     TruncateWeight,
 )
-from trl_offpolicy.terms import TermInputs
 
 NAN, INF = float("nan"), float("inf")
-L = math.log(2)
 E20 = math.exp(20)
-POSITIVE = torch.ones(3, 1)
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
-
-# Row 0: ratios (4, 1); row 1: (1/2, 1/2); row 2: (1, padding).
-LOG_RATIOS = torch.tensor([[2 * L, 0.0], [-L, -L], [0.0, NAN]])
-MASK = torch.tensor([[True, True], [True, True], [True, False]])
-
-
-NONE = [False, False]
-
-
-def flags(violations, side):
-    value = getattr(violations, side)
-    return None if value is None else value.tolist()
-
-
-# ---------------------------------------------------------------------------------------------------- weights
-
-
-def test_truncate_weight_caps_and_floors():
-    ratio = torch.tensor([0.1, 0.5, 1.0, 2.0, 9.0])
-
-    assert TruncateWeight(max_weight=2.0).bound(ratio).tolist() == pytest.approx([0.1, 0.5, 1.0, 2.0, 2.0])
-    assert TruncateWeight(max_weight=2, min_weight=0.5).bound(ratio).tolist() == [0.5, 0.5, 1.0, 2.0, 2.0]
-
-
-def test_band_weight_is_raw_inside_inclusive_bounds():
-    ratio = torch.tensor([0.25, 0.5, 1.0, 2.0, 2.5])
-
-    assert BandWeight(low=0.5, high=2.0).bound(ratio).tolist() == [0.0, 0.5, 1.0, 2.0, 0.0]
-    assert BandWeight(low=None, high=2.0).bound(ratio).tolist() == [0.25, 0.5, 1.0, 2.0, 0.0]
-    assert BandWeight(low=0.5, high=None).bound(ratio).tolist() == [0.0, 0.5, 1.0, 2.0, 2.5]
-
-
-def test_raw_weight_is_the_ratio():
-    ratio = torch.tensor([1e-6, 1.0, 1e6])
-
-    assert torch.equal(RawWeight().bound(ratio), ratio)
 
 
 def test_defaults():
     weight = TruncateWeight(max_weight=2.0)
-    assert (weight.level, weight.min_weight, weight.ratio, weight.scope) == (
-        "token",
-        None,
-        "old/sampling",
-        "row",
-    )
+    assert (weight.level, weight.min_weight, weight.ratio, weight.scope) == ("token", None, "old/sampling", "row")
     assert (RawWeight().level, BandWeight(low=1, high=1).ratio) == ("token", "old/sampling")
+    assert (ESSWeight().target, ESSWeight().level, ESSWeight().scope) == (0.5, "token", "generation_batch")
+    assert (PrefixWeight().low, PrefixWeight().high, PrefixMinWeight().max_weight) == (0.8, 1.25, None)
+    assert PrefixWeight().level == PrefixMinWeight().level == "prefix"
+    assert ShapedWeight(gamma=1).level == "token"
     assert RatioBand(low=0.9, high=1.1).level == "sequence_mean"
     assert DivergenceBand(statistic="k3", high=0.1).level == "sequence_mean"
     assert OffPolicySequenceMask(max_divergence=0.1).ratio == "current/sampling"
     assert OutlierVeto(low=0.1, high=None).ratio == "old/sampling"
+    assert (ProbabilityDifferenceMask().low, ProbabilityDifferenceMask().high) == (-0.2, 0.2)
+    assert (SecondMomentBudget().scope, GroupRejection().scope) == ("generation_batch", "group")
+    assert GroupRejection().max_dropped_fraction == 0.5
 
 
-# ------------------------------------------------------------------------------------------------- keep terms
-
-
-@pytest.mark.parametrize(
-    ("level", "above", "below"),
-    [  # band [0.6, 1.5], above and below
-        ("token", [[True, False], NONE, NONE], [NONE, [True, True], NONE]),
-        ("sequence", [[True], [False], [False]], [[False], [True], [False]]),  # products 4, 1/4, 1
-        ("sequence_mean", [[True], [False], [False]], [[False], [True], [False]]),  # 2, 1/2, 1
-    ],
-)
-def test_ratio_band(level, above, below):
-    violations = RatioBand(low=0.6, high=1.5, level=level).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
-
-    assert flags(violations, "above") == above
-    assert flags(violations, "below") == below
-
-
-def test_ratio_band_levels_differ():
-    def above(level):
-        band = RatioBand(low=None, high=3.0, level=level)
-        return flags(band.violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)), "above")
-
-    assert above("sequence") == [[True], [False], [False]]  # product 4
-    assert above("sequence_mean") == [[False], [False], [False]]  # geometric mean 2
-
-
-def test_ratio_band_bounds_are_inclusive():
-    on_policy = torch.zeros(1, 2), torch.ones(1, 2).bool(), torch.ones(1, 1)
-
-    for level in ("token", "sequence", "sequence_mean"):
-        violations = RatioBand(low=1.0, high=1.0, level=level).violations(TermInputs(*on_policy))
-        assert not violations.above.any()
-        assert not violations.below.any()
-
-
-def test_open_sides_cannot_be_violated():
-    open_low = RatioBand(low=None, high=1.5).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
-    open_high = RatioBand(low=0.6, high=None).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
-
-    assert (open_low.below, flags(open_low, "above")) == (None, [[True], [False], [False]])
-    assert (open_high.above, flags(open_high, "below")) == (None, [[False], [True], [False]])
-
-
-@pytest.mark.parametrize(
-    ("statistic", "level", "values"),
-    [
-        ("k1", "token", [[-2 * L, 0.0], [L, L], [0.0, 0.0]]),
-        ("k1", "sequence", [[-2 * L], [2 * L], [0.0]]),
-        ("k1", "sequence_mean", [[-L], [L], [0.0]]),
-        ("k2", "sequence", [[2 * L * L], [L * L], [0.0]]),  # (2L)^2 / 2; 2 L^2 / 2
-        ("k2", "sequence_mean", [[L * L], [L * L / 2], [0.0]]),
-        ("k3", "sequence", [[3 - 2 * L], [2 * L - 1], [0.0]]),  # 4 - 1 - 2L; 2 (1/2 - 1 + L)
-        ("k3", "sequence_mean", [[1.5 - L], [L - 0.5], [0.0]]),
-    ],
-)
-def test_divergence_band_measures(statistic, level, values):
-    """The bounds just below and just above each value decide, so the value is what is claimed."""
-    values = torch.tensor(values)
-    for value in values.unique().tolist():
-        for edge in (value - 1e-5, value + 1e-5):
-            if statistic != "k1" and edge <= 0:
-                continue
-            high = DivergenceBand(statistic=statistic, level=level, high=edge)
-            low = DivergenceBand(statistic=statistic, level=level, low=edge, high=None)
-            assert torch.equal(high.violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)).above, values > edge)
-            assert torch.equal(low.violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)).below, values < edge)
-
-
-def test_divergence_band_bounds_are_inclusive():
-    measured = torch.tensor([[-0.5, 0.5]]), torch.ones(1, 2).bool(), torch.ones(1, 1)
-
-    for statistic, low, high in (("k1", -0.5, 0.5), ("k2", 0.125, 0.125)):  # k2 = 0.5^2 / 2
-        band = DivergenceBand(statistic=statistic, level="token", low=low, high=high).violations(TermInputs(*measured))
-        assert not (band.above | band.below).any()
-
-
-def test_divergence_k1_and_ratio_band_agree_in_direction():
-    """k1 = -log rho: rho <= 1.5 is k1 >= -log 1.5 (verl's k1 band keeps the reciprocal)."""
-    ratio = RatioBand(level="sequence_mean", low=0.6, high=1.5).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
-    k1 = DivergenceBand(statistic="k1", level="sequence_mean", low=-math.log(1.5), high=-math.log(0.6)).violations(
-        TermInputs(LOG_RATIOS, MASK, POSITIVE)
-    )
-
-    assert torch.equal(ratio.above, k1.below)
-    assert torch.equal(ratio.below, k1.above)
-
-
-def test_outlier_veto_takes_the_whole_sequence():
-    veto = OutlierVeto(low=0.6, high=3.0).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE))
-
-    assert flags(veto, "above") == [[True], [False], [False]]  # the token with ratio 4
-    assert flags(veto, "below") == [[False], [True], [False]]
-    assert OutlierVeto(low=None, high=3.0).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)).below is None
-    assert OutlierVeto(low=0.6, high=None).violations(TermInputs(LOG_RATIOS, MASK, POSITIVE)).above is None
-
-
-def test_outlier_veto_bounds_are_inclusive():
-    log_ratios, mask, advantages = torch.tensor([[0.5, -0.25]]), torch.ones(1, 2).bool(), torch.ones(1, 1)
-    veto = OutlierVeto(low=math.exp(-0.25), high=math.exp(0.5)).violations(TermInputs(log_ratios, mask, advantages))
-
-    assert not (veto.above | veto.below).any()
-
-
-def test_off_policy_sequence_mask_of_row_advantages():
-    # mean log(mu / pi) = -mean l: -L, L, 0
-    advantages = torch.tensor([[-1.0], [-1.0], [-1.0]])
-
-    def dropped(max_divergence, a=advantages):
-        term = OffPolicySequenceMask(max_divergence=max_divergence)
-        return term.violations(TermInputs(LOG_RATIOS, MASK, a)).below.tolist()
-
-    assert dropped(0.5) == [[False], [True], [False]]
-    assert dropped(0.7) == [[False], [False], [False]]  # L = 0.693
-    assert dropped(0.5, -advantages) == [[False], [False], [False]]
-    assert dropped(0.5, 0 * advantages) == [[False], [False], [False]]
-    assert OffPolicySequenceMask(max_divergence=0.5).violations(TermInputs(LOG_RATIOS, MASK, advantages)).above is None
-
-
-def test_off_policy_sequence_mask_equality_is_kept():
-    log_ratios, mask = torch.tensor([[-0.25, -0.75]]), torch.ones(1, 2).bool()  # mean 0.5, exact in binary
-
-    def dropped(max_divergence, values=log_ratios):
-        term = OffPolicySequenceMask(max_divergence=max_divergence)
-        return term.violations(TermInputs(values, mask, -torch.ones(1, 1))).below.item()
-
-    assert not dropped(0.5)
-    assert dropped(0.4999)
-    assert not dropped(0, 0 * log_ratios)
-
-
-def test_off_policy_sequence_mask_of_token_advantages():
-    advantages = torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
-
-    below = OffPolicySequenceMask(max_divergence=0.5).violations(TermInputs(LOG_RATIOS, MASK, advantages)).below
-
-    assert below.tolist() == [[False, False], [True, False], [False, False]]
+def test_scope_is_group_at_that_level():
+    assert RatioBand(low=0.9, high=1.1, level="group").scope == "group"
+    assert DivergenceBand(statistic="k1", high=0.1, level="group").scope == "group"
+    assert RatioBand(low=0.9, high=1.1, level="turn").scope == "row"
+    assert DivergenceBand(statistic="k1", high=0.1, level="turn").scope == "row"
+    assert StalenessBound(max_lag=1).scope == ProbabilityDifferenceMask().scope == "row"
 
 
 @pytest.mark.parametrize(
@@ -222,6 +60,10 @@ def test_off_policy_sequence_mask_of_token_advantages():
         (DivergenceBand(statistic="k2", high=2.0, level="sequence"), "divergence_k2_sequence"),
         (OutlierVeto(low=0.5, high=2.0), "outlier_veto"),
         (OffPolicySequenceMask(max_divergence=0.1), "off_policy_sequence_mask"),
+        (ProbabilityDifferenceMask(), "probability_difference"),
+        (StalenessBound(max_lag=1), "staleness_bound"),
+        (SecondMomentBudget(), "second_moment_budget"),
+        (GroupRejection(), "group_rejection"),
     ],
 )
 def test_names(term, name):
@@ -332,7 +174,7 @@ def test_max_divergence_that_can_never_fire_is_refused(bad):
     OffPolicySequenceMask(max_divergence=19.9)
 
 
-@pytest.mark.parametrize("statistic", ["k2", "k3"])
+@pytest.mark.parametrize("statistic", ["k2", "k3", "abs", "binary_tv", "binary_kl"])
 def test_divergence_bounds_of_a_statistic_that_is_never_negative(statistic):
     for bad in (0.0, -0.1):
         with pytest.raises(ValueError, match=f"high must be positive for {statistic}"):
@@ -342,43 +184,69 @@ def test_divergence_bounds_of_a_statistic_that_is_never_negative(statistic):
     DivergenceBand(statistic="k1", low=-0.2, high=-0.1)  # k1 is signed
 
 
-@pytest.mark.parametrize(("statistic", "largest"), [("k1", 20.0), ("k2", 200.0), ("k3", math.expm1(20) - 20)])
+@pytest.mark.parametrize(
+    ("statistic", "largest"),
+    [("k1", 20.0), ("k2", 200.0), ("k3", math.expm1(20) - 20), ("abs", 20.0), ("binary_kl", 20.0), ("binary_tv", 1.0)],
+)
 def test_divergence_bounds_out_of_reach_are_refused(statistic, largest):
-    for level in ("token", "sequence_mean"):
-        with pytest.raises(ValueError, match=rf"high must be below .* nats for {statistic} to ever fire"):
+    for level in ("token", "turn_mean", "sequence_mean", "group"):
+        with pytest.raises(ValueError, match=rf"^high must be below .* for {statistic} to ever fire"):
             DivergenceBand(statistic=statistic, high=largest, level=level)
         DivergenceBand(statistic=statistic, high=0.99 * largest, level=level)
-    DivergenceBand(statistic=statistic, high=10 * largest, level="sequence")  # a sum has no such limit
+    for level in ("turn", "sequence"):
+        DivergenceBand(statistic=statistic, high=10 * largest, level=level)  # a sum has no such limit
 
 
 def test_divergence_lower_bound_out_of_reach_is_refused():
-    with pytest.raises(ValueError, match=r"low must be above -20.0 nats for k1 to ever fire"):
+    with pytest.raises(ValueError, match=r"^low must be above -20.0 for k1 to ever fire"):
         DivergenceBand(statistic="k1", low=-20.0, high=1.0)
     DivergenceBand(statistic="k1", low=-19.9, high=1.0)
     DivergenceBand(statistic="k1", low=-200.0, high=1.0, level="sequence")
+    for low, high in ((-1.0, 0.5), (-0.5, 1.0)):
+        with pytest.raises(ValueError, match="for prob_diff to ever fire"):
+            DivergenceBand(statistic="prob_diff", low=low, high=high)
+    DivergenceBand(statistic="prob_diff", low=-0.99, high=0.99)
 
 
 @pytest.mark.parametrize("statistic", ["k4", "K3", None, 3])
 def test_unknown_statistic_is_refused(statistic):
-    with pytest.raises(ValueError, match="statistic must be one of 'k1', 'k2', 'k3', but got"):
+    with pytest.raises(ValueError, match=r"^statistic must be one of \['k1', .*'binary_kl'\], but got"):
         DivergenceBand(statistic=statistic, high=1.0)
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "field", "bad", "message"),
     [
-        lambda **o: TruncateWeight(max_weight=2.0, **o),
-        lambda **o: BandWeight(low=0.5, high=2.0, **o),
-        RawWeight,
-        lambda **o: RatioBand(low=0.5, high=2.0, **o),
-        lambda **o: DivergenceBand(statistic="k3", high=1.0, **o),
-        lambda **o: OutlierVeto(low=0.5, high=2.0, **o),
-        lambda **o: OffPolicySequenceMask(max_divergence=0.1, **o),
+        (ShapedWeight, "gamma", (0, 0.0, -1.0), "gamma must be positive"),
+        (ESSWeight, "target", (0, 1, 1.0, 1.5, -0.1), r"target must be a fraction in \(0, 1\)"),
+        (PrefixWeight, "low", (1.0, 1.2), "low and high must lie on both sides of 1"),
+        (PrefixWeight, "low", (0.0, -0.5), "low must be a ratio above"),
+        (PrefixWeight, "high", (1.0, 0.9), "low and high must lie on both sides of 1"),
+        (PrefixWeight, "high", (E20,), "high must be a ratio in"),
+        (PrefixMinWeight, "max_weight", (0, -1.0, E20), "max_weight must be a ratio in"),
+        (ProbabilityDifferenceMask, "low", (0.0, -1.0, 0.1), "low and high must be in"),
+        (ProbabilityDifferenceMask, "high", (0.0, 1.0, -0.1), "low and high must be in"),
+        (SecondMomentBudget, "budget", (0, -0.1, 400.0), r"budget must be in \(0, 400\) nats squared to ever fire"),
+        (GroupRejection, "max_dropped_fraction", (-0.1, 1, 1.5), r"max_dropped_fraction must be in \[0, 1\) to ever"),
     ],
-    ids=["truncate", "band", "raw", "ratio_band", "divergence", "veto", "opsm"],
 )
-def test_unknown_level_and_ratio_are_refused(make):
-    with pytest.raises(ValueError, match=r"ratio must be one of \['old/sampling', .* but got 'sampling/old'"):
-        make(ratio="sampling/old")
-    with pytest.raises((ValueError, TypeError), match=r"'geometric'|'level'"):  # the veto and OPSM have none
-        make(level="geometric")
+def test_settings_out_of_range_are_refused(make, field, bad, message):
+    for value in bad:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            make(**{field: value})
+    optional = field == "max_weight"
+    for value in NOT_NUMBERS if optional else (*NOT_NUMBERS, None):
+        with pytest.raises(ValueError, match=f"^{field} must be a finite number, but got"):
+            make(**{field: value})
+
+
+@pytest.mark.parametrize("bad", [-1, 1.0, "3", True, None, NAN])
+def test_max_lag_is_a_whole_number(bad):
+    with pytest.raises(ValueError, match=r"^max_lag must be a whole number of versions, at least 0, but got"):
+        StalenessBound(max_lag=bad)
+
+
+@pytest.mark.parametrize(("cls", "field"), [(ShapedWeight, "gamma"), (StalenessBound, "max_lag"), (OutlierVeto, "low")])
+def test_settings_without_a_sensible_default_are_required(cls, field):
+    with pytest.raises(TypeError, match=f"'{field}'"):
+        cls()
