@@ -97,11 +97,11 @@ def ess(weights):
 
 
 def ess_cap(ratios, target):
-    """Largest cap that reaches the target, by 200 bisections in the logarithm."""
+    """Largest cap that reaches the target, by 80 bisections in the logarithm."""
     if ess(ratios) >= target:
         return math.inf
     low, high = math.log(min(ratios)), math.log(max(ratios))
-    for _ in range(200):
+    for _ in range(80):
         middle = (low + high) / 2
         if ess([min(r, math.exp(middle)) for r in ratios]) >= target:
             low = middle

@@ -324,6 +324,7 @@ def test_normaliser_sums_over_ranks(monkeypatch):
         total += torch.tensor([6.0, 1.0], dtype=total.dtype)
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", other_rank_has_sum_6_over_1)
 
     out = run([[1.0, 2.0]], weight=RawWeight(), normalize="original")
@@ -374,7 +375,7 @@ def test_only_the_ratios_that_are_read_count():
 
     assert Correction(weight=total, nonfinite="drop")(batch).keep_mask.all()
     Correction(weight=total, nonfinite="raise")(batch)
-    both = (total, RawWeight(ratio="current/old"))
+    both = (RawWeight(), RawWeight(ratio="current/old"))
     assert Correction(weight=both, nonfinite="drop")(batch).keep_mask.tolist() == [[True, False]]
 
 
@@ -398,6 +399,7 @@ EVERYTHING = {
         OffPolicySequenceMask(max_divergence=0.5),
     ),
     "normalize": "kept",
+    "normalize_over": "micro_batch",
     "measure_on": "remaining",
 }
 

@@ -15,14 +15,19 @@ from trl_offpolicy import (
     BandWeight,
     Correction,
     DivergenceBand,
+    ESSWeight,
     KLPenalty,
     Objective,
     OffPolicySequenceMask,
     OutlierVeto,
     PolicyBatch,
+    PrefixMinWeight,
+    ProbabilityDifferenceMask,
     RatioBand,
     RawWeight,
     Reduction,
+    SecondMomentBudget,
+    ShapedWeight,
     TruncateWeight,
     losses,
 )
@@ -34,6 +39,7 @@ close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
 
 TWO_ROWS = [[1.0, 1.0, 1.0], [1.0, None, None]]
 A13 = {"advantages": torch.tensor([1.0, 3.0])}
+ALL_LOSSES = [losses.PPOClip(), losses.CISPO(), losses.SAPO(), losses.VESPO(), losses.GPG()]
 DROP_HIGH = Correction(keep=(RatioBand(level="token", low=None, high=4.0),))
 
 
@@ -422,6 +428,7 @@ def test_vespo_drops_rejected_tokens():
         {"policy_loss": losses.PPOClip(level="sequence_mean"), "aggregation": "seq_mean_token_mean"},
         {"policy_loss": losses.PPOClip(dual_clip=1.3, delta=1.25)},
         {"policy_loss": losses.SAPO()},
+        {"policy_loss": losses.GPG()},
         {"policy_loss": losses.SAPO(level="sequence_mean"), "aggregation": "seq_mean_token_sum"},
         {"kl": KLPenalty(coef=0.5)},
         {"kl": KLPenalty(coef=0.5, ratio_weighted=True), "kl_weighted": True},
@@ -456,7 +463,7 @@ def test_gradient_matches_finite_differences(options):
     assert gradient[1, 2].item() == 0.0
 
 
-@pytest.mark.parametrize("policy_loss", [losses.PPOClip(), losses.CISPO(), losses.SAPO(), losses.VESPO()])
+@pytest.mark.parametrize("policy_loss", ALL_LOSSES)
 def test_on_policy_every_loss_has_the_policy_gradient(policy_loss):
     batch = policy_batch(TWO_ROWS, advantages=torch.tensor([1.0, -3.0]))
 
@@ -507,15 +514,20 @@ CONFIGURATIONS = {
         "aggregation": "seq_mean_token_mean",
     },
     "all keep terms, dropped": {
+        "policy_loss": losses.GPG(),
         "correction": Correction(
             weight=(TruncateWeight(max_weight=2.0), RawWeight(level="sequence_mean", ratio="current/old")),
             keep=(
                 OutlierVeto(low=1e-4, high=100.0),
                 RatioBand(level="token", low=0.1, high=5.0),
                 DivergenceBand(statistic="k3", high=1.0),
+                DivergenceBand(statistic="binary_kl", level="sequence_max", high=0.5),
+                ProbabilityDifferenceMask(low=-0.9, high=0.9),
+                SecondMomentBudget(budget=0.5),
                 OffPolicySequenceMask(max_divergence=0.2),
             ),
             normalize="kept",
+            normalize_over="micro_batch",
             measure_on="remaining",
             nonfinite="drop",
         ),
@@ -531,13 +543,26 @@ CONFIGURATIONS = {
         ),
         "kl": KLPenalty(coef=0.1),
     },
-    "CISPO, total ratio": {
-        "policy_loss": losses.CISPO(),
+    "GPG, total ratio by prefix": {
+        "policy_loss": losses.GPG(),
         "correction": Correction(
-            weight=TruncateWeight(max_weight=2.0, ratio="current/sampling"),
+            weight=PrefixMinWeight(ratio="current/sampling"),
             keep=(RatioBand(level="sequence_mean", low=0.1, high=None),),
         ),
         "kl": KLPenalty(coef=0.1, ratio_weighted=True),
+    },
+    "CISPO, bypass": {
+        "policy_loss": losses.CISPO(),
+        "correction": Correction(keep=(RatioBand(level="turn", low=0.1, high=None, ratio="current/sampling"),)),
+        "kl": KLPenalty(coef=0.1, ratio_weighted=True),
+        "mode": "bypass",
+    },
+    "capped at an ESS, shaped": {
+        "policy_loss": losses.GPG(),
+        "correction": Correction(
+            weight=(ESSWeight(target=0.9), ShapedWeight(gamma=0.5, level="turn", ratio="current/old")),
+            measure_on="remaining",
+        ),
     },
 }
 PLACES = {"trainable token": (0, slice(1, 2)), "padding": (0, slice(2, 3)), "whole row": (1, slice(0, 3))}
@@ -650,7 +675,7 @@ def test_entropies_and_advantages_may_be_nan_on_padding():
     advantages = torch.tensor([[1.0, 2.0, NAN], [1.0, 1.0, 1.0], [NAN, -1.0, -1.0]])
     batch = replace(finite_batch(), advantages=advantages, entropies=torch.where(advantages.isnan(), NAN, 1.0))
 
-    for policy_loss in (losses.PPOClip(), losses.CISPO(), losses.SAPO(), losses.VESPO()):
+    for policy_loss in ALL_LOSSES:
         out, gradient = evaluate(batch, policy_loss=policy_loss, entropy_coef=0.1)
         assert math.isfinite(out.loss.item())
         assert gradient.isfinite().all(), policy_loss
@@ -672,7 +697,7 @@ def test_nothing_trainable_gives_a_zero_loss(configuration, aggregation):
     assert all(math.isfinite(value) for value in out.stats.compute().values())
 
 
-@pytest.mark.parametrize("policy_loss", [losses.PPOClip(), losses.CISPO(), losses.SAPO(), losses.VESPO()])
+@pytest.mark.parametrize("policy_loss", ALL_LOSSES)
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
 def test_everything_dropped_gives_a_zero_loss_and_no_gradient(level, policy_loss):
     nothing = Correction(weight=RawWeight(), keep=(RatioBand(level=level, low=None, high=1e-3),))
@@ -788,6 +813,7 @@ def test_policy_stat_is_weighted_and_masked():
             ValueError,
             r"^aggregation must be one of \['token_mean', .*but got 'mean'",
         ),
+        ({"mode": "three"}, ValueError, r"^mode must be one of \['decoupled', 'bypass'\], but got 'three'"),
         ({"kl": 0.1}, TypeError, r"^kl must be a KLPenalty or None, but got 0.1"),
         ({"kl_weighted": True}, ValueError, r"^kl_weighted must be False without a KL term"),
         ({"correction": {"weight": None}}, TypeError, r"^correction must be a Correction or None, but got {"),
