@@ -24,8 +24,8 @@ class Decided:
     """What the early part says about a generation batch.
 
     Args:
-        rows: (B, T) tensors ``decided_weights``, ``decided_keep`` and, with a baseline of kept responses, the (B,)
-            ``advantages`` that replace the old ones.
+        rows: ``decided_weights`` (B, T), or (B, 1) where they are constant over the response, ``decided_keep`` (B, T)
+            and, with a baseline of kept responses, the (B,) ``advantages`` that replace the old ones.
         kept_tokens: 0-d, kept trainable tokens of all ranks.
         kept_sequences: 0-d, responses of all ranks with a kept token.
         stats: diagnostics of the early part, once per generation batch.
@@ -51,7 +51,8 @@ class Stages:
             ValueError: the baseline of kept responses is asked for, but the batch lacks rewards or group_ids.
         """
         out = self.early(batch)
-        rows = {"decided_weights": out.weights, "decided_keep": out.keep_mask}
+        weights = out.weights if out.sequence_weights is None else out.sequence_weights
+        rows = {"decided_weights": weights, "decided_keep": out.keep_mask}
         kept_rows = out.keep_mask.any(-1)
         if self.early.baseline == "kept":
             if batch.rewards is None or batch.group_ids is None:
