@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional.booleans import any_true, count_true
 from trl_offpolicy.functional.diagnostics import (
     RATIO_DIAGNOSTICS,
     WEIGHT_DIAGNOSTICS,
@@ -16,10 +17,9 @@ from trl_offpolicy.functional.diagnostics import (
     fraction,
 )
 from trl_offpolicy.functional.intervals import ClusterRows
-from trl_offpolicy.functional.log_ratios import LogRatio, log_ratio
+from trl_offpolicy.functional.log_ratios import LogRatio
 from trl_offpolicy.functional.moments import (
     ROW_LAYOUT,
-    WEIGHT_LAYOUT,
     Layout,
     Moments,
     RatioRows,
@@ -27,9 +27,8 @@ from trl_offpolicy.functional.moments import (
     moments,
     ratio_row_moments,
     ratio_rows,
-    weight_moments,
-    weight_row_moments,
 )
+from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, fold_weight_rows, weight_rows
 from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.terms import Violations
 
@@ -45,10 +44,16 @@ class Evidence(NamedTuple):
     decisions: list[Violations]
     keep: Tensor
     keep_mask: Tensor
+    unobserved_dropped: bool
     raw: Tensor | None
     bounded: Tensor | None
     applied: Tensor | None
     normalizer: Tensor | None
+
+    @property
+    def kept_rows(self) -> Tensor | None:
+        """(B,) bool where only whole sequences were dropped; None where single tokens were."""
+        return self.keep.squeeze(-1) if self.keep.shape[-1] == 1 and not self.unobserved_dropped else None
 
 
 def collect(correction: Correction, batch: PolicyBatch, ratios: RatioTable, evidence: Evidence) -> Stats:
@@ -69,13 +74,12 @@ def _ratio_groups(
     if has_sampling and {"mismatch", "kept"} & set(wanted):
         groups.update(_mismatch_groups(correction, batch, ratios, evidence))
     if has_old and "staleness" in wanted:
-        groups["staleness"] = _ratio_group(_rows(ratios["current/old"], batch, "old", batch.mask), batch)
+        groups["staleness"] = _ratio_group(ratios.rows("current/old"), batch)
     if has_sampling and "total" in wanted:
         if not has_old and "mismatch" in groups and batch.version_lags is None:
             groups["total"] = groups["mismatch"]  # old is the current policy: the same numbers
         else:
-            rows = _rows(ratios["current/sampling"], batch, "sampling", batch.mask)
-            groups["total"] = _ratio_group(rows, batch)
+            groups["total"] = _ratio_group(ratios.rows("current/sampling"), batch)
     return groups
 
 
@@ -85,13 +89,12 @@ def _mismatch_groups(
     """old/sampling on all trainable tokens, and on the kept ones."""
     groups = {}
     fresh = _sampled_by_current_weights(batch)
-    rows = _rows(ratios["old/sampling"], batch, "sampling", batch.mask)
+    rows = ratios.rows("old/sampling")
     if "mismatch" in correction.measure:
         groups["mismatch"] = _ratio_group(rows, batch, fresh)
     if "kept" in correction.measure:
         keep_rows = fresh
-        if evidence.keep.shape[-1] == 1 and correction.nonfinite != "drop":
-            kept = evidence.keep.squeeze(-1)  # only whole sequences were dropped: no second pass
+        if (kept := evidence.kept_rows) is not None:  # no second pass
             keep_rows = kept if fresh is None else kept & fresh
         else:
             rows = _kept_rows(ratios["old/sampling"], batch, evidence.keep_mask)
@@ -104,10 +107,6 @@ def _sampled_by_current_weights(batch: PolicyBatch) -> Tensor | None:
     if batch.old_per_token_logps is not None or batch.version_lags is None:
         return None
     return ((batch.version_lags == 0) | ~batch.mask).all(-1)
-
-
-def _rows(ratio: LogRatio, batch: PolicyBatch, denominator: str, mask: Tensor) -> RatioRows:
-    return ratio_rows(ratio, batch.logps(denominator), mask)
 
 
 RATIO_INTERVALS = ("kl_k1", "kl_k3", "chi2_token", "chi2_sequence", "ppl_ratio")
@@ -126,7 +125,7 @@ def _ratio_group(rows: RatioRows, batch: PolicyBatch, keep_rows: Tensor | None =
 
 def _kept_rows(ratio: LogRatio, batch: PolicyBatch, keep_mask: Tensor) -> RatioRows:
     kept = LogRatio(torch.where(keep_mask, ratio.values, 0.0), ratio.observed & keep_mask)
-    return _rows(kept, batch, "sampling", keep_mask)
+    return ratio_rows(kept, batch.logps("sampling"), keep_mask)
 
 
 _TRUNCATION = Layout(sums=("units", "truncated", "normalizer", "batches"))
@@ -139,17 +138,27 @@ _TRUNCATION_DIAGNOSTICS: Mapping[str, Finalizer] = {
 def _weight_groups(batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
     mask, raw, bounded, applied = batch.mask, evidence.raw, evidence.bounded, evidence.applied
     assert raw is not None and bounded is not None and applied is not None
-    unit = mask.any(-1, keepdim=True) if raw.shape[-1] == 1 else mask
+    unit = any_true(mask, keepdim=True) if raw.shape[-1] == 1 else mask
     one = torch.ones((), device=mask.device)
     truncation = moments(
         _TRUNCATION,
-        [unit.sum(), ((raw != bounded) & unit).sum(), one if evidence.normalizer is None else evidence.normalizer, one],
+        [
+            count_true(unit).sum(),
+            count_true((raw != bounded) & unit).sum(),
+            one if evidence.normalizer is None else evidence.normalizer,
+            one,
+        ],
     )
-    rows = weight_row_moments(applied, evidence.keep_mask)
-    clusters = ClusterRows(Layout(WEIGHT_LAYOUT.sums), rows, batch.group_ids)
-    after = weight_moments(applied, evidence.keep_mask, rows)
+    kept = evidence.kept_rows
+    if kept is not None:  # one pass for both
+        before, rows = weight_rows(mask, raw, applied)
+    else:
+        (before,), (rows,) = weight_rows(mask, raw), weight_rows(evidence.keep_mask, applied)
+    values = rows.sums if kept is None else torch.where(kept.unsqueeze(-1), rows.sums, 0.0)
+    clusters = ClusterRows(Layout(WEIGHT_LAYOUT.sums), values, batch.group_ids)
+    after = fold_weight_rows(rows, kept)
     return {
-        "weight": Group(weight_moments(raw, mask), WEIGHT_DIAGNOSTICS),
+        "weight": Group(fold_weight_rows(before), WEIGHT_DIAGNOSTICS),
         "weight_applied": Group(after, WEIGHT_DIAGNOSTICS, clusters, WEIGHT_INTERVALS),
         "weight#bounds": Group(truncation, _TRUNCATION_DIAGNOSTICS),
     }
@@ -181,16 +190,16 @@ def _keep_diagnostics(rewards: bool, correct: bool) -> Mapping[str, Finalizer]:
 
 def _keep_groups(correction: Correction, batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
     mask, keep_mask = batch.mask, evidence.keep_mask
-    trainable = mask.any(-1)
-    dropped = trainable & ~keep_mask.any(-1)
+    trainable = any_true(mask)
+    dropped = trainable & ~any_true(keep_mask)
     rewards, threshold = batch.rewards, correction.correct_threshold
     values = torch.zeros_like(dropped, dtype=torch.float32) if rewards is None else rewards.float()
     rewarded = dropped & (values.abs() < torch.inf)
     right = rewarded & (values >= (torch.inf if threshold is None else threshold))
-    tokens = mask.sum()
+    tokens = count_true(mask).sum()
     sums = [
         tokens,
-        tokens - keep_mask.sum(),
+        tokens - count_true(keep_mask).sum(),
         trainable.sum(),
         dropped.sum(),
         rewarded.sum(),
@@ -220,8 +229,8 @@ def _term_moments(violations: Violations, mask: Tensor) -> Moments:
     above = zero if violations.above is None else violations.above
     below = zero if violations.below is None else violations.below
     either = above | below
-    unit = mask.any(-1, keepdim=True) if either.shape[-1] == 1 else mask
-    return moments(_TERM, [unit.sum(), (either & unit).sum(), (above & unit).sum(), (below & unit).sum()])
+    unit = any_true(mask, keepdim=True) if either.shape[-1] == 1 else mask
+    return moments(_TERM, [count_true(part).sum() for part in (unit, either & unit, above & unit, below & unit)])
 
 
 def noise_floor(first: Tensor, again: Tensor, mask: Tensor) -> Stats:
@@ -234,5 +243,5 @@ def noise_floor(first: Tensor, again: Tensor, mask: Tensor) -> Stats:
         again: (B, T) log-probs of a second forward.
         mask: (B, T) bool.
     """
-    rows = ratio_rows(log_ratio(again, first, mask), first, mask)
+    rows = ratio_rows(again, first, mask)
     return Stats({"noise_floor": Group(fold_ratio_rows(rows), RATIO_DIAGNOSTICS)})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy import correction_stats
+from trl_offpolicy.functional.booleans import as_float, both
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
 from trl_offpolicy.ratio_table import RatioTable
@@ -219,15 +220,17 @@ class Correction:
         base = self._usable(batch, ratios)
         decisions, keep = self._keep(batch, ratios, base)
         raw, bounded = self._weigh(ratios, base, keep)
-        normalizer = None if bounded is None else self._normalizer(bounded, batch.mask, keep & base)
+        normalizer = None if bounded is None else self._normalizer(bounded, batch.mask, both(base, keep))
         applied = bounded if normalizer is None or bounded is None else bounded / normalizer
-        keep_mask = base & keep
-        evidence = correction_stats.Evidence(decisions, keep, keep_mask, raw, bounded, applied, normalizer)
+        keep_mask = both(base, keep)
+        evidence = correction_stats.Evidence(
+            decisions, keep, keep_mask, base is not batch.mask, raw, bounded, applied, normalizer
+        )
         stats = correction_stats.collect(self, batch, ratios, evidence)
         if batch.decided_weights is not None:
             applied = batch.decided_weights if applied is None else applied * batch.decided_weights
         return CorrectionOutput(
-            weights=batch.mask.float() if applied is None else torch.where(batch.mask, applied, 0.0),
+            weights=as_float(batch.mask) if applied is None else applied * as_float(batch.mask),  # weights are finite
             keep_mask=keep_mask,
             stats=stats,
             sequence_weights=applied if applied is not None and applied.shape[-1] == 1 else None,
@@ -257,7 +260,7 @@ class Correction:
         decisions = []
         for term in self.keep:
             left = keep if base is batch.mask else base & keep
-            measured = base if self.measure_on == "original" else base & keep
+            measured = base if self.measure_on == "original" else both(base, keep)
             violations = term.violations(ratios.inputs(term.ratio, measured, keep=left))
             decisions.append(violations)
             for violated in violations:
@@ -267,7 +270,7 @@ class Correction:
 
     def _weigh(self, ratios: RatioTable, base: Tensor, keep: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Product of the raw ratios and of the bounded weights, (B, 1) or (B, T)."""
-        measured = base if self.measure_on == "original" else base & keep
+        measured = base if self.measure_on == "original" else both(base, keep)
         raw: Tensor | None = None
         bounded: Tensor | None = None
         for weight in self.weights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trl_offpolicy.functional.log_ratios import LogRatio, log_ratio
+from trl_offpolicy.functional.moments import RatioRows, ratio_rows
 from trl_offpolicy.terms import TermInputs
 from trl_offpolicy.types import PolicyBatch, Ratio
 
@@ -24,6 +25,13 @@ class RatioTable:
                 batch.logps(numerator), batch.logps(denominator), batch.mask
             )
         return self._known[numerator, denominator]
+
+    def rows(self, ratio: Ratio) -> RatioRows:
+        """Row sums of its diagnostics. A ratio that no term reads is made in blocks and not kept."""
+        batch = self._batch
+        numerator, denominator = (self._resolve(name) for name in ratio.split("/"))
+        known = self._known.get((numerator, denominator))
+        return ratio_rows(batch.logps(numerator) if known is None else known, batch.logps(denominator), batch.mask)
 
     def inputs(self, ratio: Ratio, mask: Tensor, *, keep: Tensor) -> TermInputs:
         """What a term on ``ratio`` sees when it measures ``mask`` and ``keep`` is still in the loss."""

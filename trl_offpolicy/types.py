@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -159,7 +160,7 @@ class PolicyBatch:
             expected = " or ".join(str(shape) for shape in sorted(allowed, key=len))
             raise ValueError(f"{name} must have shape {expected}, but got {tuple(value.shape)}.")
 
-    @property
+    @cached_property
     def mask(self) -> Tensor:
         """(B, T) bool: the trainable tokens."""
         return self.completion_mask if self.completion_mask.dtype == torch.bool else self.completion_mask != 0

@@ -12,7 +12,8 @@ import torch
 
 from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS, WEIGHT_DIAGNOSTICS, fraction
 from trl_offpolicy.functional.log_ratios import log_ratio
-from trl_offpolicy.functional.moments import Layout, fold_ratio_rows, moments, ratio_rows, weight_moments
+from trl_offpolicy.functional.moments import Layout, fold_ratio_rows, moments, ratio_rows
+from trl_offpolicy.functional.weight_moments import weight_moments
 
 NAN = float("nan")
 L = math.log(2)

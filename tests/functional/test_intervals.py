@@ -8,7 +8,8 @@ import torch
 from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS, ess_token, fraction
 from trl_offpolicy.functional.intervals import ClusterRows, half_width_95, t_quantile_975
 from trl_offpolicy.functional.log_ratios import log_ratio
-from trl_offpolicy.functional.moments import ROW_LAYOUT, WEIGHT_LAYOUT, Layout, Moments, ratio_row_moments, ratio_rows
+from trl_offpolicy.functional.moments import ROW_LAYOUT, Layout, Moments, ratio_row_moments, ratio_rows
+from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT
 
 MEAN = Layout(sums=("tokens", "x"))
 

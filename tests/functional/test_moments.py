@@ -17,8 +17,8 @@ from trl_offpolicy.functional.moments import (
     histogram_quantile,
     moments,
     ratio_rows,
-    weight_moments,
 )
+from trl_offpolicy.functional.weight_moments import weight_moments
 
 NAN, INF = float("nan"), float("inf")
 L = math.log(2)

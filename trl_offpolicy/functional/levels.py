@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional.booleans import any_true, count_true
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 
@@ -30,6 +31,7 @@ def aggregate(
     *,
     turn_ids: Tensor | None = None,
     group_ids: Tensor | None = None,
+    zero_outside: bool = False,
 ) -> Tensor:
     """Aggregate (B, T) ``values`` over the True tokens of ``mask``.
 
@@ -39,6 +41,7 @@ def aggregate(
         level: see :data:`LEVELS`.
         turn_ids: (B, T) integer, for the turn levels; None = every run of trainable tokens is a turn.
         group_ids: (B,) integer, for ``group``, which reads all ranks.
+        zero_outside: ``values`` are 0 outside ``mask`` already: saves a pass, and ``token`` returns them as they are.
 
     Returns:
         (B, T) for the token levels (0 outside ``mask``), else (B, 1); an empty row gives 0.
@@ -50,7 +53,7 @@ def aggregate(
         >>> aggregate(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), "sequence_mean")
         tensor([[2.]])
     """
-    inside = torch.where(mask, values, 0.0)
+    inside = values if zero_outside else torch.where(mask, values, 0.0)
     if level == "token":
         return inside
     if level == "prefix":
@@ -62,12 +65,12 @@ def aggregate(
     total = inside.sum(dim=-1, keepdim=True)
     if level == "sequence":
         return total
-    mean = total / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean = total / count_true(mask).unsqueeze(-1).clamp(min=1)
     if level == "sequence_mean":
         return mean
     if group_ids is None:
         raise ValueError("group_ids must be given for level 'group', but got None.")
-    return group_mean(mean.squeeze(-1), mask.any(-1), group_ids).unsqueeze(-1)
+    return group_mean(mean.squeeze(-1), any_true(mask), group_ids).unsqueeze(-1)
 
 
 def aggregate_ratio(
@@ -77,13 +80,14 @@ def aggregate_ratio(
     *,
     turn_ids: Tensor | None = None,
     group_ids: Tensor | None = None,
+    zero_outside: bool = False,
 ) -> Tensor:
     """Ratio at ``level``: aggregated in log space, clamped to +-20 nats, then exponentiated.
 
     Args and shapes as :func:`aggregate`; an empty row and a masked token give 1.
     """
-    total = aggregate(log_ratios, mask, level, turn_ids=turn_ids, group_ids=group_ids)
-    return total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    total = aggregate(log_ratios, mask, level, turn_ids=turn_ids, group_ids=group_ids, zero_outside=zero_outside)
+    return total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
 
 
 def turn_index(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
@@ -116,7 +120,7 @@ def _extreme(values: Tensor, mask: Tensor, *, largest: bool) -> Tensor:
     fill = -torch.inf if largest else torch.inf
     inside = torch.where(mask, values, fill)
     top = inside.amax(-1, keepdim=True) if largest else inside.amin(-1, keepdim=True)
-    return torch.where(mask.any(-1, keepdim=True), top, 0.0)
+    return torch.where(any_true(mask, keepdim=True), top, 0.0)
 
 
 def group_mean(values: Tensor, active: Tensor, group_ids: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional.booleans import as_float
+
 LOG_RATIO_CLAMP = 20.0
 """Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do."""
 
@@ -41,5 +43,6 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
     """
     difference = numerator.float() - denominator.float()
     observed = mask & (difference.abs() < torch.inf)
-    values = torch.where(observed, difference, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    finite = torch.nan_to_num(difference, nan=0.0, posinf=0.0, neginf=0.0)  # so that 0 * x below is 0
+    values = finite.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP) * as_float(mask)
     return LogRatio(values, observed)

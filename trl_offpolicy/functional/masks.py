@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.collective import gather_flat
-from trl_offpolicy.functional.weights import inside_band
 
 Statistic = Literal["k1", "k2", "k3", "abs", "prob_diff", "binary_tv", "binary_kl"]
 
 
-def outlier_veto(log_ratios: Tensor, mask: Tensor, *, low: float | None, high: float | None) -> Tensor:
+def outlier_veto(
+    log_ratios: Tensor, mask: Tensor, *, low: float | None, high: float | None, zero_outside: bool = False
+) -> Tensor:
     """Drop a whole sequence if the ratio of any trainable token leaves [low, high].
 
     Args:
@@ -22,16 +23,21 @@ def outlier_veto(log_ratios: Tensor, mask: Tensor, *, low: float | None, high: f
         mask: (B, T) bool.
         low: smallest tolerated token ratio (e.g. 1e-4); None = open.
         high: largest tolerated token ratio (e.g. 100); None = open.
+        zero_outside: ``log_ratios`` are 0 outside ``mask`` already: saves passes where 1 is tolerated.
 
     Returns:
         (B, 1) bool; an empty row is kept.
 
     Reference: Liu, Li et al. 2025, "When speed kills stability" (veto); SkyRL ``outlier_token_is_threshold_*``.
     """
-    log_low = None if low is None else math.log(low)
-    log_high = None if high is None else math.log(high)
-    tolerated = inside_band(log_ratios, low=log_low, high=log_high) | ~mask
-    return tolerated.all(dim=-1, keepdim=True)
+    keep = torch.ones_like(mask[:, :1])
+    if high is not None:
+        inside = log_ratios if zero_outside and high >= 1 else torch.where(mask, log_ratios, -torch.inf)
+        keep = keep & (inside.amax(-1, keepdim=True) <= math.log(high))
+    if low is not None:
+        inside = log_ratios if zero_outside and low <= 1 else torch.where(mask, log_ratios, torch.inf)
+        keep = keep & (inside.amin(-1, keepdim=True) >= math.log(low))
+    return keep
 
 
 def off_policy_sequence_mask(mean_log_ratio: Tensor, advantages: Tensor, *, max_divergence: float) -> Tensor:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio
+from trl_offpolicy.functional.blocks import row_blocks
+from trl_offpolicy.functional.booleans import as_float
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, log_ratio
 
 HISTOGRAM_BINS = 240
 HISTOGRAM_DECADES = (-8.0, 4.0)
@@ -115,46 +117,62 @@ class RatioRows(NamedTuple):
     maxima: Tensor
 
 
-def ratio_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
-    """One pass over the tokens: every row sum that a ratio diagnostic needs.
+def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> RatioRows:
+    """One pass over the tokens, in blocks of rows: every row sum that a ratio diagnostic needs.
 
     ``expm1`` keeps rho - 1 exact where the policies nearly agree, so KL k3 of a 1e-4 mismatch is not rounding noise.
 
     Args:
-        ratio: log(numerator / denominator), from :func:`~trl_offpolicy.functional.log_ratios.log_ratio`.
+        ratio: log(numerator / denominator), from :func:`~trl_offpolicy.functional.log_ratios.log_ratio`; or the
+            numerator's (B, T) log-probs, from which it is made block by block and never held as a whole.
         denominator: (B, T) log-probs of the denominator, nats.
         mask: (B, T) bool, trainable tokens.
     """
+    parts = []
+    for block in row_blocks(mask.shape, mask.device):
+        below, inside = denominator[block], mask[block]
+        if isinstance(ratio, LogRatio):
+            here = LogRatio(ratio.values[block], ratio.observed[block])
+        else:
+            here = log_ratio(ratio[block], below, inside)
+        parts.append(_block_rows(here, below, inside))
+    if len(parts) == 1:
+        return parts[0]
+    return RatioRows(torch.cat([part.sums for part in parts]), torch.cat([part.maxima for part in parts]))
+
+
+def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
     log_ratios, observed = ratio
-    logp = torch.where(observed, denominator.float(), 0.0)
-    prob = torch.where(observed, logp, -torch.inf).exp_()
+    here = as_float(observed)
+    logp = torch.nan_to_num(denominator.float(), nan=0.0, posinf=0.0, neginf=0.0) * here
+    prob = logp.exp().mul_(here)
     excess = torch.expm1(log_ratios)
-    prob_diff = prob * excess
-    abs_log_ratio, abs_diff = log_ratios.abs(), prob_diff.abs()
-    tokens = observed.sum(-1)
+    abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()
+    prob_diff, abs_diff = prob * excess, prob * abs_excess
+    tokens = here.sum(-1)
     sums = [
-        tokens.float(),
-        (mask.sum(-1) - tokens).float(),
+        tokens,
+        as_float(mask).sum(-1) - tokens,
         log_ratios.sum(-1),
         abs_log_ratio.sum(-1),
         excess.sum(-1),
-        excess.abs().sum(-1),
-        _dot(excess, excess),
-        _dot(excess, log_ratios),
+        abs_excess.sum(-1),
+        dot(excess, excess),
+        dot(excess, log_ratios),
         logp.sum(-1),
         prob.sum(-1),
-        _dot(prob, prob),
+        dot(prob, prob),
         prob_diff.sum(-1),
         abs_diff.sum(-1),
-        _dot(prob_diff, prob_diff),
-        _dot(prob, prob_diff),
+        dot(prob_diff, prob_diff),
+        dot(prob, prob_diff),
     ]
     maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
     return RatioRows(torch.stack(sums, -1).double(), torch.stack(maxima, -1).double())
 
 
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """Row-wise dot product in float32; autocast would round its inputs to bfloat16."""
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """Row-wise dot product in float32, (B, T) to (B,); autocast would round its inputs to bfloat16."""
     with torch.autocast(left.device.type, enabled=False):
         product: Tensor = torch.linalg.vecdot(left, right)
     return product
@@ -226,56 +244,3 @@ def histogram_quantile(counts: Tensor, quantile: float) -> Tensor:
     index = (cumulative < quantile * cumulative[-1]).sum()
     edge = 10.0 ** (first + (index.double() + 1) * (last - first) / HISTOGRAM_BINS)
     return torch.where((index == 0) | (cumulative[-1] == 0), 0.0, edge)
-
-
-# ------------------------------------------------------------------------------------------------------------ weights
-
-WEIGHT_LAYOUT = Layout(
-    sums=("tokens", "weight", "weight_sq", "rows", "row_weight", "row_weight_sq"),
-    maxima=("weight_max", "weight_min_negated"),
-)
-
-
-def weight_row_moments(weights: Tensor, mask: Tensor) -> Tensor:
-    """The additive moments of every response's weights by itself: (B, 6) float64 in the order of the weight layout.
-
-    Args:
-        weights: (B, T) or (B, 1) float32.
-        mask: (B, T) bool; rows without a True token are 0.
-
-    The sequence entries take each row's mean weight over its tokens (a sequence-level weight is its own mean).
-    """
-    count = mask.sum(-1).double()
-    active = count > 0
-    if weights.shape[-1] == 1:
-        mean = torch.where(active, weights.squeeze(-1).double(), 0.0)
-        total, squares = mean * count, mean.square() * count
-    else:
-        inside = torch.where(mask, weights, 0.0)
-        total, squares = inside.sum(-1).double(), _dot(inside, inside).double()
-        mean = total / count.clamp(min=1.0)
-    return torch.stack([count, total, squares, active.double(), mean, mean.square()], dim=-1)
-
-
-def weight_moments(weights: Tensor, mask: Tensor, row_moments: Tensor | None = None) -> Moments:
-    """Moments of importance weights over the True tokens of ``mask``.
-
-    Args:
-        weights: (B, T) or (B, 1) float32.
-        mask: (B, T) bool; rows without a True token are not counted.
-        row_moments: the same through :func:`weight_row_moments`, where it is known already.
-    """
-    rows = weight_row_moments(weights, mask) if row_moments is None else row_moments
-    if weights.shape[-1] == 1:
-        low, high = _extrema(weights.squeeze(-1), mask.any(-1))
-    else:
-        low, high = _extrema(weights, mask)
-    return Moments(WEIGHT_LAYOUT, rows.sum(0), torch.stack([high, -low]).double())
-
-
-def _extrema(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    low = torch.where(mask, values, torch.inf)
-    high = torch.where(mask, values, -torch.inf)
-    if values.numel() == 0:
-        return values.new_tensor(torch.inf), values.new_tensor(-torch.inf)
-    return low.amin(), high.amax()

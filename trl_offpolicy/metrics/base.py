@@ -10,15 +10,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from trl_offpolicy.functional.log_ratios import log_ratio
-from trl_offpolicy.functional.moments import (
-    RATIO_LAYOUT,
-    WEIGHT_LAYOUT,
-    Layout,
-    Moments,
-    fold_ratio_rows,
-    ratio_rows,
-    weight_moments,
-)
+from trl_offpolicy.functional.moments import RATIO_LAYOUT, Layout, Moments, fold_ratio_rows, ratio_rows
+from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, weight_moments
 
 
 class MomentMetric(Metric):

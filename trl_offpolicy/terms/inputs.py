@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,16 +42,25 @@ class TermInputs:
 
     def log_ratio_at(self, level: Level) -> Tensor:
         """Log-ratio at ``level``, nats, (B, 1) or (B, T)."""
-        return aggregate(self.log_ratios, self.mask, level, turn_ids=self._turns(level), group_ids=self.group_ids)
+        return aggregate(self.log_ratios, self.mask, level, **self._units(level))
 
     def ratio_at(self, level: Level) -> Tensor:
         """Ratio at ``level``, (B, 1) or (B, T)."""
-        return aggregate_ratio(self.log_ratios, self.mask, level, turn_ids=self._turns(level), group_ids=self.group_ids)
+        return aggregate_ratio(self.log_ratios, self.mask, level, **self._units(level))
 
     def statistic_at(self, statistic: str, level: Level) -> Tensor:
         """Divergence statistic per token, then aggregated: (B, 1) or (B, T)."""
         values = masks.divergence(self.log_ratios, statistic, self._usable_denominator)
-        return aggregate(values, self.mask, level, turn_ids=self._turns(level), group_ids=self.group_ids)
+        return aggregate(values, self.mask, level, **self._units(level))
+
+    def _units(self, level: Level) -> dict[str, Any]:
+        """What ``aggregate`` needs to know besides the values."""
+        return {"turn_ids": self._turns(level), "group_ids": self.group_ids, "zero_outside": self.zero_outside}
+
+    @property
+    def zero_outside(self) -> bool:
+        """Log-ratios, and so their statistics, are 0 outside ``mask``: it is the mask they were made with."""
+        return self.trainable is self.mask
 
     def _turns(self, level: Level) -> Tensor | None:
         """Turn ids; a dropped token in the middle of a turn does not make it two."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -176,11 +177,9 @@ class OutlierVeto:
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Sequences with a token above ``high``, below ``low``."""
-        above = below = None
-        if self.high is not None:
-            above = ~masks.outlier_veto(inputs.log_ratios, inputs.mask, low=None, high=self.high)
-        if self.low is not None:
-            below = ~masks.outlier_veto(inputs.log_ratios, inputs.mask, low=self.low, high=None)
+        veto = partial(masks.outlier_veto, inputs.log_ratios, inputs.mask, zero_outside=inputs.zero_outside)
+        above = None if self.high is None else ~veto(low=None, high=self.high)
+        below = None if self.low is None else ~veto(low=self.low, high=None)
         return Violations(above, below)
 
 

@@ -1,0 +1,100 @@
+"""How time and memory of a correction grow: a typical preset with all diagnostics, from 64 x 1024 to 64 x 32768.
+
+    python benchmarks/correction_scaling.py [--rows 64] [--lengths 1024 4096 32768] [--rounds 7]
+
+Time: median, one thread, as a multiple of the floor ``((old - sampling) * mask).sum()`` of the same size and per token.
+Memory: peak resident memory of the call above what the inputs hold, in (B, T) float32 buffers (Linux; the kernel's
+high-water mark, reset before the call).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+if "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # every tensor goes back to the kernel when it is freed
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+import torch
+from correction_cost import make_batch
+
+import trl_offpolicy as op
+
+CORRECTIONS = {
+    "token TIS + geometric mask + veto, old/sampling": op.Correction(
+        weight=op.TruncateWeight(max_weight=2.0),
+        keep=(op.RatioBand(low=0.99, high=1.01), op.OutlierVeto(low=1e-4, high=100.0)),
+        measure=("mismatch", "kept"),
+    ),
+    "the same, three ratios": op.Correction(
+        weight=op.TruncateWeight(max_weight=2.0),
+        keep=(op.RatioBand(low=0.99, high=1.01), op.OutlierVeto(low=1e-4, high=100.0)),
+    ),
+}
+
+
+def seconds(run: Callable[[], object], rounds: int) -> float:
+    """Median of ``rounds`` calls after three warm-up calls."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Highest resident memory during the call, above what was resident before it."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    result = run()
+    peak = _status("VmHWM")
+    del result
+    return peak - before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{field} is not in /proc/self/status.")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"B={args.rows} torch {torch.__version__}, 1 thread, median of {args.rounds}")
+    print(f"{'T':>6} {'x floor':>8} {'ns/token':>9} {'peak buffers':>13}  correction")
+    for length in args.lengths:
+        measure(make_batch(args.rows, length), args.rounds)
+
+
+def measure(batch: op.PolicyBatch, rounds: int) -> None:
+    """Print the lines of one size."""
+    old, sampling, mask = batch.old_per_token_logps, batch.sampling_per_token_logps, batch.completion_mask
+    floor = seconds(lambda: ((old - sampling) * mask).sum(), rounds)
+    for name, correction in CORRECTIONS.items():
+        took = seconds(partial(correction, batch), rounds)
+        buffers = peak_bytes(partial(correction, batch)) / (4 * mask.numel())
+        per_token = took / mask.numel() * 1e9
+        print(f"{mask.shape[1]:6d} {took / floor:8.1f} {per_token:9.1f} {buffers:13.1f}  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Additive moments of importance weights, in one pass over the tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.blocks import row_blocks
+from trl_offpolicy.functional.booleans import as_float, count_true
+from trl_offpolicy.functional.moments import Layout, Moments, dot
+
+WEIGHT_LAYOUT = Layout(
+    sums=("tokens", "weight", "weight_sq", "rows", "row_weight", "row_weight_sq"),
+    maxima=("weight_max", "weight_min_negated"),
+)
+
+
+class WeightRows(NamedTuple):
+    """Moments of every response's weights: sums (B, 6) float64 as in the layout, maxima (B, 2): max w, max -w."""
+
+    sums: Tensor
+    maxima: Tensor
+
+
+def weight_rows(mask: Tensor, *weights: Tensor) -> list[WeightRows]:
+    """One pass over the weights, in blocks of rows.
+
+    Args:
+        mask: (B, T) bool; rows without a True token have sums of 0 and maxima of minus infinity.
+        weights: one or more (B, T) or (B, 1) float32, finite and not negative.
+
+    Returns:
+        The rows of each of ``weights``. The sequence entries take each row's mean weight over its tokens (a
+        sequence-level weight is its own mean).
+    """
+    count = count_true(mask).double()
+    by_token = [weight for weight in weights if _is_by_token(weight, mask)]
+    blocks = [
+        _block_weights(mask[block], [weight[block] for weight in by_token])
+        for block in row_blocks(mask.shape, mask.device)
+        if by_token
+    ]
+    columns = iter(torch.cat(blocks, dim=1).double() if blocks else ())
+    return [
+        _with_means(count, *next(columns).unbind(-1)) if _is_by_token(weight, mask) else _constant(count, weight)
+        for weight in weights
+    ]
+
+
+def _is_by_token(weight: Tensor, mask: Tensor) -> bool:
+    return weight.shape[-1] > 1 or mask.shape[-1] == 1
+
+
+def _block_weights(mask: Tensor, weights: list[Tensor]) -> Tensor:
+    """(W, rows, 4): row sums of w and w^2, row maximum and minimum over the True tokens."""
+    here = as_float(mask)
+    outside = (here - 1).mul_(-_LARGE)  # 0 on the tokens that count
+    parts = []
+    for weight in weights:
+        inside = weight * here
+        smallest = (inside + outside).amin(-1)
+        parts.append(torch.stack([inside.sum(-1), dot(inside, inside), inside.amax(-1), smallest], -1))
+    return torch.stack(parts)
+
+
+_LARGE = 1e38
+"""Beyond every weight: what stands outside the mask when the smallest is looked for."""
+
+
+def _with_means(count: Tensor, total: Tensor, squares: Tensor, top: Tensor, bottom: Tensor) -> WeightRows:
+    active = count > 0
+    mean = total / count.clamp(min=1.0)
+    sums = torch.stack([count, total, squares, active.double(), mean, mean.square()], dim=-1)
+    return WeightRows(sums, torch.where(active.unsqueeze(-1), torch.stack([top, -bottom], dim=-1), -torch.inf))
+
+
+def _constant(count: Tensor, weight: Tensor) -> WeightRows:
+    """(B, 1): the same weight on every token of a row."""
+    value = torch.where(count > 0, weight.squeeze(-1).double(), 0.0)
+    return _with_means(count, value * count, value.square() * count, value, value)
+
+
+def fold_weight_rows(rows: WeightRows, keep_rows: Tensor | None = None) -> Moments:
+    """Add rows up; ``keep_rows`` (B,) bool restricts to some sequences at no extra pass over the tokens."""
+    sums, maxima = rows
+    if keep_rows is not None:
+        sums = torch.where(keep_rows.unsqueeze(-1), sums, 0.0)
+        maxima = torch.where(keep_rows.unsqueeze(-1), maxima, -torch.inf)
+    return Moments(WEIGHT_LAYOUT, sums.sum(0), maxima.amax(0) if len(maxima) else maxima.new_full((2,), -torch.inf))
+
+
+def weight_moments(weights: Tensor, mask: Tensor) -> Moments:
+    """Moments of importance weights over the True tokens of ``mask``, whatever the others hold.
+
+    Arguments as :func:`weight_rows`, but only the weights on True tokens need be finite.
+    """
+    inside = weights if weights.shape[-1] == 1 else torch.where(mask, weights, 0.0)
+    (rows,) = weight_rows(mask, inside)
+    return fold_weight_rows(rows)
