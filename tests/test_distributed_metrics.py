@@ -1,25 +1,20 @@
 """Two real processes over gloo: diagnostics and normalised weights are those of one process on the union.
 
-The test process is rank 0. The file is also rank 1: ``python test_distributed_metrics.py PORT FILE``. Most of
-the time goes into its import of torchmetrics.
+Most of the time goes into the import of torchmetrics in the second process.
 """
 
-import os
-import subprocess
-import sys
-from datetime import timedelta
+from dataclasses import fields
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import two_ranks
 
 import trl_offpolicy as op
 from trl_offpolicy.metrics import ratio_metrics, weight_metrics
 
-WORLD, PATIENCE = 2, timedelta(seconds=150)
-ROOT = Path(__file__).resolve().parents[1]
+WORLD = two_ranks.WORLD
 SCENARIOS = ("uneven", "idle_rank")  # in the second, rank 1 has responses but no trainable token
 WEIGHTS = {
     "token": op.TruncateWeight(max_weight=1.3),
@@ -71,8 +66,8 @@ def shard(scenario, rank):
     return op.PolicyBatch(
         **{
             name: value[rows] if value.dim() == 1 else value[rows, :width]
-            for name, value in vars(whole).items()
-            if value is not None
+            for name in (item.name for item in fields(whole))
+            if (value := getattr(whole, name)) is not None
         }
     )
 
@@ -125,36 +120,15 @@ def all_gather(vector):
     return torch.cat(everyone)
 
 
-def run(rank, store):
+def run(rank):
     """Take part as ``rank`` in everything that is compared."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=PATIENCE)
-    try:
-        return {scenario: measure(shard(scenario, rank), all_gather) for scenario in SCENARIOS}
-    finally:
-        dist.destroy_process_group()
+    return {scenario: measure(shard(scenario, rank), all_gather) for scenario in SCENARIOS}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """The results of both processes, by rank. The store of rank 0 picks a free port."""
-    file = tmp_path_factory.mktemp("ranks") / "1.pt"
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, str(store.port), str(file)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        other = subprocess.Popen(command, env=environment, **pipes)
-        try:
-            mine = run(0, store)
-            output, _ = other.communicate(timeout=60)
-        except Exception as error:
-            other.kill()
-            raise AssertionError(f"rank 1 said: {other.communicate()[0]}") from error
-    assert other.returncode == 0, output
-    return [mine, torch.load(file, weights_only=False)]
+    """The results of both processes, by rank."""
+    return two_ranks.launch(__file__, run, tmp_path_factory.mktemp("ranks"))
 
 
 @cache
@@ -224,7 +198,4 @@ def test_means_of_the_ranks_would_be_wrong(scenario):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    port, target = sys.argv[1:]
-    client = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=PATIENCE)
-    torch.save(run(1, client), target)
+    two_ranks.join(run)

@@ -1,0 +1,59 @@
+"""Two real processes over gloo. The test process is rank 0; the test file, run as a script, is rank 1.
+
+A file that uses it defines ``run(rank)`` and ends with ``if __name__ == "__main__": two_ranks.join(run)``. So a single
+process has to be started and to import torch.
+"""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+WORLD, PATIENCE = 2, timedelta(seconds=150)
+TESTS = Path(__file__).resolve().parent
+
+
+def launch(script, run, folder):
+    """``[run(0), run(1)]``, each called in a process of its own. The store of rank 0 picks a free port."""
+    file = folder / "1.pt"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    command = [sys.executable, script, str(store.port), str(file)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        other = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            mine = _as_rank(0, store, run)
+            output, _ = other.communicate(timeout=60)
+        except Exception as error:
+            other.kill()
+            raise AssertionError(f"rank 1 said: {other.communicate()[0]}") from error
+    assert other.returncode == 0, output
+    return [mine, torch.load(file, weights_only=False)]
+
+
+def join(run):
+    """Be rank 1 and leave what ``run(1)`` returns in the file named on the command line."""
+    torch.set_num_threads(1)
+    port, target = sys.argv[1:]
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=PATIENCE)
+    torch.save(_as_rank(1, store, run), target)
+
+
+def _as_rank(rank, store, run):
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=PATIENCE)
+    try:
+        return run(rank)
+    finally:
+        dist.destroy_process_group()
