@@ -1,14 +1,16 @@
 """What each named preset does to one batch, by hand, and its defaults."""
 
 import math
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from batches import policy_batch
 
-from trl_offpolicy import presets
+from trl_offpolicy import Correction, DivergenceBand, RatioBand, StalenessBound, losses, presets
 from trl_offpolicy.presets.catalog import BUILDERS
+from trl_offpolicy.presets.preset import make_preset
 
 close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
 
@@ -16,35 +18,103 @@ close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
 RATIOS = [[1.5, 2.0], [0.25, 3.0], [1.01, 1.01], [1.0, None], [6.0, 50.0]]
 ONES = [[1, 1], [1, 1], [1, 1], [1, 0], [1, 1]]
 
+RAW = [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [6, 50]]
+SQUARES, SUM = 1.5**2 + 2**2 + 0.25**2 + 3**2 + 2 * 1.01**2 + 1 + 6**2, 1.5 + 2 + 0.25 + 3 + 2 * 1.01 + 1 + 6
+CAP = (SUM + math.sqrt(SUM**2 - 3.5 * (4.5 * SQUARES - SUM**2))) / 3.5  # (SUM + C)^2 = 0.5 * 9 (SQUARES + C^2)
+
 CASES = {
     "measure": ({}, ONES, ONES),
+    "paper/vanilla-is": ({}, RAW, ONES),
     "paper/tis": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "paper/sequence-tis": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [5, 5]], ONES),
     "paper/mis": ({}, [[0, 0], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [0, 0]], ONES),
     "paper/mis with a floor": ({"min_weight": 0.8}, [[0, 0], [0, 0], [1.0201, 1.0201], [1, 0], [0, 0]], ONES),
     "paper/icepop": ({}, [[1.5, 2], [0, 3], [1.01, 1.01], [1, 0], [0, 0]], ONES),
+    "paper/minpro": ({}, [[1.5, 3], [0.25, 0.75], [1.01, 1.0201], [1, 0], [6, 300]], ONES),
+    "paper/ctpo": (
+        {},
+        [[1.25, 1.25 ** math.sqrt(2)], [0.8, 0.75], [1.01, 1.0201], [1, 0], [1.25, 1.25 ** math.sqrt(2)]],
+        ONES,
+    ),
+    "paper/logit-fusion-cap": ({}, [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [3, 3]], ONES),
+    "paper/logit-fusion-shaped": (
+        {"gamma": 1.0},
+        [[0.6, 2 / 3], [0.2, 0.75], [1.01 / 2.01] * 2, [0.5, 0], [6 / 7, 50 / 51]],
+        ONES,
+    ),
+    "paper/turn-is": ({}, [[2, 2], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [2, 2]], ONES),
+    "kit/ess-cap": ({}, [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [6, CAP]], ONES),
+    "kit/ess-cap with a modest target": ({"target": 0.15}, RAW, ONES),
     "paper/geometric-mask": (
         {"low": 0.9, "high": 1.2},
         [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]],
         [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]],
     ),
+    "paper/geometric-mask-veto": (
+        {"low": 0.1, "high": 50.0, "veto_low": 0.3},
+        ONES,
+        [[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]],
+    ),
+    "paper/product-mask": ({}, ONES, [[0, 0], [1, 1], [1, 1], [1, 0], [0, 0]]),
     "paper/opsm": ({}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]]),  # -log 0.75 / 2 = 0.144 > 0.05
+    "paper/trm": ({"high": 0.4}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [0, 0]]),  # k3: 0.31, 0.64, 0, 0, 45
+    "paper/trm with k2": ({"statistic": "k2", "high": 0.8}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [0, 0]]),
+    "paper/m2po": ({"budget": 0.2}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [0, 0]]),
+    "paper/m2po as published": ({}, ONES, [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]]),
+    # p = exp(-4) = 0.0183 and q = p / ratio, so |p - q| = 0.006, 0.009, 0.055, 0.012, 0, 0, 0, 0.015, 0.018
+    "paper/dppo-mask": ({"high": 0.0151}, ONES, [[1, 1], [0, 1], [1, 1], [1, 0], [0, 0]]),
+    "skyrl/token-tis": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
+    "skyrl/sequence-tis": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [5, 5]], ONES),
+    "skyrl/geometric-mask": ({"low": 0.9, "high": 1.2}, ONES, [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]]),
+    "skyrl/product-mask": ({}, ONES, [[0, 0], [1, 1], [1, 1], [1, 0], [0, 0]]),
+    "skyrl/token-mask": ({"high": 2.5}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [0, 0]]),
     "skyrl/long-context-moe": (
         {"low": 0.1, "high": 50.0, "outlier_low": 0.3, "outlier_high": 40.0},
         ONES,
         [[1, 1], [0, 0], [1, 1], [1, 0], [0, 0]],  # 0.25 and 50 are outliers
     ),
+    "openrlhf/tis": ({}, [[1.5, 2], [0.5, 3], [1.01, 1.01], [1, 0], [5, 5]], ONES),
+    "openrlhf/icepop": ({}, [[1.5, 2], [0, 3], [1.01, 1.01], [1, 0], [0, 0]], ONES),
+    "openrlhf/seq-mask-tis": ({"low": 0.9, "high": 1.2}, RAW, [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]]),
+    "areal/decoupled": ({}, RAW, [[1, 1], [1, 1], [1, 1], [1, 0], [0, 0]]),
+    "trl/token-truncate": ({}, [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [3, 3]], ONES),
+    "trl/token-mask": ({"max_weight": 4.0}, [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [0, 0]], ONES),
+    "trl/sequence-truncate": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [3, 3]], ONES),
+    "trl/sequence-mask": (
+        {"max_weight": 4.0, "min_weight": 0.8},
+        [[3, 3], [0, 0], [1.0201, 1.0201], [1, 0], [0, 0]],
+        ONES,
+    ),
+    "prime-rl/probability-difference": ({"low": -0.05}, RAW, [[1, 1], [0, 1], [1, 1], [1, 0], [1, 1]]),
+    "roll/token-filter": (
+        {},
+        [[1.2, 1.2], [0.25, 1.2], [1.01, 1.01], [1, 0], [1.2, 1.2]],
+        [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]],
+    ),
+    "roll/segment-filter": (
+        {"ratio_high": 2.0, "diff_low": -0.02},
+        ONES,
+        [[1, 1], [0, 0], [1, 1], [1, 0], [0, 0]],  # geometric 1.73, 0.87, 1.01, 1, 17; differences 0.008, -0.021, ...
+    ),
+    "ring-1t/icepop": ({}, [[1.5, 2], [0, 3], [1.01, 1.01], [1, 0], [0, 0]], ONES),
+    "deepseek-v3.2/opsm": ({}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]]),
 }
+ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
+OWN_LOSS = {
+    "slime/mis": {"aggregation": "seq_mean_token_mean", "kl_on": "kept"},
+    "prime-rl/probability-difference": {"policy_loss": losses.GPG(), "mode": "bypass"},
+}
+WIDE = {"kit/ess-cap": "generation_batch", "paper/m2po": "generation_batch", "slime/mis": "micro_batch"}
 
 
 def test_every_preset_has_a_case():
-    assert {case.split(" with")[0] for case in CASES} == set(presets.names()) == set(BUILDERS)
+    assert {case.split(" ")[0] for case in CASES} | ELSEWHERE == set(presets.names()) == set(BUILDERS)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_keep_by_hand(case):
     options, weights, keep = CASES[case]
-    preset = presets.get(case.split(" with")[0], **options)
+    preset = presets.get(case.split(" ")[0], **options)
 
     out = preset.correction(policy_batch(RATIOS, advantages=-torch.ones(5)))
 
@@ -52,22 +122,35 @@ def test_weights_and_keep_by_hand(case):
     assert out.keep_mask.int().tolist() == keep
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_the_rest_of_the_objective_is_plain_ppo(name):
-    objective = presets.get(name).objective
-
-    assert objective.policy_loss.level == "token"
-    assert (objective.kl, objective.entropy_coef, objective.aggregation) == (None, 0.0, "token_mean")
-    assert (objective.denominator, objective.scope) == ("all", "row")
-    assert objective.correction.normalize == "none"
-
-
-@pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_requires_what_the_correction_reads(name):
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {n for n in BUILDERS if n.startswith("verl/")}))
+def test_the_rest_of_the_objective_is_plain_ppo_unless_the_method_says_more(name):
     preset = presets.get(name)
 
-    assert preset.requires == (("sampling_per_token_logps",) if preset.correction.needs_sampling else ())
-    assert preset.correction.needs_sampling is (name != "measure")
+    assert preset.objective_changes == OWN_LOSS.get(name, {})
+    assert preset.objective.scope == WIDE.get(name, "row")
+    assert preset.correction.normalize == ("original" if name == "slime/mis" else "none")
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_requires_what_the_objective_reads(name):
+    preset = presets.get(name)
+
+    assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else ())
+    assert preset.objective.needs_sampling is (name not in ("measure", "verl/disabled"))
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_a_preset_warns_about_nothing(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        presets.get(name)
+
+
+def test_what_a_preset_needs_beyond_log_probs():
+    terms = (RatioBand(level="group", low=0.5, high=2.0), StalenessBound(max_lag=4))
+    preset = make_preset("mine", Correction(keep=terms), citation="-", notes="-")
+
+    assert preset.requires == ("sampling_per_token_logps", "group_ids", "policy_versions", "current_version")
 
 
 def test_defaults_are_those_of_the_sources():
@@ -83,6 +166,21 @@ def test_defaults_are_those_of_the_sources():
     veto, band = correction("skyrl/long-context-moe").keep
     assert (veto.low, veto.high, band.low, band.high) == (1e-4, 100.0, 0.99, 1.01)
     assert correction("skyrl/long-context-moe").measure_on == "remaining"
+    assert correction("paper/m2po").keep[0].budget == 0.04
+    assert correction("paper/dppo-mask").keep[0] == DivergenceBand(
+        statistic="binary_tv", level="token", high=0.2, ratio="current/sampling"
+    )
+    mask = correction("prime-rl/probability-difference").keep[0]
+    assert (mask.low, mask.high, mask.ratio) == (-0.2, 0.2, "current/sampling")
+    assert correction("trl/sequence-mask") == presets.from_trl().correction
+
+
+def test_prime_rls_gradient_by_hand():
+    batch = policy_batch([[2.0, 1.0]], [[1.5, 1.0]])
+    out = presets.get("prime-rl/probability-difference").objective(batch)
+    (gradient,) = torch.autograd.grad(out.loss, batch.per_token_logps)
+
+    close(gradient, torch.tensor([[-3.0 / 2, -1.0 / 2]]))  # -(pi / mu) A / tokens
 
 
 def test_loss_of_a_preset_by_hand():

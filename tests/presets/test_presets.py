@@ -75,6 +75,34 @@ def test_describe():
     assert "requires: -" in presets.describe("measure")
     for name in presets.names():
         assert presets.describe(name).splitlines()[0] == name
+    assert "clamp:    log-ratios at +-20 nats here, not in the source" in presets.describe("trl/token-mask")
+    assert "clamp:" not in text
+    assert "loss:     policy_loss=GPG(), mode=bypass" in presets.describe("verl/bypass_pg_is")
+    assert "scope:    generation_batch" in presets.describe("paper/m2po")
+
+
+def test_groups_hold_every_name_once():
+    groups = presets.groups()
+
+    assert next(iter(groups)) == "general"
+    assert groups["general"] == ["measure"]
+    assert sorted(name for members in groups.values() for name in members) == presets.names()
+    assert all(name.startswith(f"{group}/") for group in groups if group != "general" for name in groups[group])
+
+
+def test_frameworks():
+    assert set(presets.FRAMEWORKS) == {"areal", "openrlhf", "skyrl", "slime", "trl", "verl"}
+    for name, build in presets.FRAMEWORKS.items():
+        assert build is getattr(presets, f"from_{name}")
+
+
+@pytest.mark.parametrize("framework", sorted(presets.FRAMEWORKS))
+def test_an_unknown_option_of_a_framework_is_a_type_error_and_a_value_error(framework):
+    for kind in (TypeError, ValueError, presets.UnknownOptionError):
+        with pytest.raises(kind, match=r"^epsilonnn is not an option of .*, which has \["):
+            presets.FRAMEWORKS[framework](epsilonnn=0.2)
+    with pytest.raises(TypeError, match="Did you mean 'epsilon'"):
+        presets.from_trl(epsilonn=0.2)
 
 
 def test_describing_an_unknown_preset_is_refused():

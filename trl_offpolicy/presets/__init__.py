@@ -7,13 +7,48 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
-from trl_offpolicy.presets.catalog import BUILDERS
+from trl_offpolicy.presets.areal import from_areal
+from trl_offpolicy.presets.catalog import BUILDERS, groups
+from trl_offpolicy.presets.diff import Difference, diff
+from trl_offpolicy.presets.openrlhf import from_openrlhf
+from trl_offpolicy.presets.options import UnknownOptionError
 from trl_offpolicy.presets.parsing import near
 from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.presets.skyrl import from_skyrl
+from trl_offpolicy.presets.slime import from_slime
+from trl_offpolicy.presets.text import mapping_text
 from trl_offpolicy.presets.trl import from_trl
+from trl_offpolicy.presets.verl import from_verl
 
-__all__ = ["Preset", "describe", "from_trl", "get", "names"]
+__all__ = [
+    "FRAMEWORKS",
+    "Difference",
+    "Preset",
+    "UnknownOptionError",
+    "describe",
+    "diff",
+    "from_areal",
+    "from_openrlhf",
+    "from_skyrl",
+    "from_slime",
+    "from_trl",
+    "from_verl",
+    "get",
+    "groups",
+    "names",
+]
+
+FRAMEWORKS: dict[str, Callable[..., Preset]] = {
+    "areal": from_areal,
+    "openrlhf": from_openrlhf,
+    "skyrl": from_skyrl,
+    "slime": from_slime,
+    "trl": from_trl,
+    "verl": from_verl,
+}
+"""Frameworks whose own option names are understood."""
 
 
 def names() -> list[str]:
@@ -28,7 +63,8 @@ def get(name: str, **options: object) -> Preset:
         ValueError: unknown name (with near matches) or option.
     """
     if name not in BUILDERS:
-        raise ValueError(f"preset must be one of {names()}, but got {name!r}.{near(name, BUILDERS)}")
+        known_names = [member for members in groups().values() for member in members]
+        raise ValueError(f"preset must be one of {known_names}, but got {name!r}.{near(name, BUILDERS)}")
     known = inspect.signature(BUILDERS[name]).parameters
     for option in options:
         if option not in known:
@@ -47,7 +83,11 @@ def describe(name: str) -> str:
         f"  formula:  {preset.formula}",
         f"  options:  {', '.join(f'{key}={value}' for key, value in defaults.items()) or '-'}",
         f"  requires: {', '.join(preset.requires) or '-'}",
+        f"  scope:    {preset.objective.scope}",
+        f"  loss:     {mapping_text(preset.objective_changes)}",
         f"  source:   {preset.citation}",
         f"  notes:    {preset.notes}",
     ]
+    if preset.source_clamp is None:
+        lines.append("  clamp:    log-ratios at +-20 nats here, not in the source")
     return "\n".join(lines)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from trl_offpolicy.corrections import Correction
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objectives import Objective
+from trl_offpolicy.presets.text import formula_of
+from trl_offpolicy.terms import StalenessBound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A published method with its defaults.
+    """A published method, or another framework's configuration.
 
     Args:
         name: e.g. ``paper/tis``.
@@ -19,6 +24,8 @@ class Preset:
         citation: paper or repository.
         formula: one line.
         notes: when to use it, and what it does differently from its source.
+        source_clamp: nats at which the source clamps log-ratios before ``exp``; None = it does not. This kit always
+            clamps at 20, which only a ratio beyond e^20 = 4.9e8 (or below its inverse) can tell apart.
     """
 
     name: str
@@ -27,8 +34,62 @@ class Preset:
     citation: str
     formula: str
     notes: str
+    source_clamp: float | None = LOG_RATIO_CLAMP
 
     @property
     def correction(self) -> Correction | None:
         """The objective's correction (or None)."""
         return self.objective.correction
+
+    @property
+    def objective_changes(self) -> Mapping[str, Any]:
+        """The objective's fields that the method itself sets (a bypass mode, a loss, a denominator).
+
+        What a trainer must take over beside the correction; all other fields are free for the user's own loss.
+        """
+        plain = Objective()
+        names = [item.name for item in fields(Objective) if item.name != "correction"]
+        return {name: value for name in names if (value := getattr(self.objective, name)) != getattr(plain, name)}
+
+
+def make_preset(
+    name: str,
+    correction: Correction,
+    *,
+    citation: str,
+    notes: str,
+    formula: str | None = None,
+    source_clamp: float | None = LOG_RATIO_CLAMP,
+    **objective: Any,
+) -> Preset:
+    """A preset from its correction.
+
+    Args:
+        name: see :class:`Preset`, as for ``citation``, ``notes`` and ``source_clamp``.
+        correction: the method.
+        citation: paper or repository.
+        notes: when to use it.
+        formula: one line; None = written from the terms.
+        source_clamp: where the source clamps.
+        **objective: fields of :class:`~trl_offpolicy.Objective` that the method sets.
+    """
+    built = Objective(correction=correction, **objective)
+    return Preset(
+        name=name,
+        objective=built,
+        requires=_required_fields(built),
+        citation=citation,
+        formula=formula_of(built) if formula is None else formula,
+        notes=notes,
+        source_clamp=source_clamp,
+    )
+
+
+def _required_fields(objective: Objective) -> tuple[str, ...]:
+    keep = () if objective.correction is None else objective.correction.keep
+    required = ["sampling_per_token_logps"] if objective.needs_sampling else []
+    if any(term.scope == "group" for term in keep):
+        required.append("group_ids")
+    if any(isinstance(term, StalenessBound) for term in keep):
+        required += ["policy_versions", "current_version"]
+    return tuple(required)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.losses import CISPO, SAPO, VESPO, PolicyLoss, PPOClip, RatioLevel
-from trl_offpolicy.objectives import KLPenalty, Objective
-from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.objectives import KLPenalty
+from trl_offpolicy.presets.options import read_options
+from trl_offpolicy.presets.preset import Preset, make_preset
 from trl_offpolicy.terms import BandWeight, KeepTerm, OffPolicySequenceMask, TruncateWeight, Weight
 from trl_offpolicy.types import Ratio
 
@@ -59,28 +60,27 @@ def from_trl(**grpo_options: object) -> Preset:
     Semantics kept: the IS weight multiplies the policy term before the KL term is added; masked tokens stay in every
     denominator; non-finite sampling log-probs are neutral; VESPO takes the weight inside its kernel.
 
+    TRL does not clamp log-ratios; here they are clamped to +-20 nats.
+
     Raises:
-        TypeError: an option TRL does not have.
+        UnknownOptionError: an option TRL does not have (a TypeError and a ValueError).
         ValueError: an unknown loss type, level or mode.
     """
-    options = TRLOptions(**grpo_options)  # type: ignore[arg-type]
+    options = read_options(TRLOptions, grpo_options, framework="GRPOConfig's loss")
     if options.loss_type not in AGGREGATION:
         raise ValueError(f"loss_type must be one of {sorted(AGGREGATION)}, but got {options.loss_type!r}.")
     weight = _weight(options) if options.use_vllm and options.vllm_importance_sampling_correction else None
-    objective = Objective(
-        policy_loss=_policy_loss(options),
-        correction=Correction(weight=weight, keep=_opsm(options)),
-        kl=_kl(options),
-        entropy_coef=options.entropy_coef,
-        aggregation=AGGREGATION[options.loss_type],
-    )
-    return Preset(
-        name="trl",
-        objective=objective,
-        requires=("sampling_per_token_logps",) if weight is not None else (),
+    return make_preset(
+        "trl",
+        Correction(weight=weight, keep=_opsm(options)),
         citation="TRL 1.16 GRPOTrainer",
         formula=f"loss_type={options.loss_type}, {options.vllm_importance_sampling_mode if weight else 'no IS'}",
         notes="What stock TRL computes with these options.",
+        source_clamp=None,
+        policy_loss=_policy_loss(options),
+        kl=_kl(options),
+        entropy_coef=options.entropy_coef,
+        aggregation=AGGREGATION[options.loss_type],
     )
 
 

@@ -1,0 +1,111 @@
+"""What two presets do differently, semantics by semantics."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trl_offpolicy.corrections import Correction
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.objectives import Objective
+from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.presets.text import RATIO_TEXT, number, settings_text
+from trl_offpolicy.terms import KeepTerm, Weight
+
+ABSENT = "-"
+
+
+class Difference(NamedTuple):
+    """One semantic in which two presets differ, and what each does."""
+
+    semantics: str
+    a: str
+    b: str
+
+
+def diff(a: str | Preset, b: str | Preset) -> list[Difference]:
+    """The semantics in which two presets differ; an empty list means that they compute the same numbers.
+
+    Args:
+        a: a preset or its name.
+        b: likewise.
+
+    Example:
+        >>> for row in diff("paper/tis", "paper/icepop"):
+        ...     print(*row, sep=" | ")
+        weight: type | TruncateWeight | BandWeight
+        weight: bounds | max_weight=2, min_weight=None | low=0.5, high=5
+    """
+    left, right = semantics(_resolve(a)), semantics(_resolve(b))
+    names = list(dict.fromkeys([*left, *right]))
+    pairs = [Difference(name, left.get(name, ABSENT), right.get(name, ABSENT)) for name in names]
+    return [pair for pair in pairs if pair.a != pair.b]
+
+
+def semantics(preset: Preset) -> dict[str, str]:
+    """Everything about a preset that changes a number, as text."""
+    correction = preset.correction or Correction()
+    return {
+        **_weight_rows(correction.weights),
+        **{f"keep: {term.name}": _keep_row(term) for term in correction.keep},
+        **_correction_rows(correction),
+        **_objective_rows(preset.objective),
+        "log clamp": _clamp_row(preset.source_clamp),
+    }
+
+
+def _resolve(preset: str | Preset) -> Preset:
+    from trl_offpolicy.presets import get  # the package imports this module
+
+    return get(preset) if isinstance(preset, str) else preset
+
+
+def _weight_rows(weights: tuple[Weight, ...]) -> dict[str, str]:
+    rows = {}
+    for index, weight in enumerate(weights):
+        name = "weight" if len(weights) == 1 else f"weight {index + 1}"
+        rows[f"{name}: type"] = type(weight).__name__
+        rows[f"{name}: level"] = weight.level
+        rows[f"{name}: bounds"] = settings_text(weight, leave_out=("level", "ratio", "scope"))
+        rows[f"{name}: ratio"] = RATIO_TEXT[weight.ratio]
+    return rows or {"weight: type": "none (1)"}
+
+
+def _keep_row(term: KeepTerm) -> str:
+    bounds = settings_text(term, leave_out=("level", "statistic", "ratio", "scope"))
+    return f"{bounds}, on {RATIO_TEXT[term.ratio]}"
+
+
+def _correction_rows(correction: Correction) -> dict[str, str]:
+    ordered = correction.measure_on == "remaining"
+    names = [term.name for term in correction.keep]
+    over = "" if correction.normalize == "none" else f", over each {correction.normalize_over.replace('_', ' ')}"
+    return {
+        "measured on": "what earlier terms kept" if ordered else "all trainable tokens",
+        "order": " -> ".join([*names, "weights"]) if ordered and names else "any",
+        "normalisation": "none" if correction.normalize == "none" else f"mean over {correction.normalize} units{over}",
+        "non-finite log-probs": correction.nonfinite,
+        "group baseline": f"{correction.baseline} responses",
+    }
+
+
+def _objective_rows(objective: Objective) -> dict[str, str]:
+    loss = objective.policy_loss
+    bypass = objective.mode == "bypass"
+    kl = objective.kl
+    return {
+        "mode": "bypass (two policies, pi / mu)" if bypass else "decoupled (three policies, pi / pi_old)",
+        "policy loss": f"{type(loss).__name__}: {settings_text(loss)}",
+        "aggregation": objective.aggregation,
+        "denominator": "dropped tokens stay" if objective.denominator == "all" else "dropped tokens leave",
+        "KL of dropped tokens": "stays" if objective.kl_on == "all" else "goes with them",
+        "KL term": "none" if kl is None else f"{settings_text(kl)}, weighted={objective.kl_weighted}",
+        "entropy bonus": number(objective.entropy_coef),
+        "scope": objective.scope,
+    }
+
+
+def _clamp_row(source: float | None) -> str:
+    here = f"+-{number(LOG_RATIO_CLAMP)} nats"
+    if source == LOG_RATIO_CLAMP:
+        return here
+    return f"{here} (source: {'none' if source is None else f'+-{number(source)} nats'})"

@@ -1,0 +1,222 @@
+"""verl's ``algorithm.rollout_correction`` as a preset: the same weights, masks and loss as verl 0.9.1."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from trl_offpolicy.corrections import Correction
+from trl_offpolicy.functional.levels import Level
+from trl_offpolicy.functional.masks import Statistic
+from trl_offpolicy.losses import GPG, PPOClip
+from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
+from trl_offpolicy.presets.preset import Preset, make_preset
+from trl_offpolicy.terms import BandWeight, DivergenceBand, KeepTerm, TruncateWeight, Weight
+from trl_offpolicy.types import Ratio
+
+REJECTION_MODES: dict[str, tuple[Statistic, Level]] = {
+    "token_k1": ("k1", "token"),
+    "token_k2": ("k2", "token"),
+    "token_k3": ("k3", "token"),
+    "seq_sum_k1": ("k1", "sequence"),
+    "seq_sum_k2": ("k2", "sequence"),
+    "seq_sum_k3": ("k3", "sequence"),
+    "seq_mean_k1": ("k1", "sequence_mean"),
+    "seq_mean_k2": ("k2", "sequence_mean"),
+    "seq_mean_k3": ("k3", "sequence_mean"),
+    "seq_max_k2": ("k2", "sequence_max"),
+    "seq_max_k3": ("k3", "sequence_max"),
+}
+LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence"}
+LOSSES = ("ppo_clip", "reinforce")
+CLIP = PPOClip(low=0.2, high=0.2, dual_clip=3.0)
+"""verl's ``vanilla`` loss with its defaults, ``clip_ratio`` 0.2 and ``clip_ratio_c`` 3.0."""
+
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlOptions:
+    """``algorithm.rollout_correction``, with the defaults of verl's ``rollout_correction.yaml``; and ``use_v1``."""
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float | str | None = 2.0
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float | str | None = None
+    bypass_mode: bool = False
+    loss_type: str | None = None
+    use_v1: bool = False
+
+    @property
+    def reinforce(self) -> bool:
+        """Bypass mode with explicit weights."""
+        return self.bypass_mode and self.loss_type == "reinforce"
+
+    @property
+    def ratio(self) -> Ratio:
+        """What weights and rejection read: in bypass mode verl has no pi_old."""
+        return "current/sampling" if self.bypass_mode else "old/sampling"
+
+
+def from_verl(**rollout_correction: object) -> Preset:
+    """A preset from verl's ``rollout_correction`` options; what is left out has the default of verl's YAML.
+
+    - rollout_is: "token" or "sequence" (product of ratios); None = no weights. (verl's Python dataclass says
+      "sequence", but its trainers read the YAML, which says null.)
+    - rollout_is_threshold: ``2.0`` caps; ``"0.5_5.0"`` is IcePop: weight 0 outside, nothing rejected.
+    - rollout_is_batch_normalize: weights divided by their mean over the original tokens (or sequences): over the whole
+      batch in decoupled mode, over each micro-batch in bypass mode (here of one rank; verl takes all ranks).
+    - rollout_rs: comma-joined names of :data:`REJECTION_MODES`, ANDed, all measured on the original mask.
+    - rollout_rs_threshold: one value for all or one each, comma-joined. k1: ``"low_high"``, or ``u`` for ``1/u_u``;
+      k2, k3: an upper bound.
+    - bypass_mode, loss_type: two policies; terms read pi / mu. "ppo_clip" (default) clips pi / mu and applies no
+      weight, "reinforce" multiplies -A log pi by the weights.
+    - use_v1: verl's ``trainer.use_v1``, see Denominator.
+
+    Loss: verl's defaults, clip 0.2 and dual clip 3 (Eq. 5 of Ye et al. 2020), token mean.
+    Denominator: in decoupled mode verl replaces ``response_mask``, so rejected tokens leave the sum, the denominator
+    and the KL term. Its V1 trainer counts ``loss_mask`` instead, which the correction does not touch: with
+    ``use_v1=True`` rejected tokens stay in the denominator. In bypass mode they stay there in both trainers, and keep
+    their KL term.
+
+    **Bug reproduced:** the k1 statistic is -log rho but is compared with log low and log high, so ``"0.5_4.0"`` keeps
+    rho in [1/4, 2], not in [0.5, 4]. :class:`~trl_offpolicy.RatioBand` says what is meant.
+
+    Not reproduced: ``"0.5_5_0"`` is an error here (verl reads 0.5 to 50); non-finite log-probs are neutral (verl
+    spreads NaN); a batch without a kept token has loss 0 (verl: 0/0); log-ratios are clamped to +-20 nats per token
+    before they are summed for a sequence weight (verl: the sum only).
+
+    Raises:
+        UnknownOptionError: an option that verl does not have.
+        ValueError: a value that verl would refuse, or would read as something else.
+
+    Example:
+        >>> from_verl(rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01).formula
+        'w = min(rho_t, 2); keep if mean_t k3 <= 0.01'
+
+    Reference: verl 0.9.1, ``trainer/ppo/rollout_corr_helper.py``, ``trainer/ppo/core_algos.py``.
+    """
+    options = read_options(VerlOptions, rollout_correction, framework="verl's rollout_correction")
+    _check(options)
+    weight, keep = _weight(options), _keep(options)
+    leaves = bool(keep) and not options.bypass_mode and not options.use_v1
+    return make_preset(
+        "verl",
+        Correction(
+            weight=weight,
+            keep=keep,
+            normalize="original" if options.rollout_is_batch_normalize and weight is not None else "none",
+            normalize_over="micro_batch" if options.bypass_mode else "generation_batch",
+        ),
+        citation="verl 0.9.1, algorithm.rollout_correction",
+        notes="What verl computes with these options.",
+        policy_loss=GPG() if options.reinforce else CLIP,
+        mode="bypass" if options.bypass_mode else "decoupled",
+        kl_on="all" if options.bypass_mode else "kept",
+        denominator="kept" if leaves else "all",
+    )
+
+
+def _check(options: VerlOptions) -> None:
+    """Choices are known; what verl would silently leave out is said."""
+    if options.rollout_is is not None:
+        check_choice("rollout_is", options.rollout_is, LEVELS)
+    if options.loss_type is not None:
+        check_choice("loss_type", options.loss_type, LOSSES)
+    if not options.bypass_mode and options.loss_type == "reinforce":
+        tell("loss_type='reinforce' has no effect without bypass_mode, in verl as here.")
+    if options.rollout_is is None:
+        unread = ("rollout_is_threshold", "rollout_is_batch_normalize")
+        warn_no_effect(options, unread, "without rollout_is", framework="verl")
+    elif options.rollout_is_threshold is None:
+        tell(f"rollout_is={options.rollout_is!r} has no effect without rollout_is_threshold, in verl as here.")
+    elif options.bypass_mode and not options.reinforce:
+        tell(
+            f"rollout_is={options.rollout_is!r} has no effect in bypass_mode with loss_type 'ppo_clip', in verl as "
+            "here: the loss's own ratio pi / mu holds the whole shift."
+        )
+    if options.rollout_rs is None:
+        warn_no_effect(options, ("rollout_rs_threshold",), "without rollout_rs", framework="verl")
+
+
+def _weight(options: VerlOptions) -> Weight | None:
+    if options.rollout_is is None or options.rollout_is_threshold is None:
+        return None
+    low, high = _is_bounds(options.rollout_is_threshold)
+    if options.bypass_mode and not options.reinforce:
+        return None
+    level = LEVELS[options.rollout_is]
+    if low is None:
+        return TruncateWeight(level=level, max_weight=high, ratio=options.ratio)
+    return BandWeight(level=level, low=low, high=high, ratio=options.ratio)
+
+
+def _keep(options: VerlOptions) -> tuple[KeepTerm, ...]:
+    if options.rollout_rs is None:
+        return ()
+    modes = list(dict.fromkeys(_split("rollout_rs", options.rollout_rs)))
+    for mode in modes:
+        check_choice("rollout_rs", mode, REJECTION_MODES)
+    thresholds = _thresholds(options.rollout_rs_threshold, modes)
+    return tuple(_term(mode, spec, options.ratio) for mode, spec in zip(modes, thresholds, strict=True))
+
+
+def _term(mode: str, spec: str, ratio: Ratio) -> DivergenceBand:
+    statistic, level = REJECTION_MODES[mode]
+    where = f"rollout_rs_threshold of {mode}"
+    if statistic != "k1":
+        if "_" in spec:
+            raise ValueError(f"{where} must be one upper bound, but got {spec!r}.")
+        return DivergenceBand(statistic=statistic, level=level, high=_positive(where, spec), ratio=ratio)
+    low, high = _bounds(where, spec)
+    low = 1 / high if low is None else low
+    if low > high:
+        raise ValueError(f"{where} must be 'low_high' with low <= high, or a number >= 1, but got {spec!r}.")
+    # -log rho against the logs of bounds on rho: verl's sign
+    return DivergenceBand(statistic="k1", level=level, low=math.log(low), high=math.log(high), ratio=ratio)
+
+
+def _thresholds(given: float | str | None, modes: list[str]) -> list[str]:
+    if given is None:
+        raise ValueError("rollout_rs_threshold must be given with rollout_rs, but got None.")
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        raise ValueError(f"rollout_rs_threshold must be a number or a string, but got {given!r}.")
+    specs = _split("rollout_rs_threshold", given) if isinstance(given, str) else [repr(float(given))]
+    if len(specs) not in (1, len(modes)):
+        raise ValueError(f"rollout_rs_threshold must hold 1 or {len(modes)} values for {modes}, but got {given!r}.")
+    return specs * len(modes) if len(specs) == 1 else specs
+
+
+def _is_bounds(given: float | str) -> tuple[float | None, float]:
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        raise ValueError(f"rollout_is_threshold must be a number or a string, but got {given!r}.")
+    low, high = _bounds("rollout_is_threshold", given if isinstance(given, str) else repr(float(given)))
+    if low is not None and low > high:
+        raise ValueError(f"rollout_is_threshold must be 'low_high' with low <= high, but got {given!r}.")
+    return low, high
+
+
+def _bounds(where: str, spec: str) -> tuple[float | None, float]:
+    """``"2.0"`` or ``"0.5_5.0"``; anything else is refused, where Python reads ``5_0`` as 50."""
+    parts = spec.split("_")
+    if len(parts) > 2:
+        raise ValueError(f"{where} must be 'high' or 'low_high', but got {spec!r} with {len(parts)} parts.")
+    numbers = [_positive(where, part) for part in parts]
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def _positive(where: str, text: str) -> float:
+    value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{where} must hold positive numbers, but got {text!r}.")
+    return value
+
+
+def _split(where: str, text: object) -> list[str]:
+    parts = [part.strip() for part in text.split(",")] if isinstance(text, str) else []
+    parts = [part for part in parts if part]
+    if not parts:
+        raise ValueError(f"{where} must be a non-empty string (or None), but got {text!r}.")
+    return parts
