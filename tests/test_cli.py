@@ -94,6 +94,53 @@ def test_bad_arguments_exit_with_status_2(argv: list[str], capsys: pytest.Captur
     assert "usage: trl-offpolicy" in capsys.readouterr().err
 
 
+def test_presets_are_listed_under_their_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["general", f"  {'measure':<31}  w = 1, nothing dropped"]
+    assert lines.index("paper") < lines.index("skyrl") < lines.index("verl")
+    assert "  paper/tis                        w_t = min(pi_old / mu, C)" in lines
+
+
+def test_presets_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets", "paper/tis", "verl/bypass_pg_is"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert first.startswith("paper/tis\n  formula:  w_t = min(pi_old / mu, C)\n")
+    assert second.startswith("verl/bypass_pg_is\n") and "source:   verl 0.9.1" in second
+
+
+def test_two_presets_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["presets", "--diff", "paper/tis", "verl/decoupled_k3_rs"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "semantics paper/tis verl/decoupled_k3_rs" in rows
+    assert "weight: type TruncateWeight none (1)" in rows
+    assert "keep: divergence_k3_sequence_mean - high=0.01, low=None, on pi_old / mu" in rows
+    assert "denominator dropped tokens stay dropped tokens leave" in rows
+    assert not any(row.startswith("mode") for row in rows)
+
+
+def test_presets_that_compute_the_same_are_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets", "--diff", "paper/icepop", "ring-1t/icepop"]) == 0
+    assert capsys.readouterr().out == "paper/icepop and ring-1t/icepop compute the same numbers.\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["paper/tiss"], "but got 'paper/tiss'. Did you mean 'paper/tis'"),
+        (["--diff", "paper/tis", "paper/icpop"], "but got 'paper/icpop'. Did you mean 'paper/icepop'"),
+        (["paper/tis", "--diff", "paper/tis", "measure"], "--diff must stand alone, but got also paper/tis."),
+    ],
+)
+def test_bad_presets_are_one_line_and_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["presets", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
+
+
 def test_a_subcommand_is_one_function(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def hello(parser: argparse.ArgumentParser) -> cli.Runner:
         """Say hello."""

@@ -40,23 +40,59 @@ def report(parser: argparse.ArgumentParser) -> Runner:
 
 
 def presets(parser: argparse.ArgumentParser) -> Runner:
-    """List the correction presets, or explain some."""
+    """List the correction presets, explain some, or show in what two differ."""
     parser.add_argument("names", metavar="NAME", nargs="*", help="presets to explain (default: list all)")
+    parser.add_argument("--diff", metavar=("A", "B"), nargs=2, help="show in which semantics two presets differ")
 
     def run(args: argparse.Namespace) -> int:
-        from trl_offpolicy.presets import describe, get, names
+        from trl_offpolicy.presets import describe
 
-        if args.names:
+        if args.diff:
+            if args.names:
+                raise ValueError(f"--diff must stand alone, but got also {' '.join(args.names)}.")
+            _print_diff(*args.diff)
+        elif args.names:
             print("\n\n".join(describe(name) for name in args.names))
         else:
-            width = max(map(len, names()))
-            print("\n".join(f"{name:<{width}}  {get(name).formula}" for name in names()))
+            _print_presets()
         return 0
 
     return run
 
 
 COMMANDS: dict[str, Command] = {"report": report, "presets": presets}
+
+
+def _print_presets() -> None:
+    """All presets with their formulas, under the name of their source."""
+    from trl_offpolicy.presets import get, groups, names
+
+    width = max(map(len, names()))
+    for group, members in groups().items():
+        print(group)
+        for name in members:
+            print(f"  {name:<{width}}  {get(name).formula}")
+
+
+def _print_diff(a: str, b: str) -> None:
+    """A table with one row for every semantics in which two presets differ."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from trl_offpolicy.presets import diff
+
+    rows = diff(a, b)
+    if not rows:
+        print(f"{a} and {b} compute the same numbers.")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("semantics", a, b):
+        table.add_column(escape(title), overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
 
 
 def _load_decode(name: str | None) -> Callable[[list[int]], str] | None:
