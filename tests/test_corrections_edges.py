@@ -1,0 +1,244 @@
+"""Corrections at the edge: nothing to correct, nothing finite, huge ratios, other dtypes, odd ids, cut units."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from batches import policy_batch
+from property_cases import CORRECTIONS, KEEPS, on_policy_weight, terms_of
+
+from trl_offpolicy import (
+    Correction,
+    DivergenceBand,
+    ESSWeight,
+    GroupRejection,
+    OutlierVeto,
+    PolicyBatch,
+    RatioBand,
+    RawWeight,
+    StalenessBound,
+    TruncateWeight,
+)
+from trl_offpolicy.functional.masks import PROBABILITY_STATISTICS
+
+NAN, INF = float("nan"), float("inf")
+close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+every_correction = pytest.mark.parametrize("name", CORRECTIONS)
+LOGPS = ("per_token_logps", "old_per_token_logps", "sampling_per_token_logps")
+
+
+def a_batch(rows, length, trainable=True, **fields):
+    """Log-probs that are multiples of 1/16 (exact in 8 bits of mantissa)."""
+    generator = torch.Generator().manual_seed(rows + length)
+    values = {name: -torch.randint(0, 48, (rows, length), generator=generator) / 16 for name in LOGPS}
+    return PolicyBatch(
+        **{
+            **values,
+            "completion_mask": torch.full((rows, length), trainable),
+            "advantages": torch.linspace(-1, 1, rows),
+            "rewards": torch.ones(rows),
+            "group_ids": torch.arange(rows) // 3 - 1,
+            "policy_versions": torch.arange(rows) % 5,
+            "current_version": 4,
+            **fields,
+        }
+    )
+
+
+def assert_finite(out, shape):
+    assert out.weights.shape == out.keep_mask.shape == shape
+    assert out.weights.isfinite().all()
+    assert (out.weights.dtype, out.keep_mask.dtype) == (torch.float32, torch.bool)
+    values = out.stats.compute()
+    assert {key: value for key, value in values.items() if not math.isfinite(value)} == {}
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@every_correction
+def test_a_batch_without_rows(name, length):
+    assert_finite(CORRECTIONS[name](a_batch(0, length)), (0, length))
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@every_correction
+def test_nothing_trainable(name, length):
+    out = CORRECTIONS[name](a_batch(4, length, trainable=False))
+
+    assert_finite(out, (4, length))
+    assert not out.weights.any() and not out.keep_mask.any()
+
+
+@every_correction
+def test_one_row_of_one_token(name):
+    assert_finite(CORRECTIONS[name](a_batch(1, 1)), (1, 1))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@every_correction
+def test_nothing_finite_is_as_on_policy(name, bad):
+    """Every ratio is unobserved: neutral, or dropped; also by statistics of the denominator's probability."""
+    correction = CORRECTIONS[name]
+    nothing = torch.full((6, 4), bad)
+    batch = a_batch(6, 4, old_per_token_logps=nothing, sampling_per_token_logps=nothing, current_version=0)
+
+    out = correction(batch)
+
+    assert_finite(out, (6, 4))
+    close(out.weights, torch.full((6, 4), on_policy_weight(correction)))
+    assert out.keep_mask.all() if correction.nonfinite == "neutral" else not out.keep_mask.any()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("statistic", PROBABILITY_STATISTICS)
+@pytest.mark.parametrize("ratio", ["old/sampling", "current/old", "current/sampling"])
+def test_probability_statistics_read_zero_where_either_policy_is_not_finite(ratio, statistic, bad):
+    batch = policy_batch([[1.0, 1.0]], [[1.0, 1.0]])
+    band = DivergenceBand(statistic=statistic, level="token", high=1e-6, ratio=ratio)
+    for name in ("old_per_token_logps", "sampling_per_token_logps"):
+        value = getattr(batch, name).clone()
+        value[0, 1] = bad
+
+        assert Correction(keep=(band,))(replace(batch, **{name: value})).keep_mask.all()
+
+
+@every_correction
+def test_huge_ratios(name):
+    far = torch.tensor([-1e30, -1e4, -25.0, 0.0])
+    batch = a_batch(4, 4, old_per_token_logps=far.expand(4, 4), sampling_per_token_logps=far.flip(0).expand(4, 4))
+
+    for reach in (1.0, 1e30):
+        assert_finite(
+            CORRECTIONS[name](replace(batch, per_token_logps=-reach * torch.linspace(0, 1, 16).view(4, 4))), (4, 4)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@every_correction
+def test_dtypes_of_log_probs(name, dtype):
+    batch = a_batch(6, 5)
+    expected = CORRECTIONS[name](batch)
+
+    out = CORRECTIONS[name](replace(batch, **{field: getattr(batch, field).to(dtype) for field in LOGPS}))
+
+    assert torch.equal(out.weights, expected.weights)
+    assert torch.equal(out.keep_mask, expected.keep_mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+def test_dtypes_of_ids_and_versions(dtype):
+    terms = (RatioBand(level="token", low=0.4, high=3.0), RatioBand(level="turn", low=0.3, high=3.0), GroupRejection())
+    correction = Correction(keep=(*terms, RatioBand(level="group", low=0.9, high=1.2), StalenessBound(max_lag=1)))
+    turns = torch.tensor([[0, 0, 1, 2, 2]]).expand(6, 5)
+    batch = a_batch(6, 5, group_ids=torch.arange(6) // 3, turn_ids=turns, policy_versions=torch.arange(6))
+
+    small = {field: getattr(batch, field).to(dtype) for field in ("group_ids", "turn_ids", "policy_versions")}
+
+    assert torch.equal(correction(replace(batch, **small)).keep_mask, correction(batch).keep_mask)
+
+
+def test_a_version_ahead_of_the_trainer_is_not_stale():
+    batch = a_batch(3, 2, policy_versions=torch.tensor([9, 4, 1], dtype=torch.uint8))
+
+    assert Correction(keep=(StalenessBound(max_lag=2),))(batch).keep_mask[:, 0].tolist() == [True, True, False]
+
+
+def test_ids_may_be_any_integers():
+    band = Correction(keep=(RatioBand(level="group", low=0.5, high=2.0),))
+    batch = policy_batch([[1.0], [8.0], [1.5], [8.0]])
+    far = torch.tensor([-(2**63), 2**63 - 1, -(2**63), -1])
+
+    assert band(replace(batch, group_ids=far)).keep_mask.flatten().tolist() == [True, False, True, False]
+
+
+# --------------------------------------------------------------------------------- units that earlier terms cut
+
+
+TURNS = [[2.0, 8.0, 3.0, None, 5.0]]  # turns of products 48 (6 without the second token) and 5
+
+
+@pytest.mark.parametrize(
+    ("measure_on", "expected"), [("remaining", [6.0, 1.0, 6.0, 0.0, 5.0]), ("original", [48.0, 48.0, 48.0, 0.0, 5.0])]
+)
+def test_a_dropped_token_does_not_cut_a_turn(measure_on, expected):
+    keep = (RatioBand(level="token", low=None, high=6.5),)
+
+    out = Correction(weight=RawWeight(level="turn"), keep=keep, measure_on=measure_on)(policy_batch(TURNS))
+
+    close(out.weights, torch.tensor([expected]))
+    assert out.keep_mask.tolist() == [[True, False, True, False, True]]
+
+
+def test_a_token_that_is_not_finite_does_not_cut_a_turn():
+    batch = policy_batch(TURNS)
+    batch.sampling_per_token_logps[0, 1] = NAN
+
+    for nonfinite, second in (("neutral", 6.0), ("drop", 1.0)):
+        out = Correction(weight=RawWeight(level="turn"), nonfinite=nonfinite)(batch)
+        close(out.weights, torch.tensor([[6.0, second, 6.0, 0.0, 5.0]]))
+
+
+def test_turn_ids_of_the_batch_reach_the_terms():
+    batch = replace(policy_batch(TURNS), turn_ids=torch.tensor([[0, 1, 1, 1, 1]]))
+
+    close(Correction(weight=RawWeight(level="turn"))(batch).weights, torch.tensor([[2.0, 120.0, 120.0, 0.0, 120.0]]))
+
+
+def test_group_rejection_counts_what_is_dropped_as_not_finite():
+    batch = policy_batch([[1.0], [1.0], [9.0]], group_ids=torch.tensor([4, 4, 4]))
+    batch.sampling_per_token_logps[0, 0] = NAN
+    terms = (OutlierVeto(low=None, high=5.0), GroupRejection(max_dropped_fraction=0.5))
+
+    assert Correction(keep=terms)(batch).keep_mask.flatten().tolist() == [True, True, False]  # 1 of 3
+    assert not Correction(keep=terms, nonfinite="drop")(batch).keep_mask.any()  # 2 of 3
+    assert Correction(keep=terms[1:], nonfinite="drop")(batch).keep_mask.flatten().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("measure_on", ["original", "remaining"])
+def test_group_rejection_counts_only_the_terms_before_it(measure_on):
+    batch = policy_batch([[1.0, 1.0], [9.0, 1.0], [0.1, 0.1]], group_ids=torch.tensor([0, 0, 0]))
+    high, low = RatioBand(level="sequence", low=None, high=5.0), RatioBand(level="token", low=0.5, high=None)
+    groups = GroupRejection(max_dropped_fraction=0.5)
+
+    def kept(*terms):
+        return Correction(keep=terms, measure_on=measure_on)(batch).keep_mask.any(-1).tolist()
+
+    assert kept(high, groups, low) == [True, False, False]
+    assert kept(high, low, groups) == [False, False, False]
+
+
+@pytest.mark.parametrize("target", [0.5, 0.9, 0.99])
+def test_the_ess_that_is_applied_reaches_the_target(target):
+    batch = a_batch(8, 16)
+
+    for level, key in (("token", "ess_token"), ("sequence", "ess_sequence")):
+        stats = Correction(weight=ESSWeight(target=target, level=level))(batch).stats
+        assert float(stats[f"weight/{key}"]) < target
+        assert float(stats[f"weight_applied/{key}"]) == pytest.approx(target, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("measure_on", "cap"),
+    [
+        ("remaining", (4 + math.sqrt(16 - 6.82)) / 3.1),  # (2 + C)^2 = 0.85 * 3 * (2 + C^2)
+        ("original", (8 + math.sqrt(64 - 31.36)) / 5.6),  # (2 + 2 C)^2 = 0.85 * 4 * (2 + 2 C^2)
+    ],
+)
+def test_the_ess_cap_measures_what_is_left(measure_on, cap):
+    keep = (RatioBand(level="token", low=None, high=5.0),)
+    correction = Correction(weight=ESSWeight(target=0.85), keep=keep, measure_on=measure_on)
+
+    out = correction(policy_batch([[1.0, 1.0, 9.0, 4.0]]))
+
+    close(out.weights[out.keep_mask], torch.tensor([1.0, 1.0, cap]))
+
+
+def test_every_keep_term_alone_and_together_only_drops():
+    batch = a_batch(6, 6)
+    together = Correction(keep=terms_of(KEEPS.values()))(batch).keep_mask
+    for name in KEEPS:
+        if name != "groups":
+            assert not (together & ~CORRECTIONS[name](batch).keep_mask).any(), name
+    weighed = Correction(weight=TruncateWeight(max_weight=1.5), keep=terms_of(KEEPS.values()))(batch)
+    assert torch.equal(weighed.keep_mask, together)
