@@ -203,7 +203,6 @@ class Correction:
     def _measuring(self, *groups: Measure) -> tuple[Measure, ...]:
         return tuple(name for name in self.measure if name in groups)
 
-    @torch.no_grad()
     def __call__(self, batch: PolicyBatch) -> CorrectionOutput:
         """Run on a batch.
 
@@ -216,6 +215,10 @@ class Correction:
                 "sampling_per_token_logps must be given, because the correction reads "
                 f"{sorted(self.required_ratios)}, but got None. Ask the engine for the log-probs of the sampled tokens."
             )
+        with torch.no_grad():
+            return self._run(batch)
+
+    def _run(self, batch: PolicyBatch) -> CorrectionOutput:
         ratios = RatioTable(batch)
         base = self._usable(batch, ratios)
         decisions, keep = self._keep(batch, ratios, base)
@@ -228,7 +231,8 @@ class Correction:
         )
         stats = correction_stats.collect(self, batch, ratios, evidence)
         if batch.decided_weights is not None:
-            applied = batch.decided_weights if applied is None else applied * batch.decided_weights
+            decided = torch.where(batch.mask, batch.decided_weights, 0.0)
+            applied = decided if applied is None else applied * decided
         return CorrectionOutput(
             weights=as_float(batch.mask) if applied is None else applied * as_float(batch.mask),  # weights are finite
             keep_mask=keep_mask,
