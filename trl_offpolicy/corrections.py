@@ -231,7 +231,9 @@ class Correction:
         )
         stats = correction_stats.collect(self, batch, ratios, evidence)
         if batch.decided_weights is not None:
-            decided = torch.where(batch.mask, batch.decided_weights, 0.0)
+            decided = batch.decided_weights
+            if decided.shape == batch.mask.shape:  # padding may hold anything
+                decided = torch.where(batch.mask, decided, 0.0)
             applied = decided if applied is None else applied * decided
         return CorrectionOutput(
             weights=as_float(batch.mask) if applied is None else applied * as_float(batch.mask),  # weights are finite
