@@ -1,0 +1,77 @@
+"""The same correction and diagnostics by this kit and by verl 0.9.1's rollout correction helper, in one run.
+
+    VERL_PYTHON benchmarks/against_verl.py [--rows 64] [--length 4096] [--rounds 20]
+
+Run it with the Python of an environment that has verl (``tests/presets/test_verl_oracle.py`` says how to make one); this
+kit needs torch only and is taken from the checkout. Both get the same tensors and the options of verl's preset
+``decoupled_geo_rs_token_tis`` (token TIS 2.0, geometric rejection); verl computes its IS, RS and off-policy metrics, this kit
+all diagnostics of old/sampling. One thread, interleaved, ratio of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+import torch
+from correction_cost import make_batch
+
+import trl_offpolicy as op
+
+BAND = "0.99_1.01"
+
+
+def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
+    """This kit, and verl's helper."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    options = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "seq_mean_k1"}
+    objective = op.presets.from_verl(**options, rollout_rs_threshold=BAND).objective
+    correction = objective.correction
+    assert correction is not None
+    only = op.Correction(weight=correction.weight, keep=correction.keep, measure=("mismatch", "kept"))
+    mask = batch.completion_mask.float()
+
+    def verl() -> object:
+        return compute_rollout_correction_and_rejection_mask(
+            old_log_prob=batch.old_per_token_logps,
+            rollout_log_prob=batch.sampling_per_token_logps,
+            response_mask=mask,
+            rollout_rs_threshold=BAND,
+            **options,
+        )
+
+    return {"trl-offpolicy": lambda: only(batch).stats.compute(), "verl": verl}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = candidates(make_batch(args.rows, args.length))
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(args.rounds + 5):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if turn >= 5:  # the first ones warm up
+                seconds[name].append(time.perf_counter() - started)
+    mine = statistics.median(seconds["trl-offpolicy"])
+    print(f"B={args.rows} T={args.length} torch {torch.__version__}, 1 thread, {args.rounds} rounds")
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(f"{median / mine:7.1f} x  {median * 1e3:8.2f} ms  {name}")
+
+
+if __name__ == "__main__":
+    main()
