@@ -25,6 +25,7 @@ CAP = (SUM + math.sqrt(SUM**2 - 3.5 * (4.5 * SQUARES - SUM**2))) / 3.5  # (SUM +
 CASES = {
     "measure": ({}, ONES, ONES),
     "paper/vanilla-is": ({}, RAW, ONES),
+    "paper/ppo-is": ({}, ONES, ONES),
     "paper/tis": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "paper/sequence-tis": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [5, 5]], ONES),
     "paper/mis": ({}, [[0, 0], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [0, 0]], ONES),
@@ -101,6 +102,7 @@ CASES = {
 }
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
 OWN_LOSS = {
+    "paper/ppo-is": {"mode": "bypass"},
     "slime/mis": {"aggregation": "seq_mean_token_mean", "kl_on": "kept"},
     "prime-rl/probability-difference": {"policy_loss": losses.GPG(), "mode": "bypass"},
 }
@@ -173,6 +175,20 @@ def test_defaults_are_those_of_the_sources():
     mask = correction("prime-rl/probability-difference").keep[0]
     assert (mask.low, mask.high, mask.ratio) == (-0.2, 0.2, "current/sampling")
     assert correction("trl/sequence-mask") == presets.from_trl().correction
+
+
+def test_opsm_on_staleness_alone_needs_no_sampler():
+    preset = presets.get("paper/opsm", ratio="current/old")
+
+    assert preset.requires == ()
+    assert preset.formula == "w = 1; drop if A < 0 and -log rho_geo > 0.05; rho = pi / pi_old"
+
+
+def test_ppo_is_clips_the_whole_shift_by_hand():
+    batch = policy_batch([[1.1, 1.5], [0.5, 1.0]], [[1.05, 1.0], [1.0, 1.1]])  # pi / mu = 1.155, 1.5, 0.5, 1.1
+    out = presets.get("paper/ppo-is").objective(batch)
+
+    assert out.loss.item() == pytest.approx(-(1.155 + 1.2 + 0.5 + 1.1) / 4, rel=1e-5)
 
 
 def test_prime_rls_gradient_by_hand():

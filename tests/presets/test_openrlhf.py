@@ -1,6 +1,7 @@
 """OpenRLHF's vLLM correction in plain floats, against ``from_openrlhf``."""
 
 import math
+import re
 import warnings
 
 import pytest
@@ -83,9 +84,10 @@ def test_defaults():
     ],
 )
 def test_what_openrlhf_ignores_silently_is_said(options, message):
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning) as caught:
         preset = presets.from_openrlhf(**options)
 
+    assert any(re.search(message, str(warning.message)) for warning in caught)
     assert preset.correction.weights == ()
 
 

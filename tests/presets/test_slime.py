@@ -94,6 +94,17 @@ def test_rejection_measures_the_original_mask(tis_level, rs_level, mode, random_
     assert_parity(quiet(**options), batch, weights, keep, loss)
 
 
+def test_two_bands_on_one_level_are_their_overlap(random_batch):
+    batch = random_batch(2)
+    options = {"tis_level": "token", "tis_mode": "mask", "tis_lower_bound": 0.8, "tis_upper_bound": 1.5}
+    options |= {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.6, "rs_upper_bound": 1.2}
+    preset = quiet(**options)
+    (band,) = preset.correction.keep
+
+    assert (band.low, band.high) == (0.8, 1.2)
+    assert_parity(preset, batch, *run(batch, options))
+
+
 @pytest.mark.parametrize("veto", [0.05, 0.2])
 def test_bounds_of_rejection_default_to_those_of_tis_and_the_veto(veto, random_batch):
     batch = random_batch(0)

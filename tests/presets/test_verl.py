@@ -1,101 +1,16 @@
-"""verl 0.9.1's rollout correction, written down from its documentation and source, against ``from_verl``."""
+"""``from_verl`` against verl's semantics in plain Python, its bugs, and what it refuses or says aloud."""
 
-import math
 import warnings
 
 import pytest
 import torch
 from batches import policy_batch
-from plain_parity import assert_both, assert_parity, clamp, gradient, ppo, rows_of
+from plain_parity import assert_both, assert_parity, gradient, rows_of
+from plain_verl import MODES, run
 
 from trl_offpolicy import losses, presets
 
-MODES = {
-    "token_k1": "0.7_1.6",
-    "token_k2": 0.1,
-    "token_k3": 0.08,
-    "seq_sum_k1": "0.6_3.0",
-    "seq_sum_k2": 0.3,
-    "seq_sum_k3": 0.4,
-    "seq_mean_k1": "0.9_1.2",
-    "seq_mean_k2": 0.1,
-    "seq_mean_k3": 0.12,
-    "seq_max_k2": 0.35,
-    "seq_max_k3": 0.5,
-}
 SEEDS = (0, 1, 2)
-
-
-# ---------------------------------------------------------------------------------------- verl, one token at a time
-
-
-def statistic(kind, log_ratio):
-    log_ratio = clamp(log_ratio)
-    return {
-        "k1": -log_ratio,
-        "k2": log_ratio**2 / 2,
-        "k3": math.exp(log_ratio) - 1 - log_ratio,
-    }[kind]
-
-
-def bounds_of(kind, threshold):
-    if kind != "k1":
-        return -math.inf, float(threshold)
-    parts = [float(part) for part in str(threshold).split("_")]
-    low, high = parts if len(parts) == 2 else (1 / parts[0], parts[0])
-    return math.log(low), math.log(high)  # of the ratio, though the statistic is minus its log
-
-
-def keep_of(mode, threshold, log_ratios):
-    level, kind = mode.rsplit("_", 1)
-    low, high = bounds_of(kind, threshold)
-    values = [statistic(kind, value) for value in log_ratios]
-    if level == "token":
-        return [low <= value <= high for value in values]
-    total = {"seq_sum": sum(values), "seq_mean": sum(values) / max(len(values), 1), "seq_max": max(values, default=0)}
-    return [low <= total[level] <= high] * len(values)
-
-
-def weights_of(level, threshold, rows, *, normalize=False):
-    parts = [float(part) for part in str(threshold).split("_")]
-    weights = []
-    for log_ratios in rows:
-        logs = log_ratios if level == "token" else [sum(log_ratios)] * len(log_ratios)
-        raw = [math.exp(clamp(value)) for value in logs]
-        low, high = (None, parts[0]) if len(parts) == 1 else parts
-        weights.append([min(w, high) if low is None else w * (low <= w <= high) for w in raw])
-    if not normalize:
-        return weights
-    units = [w for row in weights for w in row] if level == "token" else [row[0] for row in weights if row]
-    mean = sum(units) / len(units)
-    return [[w / mean if mean > 1e-8 else w for w in row] for row in weights]
-
-
-def run(batch, options):
-    """Weights, keep masks and loss of verl with these options."""
-    rows, bypass = rows_of(batch), options.get("bypass_mode", False)
-    reinforce = bypass and options.get("loss_type") == "reinforce"
-    logs = [row.total if bypass else row.mismatch for row in rows]
-    weights = [[1.0] * len(row.at) for row in rows]
-    if options.get("rollout_is") and (reinforce or not bypass):
-        threshold, normalize = options.get("rollout_is_threshold", 2.0), options.get("rollout_is_batch_normalize")
-        weights = weights_of(options["rollout_is"], threshold, logs, normalize=normalize)
-    keep = [[True] * len(row.at) for row in rows]
-    modes = options["rollout_rs"].split(",") if options.get("rollout_rs") else []
-    thresholds = str(options.get("rollout_rs_threshold")).split(",")
-    for mode, threshold in zip(modes, thresholds * (len(modes) if len(thresholds) == 1 else 1), strict=True):
-        keep = [
-            [a and b for a, b in zip(known, keep_of(mode, threshold, log), strict=True)]
-            for known, log in zip(keep, logs, strict=True)
-        ]
-    total = 0.0
-    for row, w, k in zip(rows, weights, keep, strict=True):
-        for t in range(len(row.at)):
-            centre = row.sampling[t] if bypass else row.old[t]
-            clipped = ppo(row.current[t] - centre, row.advantage, dual=3.0)
-            total += k[t] * w[t] * (-row.advantage * row.current[t] if reinforce else clipped)
-    whole = bypass or options.get("use_v1")
-    return weights, keep, total / sum(len(k) if whole else sum(k) for k in keep)
 
 
 def quiet(**options):
@@ -219,6 +134,12 @@ def test_a_single_k1_bound_is_its_own_reciprocal():
     ]
 
 
+def test_a_mode_named_twice_is_one_term_with_one_threshold():
+    keep = quiet(rollout_rs="token_k2, token_k3,token_k2", rollout_rs_threshold="0.1,0.2").correction.keep
+
+    assert [(term.statistic, term.high) for term in keep] == [("k2", 0.1), ("k3", 0.2)]
+
+
 def test_defaults_correct_nothing():
     preset = quiet()
 
@@ -335,70 +256,3 @@ def test_what_verl_ignores_silently_is_said(options, message):
     with pytest.warns(UserWarning, match=message) as caught:
         presets.from_verl(**options)
     assert caught[0].filename == __file__
-
-
-# ---------------------------------------------------------------------------------------------------- the named presets
-
-NAMED = {
-    "decoupled_token_is": {"rollout_is": "token"},
-    "decoupled_seq_is": {"rollout_is": "sequence"},
-    "decoupled_token_icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-    "decoupled_seq_is_rs": {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-    "decoupled_geo_rs": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
-    "decoupled_geo_rs_seq_tis": {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1"},
-    "decoupled_geo_rs_token_tis": {"rollout_is": "token", "rollout_rs": "seq_mean_k1"},
-    "decoupled_k3_rs": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-    "decoupled_k3_rs_seq_tis": {"rollout_is": "sequence", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-    "decoupled_k3_rs_token_tis": {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-    "bypass_ppo_clip": {"bypass_mode": True},
-    "bypass_ppo_clip_geo_rs": {"bypass_mode": True, "rollout_rs": "seq_mean_k1"},
-    "bypass_ppo_clip_k3_rs": {"bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-    "bypass_pg_is": {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"},
-    "bypass_pg_token_icepop": {
-        "bypass_mode": True,
-        "loss_type": "reinforce",
-        "rollout_is": "token",
-        "rollout_is_threshold": "0.5_5.0",
-    },
-    "bypass_pg_geo_rs": {"bypass_mode": True, "loss_type": "reinforce", "rollout_rs": "seq_mean_k1"},
-    "bypass_pg_geo_rs_seq_tis": {
-        "bypass_mode": True,
-        "loss_type": "reinforce",
-        "rollout_is": "sequence",
-        "rollout_rs": "seq_mean_k1",
-    },
-    "bypass_pg_geo_rs_token_tis": {
-        "bypass_mode": True,
-        "loss_type": "reinforce",
-        "rollout_is": "token",
-        "rollout_rs": "seq_mean_k1",
-    },
-    "disabled": {},
-}
-
-
-def test_there_are_19():
-    assert {f"verl/{name}" for name in NAMED} == {name for name in presets.names() if name.startswith("verl/")}
-    assert len(NAMED) == 19
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_named_presets(name, random_batch):
-    options = NAMED[name]
-    if options.get("rollout_rs") == "seq_mean_k1":
-        options = {"rollout_rs_threshold": "0.999_1.001", **options}
-    batch = random_batch(0, spread=0.05)
-
-    preset = presets.get(f"verl/{name}")
-
-    assert preset.citation == f"verl 0.9.1, RolloutCorrectionConfig.{name}"
-    assert_parity(preset, batch, *run(batch, options))
-
-
-def test_named_presets_take_verls_arguments():
-    weight = presets.get("verl/decoupled_token_icepop", threshold=4.0, threshold_lower=0.25).correction.weight
-    assert (weight.low, weight.high) == (0.25, 4.0)
-    both = presets.get("verl/decoupled_geo_rs_seq_tis", is_threshold=3.0, rs_threshold="0.99_1.01").correction
-    assert both.weight.max_weight == 3.0
-    assert both.keep[0].high == pytest.approx(math.log(1.01))
-    assert presets.get("verl/bypass_ppo_clip_k3_rs", rs_threshold=0.1).correction.keep[0].high == 0.1

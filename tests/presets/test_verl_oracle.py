@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_verl import MODES
 
 from trl_offpolicy import presets
 
@@ -20,19 +21,6 @@ HOW = (
     "ray 'tensordict>=0.8,<=0.10,!=0.9.0' 'transformers>=5.5.3,<5.11' omegaconf hydra-core codetiming pandas packaging "
     "numpy; then VERL_PYTHON=verlvenv/bin/python pytest -m slow tests/presets/test_verl_oracle.py"
 )
-MODES = {
-    "token_k1": "0.7_1.6",
-    "token_k2": 0.1,
-    "token_k3": 0.08,
-    "seq_sum_k1": "0.6_3.0",
-    "seq_sum_k2": 0.3,
-    "seq_sum_k3": 0.4,
-    "seq_mean_k1": "0.9_1.2",
-    "seq_mean_k2": 0.1,
-    "seq_mean_k3": 0.12,
-    "seq_max_k2": 0.35,
-    "seq_max_k3": 0.5,
-}
 NAMED = [name.removeprefix("verl/") for name in presets.names() if name.startswith("verl/")]
 
 

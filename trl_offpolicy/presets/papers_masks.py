@@ -16,6 +16,7 @@ from trl_offpolicy.terms import (
     SecondMomentBudget,
     TruncateWeight,
 )
+from trl_offpolicy.types import Ratio
 
 GEOMETRIC = "'A geometric view of off-policy sequence masking' 2026; " + MIS
 DEEPSEEK = "DeepSeek-AI 2025, DeepSeek-V3.2 (arXiv:2512.02556), Eq. 8-9"
@@ -64,14 +65,15 @@ def product_mask(low: float = 0.5, high: float = 2.0) -> Preset:
     )
 
 
-def opsm(max_divergence: float = 0.05) -> Preset:
+def opsm(max_divergence: float = 0.05, ratio: Ratio = "current/sampling") -> Preset:
     """DeepSeek's off-policy sequence mask."""
     return make_preset(
         "paper/opsm",
-        Correction(keep=(OffPolicySequenceMask(max_divergence=max_divergence),)),
+        Correction(keep=(OffPolicySequenceMask(max_divergence=max_divergence, ratio=ratio),)),
         citation=DEEPSEEK,
-        formula="drop if A < 0 and mean_t log(mu / pi) > delta",
-        notes="Bounds mismatch and staleness together, on sequences that would be pushed down only.",
+        formula="drop if A < 0 and mean_t log(mu / pi) > delta" if ratio == "current/sampling" else None,
+        notes="Bounds mismatch and staleness together, on sequences that would be pushed down only. With ratio "
+        "'current/old' (slime's use_opsm) staleness alone.",
     )
 
 

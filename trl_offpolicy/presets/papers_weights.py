@@ -34,6 +34,18 @@ def vanilla_is(level: Level = "token") -> Preset:
     )
 
 
+def ppo_is() -> Preset:
+    """PPO's clip on the whole shift."""
+    return make_preset(
+        "paper/ppo-is",
+        Correction(),
+        citation=TIS + ", PPO-IS (ColossalAI's form)",
+        notes="For comparison: one ratio pi / mu in PPO's clip, which the mismatch alone can make act before the first "
+        "step, so that much of a batch gives no gradient. No forward for pi_old.",
+        mode="bypass",
+    )
+
+
 def tis(max_weight: float = 2.0) -> Preset:
     """Token-level truncated importance sampling."""
     return make_preset(
@@ -147,6 +159,7 @@ def ess_cap(target: float = 0.5, level: Level = "token") -> Preset:
 
 BUILDERS: dict[str, Callable[..., Preset]] = {
     "paper/vanilla-is": vanilla_is,
+    "paper/ppo-is": ppo_is,
     "paper/tis": tis,
     "paper/sequence-tis": sequence_tis,
     "paper/mis": mis,
