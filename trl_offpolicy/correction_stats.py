@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.booleans import any_true, count_true
+from trl_offpolicy.functional.booleans import both, count_true
 from trl_offpolicy.functional.diagnostics import (
     RATIO_DIAGNOSTICS,
     WEIGHT_DIAGNOSTICS,
@@ -138,22 +138,19 @@ _TRUNCATION_DIAGNOSTICS: Mapping[str, Finalizer] = {
 def _weight_groups(batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
     mask, raw, bounded, applied = batch.mask, evidence.raw, evidence.bounded, evidence.applied
     assert raw is not None and bounded is not None and applied is not None
-    unit = any_true(mask, keepdim=True) if raw.shape[-1] == 1 else mask
+    by_row = raw.shape[-1] == 1 and mask.shape[-1] > 1
+    units = (batch.lengths > 0).float() if by_row else batch.lengths
+    changed = raw != bounded
+    truncated = changed.squeeze(-1) * units if by_row else count_true(both(changed, mask))
     one = torch.ones((), device=mask.device)
-    truncation = moments(
-        _TRUNCATION,
-        [
-            count_true(unit).sum(),
-            count_true((raw != bounded) & unit).sum(),
-            one if evidence.normalizer is None else evidence.normalizer,
-            one,
-        ],
-    )
+    normalizer = one if evidence.normalizer is None else evidence.normalizer
+    truncation = moments(_TRUNCATION, [units.sum(), truncated.sum(), normalizer, one])
     kept = evidence.kept_rows
     if kept is not None:  # one pass for both
-        before, rows = weight_rows(mask, raw, applied)
+        before, rows = weight_rows(mask, raw, applied, lengths=batch.lengths)
     else:
-        (before,), (rows,) = weight_rows(mask, raw), weight_rows(evidence.keep_mask, applied)
+        (before,) = weight_rows(mask, raw, lengths=batch.lengths)
+        (rows,) = weight_rows(evidence.keep_mask, applied)
     values = rows.sums if kept is None else torch.where(kept.unsqueeze(-1), rows.sums, 0.0)
     clusters = ClusterRows(Layout(WEIGHT_LAYOUT.sums), values, batch.group_ids)
     after = fold_weight_rows(rows, kept)
@@ -189,27 +186,20 @@ def _keep_diagnostics(rewards: bool, correct: bool) -> Mapping[str, Finalizer]:
 
 
 def _keep_groups(correction: Correction, batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
-    mask, keep_mask = batch.mask, evidence.keep_mask
-    trainable = any_true(mask)
-    dropped = trainable & ~any_true(keep_mask)
+    lengths, kept_rows = batch.lengths, evidence.kept_rows
+    kept = count_true(evidence.keep_mask) if kept_rows is None else lengths * kept_rows
+    trainable = lengths > 0
+    dropped = trainable & (kept == 0)
     rewards, threshold = batch.rewards, correction.correct_threshold
-    values = torch.zeros_like(dropped, dtype=torch.float32) if rewards is None else rewards.float()
+    values = torch.zeros_like(lengths) if rewards is None else rewards.float()
     rewarded = dropped & (values.abs() < torch.inf)
     right = rewarded & (values >= (torch.inf if threshold is None else threshold))
-    tokens = count_true(mask).sum()
-    sums = [
-        tokens,
-        tokens - count_true(keep_mask).sum(),
-        trainable.sum(),
-        dropped.sum(),
-        rewarded.sum(),
-        torch.where(rewarded, values, 0.0).sum(),
-        right.sum(),
-    ]
+    reward = torch.where(rewarded, values, 0.0)
+    sums = _row_total(lengths, lengths - kept, trainable, dropped, rewarded, reward, right)
     table = _keep_diagnostics(rewards is not None, threshold is not None)
-    groups = {"keep": Group(moments(_KEEP, sums), table)}
+    groups = {"keep": Group(Moments(_KEEP, sums, sums.new_empty(0)), table)}
     for name, violations in zip(term_names(correction), evidence.decisions, strict=True):
-        groups[f"keep/{name}"] = Group(_term_moments(violations, mask), _TERM_DIAGNOSTICS)
+        groups[f"keep/{name}"] = Group(_term_moments(violations, batch), _TERM_DIAGNOSTICS)
     return groups
 
 
@@ -223,14 +213,23 @@ def term_names(correction: Correction) -> list[str]:
     return names
 
 
-def _term_moments(violations: Violations, mask: Tensor) -> Moments:
+def _term_moments(violations: Violations, batch: PolicyBatch) -> Moments:
     """Counts in the term's own unit: tokens, or sequences with a trainable token."""
-    zero = torch.zeros_like(mask[:, :1])
+    zero = torch.zeros_like(batch.mask[:, :1])
     above = zero if violations.above is None else violations.above
     below = zero if violations.below is None else violations.below
-    either = above | below
-    unit = any_true(mask, keepdim=True) if either.shape[-1] == 1 else mask
-    return moments(_TERM, [count_true(part).sum() for part in (unit, either & unit, above & unit, below & unit)])
+    if above.shape[-1] == 1 and below.shape[-1] == 1:
+        unit = (batch.lengths > 0).unsqueeze(-1)
+        counted = ((part & unit).squeeze(-1) for part in (unit, above | below, above, below))
+    else:
+        counted = (count_true(both(part, batch.mask)) for part in (batch.mask, above | below, above, below))
+    sums = _row_total(*counted)
+    return Moments(_TERM, sums, sums.new_empty(0))
+
+
+def _row_total(*columns: Tensor) -> Tensor:
+    """(S,) float64: the sum of each (B,) column."""
+    return torch.stack([column.float() for column in columns]).double().sum(-1)
 
 
 def noise_floor(first: Tensor, again: Tensor, mask: Tensor) -> Stats:

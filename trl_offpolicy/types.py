@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional.booleans import count_true
+
 if TYPE_CHECKING:
     from trl_offpolicy.stats import Stats
 
@@ -164,6 +166,11 @@ class PolicyBatch:
     def mask(self) -> Tensor:
         """(B, T) bool: the trainable tokens."""
         return self.completion_mask if self.completion_mask.dtype == torch.bool else self.completion_mask != 0
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(B,) float32: trainable tokens of each response."""
+        return count_true(self.mask)
 
     @property
     def version_lags(self) -> Tensor | None:

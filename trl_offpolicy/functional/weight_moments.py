@@ -24,18 +24,19 @@ class WeightRows(NamedTuple):
     maxima: Tensor
 
 
-def weight_rows(mask: Tensor, *weights: Tensor) -> list[WeightRows]:
+def weight_rows(mask: Tensor, *weights: Tensor, lengths: Tensor | None = None) -> list[WeightRows]:
     """One pass over the weights, in blocks of rows.
 
     Args:
         mask: (B, T) bool; rows without a True token have sums of 0 and maxima of minus infinity.
         weights: one or more (B, T) or (B, 1) float32, finite and not negative.
+        lengths: (B,) True tokens of each row, where known.
 
     Returns:
         The rows of each of ``weights``. The sequence entries take each row's mean weight over its tokens (a
         sequence-level weight is its own mean).
     """
-    count = count_true(mask).double()
+    count = (count_true(mask) if lengths is None else lengths).double()
     by_token = [weight for weight in weights if _is_by_token(weight, mask)]
     blocks = [
         _block_weights(mask[block], [weight[block] for weight in by_token])
