@@ -63,7 +63,7 @@ def assert_same_stats(got, expected):
         if key.endswith("chi2_token_p95"):
             assert got[key] == pytest.approx(value, rel=0.13)
         elif not key.endswith("prob_pearson"):
-            assert got[key] == pytest.approx(value, rel=1e-6, abs=1e-6), key
+            assert got[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key  # sums of float32 in another order
 
 
 @every_case
@@ -117,7 +117,7 @@ def test_rows_may_come_in_any_order(case, batch, seed):
 
     out = evaluate(CASES[case], rows_of(batch, order))
 
-    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.gradient, expected.gradient[order], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(out.weights, expected.weights[order], rtol=1e-6, atol=1e-6)
     assert torch.equal(out.keep_mask, expected.keep_mask[order])

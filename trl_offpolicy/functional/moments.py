@@ -184,25 +184,28 @@ ROW_LAYOUT = Layout(sums=_TOKEN_SUMS + _ROW_SUMS)
 
 def ratio_row_moments(rows: RatioRows) -> Tensor:
     """Moments of every response by itself: (B, S) float64 in the order of :data:`ROW_LAYOUT`, 0 for an empty row."""
-    column = dict(zip(_TOKEN_SUMS, rows.sums.unbind(-1), strict=True))
-    active = column["tokens"] > 0
-    count = column["tokens"].clamp(min=1.0)
-    log_denominator, log_ratio = column["logp"] / count, column["log_ratio"] / count
+    tokens = rows.sums[:, :1]
+    mean = dict(zip(_TOKEN_SUMS, (rows.sums / tokens.clamp(min=1.0)).unbind(-1), strict=True))
+    log_ratio, log_product = mean["log_ratio"], rows.sums[:, _TOKEN_SUMS.index("log_ratio")]
+    surprise = -mean["logp"]
+    squared = 2 * log_product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    exponents = torch.stack([surprise, surprise - log_ratio, -log_ratio, squared], dim=-1)
+    ppl_denominator, ppl_numerator, ppl_ratio, square = exponents.clamp_(max=_MAX_EXPONENT).exp_().unbind(-1)
     per_row = torch.stack(
         [
-            torch.ones_like(count),
-            (-log_denominator).clamp(max=_MAX_EXPONENT).exp(),
-            (-log_denominator - log_ratio).clamp(max=_MAX_EXPONENT).exp(),
-            (-log_ratio).exp(),
+            torch.ones_like(surprise),
+            ppl_denominator,
+            ppl_numerator,
+            ppl_ratio,
             -log_ratio,
             log_ratio.abs(),
-            (2 * column["log_ratio"].clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).exp() - 1,
+            square - 1,
             rows.maxima[:, :2].amax(-1),
-            column["abs_log_ratio"] / count,
+            mean["abs_log_ratio"],
         ],
         dim=-1,
     )
-    return torch.cat([rows.sums, torch.where(active.unsqueeze(-1), per_row, 0.0)], dim=-1)
+    return torch.cat([rows.sums, torch.where(tokens > 0, per_row, 0.0)], dim=-1)
 
 
 def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moments: Tensor | None = None) -> Moments:
