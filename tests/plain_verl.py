@@ -84,5 +84,5 @@ def run(batch, options):
             centre = row.sampling[t] if bypass else row.old[t]
             clipped = ppo(row.current[t] - centre, row.advantage, dual=3.0)
             total += k[t] * w[t] * (-row.advantage * row.current[t] if reinforce else clipped)
-    whole = bypass or options.get("use_v1")
+    whole = bypass or options.get("use_v1", True)
     return weights, keep, total / sum(len(k) if whole else sum(k) for k in keep)

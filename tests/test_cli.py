@@ -116,7 +116,7 @@ def test_two_presets_are_compared(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "semantics paper/tis verl/decoupled_k3_rs" in rows
     assert "weight: type TruncateWeight none (1)" in rows
     assert "keep: divergence_k3_sequence_mean - high=0.01, low=None, on pi_old / mu" in rows
-    assert "denominator dropped tokens stay dropped tokens leave" in rows
+    assert "KL of dropped tokens stays goes with them" in rows
     assert not any(row.startswith("mode") for row in rows)
 
 

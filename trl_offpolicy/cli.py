@@ -7,6 +7,7 @@ is its help, and ``COMMANDS`` lists it. Everything heavy is imported inside what
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _short_warnings():
             return runner(args)
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  so that the interpreter's own flush at exit is quiet
+        return 0
     except (OSError, ValueError) as error:
         return _fail(args.command, str(error), BAD_INPUT)
     except ModuleNotFoundError as error:

@@ -30,7 +30,7 @@ def run(options, batch):
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
     options = dict(options)
-    bypass, use_v1 = options.get("bypass_mode", False), options.pop("use_v1", False)
+    bypass, use_v1 = options.get("bypass_mode", False), options.pop("use_v1", True)
     loss_type = options.get("loss_type")
     names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     settings = {name: options[name] for name in names if name in options}

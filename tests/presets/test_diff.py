@@ -75,10 +75,13 @@ def test_normalisation_denominator_mode_loss_and_clamp():
         "scope": ("row", "generation_batch"),
     }
     found = rows("verl/decoupled_k3_rs", "verl/bypass_ppo_clip_k3_rs")
-    assert found["denominator"] == ("dropped tokens leave", "dropped tokens stay")
+    assert "denominator" not in found
     assert found["mode"][1] == "bypass (two policies, pi / mu)"
     assert found["KL of dropped tokens"] == ("goes with them", "stays")
     assert found["keep: divergence_k3_sequence_mean"][1].endswith("on pi / mu")
+    rejection = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+    legacy = rows("verl/decoupled_k3_rs", op.presets.from_verl(**rejection, use_v1=False))
+    assert legacy["denominator"] == ("dropped tokens stay", "dropped tokens leave")
     assert rows("verl/decoupled_token_is", "skyrl/token-tis")["policy loss"][0].startswith("PPOClip: low=0.2")
     assert rows("skyrl/token-tis", "slime/mis")["aggregation"] == ("token_mean", "seq_mean_token_mean")
     assert rows("paper/tis", op.presets.get("trl/token-truncate", max_weight=2.0)) == {

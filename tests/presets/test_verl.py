@@ -167,11 +167,11 @@ def test_the_whole_yaml_can_be_pasted():
 def test_rejected_tokens_and_the_rest_of_the_loss():
     rejection = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1.0}
 
-    decoupled, v1 = quiet(**rejection).objective, quiet(**rejection, use_v1=True).objective
+    v1, legacy = quiet(**rejection).objective, quiet(**rejection, use_v1=False).objective
     bypass = quiet(**rejection, bypass_mode=True).objective
 
-    assert (decoupled.denominator, v1.denominator, bypass.denominator) == ("kept", "all", "all")
-    assert (decoupled.kl_on, v1.kl_on, bypass.kl_on) == ("kept", "kept", "all")
+    assert (legacy.denominator, v1.denominator, bypass.denominator) == ("kept", "all", "all")
+    assert (legacy.kl_on, v1.kl_on, bypass.kl_on) == ("kept", "kept", "all")
     assert quiet(rollout_is="token").objective.denominator == "all"
     assert (v1.scope, bypass.scope) == ("row", "row")  # no extra forward
 

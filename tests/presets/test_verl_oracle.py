@@ -33,7 +33,7 @@ def cases():
     rejections.append({"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.7_1.6,0.12"})
     rejections.append({"rollout_rs": "token_k2,seq_max_k3", "rollout_rs_threshold": "0.3"})
     decoupled = [*found, *rejections, *({**found[i % len(found)], **r} for i, r in enumerate(rejections))]
-    decoupled += [{**r, "use_v1": True} for r in rejections]
+    decoupled += [{**r, "use_v1": False} for r in rejections]
     bypass = [{**r, "bypass_mode": True, "loss_type": "ppo_clip"} for r in rejections]
     bypass += [{**f, "bypass_mode": True, "loss_type": "reinforce"} for f in found]
     bypass += [

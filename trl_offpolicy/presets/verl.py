@@ -47,7 +47,7 @@ class VerlOptions:
     rollout_rs_threshold: float | str | None = None
     bypass_mode: bool = False
     loss_type: str | None = None
-    use_v1: bool = False
+    use_v1: bool = True
 
     @property
     def reinforce(self) -> bool:
@@ -73,13 +73,14 @@ def from_verl(**rollout_correction: object) -> Preset:
       k2, k3: an upper bound.
     - bypass_mode, loss_type: two policies; terms read pi / mu. "ppo_clip" (default) clips pi / mu and applies no
       weight, "reinforce" multiplies -A log pi by the weights.
-    - use_v1: verl's ``trainer.use_v1``, see Denominator.
+    - use_v1: verl's ``trainer.use_v1`` (True in its ``ppo_trainer.yaml``; the trainer without is deprecated), see
+      Denominator.
 
     Loss: verl's defaults, clip 0.2 and dual clip 3 (Eq. 5 of Ye et al. 2020), token mean.
-    Denominator: in decoupled mode verl replaces ``response_mask``, so rejected tokens leave the sum, the denominator
-    and the KL term. Its V1 trainer counts ``loss_mask`` instead, which the correction does not touch: with
-    ``use_v1=True`` rejected tokens stay in the denominator. In bypass mode they stay there in both trainers, and keep
-    their KL term.
+    Denominator: in decoupled mode verl replaces ``response_mask``, so rejected tokens leave the sum and the KL term.
+    Its V1 trainer counts the tokens of ``loss_mask``, which the correction does not touch: they stay in the
+    denominator. With ``use_v1=False``, the deprecated trainer, they leave it too, which needs the whole generation batch
+    here. In bypass mode they stay in both, and keep their KL term.
 
     **Bug reproduced:** the k1 statistic is -log rho but is compared with log low and log high, so ``"0.5_4.0"`` keeps
     rho in [1/4, 2], not in [0.5, 4]. :class:`~trl_offpolicy.RatioBand` says what is meant.
