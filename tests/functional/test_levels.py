@@ -126,6 +126,22 @@ def test_levels_by_plain_loops(level, with_ids):
         assert got.shape[1] == (mask.shape[1] if level in TOKEN_LEVELS else 1)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_values_that_are_zero_outside_may_say_so(level):
+    """It saves a pass, and changes nothing: not the maximum of negative values either."""
+    for sign in (1, -1):
+        values, mask, turn_ids, group_ids = plain.random_case(0)
+        values = torch.where(mask, sign * values.abs(), 0.0)
+        before, ids = values.clone(), {"turn_ids": turn_ids, "group_ids": group_ids}
+
+        got = aggregate(values, mask, level, zero_outside=True, **ids)
+
+        assert torch.equal(got, aggregate(values, mask, level, **ids))
+        ratio = aggregate_ratio(values, mask, level, zero_outside=True, **ids)
+        assert torch.equal(ratio, aggregate_ratio(values, mask, level, **ids))
+        assert torch.equal(values, before)  # not written to
+
+
 @pytest.mark.parametrize(
     ("level", "expected"),
     [

@@ -51,6 +51,19 @@ def test_veto_reads_trainable_tokens_only_and_keeps_an_empty_row():
     assert outlier_veto(log_ratios, mask, low=0.5, high=2.0).tolist() == [[True], [True], [True]]
 
 
+@pytest.mark.parametrize("zero_outside", [False, True])
+@pytest.mark.parametrize(
+    ("low", "high", "ratio"), [(1.5, None, 2.0), (None, 0.7, 0.5), (1.5, 4.0, 2.0), (0.2, 0.7, 0.5)]
+)
+def test_veto_of_a_band_without_one_does_not_read_the_padding(low, high, ratio, zero_outside):
+    log_ratios = torch.tensor([[math.log(ratio), 0.0], [math.log(ratio), 0.0]])
+    mask = torch.tensor([[True, False], [True, True]])
+
+    keep = outlier_veto(log_ratios, mask, low=low, high=high, zero_outside=zero_outside)
+
+    assert keep.tolist() == [[True], [False]]
+
+
 def test_sequence_mask_drops_negative_advantages_that_drifted_too_far():
     # rows: drifted (log mu/pi = 0.5), at the threshold (0.25), far the other way (-3)
     mean_log_ratio = torch.tensor([[-0.5], [-0.25], [3.0]])
