@@ -25,6 +25,8 @@ VALID = {
     "turn_ids": torch.zeros(TOKENS).long(),
     "policy_versions": torch.zeros(2).long(),
     "group_ids": torch.zeros(2).long(),
+    "decided_weights": torch.ones(TOKENS),
+    "decided_keep": torch.ones(TOKENS).bool(),
 }
 REQUIRED = ("per_token_logps", "completion_mask", "advantages")
 FLOATS = [name for name, value in VALID.items() if value.dtype == torch.float32]
@@ -33,7 +35,7 @@ MASKS = [name for name, value in VALID.items() if value.dtype == torch.bool]
 
 
 def test_every_field_is_covered_here():
-    assert set(VALID) == {item.name for item in fields(PolicyBatch)}
+    assert {*VALID, "current_version"} == {item.name for item in fields(PolicyBatch)}
     assert set(FLOATS) | set(INTEGERS) | set(MASKS) == set(VALID)
 
 
@@ -169,6 +171,22 @@ def test_absent_sampling_log_probs_are_an_error_not_a_default():
 
     with pytest.raises(ValueError, match=r"^sampling_per_token_logps must be given"):
         batch.logps("sampling")
+
+
+@pytest.mark.parametrize("bad", [1.0, True, "3", torch.tensor(3)], ids=repr)
+def test_current_version_is_an_int(bad):
+    with pytest.raises(TypeError, match=r"^current_version must be an int, but got"):
+        PolicyBatch(**VALID, current_version=bad)
+
+
+def test_version_lags_by_row_and_by_token():
+    by_row = PolicyBatch(**{**VALID, "policy_versions": torch.tensor([1, 5])}, current_version=4)
+    by_token = {"policy_versions": torch.tensor([[1, 2, 3], [4, 4, 250]], dtype=torch.uint8)}
+
+    assert by_row.version_lags.tolist() == [[3], [-1]]
+    assert PolicyBatch(**{**VALID, **by_token}, current_version=4).version_lags.tolist() == [[3, 2, 1], [0, 0, -246]]
+    assert PolicyBatch(**VALID).version_lags is None
+    assert PolicyBatch(**{**VALID, "policy_versions": None}, current_version=4).version_lags is None
 
 
 def test_the_batch_is_frozen():

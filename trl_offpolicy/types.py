@@ -143,7 +143,7 @@ class PolicyBatch:
                 raise TypeError(f"{name} must be an integer tensor, but got {value.dtype}.")
         if self.current_version is not None and type(self.current_version) is not int:
             raise TypeError(f"current_version must be an int, but got {type(self.current_version).__name__}.")
-        for name in ("completion_mask", "policy_mask"):
+        for name in ("completion_mask", "policy_mask", "decided_keep"):
             value = getattr(self, name)
             if value is not None and value.is_complex():
                 raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {value.dtype}.")

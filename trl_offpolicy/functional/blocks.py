@@ -15,7 +15,7 @@ def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
     """Slices of rows that cover (B, T); at least one row each, one empty slice for no rows.
 
     Example:
-        >>> list(row_blocks(torch.Size([3, 40_000]), torch.device("cpu")))
+        >>> list(row_blocks(torch.Size([3, 100_000]), torch.device("cpu")))
         [slice(0, 1, None), slice(1, 2, None), slice(2, 3, None)]
     """
     rows, length = shape
