@@ -1,23 +1,21 @@
 """The same correction and diagnostics by this kit and by verl 0.9.1's rollout correction helper, in one run.
 
-    VERL_PYTHON benchmarks/against_verl.py [--rows 64] [--length 4096] [--rounds 20]
+    PYTHONPATH=. VERL_PYTHON benchmarks/against_verl.py [--rows 64] [--length 4096] [--rounds 20]
 
-Run it with the Python of an environment that has verl (``tests/presets/test_verl_oracle.py`` says how to make one); this
-kit needs torch only and is taken from the checkout. Both get the same tensors and the options of verl's preset
-``decoupled_geo_rs_token_tis`` (token TIS 2.0, geometric rejection); verl computes its IS, RS and off-policy metrics, this kit
-all diagnostics of old/sampling. One thread, interleaved, ratio of medians.
+VERL_PYTHON is the Python of an environment that has verl (``tests/presets/test_verl_oracle.py`` says how to make one);
+this kit needs torch only and comes from the checkout. Both get the same tensors and the options of verl's preset
+``decoupled_geo_rs_token_tis`` (token TIS 2.0, geometric rejection). verl computes its IS, RS and off-policy metrics;
+this kit all its diagnostics of old/sampling, once as it does in every step (as moments) and once also as numbers, which
+is done once a logging window. One thread, interleaved, ratio of medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch
 from correction_cost import make_batch
@@ -47,7 +45,11 @@ def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
             **options,
         )
 
-    return {"trl-offpolicy": lambda: only(batch).stats.compute(), "verl": verl}
+    return {
+        "trl-offpolicy, a step": lambda: only(batch),
+        "trl-offpolicy, a step and its numbers": lambda: only(batch).stats.compute(),
+        "verl": verl,
+    }
 
 
 def main() -> None:
@@ -57,6 +59,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
+    if importlib.util.find_spec("verl") is None:
+        print("Skipped: this Python has no verl (see the docstring).")
+        return
     torch.set_num_threads(1)
     runs = candidates(make_batch(args.rows, args.length))
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -66,7 +71,7 @@ def main() -> None:
             run()
             if turn >= 5:  # the first ones warm up
                 seconds[name].append(time.perf_counter() - started)
-    mine = statistics.median(seconds["trl-offpolicy"])
+    mine = statistics.median(seconds["trl-offpolicy, a step"])
     print(f"B={args.rows} T={args.length} torch {torch.__version__}, 1 thread, {args.rounds} rounds")
     for name, values in seconds.items():
         median = statistics.median(values)

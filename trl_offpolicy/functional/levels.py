@@ -87,6 +87,8 @@ def aggregate_ratio(
     Args and shapes as :func:`aggregate`; an empty row and a masked token give 1.
     """
     total = aggregate(log_ratios, mask, level, turn_ids=turn_ids, group_ids=group_ids, zero_outside=zero_outside)
+    if level == "token" and zero_outside:  # log-ratios, clamped when they were made
+        return total.exp()
     return total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
 
 

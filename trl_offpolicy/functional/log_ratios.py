@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.booleans import as_float
+from trl_offpolicy.functional.booleans import as_float, both
 
 LOG_RATIO_CLAMP = 20.0
 """Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do."""
@@ -41,8 +41,7 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
         >>> ratio.values, ratio.observed
         (tensor([[0.5000, 0.0000]]), tensor([[ True, False]]))
     """
-    difference = numerator.float() - denominator.float()
-    observed = mask & (difference.abs() < torch.inf)
-    finite = torch.nan_to_num(difference, nan=0.0, posinf=0.0, neginf=0.0)  # so that 0 * x below is 0
-    values = finite.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP) * as_float(mask)
-    return LogRatio(values, observed)
+    values = numerator.float() - denominator.float()  # a tensor of its own: the rest works in place
+    observed = both(mask, values.abs() < torch.inf)
+    values = torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)  # so that 0 * x below is 0
+    return LogRatio(values.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).mul_(as_float(mask)), observed)

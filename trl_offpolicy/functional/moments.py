@@ -144,7 +144,7 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
 def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
     log_ratios, observed = ratio
     here = as_float(observed)
-    logp = torch.nan_to_num(denominator.float(), nan=0.0, posinf=0.0, neginf=0.0) * here
+    logp = torch.nan_to_num(denominator.float(), nan=0.0, posinf=0.0, neginf=0.0).mul_(here)
     prob = logp.exp().mul_(here)
     excess = torch.expm1(log_ratios)
     abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()

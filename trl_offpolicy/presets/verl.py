@@ -79,8 +79,8 @@ def from_verl(**rollout_correction: object) -> Preset:
     Loss: verl's defaults, clip 0.2 and dual clip 3 (Eq. 5 of Ye et al. 2020), token mean.
     Denominator: in decoupled mode verl replaces ``response_mask``, so rejected tokens leave the sum and the KL term.
     Its V1 trainer counts the tokens of ``loss_mask``, which the correction does not touch: they stay in the
-    denominator. With ``use_v1=False``, the deprecated trainer, they leave it too, which needs the whole generation batch
-    here. In bypass mode they stay in both, and keep their KL term.
+    denominator. With ``use_v1=False``, the deprecated trainer, they leave it too, which needs the whole generation
+    batch here. In bypass mode they stay in both, and keep their KL term.
 
     **Bug reproduced:** the k1 statistic is -log rho but is compared with log low and log high, so ``"0.5_4.0"`` keeps
     rho in [1/4, 2], not in [0.5, 4]. :class:`~trl_offpolicy.RatioBand` says what is meant.
