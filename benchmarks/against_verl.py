@@ -27,7 +27,9 @@ BAND = "0.99_1.01"
 
 def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
     """This kit, and verl's helper."""
+    from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+    from verl.utils.debug.metrics import calculate_debug_metrics
 
     options = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "seq_mean_k1"}
     objective = op.presets.from_verl(**options, rollout_rs_threshold=BAND).objective
@@ -45,10 +47,16 @@ def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
             **options,
         )
 
+    def verl_debug() -> object:
+        fields = {"rollout_log_probs": batch.sampling_per_token_logps, "old_log_probs": batch.old_per_token_logps}
+        data = DataProto.from_dict({**fields, "response_mask": mask, "responses": mask})
+        return verl(), calculate_debug_metrics(data)
+
     return {
         "trl-offpolicy, a step": lambda: only(batch),
         "trl-offpolicy, a step and its numbers": lambda: only(batch).stats.compute(),
-        "verl": verl,
+        "verl's helper": verl,
+        "verl's helper and its debug metrics (Pearson, probability differences)": verl_debug,
     }
 
 

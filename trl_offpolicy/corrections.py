@@ -236,7 +236,7 @@ class Correction:
                 decided = torch.where(batch.mask, decided, 0.0)
             applied = decided if applied is None else applied * decided
         return CorrectionOutput(
-            weights=as_float(batch.mask) if applied is None else applied * as_float(batch.mask),  # weights are finite
+            weights=as_float(batch.mask) if applied is None else torch.where(batch.mask, applied, 0.0),
             keep_mask=keep_mask,
             stats=stats,
             sequence_weights=applied if applied is not None and applied.shape[-1] == 1 else None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-BLOCK_TOKENS = {"cpu": 1 << 17}
+BLOCK_TOKENS = {"cpu": 1 << 15}
 """Tokens a block, by device type; measured with ``benchmarks/correction_cost.py``."""
 _ACCELERATOR_TOKENS = 1 << 23
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional.blocks import row_blocks
 from trl_offpolicy.functional.booleans import as_float, both
 
 LOG_RATIO_CLAMP = 20.0
@@ -24,6 +25,7 @@ class LogRatio(NamedTuple):
     observed: Tensor
 
 
+@torch.no_grad()
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
     """Log-ratio ``numerator - denominator`` on trainable tokens, clamped to +-20 nats.
 
@@ -33,7 +35,7 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
         mask: (B, T) bool, True = trainable token.
 
     Returns:
-        :class:`LogRatio`; no gradient is stopped here.
+        :class:`LogRatio`; carries no gradient.
 
     Example:
         >>> ratio = log_ratio(torch.tensor([[-1.0, float("nan")]]), torch.tensor([[-1.5, -1.0]]),
@@ -41,7 +43,11 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
         >>> ratio.values, ratio.observed
         (tensor([[0.5000, 0.0000]]), tensor([[ True, False]]))
     """
-    values = numerator.float() - denominator.float()  # a tensor of its own: the rest works in place
-    observed = both(mask, values.abs() < torch.inf)
-    values = torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)  # so that 0 * x below is 0
-    return LogRatio(values.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).mul_(as_float(mask)), observed)
+    values = torch.empty_like(mask, dtype=torch.float32)
+    observed = torch.empty_like(mask)
+    for rows in row_blocks(mask.shape, mask.device):
+        part = torch.sub(numerator[rows].float(), denominator[rows].float(), out=values[rows])
+        observed[rows] = both(mask[rows], part.abs() < torch.inf)
+        torch.nan_to_num_(part, nan=0.0, posinf=0.0, neginf=0.0)  # so that 0 * x below is 0
+        part.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).mul_(as_float(mask[rows]))
+    return LogRatio(values, observed)
