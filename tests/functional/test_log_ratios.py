@@ -63,12 +63,14 @@ def test_bfloat16_is_cast_before_the_subtraction():
     assert values.item() == 15.96875  # needs 9 bits: bfloat16 arithmetic would say 16
 
 
-def test_gradient_flows_and_inputs_stay_as_they_are():
+def test_no_gradient_flows_and_inputs_stay_as_they_are():
     numerator = torch.tensor([[-1.0, NAN, -30.0]], requires_grad=True)
     denominator = torch.tensor([[-2.0, -1.0, -1.0]])
     before = denominator.clone()
 
-    log_ratio(numerator, denominator, torch.tensor([[True, False, True]])).values.sum().backward()
+    values = log_ratio(numerator, denominator, torch.tensor([[True, False, True]])).values
 
-    assert numerator.grad.tolist() == [[1.0, 0.0, 0.0]]  # none through padding, none beyond the clamp
+    assert not values.requires_grad
+    assert values.tolist() == [[1.0, 0.0, -20.0]]
     assert torch.equal(denominator, before)
+
