@@ -12,13 +12,14 @@ RUN := .venv/bin/python
 PACKAGES := trl_offpolicy $(wildcard lightning_module)
 # What accelerate would take as defaults anyway, said so that it does not warn about them.
 ONE_PROCESS := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
-BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+BENCHMARKS := $(sort $(filter-out benchmarks/allocator.py,$(wildcard benchmarks/*.py)))
+MUTMUT := 3.8.1
 
 export PYTHON TORCH_CPU_INDEX
 # No usage statistics from vLLM and the Hub client.
 export DO_NOT_TRACK := 1
 
-.PHONY: help install quickstart test test-slow lint learn bench model clean
+.PHONY: help install quickstart test test-slow mutate lint learn bench model clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,6 +32,11 @@ test: lint  ## lint, types, fast tests and docstring examples
 
 test-slow: .venv/.test-ready model  ## the long tests (engines, servers, recipes)
 	$(RUN) -m pytest tests -m "slow and not gpu" --durations=10
+
+mutate: .venv/.test-ready  ## mutation testing of functional/ and corrections.py (an hour; goes on where it stopped)
+	$(RUN) -m pip install --quiet mutmut==$(MUTMUT)
+	OMP_NUM_THREADS=1 $(RUN) -m mutmut run --max-children 2
+	$(RUN) scripts/mutation_report.py
 
 lint: .venv/.test-ready  ## ruff and mypy --strict
 	$(RUN) -m ruff check .

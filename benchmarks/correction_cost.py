@@ -1,10 +1,12 @@
 """Cost of correction and diagnostics, as multiples of the floor ``((old - sampling) * mask).sum()``.
 
-    python benchmarks/correction_cost.py [--rows 64] [--length 4096] [--rounds 30]
+    python benchmarks/correction_cost.py [--rows 64] [--length 4096] [--rounds 30] [--warm-heap]
 
 One thread; 50 warm-up calls of each; the candidates run interleaved in every round; the printed number is the ratio
-of medians. "old/sampling" measures mismatch and kept (all diagnostics of docs/metrics.md for that pair), weights, keep
-terms; "three ratios" adds staleness (current/old) and total (current/sampling), each with the same diagnostics.
+of medians. Freed memory goes back to the kernel and every new tensor pays for its pages, the floor's as well; with
+``--warm-heap`` none does. "old/sampling" measures mismatch and kept (all diagnostics of docs/metrics.md for that pair),
+weights, keep terms; "three ratios" adds staleness (current/old) and total (current/sampling), each with the same
+diagnostics.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from allocator import fix_allocator
 
 import trl_offpolicy as op
 
@@ -84,7 +87,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--warm-heap", action="store_true", help="freed memory stays with the process")
     args = parser.parse_args()
+    fix_allocator(warm=args.warm_heap)
     torch.set_num_threads(1)
     batch = make_batch(args.rows, args.length)
     stats = op.Correction(weight=op.TruncateWeight(max_weight=2.0), measure=("mismatch", "kept"))(batch).stats

@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-if "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # every tensor goes back to the kernel when it is freed
-    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    os.execv(sys.executable, [sys.executable, *sys.argv])
-
 import torch
+from allocator import fix_allocator
 from correction_cost import make_batch
 
 import trl_offpolicy as op
@@ -78,6 +73,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
+    fix_allocator(warm=False)
     torch.set_num_threads(1)
     print(f"B={args.rows} torch {torch.__version__}, 1 thread, median of {args.rounds}")
     print(f"{'T':>6} {'x floor':>8} {'ns/token':>9} {'peak buffers':>13}  correction")
