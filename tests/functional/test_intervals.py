@@ -57,6 +57,8 @@ def test_batches_with_and_without_groups_do_not_mix():
 
     with pytest.raises(ValueError, match="group_ids must be given for all batches"):
         known.merge(unknown)
+    with pytest.raises(ValueError, match="group_ids must be given for all batches"):
+        unknown.merge(known)
 
 
 @pytest.mark.parametrize(("dof", "value"), [(1, 12.706), (10, 2.228), (30, 2.042), (60, 2.0003), (1000, 1.9623)])
@@ -101,3 +103,15 @@ def test_coverage_is_that_of_a_95_percent_interval(name, truth):
 
 def finalize_total(finalize, totals):
     return finalize(Moments(ROW_LAYOUT, totals.sum(0), totals.new_empty(0)))
+
+
+def test_a_group_that_meets_again_in_a_later_batch_is_one_group():
+    generator = torch.Generator().manual_seed(3)
+    whole = sample(generator, groups=3)
+    first = ClusterRows(whole.layout, whole.values[:5], whole.ids[:5])
+    second = ClusterRows(whole.layout, whole.values[5:], whole.ids[5:])
+
+    for merged in (first.merge(second), second.merge(first)):
+        torch.testing.assert_close(merged.group_totals(), whole.group_totals(), rtol=1e-12, atol=0)
+    alone = [ClusterRows(part.layout, part.values, None) for part in (first, second)]
+    assert len(alone[0].merge(alone[1]).group_totals()) == 12
