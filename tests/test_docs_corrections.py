@@ -342,9 +342,9 @@ def test_prefix_bounds_act_evenly_on_a_walk_without_drift():
     assert (bounded > free)[:, -1].double().mean() > (bounded > free)[:, 0].double().mean() + 0.05
 
 
-def test_a_truncated_fraction_says_nothing_about_shapes():
+def test_a_shape_truncates_nothing():
     stats = op.Correction(weight=op.ShapedWeight(gamma=0.1))(drawing().batch(torch.zeros(1, 4))).stats.compute()
-    assert stats["offpolicy/weight/truncated_fraction"] == 1.0
+    assert stats["offpolicy/weight/truncated_fraction"] == 0.0
 
 
 def test_no_difference_means_weight_one_and_nothing_dropped():

@@ -23,7 +23,7 @@ from property_cases import (
     terms_of,
 )
 
-from trl_offpolicy import BandWeight, Correction, ShapedWeight, TruncateWeight
+from trl_offpolicy import BandWeight, Correction, TruncateWeight
 from trl_offpolicy.terms.weights import WEIGHT_LEVELS
 
 NAN, INF = float("nan"), float("inf")
@@ -79,14 +79,13 @@ def test_on_policy_nothing_is_corrected(case, batch):
         policy_versions=torch.full_like(batch.policy_versions, batch.current_version),
     )
     correction = correction_of(case)
-    shaped = any(isinstance(weight, ShapedWeight) for weight in correction.weights)
 
     out = evaluate(CASES[case], batch)
 
     assert torch.equal(out.keep_mask, batch.mask)
     torch.testing.assert_close(out.weights, on_policy_weight(correction) * batch.mask, rtol=0, atol=1e-6)
     for key, value in out.stats.items():
-        if "dropped" in key or "clip" in key or ("truncated" in key and not shaped):
+        if "dropped" in key or "clip" in key or "truncated" in key:
             assert value == 0.0, key
         elif key.endswith(("ess_token", "ess_sequence")) and batch.mask.any():
             assert value == pytest.approx(1.0, abs=1e-6)

@@ -63,3 +63,16 @@ def test_a_kept_denominator_needs_the_whole_batch():
     assert stages.decide(batch()).kept_tokens.item() == 5
     with pytest.raises(ValueError, match="denominator must be 'all' with off_policy_sequence_mask"):
         stage(op.Objective(correction=op.Correction(keep=(OPSM,)), denominator="kept"))
+
+
+@pytest.mark.parametrize(
+    "term", [op.OffPolicySequenceMask(max_divergence=0.1, ratio="old/sampling"), op.ProbabilityDifferenceMask()]
+)
+def test_a_kept_baseline_refuses_terms_that_read_its_sign(term):
+    with pytest.raises(ValueError, match=f"baseline must be 'all' with {term.name}, which decides by the sign"):
+        op.Correction(keep=(term,), baseline="kept")
+
+
+def test_a_kept_denominator_costs_nothing_where_nothing_can_be_dropped():
+    assert stage(op.Objective(correction=op.Correction(weight=op.RawWeight()), denominator="kept")) is None
+    assert stage(op.Objective(correction=op.Correction(nonfinite="drop"), denominator="kept")) is not None

@@ -47,6 +47,7 @@ class Evidence(NamedTuple):
     unobserved_dropped: bool
     raw: Tensor | None
     bounded: Tensor | None
+    shaped: bool
     applied: Tensor | None
     normalizer: Tensor | None
 
@@ -140,7 +141,7 @@ def _weight_groups(batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
     assert raw is not None and bounded is not None and applied is not None
     by_row = raw.shape[-1] == 1 and mask.shape[-1] > 1
     units = (batch.lengths > 0).float() if by_row else batch.lengths
-    changed = raw != bounded
+    changed = torch.zeros_like(raw, dtype=torch.bool) if evidence.shaped else raw != bounded
     truncated = changed.squeeze(-1) * units if by_row else count_true(both(changed, mask))
     one = torch.ones((), device=mask.device)
     normalizer = one if evidence.normalizer is None else evidence.normalizer

@@ -113,6 +113,12 @@ class Correction:
                 "made before the first step, when it has not dropped anything yet."
             )
         check_group_rejections(self.keep, nonfinite_drops=self.nonfinite == "drop")
+        by_sign = [term.name for term in self.keep if getattr(term, "reads_advantages", False)]
+        if self.baseline == "kept" and by_sign:
+            raise ValueError(
+                f"baseline must be 'all' with {by_sign[0]}, which decides by the sign of the advantage: a baseline of "
+                "the kept responses changes that sign after the decision."
+            )
         if self.baseline == "kept" and not self.keep:
             raise ValueError("baseline must be 'all' without a keep term, but got 'kept'.")
 
@@ -222,12 +228,12 @@ class Correction:
         ratios = RatioTable(batch)
         base = self._usable(batch, ratios)
         decisions, keep = self._keep(batch, ratios, base)
-        raw, bounded = self._weigh(ratios, base, keep)
+        raw, bounded, shaped = self._weigh(ratios, base, keep)
         normalizer = None if bounded is None else self._normalizer(bounded, batch.mask, both(base, keep))
         applied = bounded if normalizer is None or bounded is None else bounded / normalizer
         keep_mask = both(base, keep)
         evidence = correction_stats.Evidence(
-            decisions, keep, keep_mask, base is not batch.mask, raw, bounded, applied, normalizer
+            decisions, keep, keep_mask, base is not batch.mask, raw, bounded, shaped, applied, normalizer
         )
         stats = correction_stats.collect(self, batch, ratios, evidence)
         if batch.decided_weights is not None:
@@ -274,16 +280,18 @@ class Correction:
                     keep = keep & ~violated
         return decisions, keep
 
-    def _weigh(self, ratios: RatioTable, base: Tensor, keep: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Product of the raw ratios and of the bounded weights, (B, 1) or (B, T)."""
+    def _weigh(self, ratios: RatioTable, base: Tensor, keep: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Product of the raw ratios and of the bounded weights, (B, 1) or (B, T); whether one is shaped."""
         measured = base if self.measure_on == "original" else both(base, keep)
         raw: Tensor | None = None
         bounded: Tensor | None = None
+        shaped = False
         for weight in self.weights:
             one = weight.weigh(ratios.inputs(weight.ratio, measured, keep=keep))
             raw = one.raw if raw is None else raw * one.raw
             bounded = one.bounded if bounded is None else bounded * one.bounded
-        return raw, bounded
+            shaped = shaped or one.shaped
+        return raw, bounded, shaped
 
     def _normalizer(self, weights: Tensor, mask: Tensor, keep_mask: Tensor) -> Tensor | None:
         """0-d mean weight over tokens (or non-empty sequences) and ranks; 1 where it vanishes."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
+from trl_offpolicy.functional.kl import reference_log_ratio
 from trl_offpolicy.functional.levels import aggregate
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.kl import KLPenalty
 from trl_offpolicy.losses import LossInputs, PolicyLoss, PPOClip
 from trl_offpolicy.objective_stats import LossParts, loss_stats
 from trl_offpolicy.types import (
@@ -27,25 +28,6 @@ from trl_offpolicy.types import (
 KLOn = Literal["all", "kept"]
 Denominator = Literal["all", "kept"]
 Mode = Literal["decoupled", "bypass"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLPenalty:
-    """KL(pi || ref) by the k3 estimator, added to the loss per token.
-
-    Args:
-        coef: beta.
-        ratio_weighted: multiply by pi/pi_old with its gradient (DeepSeek-V3.2, Eq. 7; TRL's
-            ``use_bias_correction_kl``), which makes gradient and estimate unbiased off-policy.
-    """
-
-    coef: float
-    ratio_weighted: bool = False
-
-    def __post_init__(self) -> None:
-        check_number("coef", self.coef)
-        if self.coef <= 0:
-            raise ValueError(f"coef must be positive and finite (None switches the KL term off), but got {self.coef}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +118,15 @@ class Objective:
         return by_correction or (self.mode == "bypass" and self.policy_loss.uses_ratio)
 
     @property
+    def _drops(self) -> bool:
+        """True if the correction can drop anything."""
+        return self.correction is not None and (bool(self.correction.keep) or self.correction.nonfinite == "drop")
+
+    @property
     def scope(self) -> Scope:
         """The widest scope of its parts."""
         scopes: list[Scope] = ["row" if self.correction is None else self.correction.scope, self.policy_loss.scope]
-        if self.denominator == "kept":
+        if self.denominator == "kept" and self._drops:
             scopes.append("generation_batch")
         return max(scopes, key=SCOPES.index)
 
@@ -157,8 +144,8 @@ class Objective:
         inputs = self._inputs(batch, corrected)
         terms = self.policy_loss(inputs)
         policy = _policy_term(self.policy_loss, terms.loss, batch, corrected)
-        kl = None if self.kl is None else _k3(self.kl, self.policy_loss, batch, inputs)
-        per_token = policy if kl is None or self.kl is None else policy + self.kl.coef * self._masked_kl(kl, corrected)
+        kl = None if self.kl is None else _kl_term(self.kl, self.policy_loss, batch, inputs)
+        per_token = policy if kl is None or self.kl is None else policy + self.kl.beta * self._masked_kl(kl, corrected)
         loss = self._reduce(per_token, batch.mask, corrected.keep_mask, reduction)
         bonus = self._entropy_bonus(batch)
         if bonus is not None:
@@ -256,14 +243,10 @@ def _policy_term(loss: PolicyLoss, per_token: Tensor, batch: PolicyBatch, correc
     return torch.where(corrected.keep_mask & _policy_mask(batch), weighted, 0.0)
 
 
-def _k3(kl: KLPenalty, loss: PolicyLoss, batch: PolicyBatch, inputs: LossInputs) -> Tensor:
-    """(B, T) k3 estimate of KL(pi || ref), nats, with gradient; 0 where the reference is not finite."""
+def _kl_term(kl: KLPenalty, loss: PolicyLoss, batch: PolicyBatch, inputs: LossInputs) -> Tensor:
+    """(B, T) estimate of KL(pi || ref), nats, with gradient; 0 where the reference is not finite."""
     if batch.ref_per_token_logps is None:
         raise ValueError("ref_per_token_logps must be given when kl is set, but got None.")
-    log_ratio = -_policy_log_ratio(inputs.logps, batch.ref_per_token_logps, batch.mask)
-    log_ratio = log_ratio.clamp(max=LOG_RATIO_CLAMP)
-    estimate = log_ratio.exp() - log_ratio - 1
-    if not kl.ratio_weighted:
-        return estimate
+    log_ratios = reference_log_ratio(inputs.logps, batch.ref_per_token_logps, batch.mask)
     ratio = inputs.log_ratios if loss.level == "token" else aggregate(inputs.log_ratios, inputs.mask, loss.level)
-    return estimate * ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    return kl(log_ratios, ratio)

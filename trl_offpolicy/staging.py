@@ -81,7 +81,7 @@ def stage(objective: Objective) -> Stages | None:
         ValueError: the parts cannot be told apart without changing what they do.
     """
     correction = objective.correction or Correction()
-    if not correction.is_wide and objective.denominator == "all":
+    if objective.scope not in ("group", "generation_batch"):
         return None
     early, late = correction.split()
     if objective.denominator == "kept" and late.keep:

@@ -206,7 +206,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # these counts span the generation batch; rescale them to one accumulation window
         share = accumulation / self.args.steps_per_generation if mode == "train" else 1.0
         tokens = sequences = None
-        if self.objective.denominator == "kept":
+        if "kept_tokens" in inputs:
             tokens, sequences = (inputs[name].clamp(min=1.0) * share for name in ("kept_tokens", "kept_sequences"))
         elif self.loss_type in GLOBAL_TOKEN_LOSSES:
             tokens = inputs["num_items_in_batch"].clamp(min=1.0) * share

@@ -91,8 +91,8 @@ def prefix_min_weight(log_ratios: Tensor, mask: Tensor) -> Tensor:
 def prefix_bounds(mask: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
     """CTPO's bounds of the cumulative log-ratio: ``log(low) * sqrt(t)`` and ``log(high) * sqrt(t)``.
 
-    ``t`` counts the trainable tokens up to and with the position, so a walk of independent log-ratios stays inside
-    with the same probability at every length.
+    ``t`` counts the trainable tokens up to and with the position, so a walk of independent log-ratios of mean 0
+    stays inside with the same probability at every length.
 
     Args:
         mask: (B, T) bool.

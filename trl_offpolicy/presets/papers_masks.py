@@ -33,7 +33,8 @@ def geometric_mask(low: float = 0.99, high: float = 1.01, max_weight: float = 2.
         ),
         citation=GEOMETRIC,
         formula="keep if low <= (prod_t rho_t)^(1/T) <= high; w_t = min(rho_t, C)",
-        notes="Length-invariant rejection plus token TIS. Calibrate the band: it should drop a few per cent.",
+        notes="Rejection plus token TIS. Drift counts the same at every length, noise averages out in long responses: "
+        "calibrate the band on your lengths; it should drop a few per cent.",
     )
 
 
@@ -95,8 +96,8 @@ def m2po(budget: float = 0.04) -> Preset:
         "paper/m2po",
         Correction(keep=(SecondMomentBudget(budget=budget),)),
         citation="Zheng et al. 2025, M2PO (arXiv:2510.01161)",
-        notes="Stale data with heavy tails: large mean shifts pass, the worst tokens of the batch go until the "
-        "chi-square divergence is bounded. Needs the whole generation batch.",
+        notes="Stale data with heavy tails: the worst tokens of the batch go until the mean of log^2 rho, mean shift "
+        "included, is inside the budget, which bounds the chi-square divergence. Needs the whole generation batch.",
     )
 
 

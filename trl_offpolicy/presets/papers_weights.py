@@ -107,8 +107,8 @@ def ctpo(low: float = 0.8, high: float = 1.25) -> Preset:
         "paper/ctpo",
         Correction(weight=PrefixWeight(low=low, high=high)),
         citation="Zhang et al. 2026, CTPO (arXiv:2605.07331)",
-        notes="Unbiased prefix correction until a bound acts, at the same odds at every position. The paper bounds the "
-        "policy ratio; here it weighs pi_old / mu. Bounds: a starting point of this kit.",
+        notes="Unbiased prefix correction until a bound acts, about alike at every position while log-ratios have mean "
+        "0. The paper bounds the policy ratio; here it weighs pi_old / mu. Bounds: a starting point of this kit.",
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from trl_offpolicy import losses, terms
 from trl_offpolicy.corrections import Correction
-from trl_offpolicy.objectives import KLPenalty, Objective
+from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
+from trl_offpolicy.objectives import Objective
 
 WEIGHT_TYPES = {
     "truncate": terms.TruncateWeight,
@@ -37,6 +38,7 @@ LOSS_TYPES = {
     "sapo": losses.SAPO,
     "vespo": losses.VESPO,
 }
+KL_CONTROLLERS = {"fixed": FixedKL, "adaptive": AdaptiveKL}
 
 
 def parse_correction(spec: Mapping[str, Any], *, where: str, base: Correction | None = None) -> Correction:
@@ -70,9 +72,18 @@ def parse_objective(spec: Mapping[str, Any], *, where: str, base: Objective) -> 
     if "policy_loss" in values:
         values["policy_loss"] = parse_tagged(values["policy_loss"], LOSS_TYPES, where=f"{where}.policy_loss")
     if values.get("kl") is not None and "kl" in values:
-        values["kl"] = _build(KLPenalty, _mapping(values["kl"], f"{where}.kl"), where=f"{where}.kl")
+        values["kl"] = _parse_kl(values["kl"], where=f"{where}.kl")
     objective: Objective = _build(Objective, values, where=where, base=base)
     return objective
+
+
+def _parse_kl(spec: object, *, where: str) -> KLPenalty:
+    """``{coef: 0.1}``, or with a controller: ``{coef: {type: adaptive, coef: 0.1, target: 0.01, horizon: 10000}}``."""
+    values = dict(_mapping(spec, where))
+    if isinstance(values.get("coef"), Mapping):
+        values["coef"] = parse_tagged(values["coef"], KL_CONTROLLERS, where=f"{where}.coef")
+    penalty: KLPenalty = _build(KLPenalty, values, where=where)
+    return penalty
 
 
 def parse_tagged(spec: object, types: Mapping[str, type], *, where: str) -> Any:

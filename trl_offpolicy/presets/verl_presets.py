@@ -75,7 +75,10 @@ def decoupled_k3_rs_token_tis(is_threshold: Threshold = 2.0, rs_threshold: float
 
 def bypass_ppo_clip() -> Preset:
     """PPO on pi / mu."""
-    notes = "Saves the forward of pi_old; with a large mismatch the clip acts before the first step."
+    notes = (
+        "Saves verl the forward of pi_old, which aligned steps never pay here; with a large mismatch the clip acts "
+        "before the first step."
+    )
     return _named("bypass_ppo_clip", notes, bypass_mode=True, loss_type="ppo_clip")
 
 

@@ -85,10 +85,14 @@ class Violations(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A weight as the ratio says (``raw``) and after caps, bands and shapes (``bounded``); (B, 1) or (B, T)."""
+    """A weight as the ratio says (``raw``) and after caps, bands and shapes (``bounded``); (B, 1) or (B, T).
+
+    ``shaped``: every weight differs from its ratio by design, so that none counts as truncated.
+    """
 
     raw: Tensor
     bounded: Tensor
+    shaped: bool = False
 
 
 class Weight(Protocol):

@@ -147,6 +147,7 @@ class ProbabilityDifferenceMask:
     ratio: Ratio = "old/sampling"
     scope: ClassVar[Scope] = "row"
     name: ClassVar[str] = "probability_difference"
+    reads_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -195,6 +196,7 @@ class OffPolicySequenceMask:
     ratio: Ratio = "current/sampling"
     scope: ClassVar[Scope] = "row"
     name: ClassVar[str] = "off_policy_sequence_mask"
+    reads_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)

@@ -118,7 +118,7 @@ class ShapedWeight:
     def weigh(self, inputs: TermInputs) -> Weighed:
         """Raw and shaped ratio."""
         ratio = inputs.ratio_at(self.level)
-        return Weighed(ratio, weights.shaped_weight(ratio, gamma=self.gamma))
+        return Weighed(ratio, weights.shaped_weight(ratio, gamma=self.gamma), shaped=True)
 
 
 @dataclass(frozen=True, kw_only=True)
