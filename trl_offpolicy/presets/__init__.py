@@ -63,8 +63,10 @@ def get(name: str, **options: object) -> Preset:
         ValueError: unknown name (with near matches) or option.
     """
     if name not in BUILDERS:
-        known_names = [member for members in groups().values() for member in members]
-        raise ValueError(f"preset must be one of {known_names}, but got {name!r}.{near(name, BUILDERS)}")
+        raise ValueError(
+            f"preset must be one of the {len(BUILDERS)} that `trl-offpolicy presets` lists, but got {name!r}."
+            f"{near(name, BUILDERS)}"
+        )
     known = inspect.signature(BUILDERS[name]).parameters
     for option in options:
         if option not in known:
