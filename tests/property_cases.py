@@ -32,6 +32,7 @@ from trl_offpolicy import (
     losses,
     presets,
 )
+from trl_offpolicy.functional.kl import KL_ESTIMATORS
 from trl_offpolicy.functional.levels import LEVELS
 from trl_offpolicy.presets.trl import AGGREGATION
 from trl_offpolicy.terms.inputs import is_late
@@ -124,6 +125,13 @@ CASES = {
         denominator="kept",
         aggregation="seq_mean_token_mean",
     ),
+    **{f"kl {name}": Objective(kl=KLPenalty(coef=0.1, estimator=name), correction=TIS) for name in KL_ESTIMATORS},
+    **{
+        f"kl {name}, ratio clipped": Objective(
+            kl=KLPenalty(coef=0.1, estimator=name, ratio_weighted=True, ratio_clip=0.2), kl_on="kept", correction=TIS
+        )
+        for name in KL_ESTIMATORS
+    },
     **{name: presets.get(name).objective for name in presets.names()},
     **{f"trl {name}": presets.from_trl(loss_type=name, beta=0.1, epsilon_high=5.0).objective for name in AGGREGATION},
 }

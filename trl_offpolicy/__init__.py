@@ -5,7 +5,8 @@
 
 from trl_offpolicy import losses, presets
 from trl_offpolicy.corrections import Correction
-from trl_offpolicy.objectives import KLPenalty, Objective
+from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
+from trl_offpolicy.objectives import Objective
 from trl_offpolicy.stats import Stat, Stats
 from trl_offpolicy.terms import (
     BandWeight,
@@ -29,11 +30,13 @@ from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveKL",
     "BandWeight",
     "Correction",
     "CorrectionOutput",
     "DivergenceBand",
     "ESSWeight",
+    "FixedKL",
     "GroupRejection",
     "KLPenalty",
     "Objective",

@@ -112,7 +112,7 @@ def test_baseline():
 def test_kl_and_entropy():
     found = rows(preset(), preset(kl=op.KLPenalty(coef=0.1), kl_weighted=True, entropy_coef=0.01))
 
-    assert found["KL term"] == ("none", "coef=0.1, ratio_weighted=False, weighted=True")
+    assert found["KL term"] == ("none", "coef=0.1, estimator=k3, ratio_weighted=False, ratio_clip=None, weighted=True")
     assert found["entropy bonus"] == ("0", "0.01")
     assert rows(preset(), preset(source_clamp=10.0))["log clamp"][1] == "+-20 nats (source: +-10 nats)"
 

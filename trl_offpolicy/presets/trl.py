@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import Aggregation
-from trl_offpolicy.losses import CISPO, SAPO, VESPO, PolicyLoss, PPOClip, RatioLevel
 from trl_offpolicy.kl import KLPenalty
+from trl_offpolicy.losses import CISPO, SAPO, VESPO, PolicyLoss, PPOClip, RatioLevel
 from trl_offpolicy.presets.options import read_options
 from trl_offpolicy.presets.preset import Preset, make_preset
 from trl_offpolicy.terms import BandWeight, KeepTerm, OffPolicySequenceMask, TruncateWeight, Weight

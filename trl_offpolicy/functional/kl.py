@@ -1,0 +1,180 @@
+"""KL(pi || ref) from sampled tokens: estimators for the loss, the term in the reward, the adaptive coefficient."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
+K2_GRADIENT: tuple[KLEstimator, ...] = ("k2", "k1+", "k3+")
+"""Estimators whose gradient, not whose value, is unbiased for tokens of pi: an importance ratio only weighs it."""
+
+MAX_KL_ERROR = 0.2
+"""Ziegler et al.'s bound on the relative error that an adaptive coefficient reacts to."""
+
+
+def reference_log_ratio(logps: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """log(pi / ref) of the sampled tokens, with the gradient of ``logps``.
+
+    Args:
+        logps: (B, T) log pi, nats; carries gradient, finite on ``mask``.
+        reference: (B, T) log ref; detached here.
+        mask: (B, T) bool, True = trainable token.
+
+    Returns:
+        (B, T) float32; 0 and without gradient on padding and where the reference is not finite.
+    """
+    reference = reference.detach().float()
+    usable = mask & (reference.abs() < torch.inf)
+    return torch.where(usable, logps.float(), 0.0) - torch.where(usable, reference, 0.0)
+
+
+def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+    """KL(pi || ref) per token, nats, for tokens sampled from pi.
+
+    With x = log(pi / ref):
+
+    ===== ==================== =========== ============ ======== =================================================
+    name  value                expectation its gradient variance place
+    ===== ==================== =========== ============ ======== =================================================
+    k1    x                    unbiased    biased       high     in the reward; in the loss its mean gradient is 0
+    abs   abs(x)               biased      biased       low      a distance to watch, or a pull of constant size
+    k2    x^2 / 2              biased      unbiased     low      in the loss, on-policy
+    k3    exp(-x) - 1 + x      unbiased    biased       low      in the loss weighted by the ratio; to be logged
+    k1+   x                    unbiased    unbiased     high     in the loss: value of k1, gradient of k2
+    k3+   exp(-x) - 1 + x      unbiased    unbiased     low      in the loss: value of k3, gradient of k2
+    ===== ==================== =========== ============ ======== =================================================
+
+    "Gradient" is that of the loss term itself against the gradient of the token's KL given its prefix, x grad log pi
+    in expectation; what a token does to the KL of later ones is in none of them (that is the KL in the reward). The
+    mean gradient of k3 is the one of KL(ref || pi).
+
+    Args:
+        log_ratios: (B, T) float32, log(pi / ref); carries gradient.
+        estimator: one of the names above. The exponential of k3 is clamped to +20 nats, where its gradient ends; k1,
+            abs and k2 are not clamped.
+
+    Returns:
+        Shape of ``log_ratios``, with the gradient said above; 0 where the log-ratio is 0.
+
+    Reference: Schulman 2020, "Approximating KL divergence"; the straight-through forms as in verl's ``kl_penalty``,
+    which also clamps the value of k3 to 10 nats.
+
+    Example:
+        >>> kl_estimate(torch.tensor([0.0, 1.0]), "k2"), kl_estimate(torch.tensor([0.0, 1.0]), "k3")
+        (tensor([0.0000, 0.5000]), tensor([0.0000, 0.3679]))
+    """
+    if estimator == "k1":
+        return log_ratios
+    if estimator == "abs":
+        return log_ratios.abs()
+    if estimator == "k2":
+        return log_ratios.square() / 2
+    if estimator == "k3":
+        reverse = (-log_ratios).clamp(max=LOG_RATIO_CLAMP)
+        return reverse.exp() - reverse - 1
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f"estimator must be one of {list(KL_ESTIMATORS)}, but got {estimator!r}.")
+    value = kl_estimate(log_ratios.detach(), "k1" if estimator == "k1+" else "k3")
+    gradient = log_ratios.square() / 2
+    return value + (gradient - gradient.detach())
+
+
+def ratio_weighted_kl(
+    log_ratios: Tensor, policy_log_ratios: Tensor, estimator: KLEstimator = "k3", *, ratio_clip: float | None = None
+) -> Tensor:
+    """KL(pi || ref) per token from tokens of another policy: the estimate times r = pi / pi_old.
+
+    k1, abs, k3: r carries gradient, so that the whole is the gradient of E_pi[estimate]: exact for k1 and k3. k2, k1+,
+    k3+: r is detached and weighs the gradient of k2: exact as well. With ``ratio_clip`` = eps the term is
+    min(r k, clip(r, 1 - eps, 1 + eps) k): where k >= 0 (all but k1 and k1+) r is cut at 1 + eps, where k < 0 it is
+    raised to 1 - eps. Biased then, of bounded variance; a cut ratio has no gradient, the estimate keeps its own.
+
+    Args:
+        log_ratios: (B, T) float32, log(pi / ref); carries gradient.
+        policy_log_ratios: (B, T) or (B, 1) float32, log(pi / pi_old); carries gradient; clamped to +-20 nats.
+        estimator: see :func:`kl_estimate`.
+        ratio_clip: eps, or None.
+
+    Returns:
+        (B, T).
+
+    Reference: DeepSeek-V3.2 (arXiv:2512.02556), Eq. 7, which is k3 without clip, and TRL's
+    ``use_bias_correction_kl``. The clip: Liu et al. 2025 (arXiv:2510.01555) as source 001 quotes it, "min(rho k',
+    clip(rho) k')" for the KL as loss. The quotation does not say what carries gradient; here k' is the estimate. Read
+    with k' as a detached coefficient and as PPO's pessimism, it would be a maximum.
+
+    Example:
+        >>> x, r = torch.tensor([1.0]), torch.tensor([3.0]).log()
+        >>> ratio_weighted_kl(x, r, "k2"), ratio_weighted_kl(x, r, "k2", ratio_clip=0.2)
+        (tensor([1.5000]), tensor([0.6000]))
+    """
+    estimate = kl_estimate(log_ratios, estimator)
+    if estimator in K2_GRADIENT:
+        policy_log_ratios = policy_log_ratios.detach()
+    ratio = policy_log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    if ratio_clip is not None:
+        ratio = torch.where(estimate >= 0, ratio.clamp(max=1 + ratio_clip), ratio.clamp(min=1 - ratio_clip))
+    return estimate * ratio
+
+
+@torch.no_grad()
+def subtract_kl(values: Tensor, logps: Tensor, reference: Tensor, mask: Tensor, *, coef: float) -> Tensor:
+    """KL in the reward: ``values - coef * log(pi / ref)`` by token (k1, detached).
+
+    The score function of the policy loss multiplies k1, which gives the gradient of the KL; the loss's own clip and
+    weights then hold for the KL as well. Unbiased on-policy. Subtract from rewards by token and sum to go for the KL
+    of the whole response, or from advantages for that of each token given its prefix (the gradient of k2 as loss).
+
+    Args:
+        values: rewards by token (B, T), or advantages (B,) or (B, T).
+        logps: (B, T) log pi of the policy that the rewards are given for (old), nats.
+        reference: (B, T) log ref; where it is not finite nothing is subtracted.
+        mask: (B, T) bool, True = trainable token.
+        coef: beta.
+
+    Returns:
+        (B, T) float32, 0 outside ``mask``; no gradient.
+
+    Reference: Ziegler et al. 2019 (arXiv:1909.08593), Eq. 2; verl's ``use_kl_in_reward``.
+
+    Example:
+        >>> subtract_kl(torch.ones(1), torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]),
+        ...             torch.ones(1, 2).bool(), coef=0.1)
+        tensor([[0.9500, 1.0000]])
+    """
+    by_token = values.float().unsqueeze(1) if values.dim() == 1 else values.float()
+    return torch.where(mask, by_token - coef * reference_log_ratio(logps, reference, mask), 0.0)
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, samples: int, horizon: float) -> float:
+    """Beta (1 + clip(KL / target - 1, -0.2, 0.2) n / H).
+
+    Args:
+        coef: beta so far.
+        kl: observed KL(pi || ref), averaged over all ranks, in the unit of ``target``.
+        target: wanted KL, positive.
+        samples: n, responses since the last update.
+        horizon: H, responses over which beta may change by 20 %.
+
+    Raises:
+        ValueError: ``kl`` is not finite, or ``samples`` at least 5 horizons (beta would not stay positive).
+
+    Reference: Ziegler et al. 2019 (arXiv:1909.08593), Section 2.2, as source 002 writes it.
+
+    Example:
+        >>> round(adaptive_kl_coef(0.1, 12.0, target=6.0, samples=50, horizon=100), 6)
+        0.11
+    """
+    if not math.isfinite(kl):
+        raise ValueError(f"kl must be finite, but got {kl}.")
+    if MAX_KL_ERROR * samples >= horizon:
+        raise ValueError(f"samples must be below 5 * horizon = {horizon / MAX_KL_ERROR:g}, but got {samples}.")
+    error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return coef * (1 + error * samples / horizon)

@@ -1,0 +1,140 @@
+"""The KL term of an objective: which estimate, how it is weighted, and a coefficient that may adapt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from trl_offpolicy.functional.kl import (
+    KL_ESTIMATORS,
+    KLEstimator,
+    adaptive_kl_coef,
+    kl_estimate,
+    ratio_weighted_kl,
+)
+from trl_offpolicy.types import check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedKL:
+    """A constant coefficient; the same as a number."""
+
+    coef: float
+
+    def __post_init__(self) -> None:
+        _check_positive("coef", self.coef)
+
+    def updated(self, kl: float, samples: int) -> FixedKL:
+        """Itself, whatever was observed."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveKL:
+    """A coefficient that rises above a target KL and falls below it. See ``functional.kl.adaptive_kl_coef``.
+
+    Args:
+        coef: beta now; at the start of training the initial one.
+        target: wanted KL in nats, in the unit of what :meth:`updated` is given (``loss/kl``: per token).
+        horizon: responses over which beta may change by 20 %.
+
+    Example:
+        >>> AdaptiveKL(coef=0.5, target=0.01, horizon=1000).updated(kl=0.005, samples=500).coef
+        0.45
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        for name in ("coef", "target", "horizon"):
+            _check_positive(name, getattr(self, name))
+
+    def updated(self, kl: float, samples: int) -> AdaptiveKL:
+        """With the coefficient of the next step; every rank gives the same, merged ``kl``."""
+        coef = adaptive_kl_coef(self.coef, kl, target=self.target, samples=samples, horizon=self.horizon)
+        return replace(self, coef=coef)
+
+
+KLController = FixedKL | AdaptiveKL
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLPenalty:
+    """KL(pi || ref), added to the loss per token. The estimate and, weighted, the ratio carry gradient.
+
+    Args:
+        coef: beta, or a controller of it.
+        estimator: k1, abs, k2, k3, k1+ or k3+; :func:`~trl_offpolicy.functional.kl.kl_estimate` says for each how value
+            and gradient are biased and where it belongs. On-policy k2, k1+ and k3+ have the gradient of the KL.
+        ratio_weighted: multiply by pi/pi_old, the ratio of the loss at its level, which makes gradient (all but abs)
+            and value (k1, k3, k1+, k3+) unbiased on tokens of pi_old. k1, abs and k3 with the ratio's gradient; k3 is
+            DeepSeek-V3.2's Eq. 7 and TRL's ``use_bias_correction_kl``. k2, k1+ and k3+ with the ratio detached.
+        ratio_clip: eps of min(r k, clip(r, 1 - eps, 1 + eps) k), for several epochs on a batch; None = no clip. See
+            :func:`~trl_offpolicy.functional.kl.ratio_weighted_kl`.
+    """
+
+    coef: float | KLController
+    estimator: KLEstimator = "k3"
+    ratio_weighted: bool = False
+    ratio_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.coef, KLController):
+            check_number("coef", self.coef)
+            if self.coef <= 0:
+                raise ValueError(
+                    f"coef must be positive and finite (None switches the KL term off), but got {self.coef}."
+                )
+        if self.estimator not in KL_ESTIMATORS:
+            raise ValueError(f"estimator must be one of {list(KL_ESTIMATORS)}, but got {self.estimator!r}.")
+        if self.ratio_clip is not None:
+            _check_positive("ratio_clip", self.ratio_clip)
+            if not self.ratio_weighted:
+                raise ValueError("ratio_weighted must be True with ratio_clip, which clips that ratio, but got False.")
+
+    @property
+    def beta(self) -> float:
+        """The coefficient now."""
+        return self.coef.coef if isinstance(self.coef, KLController) else self.coef
+
+    def __call__(self, log_ratios: Tensor, policy_log_ratios: Tensor) -> Tensor:
+        """(B, T) estimate, without the coefficient.
+
+        Args:
+            log_ratios: (B, T) log(pi / ref), with gradient.
+            policy_log_ratios: (B, T) or (B, 1) log(pi / pi_old), with gradient; read if ``ratio_weighted``.
+        """
+        if not self.ratio_weighted:
+            return kl_estimate(log_ratios, self.estimator)
+        return ratio_weighted_kl(log_ratios, policy_log_ratios, self.estimator, ratio_clip=self.ratio_clip)
+
+    def updated(self, kl: float, samples: int) -> KLPenalty:
+        """With the coefficient of the next step: itself unless ``coef`` is an :class:`AdaptiveKL`."""
+        if not isinstance(self.coef, AdaptiveKL):
+            return self
+        return replace(self, coef=self.coef.updated(kl, samples))
+
+    def state_dict(self) -> dict[str, float]:
+        """What changes in training, for a checkpoint: plain numbers."""
+        return {"coef": self.beta} if isinstance(self.coef, AdaptiveKL) else {}
+
+    def restored(self, state: Mapping[str, float]) -> KLPenalty:
+        """With the coefficient of :meth:`state_dict`; settings stay those of this object.
+
+        Raises:
+            ValueError: ``state`` is that of another kind of coefficient.
+        """
+        if set(state) != set(self.state_dict()):
+            kind = type(self.coef).__name__
+            raise ValueError(f"state must have the keys {list(self.state_dict())} of {kind}, but got {list(state)}.")
+        return replace(self, coef=replace(self.coef, **state)) if isinstance(self.coef, AdaptiveKL) else self
+
+
+def _check_positive(field: str, value: float) -> None:
+    check_number(field, value)
+    if value <= 0:
+        raise ValueError(f"{field} must be positive and finite, but got {value}.")
