@@ -54,7 +54,7 @@ def _kl_sentence(summary: RunSummary) -> str:
 
 def _noise_sentence(summary: RunSummary) -> str:
     """Whether the distance can be told from what the trainer differs from itself."""
-    floor, distance = summary.whole("noise floor KL k3"), summary.whole("KL k3", "before")
+    floor, distance = summary.whole("noise floor"), summary.whole("KL k3", "before")
     if floor is None or distance is None:
         return ""
     size = f"KL k3 {format_number(floor)} when it scores the same text in another batch size"

@@ -50,10 +50,14 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("dropped tokens", "", "", ("offpolicy/keep/dropped_token_fraction",)),
     Quantity("dropped sequences", "", "", ("offpolicy/keep/dropped_sequence_fraction",)),
     Quantity("truncated weights", "", "", ("offpolicy/weight/truncated_fraction",)),
-    Quantity("noise floor KL k3", "nats/token", "", ("offpolicy/noise_floor/kl_k3",), optional=True),
+    Quantity("noise floor", "KL k3", "", ("offpolicy/noise_floor/kl_k3",), optional=True),
     Quantity("staleness KL k3", "nats/token", "", ("offpolicy/staleness/kl_k3",), optional=True),
     Quantity("version lag", "versions", "", ("offpolicy/rollout/version_lag_mean",), optional=True),
 )
+
+
+_WIDTH = 100
+"""Columns of the printed table where nobody knows better."""
 
 
 @dataclass(frozen=True)
@@ -257,4 +261,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
         numbers = [format_number(row.first), format_number(row.last), format_with_interval(row)]
         label = f"{row.label}, {row.unit}" if row.unit else row.label
         table.add_row("" if row.side == "after" else label, row.side, *numbers)
-    (console or Console()).print(table)
+    if console is None:
+        console = Console()
+        console = console if console.is_terminal else Console(width=_WIDTH)  # a log file wraps nothing
+    console.print(table)
