@@ -1,0 +1,168 @@
+"""Proximal log-probs: recomputed, interpolated by version (A-3PO), averaged (PPO-EWMA)."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from batches import policy_batch
+
+import trl_offpolicy as op
+from trl_offpolicy import proximal
+from trl_offpolicy.functional.proximal import averaged_logps, interpolated_logps
+
+NAN = float("nan")
+
+
+def between(versions, proximal_version=9, current_version=10):
+    """From -3 (behaviour) to -1 (current)."""
+    shape = (len(versions), 2)
+    return interpolated_logps(
+        torch.full(shape, -3.0),
+        torch.full(shape, -1.0, requires_grad=True),
+        torch.tensor(versions),
+        proximal_version=proximal_version,
+        current_version=current_version,
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "alpha"),
+    [(0, 9 / 10), (5, 4 / 5), (8, 1 / 2), (9, 0.0), (10, 0.0), (12, 0.0)],
+)
+def test_the_older_the_nearer_to_the_current_policy(version, alpha):
+    out = between([version])
+
+    assert out.tolist() == [pytest.approx([-3 + 2 * alpha] * 2, abs=1e-6)]
+    assert not out.requires_grad
+
+
+def test_versions_by_row_or_token():
+    by_token = between([[0, 8], [9, 5]])
+
+    assert by_token.flatten().tolist() == pytest.approx([-1.2, -2.0, -3.0, -1.4], abs=1e-6)
+    assert torch.equal(between([[5], [8]]), between([5, 8]))
+
+
+def test_lags_of_the_centre():
+    assert between([4], proximal_version=10)[0, 0].item() == -1.0  # the current policy
+    assert between([4], proximal_version=7)[0, 0].item() == pytest.approx(-2.0)
+    assert between([4], proximal_version=3)[0, 0].item() == -3.0  # older than the token
+    with pytest.raises(ValueError, match=r"^proximal_version must be at most current_version = 10, but got 11\."):
+        between([4], proximal_version=11)
+
+
+def test_averages_carry_geometric_weights():
+    """After -1, -2, -4, -8 with decay 1/2: weights 1/8, 1/4, 1/2, 1."""
+    values = [-1.0, -2.0, -4.0, -8.0]
+    average = torch.tensor([[values[0]]])
+    for count, value in enumerate(values[1:], start=1):
+        average = averaged_logps(average, torch.tensor([[value]], requires_grad=True), decay=0.5, count=count)
+
+    weights = [1 / 8, 1 / 4, 1 / 2, 1.0]
+    expected = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    assert average.item() == pytest.approx(expected, abs=1e-6)
+    assert not average.requires_grad
+
+
+@pytest.mark.parametrize(("decay", "expected"), [(0.0, -5.0), (1.0, -3.0)])
+def test_decays_at_the_ends(decay, expected):
+    """The current policy alone; the plain mean of -1, -3 and -5."""
+    out = averaged_logps(torch.tensor([[-2.0]]), torch.tensor([[-5.0]]), decay=decay, count=2)
+
+    assert out.item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 1.1, "count": 1}, r"^decay must be in \[0, 1\], but got 1.1"),
+        ({"decay": 0.5, "count": 0}, r"^count must be at least 1, but got 0"),
+    ],
+)
+def test_what_cannot_be_averaged(options, message):
+    with pytest.raises(ValueError, match=message):
+        averaged_logps(torch.zeros(1, 1), torch.zeros(1, 1), **options)
+
+
+# --------------------------------------------------------------------------------------------------- on a batch
+
+
+def batch(**fields):
+    """old = -4, current/old = 2 and 1/2, old/sampling = 2."""
+    values = {"policy_versions": torch.tensor([6]), "current_version": 10, **fields}
+    return policy_batch([[2.0, 2.0, None]], [[2.0, 0.5, None]], **values)
+
+
+def test_recomputed_means_old():
+    assert proximal.RecomputedProximal()(batch()) is None
+
+
+def test_interpolated_starts_from_old_or_else_from_sampling():
+    whole = batch()
+    log2 = math.log(2)
+
+    from_old = proximal.InterpolatedProximal()(whole)
+    from_sampling = proximal.InterpolatedProximal()(replace(whole, old_per_token_logps=None))
+
+    assert from_old[0, :2].tolist() == pytest.approx([-4 + 0.75 * log2, -4 - 0.75 * log2], abs=1e-6)
+    assert from_sampling[0, :2].tolist() == pytest.approx([-4 - log2 + 0.75 * 2 * log2, -4 - log2], abs=1e-6)
+    assert proximal.InterpolatedProximal(lag=0)(whole)[0, :2].tolist() == whole.per_token_logps[0, :2].tolist()
+
+
+@pytest.mark.parametrize("missing", ["policy_versions", "current_version"])
+def test_interpolation_needs_versions(missing):
+    with pytest.raises(ValueError, match=r"^policy_versions and current_version must be given"):
+        proximal.InterpolatedProximal()(batch(**{missing: None}))
+
+
+def test_interpolation_needs_the_policy_that_sampled():
+    with pytest.raises(ValueError, match=r"^sampling_per_token_logps must be given"):
+        proximal.InterpolatedProximal()(batch(old_per_token_logps=None, sampling_per_token_logps=None))
+
+
+def test_averaged_over_the_steps_on_a_batch():
+    rule = proximal.AveragedProximal(decay=0.5)
+    first = batch()
+    second = replace(first, per_token_logps=first.per_token_logps - 1)
+
+    past = rule.step(first)
+    again = rule.step(second, past)
+
+    assert (past.count, again.count) == (2, 3)
+    old, one, two = first.old_per_token_logps[0, 0], first.per_token_logps[0, 0], second.per_token_logps[0, 0]
+    assert again.logps[0, 0].item() == pytest.approx(((old / 4 + one / 2 + two) / 1.75).item(), abs=1e-6)
+    assert torch.equal(rule(first).nan_to_num(), past.logps.nan_to_num())
+
+
+def test_an_average_of_other_rows_is_refused():
+    with pytest.raises(ValueError, match=r"^past.logps must have shape \(1, 3\), but got \(2, 3\)"):
+        proximal.AveragedProximal(decay=0.5)(batch(), proximal.Average(torch.zeros(2, 3), 1))
+
+
+def test_the_centre_moves_the_ratio_of_the_loss():
+    """current/old = 2, three quarters of the way: current/centre = 2^(1/4)."""
+    whole = batch()
+    centre = proximal.InterpolatedProximal()(whole)
+
+    out = op.Objective(policy_loss=op.losses.PPOClip(low=0.9, high=9.0))(
+        replace(whole, proximal_per_token_logps=centre)
+    )
+    (gradient,) = torch.autograd.grad(out.loss, whole.per_token_logps)
+
+    assert out.loss.item() == pytest.approx(-(2**0.25 + 2**-0.25) / 2, abs=1e-6)
+    assert gradient[0].tolist() == pytest.approx([-(2**0.25) / 2, -(2**-0.25) / 2, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: proximal.InterpolatedProximal(lag=-1), r"^lag must be an integer of at least 0, but got -1"),
+        (lambda: proximal.InterpolatedProximal(lag=1.0), r"^lag must be an integer of at least 0, but got 1.0"),
+        (lambda: proximal.AveragedProximal(decay=2.0), r"^decay must be in \[0, 1\], but got 2.0"),
+        (lambda: proximal.AveragedProximal(decay=NAN), r"^decay must be a finite number, but got nan"),
+    ],
+)
+def test_settings_that_mean_nothing(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,77 @@
+"""Log-probs of the proximal policy, the centre of the trust region, without a forward pass of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def interpolated_logps(
+    behaviour: Tensor, current: Tensor, versions: Tensor, *, proximal_version: int, current_version: int
+) -> Tensor:
+    """A-3PO: lp_b + alpha (lp - lp_b) with alpha = (v_prox - v_b) / (v - v_b), clamped to [0, 1].
+
+    The older a token, the nearer the centre to the current policy: its ratio to the centre is (pi / pi_b)^(1 - alpha).
+    A heuristic: exact if log-probs move at a constant rate from version to version.
+
+    Args:
+        behaviour: (B, T) log-probs of the policy that sampled, nats.
+        current: (B, T) log pi, nats; detached here.
+        versions: (B,), (B, 1) or (B, T) integer, weight version that sampled.
+        proximal_version: v_prox, the version that the centre stands for.
+        current_version: v, the version of ``current``.
+
+    Returns:
+        (B, T) float32, no gradient. A token not older than ``proximal_version`` has ``behaviour`` itself (alpha = 0, as
+        in AReaL: several steps on a fresh batch keep a fixed centre); not finite where ``behaviour`` is not.
+
+    Reference: Li et al. 2025, A-3PO (arXiv:2512.06547); AReaL's ``prox_logp_method="loglinear"``, where v_prox = v - 1.
+
+    Example:
+        >>> interpolated_logps(torch.tensor([[-3.0]]), torch.tensor([[-1.0]]), torch.tensor([[6]]),
+        ...                    proximal_version=9, current_version=10)
+        tensor([[-1.5000]])
+    """
+    if proximal_version > current_version:
+        raise ValueError(
+            f"proximal_version must be at most current_version = {current_version}, but got {proximal_version}."
+        )
+    by_token = versions.unsqueeze(1) if versions.dim() == 1 else versions
+    age = (current_version - by_token).float()
+    gap = (proximal_version - by_token).float()
+    alpha = torch.where(age > 0, gap / age.clamp(min=1.0), 0.0).clamp(0.0, 1.0)
+    start = behaviour.float()
+    return start + alpha * (current.float() - start)
+
+
+@torch.no_grad()
+def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: int) -> Tensor:
+    """Exponentially weighted moving average of log-probs: (decay n prev + current) / (decay n + 1).
+
+    n = 1 + decay + ... + decay^(count - 1) is the weight that ``previous`` carries already, so that the first policies
+    are not over-counted. PPO-EWMA averages the weights of the network; averaging log-probs needs no second copy and is
+    the same to first order in the change of the weights (a heuristic; the average is not normalised over tokens).
+
+    Args:
+        previous: (B, T) average so far, nats; at first the log-probs of pi_old.
+        current: (B, T) log pi, nats; detached here.
+        decay: in [0, 1]; 0 = the current policy, 1 = the plain mean.
+        count: policies averaged in ``previous``, at least 1.
+
+    Returns:
+        (B, T) float32, no gradient.
+
+    Reference: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641); as a stand-in for
+    missing old log-probs in Guan et al. 2026 (source 002).
+
+    Example:
+        >>> averaged_logps(torch.tensor([[-3.0]]), torch.tensor([[-1.0]]), decay=0.5, count=1)
+        tensor([[-1.6667]])
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay must be in [0, 1], but got {decay}.")
+    if count < 1:
+        raise ValueError(f"count must be at least 1, but got {count}.")
+    carried = sum(decay**power for power in range(1, count + 1))  # decay * n
+    return (carried * previous.float() + current.float()) / (carried + 1)
