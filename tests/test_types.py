@@ -25,6 +25,7 @@ VALID = {
     "turn_ids": torch.zeros(TOKENS).long(),
     "policy_versions": torch.zeros(2).long(),
     "group_ids": torch.zeros(2).long(),
+    "group_rewards": torch.ones(2, 4),
     "decided_weights": torch.ones(TOKENS),
     "decided_keep": torch.ones(TOKENS).bool(),
 }
@@ -63,12 +64,18 @@ def test_a_list_is_refused(name):
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 3), (2, 3, 1), (1, 3), ()])
-@pytest.mark.parametrize("name", sorted(set(VALID) - {"per_token_logps"}))
+@pytest.mark.parametrize("name", sorted(set(VALID) - {"per_token_logps", "group_rewards"}))
 def test_a_wrong_shape_is_refused(name, shape):
     wrong = torch.ones(shape, dtype=VALID[name].dtype)
 
     with pytest.raises(ValueError, match=rf"^{name} must have shape .*2.*, but got {re.escape(str(shape))}"):
         PolicyBatch(**{**VALID, name: wrong})
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 4), (2, 4, 1), ()])
+def test_group_rewards_have_a_row_for_each_response(shape):
+    with pytest.raises(ValueError, match=r"^group_rewards must have shape \(2, G\), but got"):
+        PolicyBatch(**{**VALID, "group_rewards": torch.ones(shape)})
 
 
 @pytest.mark.parametrize("name", ["rewards", "group_ids"])

@@ -93,11 +93,16 @@ class Objective:
             )
         if self.kl is None and self.kl_weighted:
             raise ValueError("kl_weighted must be False without a KL term (kl=None).")
+        published = self.policy_loss.aggregation if getattr(self.policy_loss, "fixed_aggregation", False) else None
+        if published not in (None, self.aggregation):
+            name = type(self.policy_loss).__name__
+            raise ValueError(f"aggregation must be {published!r} with {name}, but got {self.aggregation!r}.")
         self._check_counted_once()
 
     def _check_counted_once(self) -> None:
         """Each factor of pi / mu = (pi / pi_old)(pi_old / mu) may stand in the loss or in a weight, not in both."""
-        held = "current/sampling" if self.mode == "bypass" else "current/old"
+        whole = self.mode == "bypass" or self._loss_reads_sampling
+        held = "current/sampling" if whole else "current/old"
         name = type(self.policy_loss).__name__
         for weight in () if self.correction is None else self.correction.weights:
             if self.policy_loss.weight_use == "inside" and weight.level in ("turn", "turn_mean", "prefix"):
@@ -105,7 +110,7 @@ class Objective:
                     "correction.weight must be at level 'token', 'sequence' or 'sequence_mean' with "
                     f"{name}, which multiplies the weights of a response's tokens, but got {weight.level!r}."
                 )
-            if self.policy_loss.uses_ratio and (self.mode == "bypass" or weight.ratio != "old/sampling"):
+            if self.policy_loss.uses_ratio and (whole or weight.ratio != "old/sampling"):
                 raise ValueError(
                     f"correction.weight must not hold {weight.ratio!r} in {self.mode} mode with {name}, whose own "
                     f"ratio is {held!r}: it would be counted twice. Use losses.GPG(), or leave the weight out."
@@ -115,7 +120,11 @@ class Objective:
     def needs_sampling(self) -> bool:
         """True if the loss or the correction reads the sampling policy."""
         by_correction = self.correction is not None and self.correction.needs_sampling
-        return by_correction or (self.mode == "bypass" and self.policy_loss.uses_ratio)
+        return by_correction or (self.mode == "bypass" and self.policy_loss.uses_ratio) or self._loss_reads_sampling
+
+    @property
+    def _loss_reads_sampling(self) -> bool:
+        return "sampling_log_ratios" in getattr(self.policy_loss, "reads", ())
 
     @property
     def _drops(self) -> bool:
@@ -163,12 +172,20 @@ class Objective:
         centre = self._centre(batch)
         logps = torch.where(batch.mask, batch.per_token_logps.float(), 0.0)
         compact = corrected.sequence_weights
+        sampling = batch.logps("sampling") if self._loss_reads_sampling else None
+        entropies = batch.entropies if "entropies" in getattr(self.policy_loss, "reads", ()) else None
         return LossInputs(
             logps=logps,
             log_ratios=_policy_log_ratio(logps, centre, batch.mask),
             advantages=batch.token_advantages,
             mask=batch.mask,
             weights=corrected.weights if compact is None else compact,
+            sampling_log_ratios=None if sampling is None else _policy_log_ratio(logps, sampling, batch.mask),
+            rewards=None if batch.rewards is None else batch.rewards.float().unsqueeze(1),
+            group_ids=batch.group_ids,
+            group_rewards=None if batch.group_rewards is None else batch.group_rewards.float(),
+            turn_ids=batch.turn_ids,
+            entropies=None if entropies is None else torch.where(batch.mask, entropies.detach().float(), 0.0),
         )
 
     def _centre(self, batch: PolicyBatch) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trl_offpolicy.losses import CISPO, PPOClip
+from trl_offpolicy.losses import CISPO, VESPO, PPOClip
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.stats import PREFIX
 
@@ -23,6 +23,6 @@ def trl_names(objective: Objective, values: dict[str, float]) -> dict[str, float
         }
     elif isinstance(objective.policy_loss, CISPO):
         named["cispo_clip_ratio"] = loss["clip_high_fraction"]
-    elif objective.policy_loss.weight_use == "inside":
+    elif isinstance(objective.policy_loss, VESPO):
         named["vespo/phi_seq_mean"] = loss["gate_mean"]
     return named

@@ -53,6 +53,7 @@ _FLOAT_FIELDS = (
     "sum_sq_probs",
     "advantages",
     "rewards",
+    "group_rewards",
     "decided_weights",
 )
 _INTEGER_FIELDS = ("turn_ids", "policy_versions", "group_ids")
@@ -89,6 +90,8 @@ class PolicyBatch:
         turn_ids: integer id of the turn of each token.
         policy_versions: (B,) or (B, T), integer weight version that sampled.
         group_ids: (B,), integer id of the prompt group.
+        group_rewards: (B, G), float, the rewards of all responses of the row's group, in any order; not finite =
+            none. They travel with the row when a trainer splits groups.
         current_version: weight version of ``per_token_logps``; with ``policy_versions`` it tells how stale a row is.
         decided_weights: (B, 1) or (B, T), float32 weights that a correction of wider scope gave before the batch was
             split. Its ``sequence_weights`` (B, 1) where it has them: a loss with the weights inside reads each once.
@@ -113,6 +116,7 @@ class PolicyBatch:
     turn_ids: Tensor | None = None
     policy_versions: Tensor | None = None
     group_ids: Tensor | None = None
+    group_rewards: Tensor | None = None
     current_version: int | None = None
     decided_weights: Tensor | None = None
     decided_keep: Tensor | None = None
@@ -133,6 +137,7 @@ class PolicyBatch:
             )
         for name in (*_TOKEN_FIELDS, *_ROW_FIELDS, *_ROW_OR_TOKEN_FIELDS):
             self._check_shape(name)
+        self._check_group_rewards()
         for name in _FLOAT_FIELDS:
             value = getattr(self, name)
             if value is not None and not value.is_floating_point():
@@ -161,6 +166,11 @@ class PolicyBatch:
         if tuple(value.shape) not in allowed:
             expected = " or ".join(str(shape) for shape in sorted(allowed, key=len))
             raise ValueError(f"{name} must have shape {expected}, but got {tuple(value.shape)}.")
+
+    def _check_group_rewards(self) -> None:
+        value, rows = self.group_rewards, len(self.per_token_logps)
+        if value is not None and (value.dim() != 2 or len(value) != rows):
+            raise ValueError(f"group_rewards must have shape ({rows}, G), but got {tuple(value.shape)}.")
 
     @cached_property
     def mask(self) -> Tensor:

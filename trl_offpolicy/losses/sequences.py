@@ -1,169 +1,180 @@
-"""Policy losses as small frozen dataclasses, usable in :class:`~trl_offpolicy.Objective` and in YAML.
-
-Each takes a :class:`LossInputs` and returns the loss per token. ``weight_use`` says how importance weights enter:
-"multiply" (the objective multiplies the loss by them) or "inside" (the loss reads them itself); ``uses_ratio`` whether
-the loss holds the ratio of the current policy to the centre of its trust region.
-"""
+"""Losses on one ratio for a whole response."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+from typing import ClassVar
 
 from trl_offpolicy.functional import policy_losses
+from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.policy_losses import VESPO_LOG_FLOOR, LossTerms
+from trl_offpolicy.losses.base import (
+    Field,
+    LossInputs,
+    RatioLevel,
+    WeightUse,
+    at_level,
+    check_level,
+    check_positive,
+    own_logps,
+)
 from trl_offpolicy.types import Scope, check_number
-
-WeightUse = Literal["multiply", "inside"]
-RatioLevel = Literal["token", "sequence_mean"]
-
-
-class LossInputs(NamedTuple):
-    """What a policy loss sees. ``logps`` and ``log_ratios`` carry gradient, nothing else does.
-
-    ``logps`` (B, T) log pi; ``log_ratios`` (B, T) log(pi / proximal), 0 on padding; ``advantages`` (B, 1) or
-    (B, T); ``mask`` (B, T) bool; ``weights`` (B, 1) or (B, T) importance weights or None.
-    """
-
-    logps: Tensor
-    log_ratios: Tensor
-    advantages: Tensor
-    mask: Tensor
-    weights: Tensor | None = None
-
-
-class PolicyLoss(Protocol):
-    """A loss per token."""
-
-    weight_use: ClassVar[WeightUse]
-    uses_ratio: ClassVar[bool]
-    scope: ClassVar[Scope]
-
-    @property
-    def level(self) -> RatioLevel:
-        """Level of the policy ratio."""
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss (B, T) or (B, 1)."""
-
-
-def _at_level(inputs: LossInputs, level: RatioLevel) -> Tensor:
-    return inputs.log_ratios if level == "token" else aggregate(inputs.log_ratios, inputs.mask, level)
-
-
-def _check_level(level: str) -> None:
-    if level not in ("token", "sequence_mean"):
-        raise ValueError(f"level must be 'token' or 'sequence_mean' (GSPO), but got {level!r}.")
-
-
-def _check_positive(**values: float | None) -> None:
-    for field, value in values.items():
-        if value is not None:
-            check_number(field, value)
-            if value <= 0:
-                raise ValueError(f"{field} must be positive and finite, but got {value}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOClip:
-    """PPO's clipped surrogate; ``level="sequence_mean"`` is GSPO's ratio. See ``functional.ppo_clip``."""
+class GSPO:
+    """PPO's clipped surrogate on s = exp(mean_t log r_t), the geometric mean ratio of the response.
+
+    -min(s A, clip(s, 1 - low, 1 + high) A), one loss for the response. What carries gradient: log s, that is every
+    token's log r / |y|, where the clip is not active. Biased: s is not the importance weight of the response, which is
+    the product. The same as ``PPOClip(level="sequence_mean")``, with the paper's bounds.
+
+    Reference: Zheng et al. 2025, GSPO (arXiv:2507.18071), Eq. 5-7.
+    """
+
+    low: float = 3e-4
+    high: float = 4e-4
+    level: ClassVar[RatioLevel] = "sequence_mean"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss of the response, (B, 1)."""
+        return policy_losses.ppo_clip(at_level(inputs, self.level), inputs.advantages, low=self.low, high=self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOToken:
+    """GSPO with advantages that may differ from token to token. See ``functional.gspo_token``.
+
+    What carries gradient: each token's own pi_t, with weight sg[s] A_t; s is detached. verl's ``gspo``.
+
+    Reference: Zheng et al. 2025, GSPO (arXiv:2507.18071), section 4.3.
+    """
+
+    low: float = 3e-4
+    high: float = 4e-4
+    level: ClassVar[RatioLevel] = "sequence_mean"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.gspo_token(inputs.log_ratios, inputs.advantages, inputs.mask, low=self.low, high=self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LUSPO:
+    """GSPO with each response's loss times its length: length-unbiased. Needs ``aggregation="seq_mean_token_sum"``.
+
+    -|y| min(s A, clip(s) A). What carries gradient: log s, so that every token weighs the same whatever the length of
+    its response, where GSPO's tokens weigh 1/|y|. Biased by the geometric mean. The length is the denominator's, so
+    the objective refuses any other aggregation.
+
+    Reference: "Length-Unbiased Sequence Policy Optimization" (arXiv:2602.05261); TRL's ``luspo`` with
+    ``importance_sampling_level="sequence"``.
+    """
 
     low: float = 0.2
     high: float = 0.2
-    dual_clip: float | None = None
-    delta: float | None = None
-    level: RatioLevel = "token"
+    level: ClassVar[RatioLevel] = "sequence_mean"
     weight_use: ClassVar[WeightUse] = "multiply"
     uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
     scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_sum"
+    fixed_aggregation: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_level(self.level)
-        _check_positive(low=self.low, high=self.high, dual_clip=self.dual_clip, delta=self.delta)
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip must be above 1, but got {self.dual_clip}.")
+        check_positive(low=self.low, high=self.high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """-min(r A, clip(r) A)."""
-        return policy_losses.ppo_clip(
-            _at_level(inputs, self.level),
-            inputs.advantages,
-            low=self.low,
-            high=self.high,
-            dual_clip=self.dual_clip,
-            delta=self.delta,
+        """Loss of the response, (B, 1), before its length multiplies it."""
+        return policy_losses.ppo_clip(at_level(inputs, self.level), inputs.advantages, low=self.low, high=self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPO:
+    """Geometric mean of token ratios that are clipped one by one first. See ``functional.gmpo``.
+
+    ``low`` and ``high`` are nats. What carries gradient: log r of the tokens that are not clipped. Importance weights
+    enter by their geometric mean over the response (weight_use "inside"), as in verl's ``geo_mean``.
+
+    Reference: Zhao et al. 2025, GMPO (arXiv:2507.20673); its range (e^-0.4, e^0.4) is the default.
+    """
+
+    low: float = 0.4
+    high: float = 0.4
+    level: ClassVar[RatioLevel] = "sequence_mean"
+    weight_use: ClassVar[WeightUse] = "inside"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss of the response, (B, 1)."""
+        return policy_losses.gmpo(
+            inputs.log_ratios, inputs.advantages, inputs.mask, low=self.low, high=self.high, weights=inputs.weights
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO:
-    """-min(r, high) A log pi with the capped ratio detached. ``high`` is the cap itself."""
+class TBPO:
+    """Trust band on the geometric mean ratio: two-sided for negative responses. See ``functional.tbpo``.
 
-    high: float = 5.0
-    level: RatioLevel = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    scope: ClassVar[Scope] = "row"
+    What carries gradient: log s inside the band. Biased.
 
-    def __post_init__(self) -> None:
-        _check_level(self.level)
-        _check_positive(high=self.high)
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
-        return policy_losses.cispo(_at_level(inputs, self.level), inputs.logps, inputs.advantages, high=self.high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPG:
-    """Plain policy gradient (REINFORCE): -A log pi. No ratio of its own, so weights may hold any ratio.
-
-    Reference: Chu et al. 2025, GPG (arXiv:2504.02546); verl's ``gpg`` and the ``reinforce`` of its bypass mode.
+    Reference: Gu et al. 2026, QaRL (arXiv:2604.07853); the defaults are its experiments'.
     """
 
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = False
-    scope: ClassVar[Scope] = "row"
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
-        return LossTerms(-inputs.advantages * torch.where(inputs.mask, inputs.logps, 0.0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SAPO:
-    """Soft-gated ratio with a temperature for each sign of the advantage."""
-
-    temperature_pos: float = 1.0
-    temperature_neg: float = 1.05
-    level: RatioLevel = "token"
+    high: float = 4e-4
+    negative_low: float = 3e-4
+    negative_high: float = 7e-4
+    level: ClassVar[RatioLevel] = "sequence_mean"
     weight_use: ClassVar[WeightUse] = "multiply"
     uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
     scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
-        _check_level(self.level)
-        _check_positive(temperature_pos=self.temperature_pos, temperature_neg=self.temperature_neg)
+        check_positive(high=self.high, negative_low=self.negative_low, negative_high=self.negative_high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
-        return policy_losses.sapo(
-            _at_level(inputs, self.level),
+        """Loss of the response, (B, 1)."""
+        return policy_losses.tbpo(
+            at_level(inputs, self.level),
             inputs.advantages,
-            temperature_pos=self.temperature_pos,
-            temperature_neg=self.temperature_neg,
+            high=self.high,
+            negative_low=self.negative_low,
+            negative_high=self.negative_high,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class VESPO:
-    """-phi(w) A log pi with w the sequence ratio, importance weights included (hence weight_use "inside")."""
+    """-phi(w) A log pi with w the sequence ratio, importance weights included (hence weight_use "inside").
+
+    What carries gradient: log pi; phi is detached. See ``functional.vespo_phi``.
+    """
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0
@@ -172,11 +183,13 @@ class VESPO:
     level: RatioLevel = "token"
     weight_use: ClassVar[WeightUse] = "inside"
     uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
     scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
-        _check_level(self.level)
-        _check_positive(k_pos=self.k_pos, k_neg=self.k_neg)
+        check_level(self.level)
+        check_positive(k_pos=self.k_pos, k_neg=self.k_neg)
         check_number("lambda_pos", self.lambda_pos)
         check_number("lambda_neg", self.lambda_neg)
 
@@ -195,4 +208,4 @@ class VESPO:
             k_neg=self.k_neg,
             lambda_neg=self.lambda_neg,
         )
-        return LossTerms(-phi * inputs.advantages * torch.where(inputs.mask, inputs.logps, 0.0), gate=phi)
+        return LossTerms(-phi * inputs.advantages * own_logps(inputs), gate=phi)

@@ -33,10 +33,29 @@ KEEP_TYPES = {
 }
 LOSS_TYPES = {
     "ppo_clip": losses.PPOClip,
+    "ppo_is": losses.PPOIS,
     "cispo": losses.CISPO,
     "gpg": losses.GPG,
     "sapo": losses.SAPO,
+    "aspo": losses.ASPO,
+    "dispo": losses.DISPO,
+    "dro": losses.DRO,
+    "dppo": losses.DPPO,
+    "m2po": losses.M2PO,
+    "clip_cov": losses.ClipCov,
+    "kl_cov": losses.KLCov,
+    "r2vpo": losses.R2VPO,
+    "quatro": losses.QUATRO,
+    "gspo": losses.GSPO,
+    "gspo_token": losses.GSPOToken,
+    "luspo": losses.LUSPO,
+    "gmpo": losses.GMPO,
     "vespo": losses.VESPO,
+    "tbpo": losses.TBPO,
+    "topr": losses.TOPR,
+    "espo": losses.ESPO,
+    "st_ppo": losses.STPPO,
+    "oapl": losses.OAPL,
 }
 KL_CONTROLLERS = {"fixed": FixedKL, "adaptive": AdaptiveKL}
 

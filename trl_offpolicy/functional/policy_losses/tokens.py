@@ -1,34 +1,22 @@
-"""Per-token policy losses. Gradient flows through ``log_ratios`` and ``logps`` only, as each docstring says.
+"""Policy losses that treat each token alone. Gradient flows through ``log_ratios`` and ``logps`` only, as each says.
 
 Shapes: tokens (B, T), sequence-level ratios (B, 1); advantages (B, 1) or (B, T). Log-ratios are log(pi / pi_old).
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-
-
-class LossTerms(NamedTuple):
-    """A loss per token, where its clip was active (bool, None = it does not clip on that side), and its soft gate."""
-
-    loss: Tensor
-    clipped_low: Tensor | None = None
-    clipped_high: Tensor | None = None
-    gate: Tensor | None = None
+from trl_offpolicy.functional.policy_losses.common import LossTerms, ratio_of, unit_ratio
 
 
 def ppo_clip(
     log_ratios: Tensor,
     advantages: Tensor,
     *,
-    low: float,
-    high: float,
+    low: float | Tensor,
+    high: float | Tensor,
     dual_clip: float | None = None,
     delta: float | None = None,
 ) -> LossTerms:
@@ -37,8 +25,8 @@ def ppo_clip(
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
         advantages: no gradient.
-        low: epsilon_low; the clip is at 1 - low.
-        high: epsilon_high; the clip is at 1 + high.
+        low: epsilon_low; the clip is at 1 - low. A tensor where it differs from token to token.
+        high: epsilon_high; the clip is at 1 + high, likewise.
         dual_clip: for A < 0 bound the loss by -dual_clip A (Ye et al. 2020, Eq. 5); > 1.
         delta: INTELLECT-2's two-sided clip: r is capped at delta before it meets A (> 1 + high to matter).
 
@@ -48,8 +36,8 @@ def ppo_clip(
         >>> ppo_clip(torch.tensor([[1.5]]).log(), torch.ones(1, 1), low=0.2, high=0.2).loss
         tensor([[-1.2000]])
     """
-    ratio = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    clipped = ratio.clamp(1 - low, 1 + high)
+    ratio = ratio_of(log_ratios)
+    clipped = ratio.clamp(1 - low, 1 + high)  # type: ignore[arg-type]
     capped = ratio if delta is None else ratio.clamp(max=delta)
     surrogate = torch.minimum(capped * advantages, clipped * advantages)
     if dual_clip is not None:
@@ -59,19 +47,22 @@ def ppo_clip(
     return LossTerms(-surrogate, clipped_low, clipped_high)
 
 
-def cispo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, high: float) -> LossTerms:
-    """CISPO: -min(r, high) A log pi, the capped ratio detached; every token keeps its gradient.
+def cispo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, high: float, low: float | None = None) -> LossTerms:
+    """CISPO: -clip(r, low, high) A log pi, the clipped ratio detached; every token keeps its gradient.
 
     Args:
         log_ratios: log(pi / pi_old); its gradient is stopped.
         logps: log pi, carries gradient.
         advantages: no gradient.
         high: the cap itself (not 1 + epsilon), as TRL reads ``epsilon_high``.
+        low: the floor itself; None = none (TRL, and the paper's own runs).
 
-    Reference: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585), without its lower bound.
+    Reference: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585). Biased: the weight is capped; no trust region.
     """
-    ratio = log_ratios.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return LossTerms(-ratio.clamp(max=high) * advantages * logps, None, (ratio > high) & (advantages > 0))
+    ratio = ratio_of(log_ratios.detach())
+    clipped_low = None if low is None else (ratio < low) & (advantages < 0)
+    weight = ratio.clamp(max=high) if low is None else ratio.clamp(low, high)
+    return LossTerms(-weight * advantages * logps, clipped_low, (ratio > high) & (advantages > 0))
 
 
 def sapo(log_ratios: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> LossTerms:
@@ -85,30 +76,84 @@ def sapo(log_ratios: Tensor, advantages: Tensor, *, temperature_pos: float, temp
 
     Reference: "Soft adaptive policy optimization", arXiv:2511.20347.
     """
-    ratio = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    ratio = ratio_of(log_ratios)
     temperature = torch.where(advantages > 0, temperature_pos, temperature_neg)
     return LossTerms(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages)
 
 
-VESPO_LOG_FLOOR = math.log(1e-8)
+def aspo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, low: float, max_weight: float | None) -> LossTerms:
+    """ASPO: the ratio flipped where A > 0, -min(1/r, C) A; PPO's lower clip where A < 0, -max(r, 1-low) A.
 
-
-def vespo_phi(
-    sequence_log_ratio: Tensor, advantages: Tensor, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float
-) -> Tensor:
-    """VESPO's Gamma weight phi(w) = exp(lambda) w^k exp(-lambda w), normalised so that phi(1) = 1. No gradient.
+    What carries gradient: log pi, with weight min(1/r, C) where A > 0, min(r, C) where A < 0, and 0 where A < 0 and
+    r < 1 - low. The cap is soft: it bounds the weight and keeps the gradient. Heuristic: weights are not those of
+    importance sampling where A > 0.
 
     Args:
-        sequence_log_ratio: (B, 1) sum over tokens of log(pi / mu), nats.
-        advantages: (B, 1) or (B, T); picks (k, lambda) by sign.
-        k_pos: shape where A >= 0; ``lambda_pos`` its rate.
-        lambda_pos: see ``k_pos``.
-        k_neg: shape where A < 0; ``lambda_neg`` its rate.
-        lambda_neg: see ``k_neg``.
+        log_ratios: log(pi / pi_old); its gradient is stopped.
+        logps: log pi, carries gradient.
+        advantages: no gradient.
+        low: the lower clip of negative advantages is at 1 - low.
+        max_weight: the soft cap C; None = none.
 
-    Reference: "VESPO: variational sequence-level soft policy optimization", arXiv:2602.10693, section 3.4.
+    Reference: Wang et al. 2025, ASPO (arXiv:2510.06062). It keeps PPO's hard upper clip where A > 0; the description
+    followed here takes it off ("keeps the safety guardrail on the negative side").
     """
-    log_w = sequence_log_ratio.detach().clamp(VESPO_LOG_FLOOR, LOG_RATIO_CLAMP)
-    shape = torch.where(advantages >= 0, k_pos, k_neg)
-    rate = torch.where(advantages >= 0, lambda_pos, lambda_neg).clamp(min=1e-4)
-    return (rate + shape * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    ratio = ratio_of(log_ratios.detach())
+    weight = torch.where(advantages > 0, 1 / ratio, ratio)
+    weight = weight if max_weight is None else weight.clamp(max=max_weight)
+    clipped_low = (ratio < 1 - low) & (advantages < 0)
+    kept = -weight * unit_ratio(logps) * advantages
+    return LossTerms(torch.where(clipped_low, -(1 - low) * advantages, kept), clipped_low)
+
+
+def dispo(
+    log_ratios: Tensor,
+    logps: Tensor,
+    advantages: Tensor,
+    correct: Tensor,
+    *,
+    low_correct: float,
+    high_correct: float,
+    low_incorrect: float,
+    high_incorrect: float,
+) -> LossTerms:
+    """DISPO: -clip(r, 1 - low, 1 + high) A log pi with the weight detached and its bounds by correctness.
+
+    What carries gradient: log pi alone, on every token. Biased: the weight is clipped.
+
+    Args:
+        log_ratios: log(pi / pi_old); its gradient is stopped.
+        logps: log pi, carries gradient.
+        advantages: no gradient.
+        correct: (B, 1) bool, the response is correct.
+        low_correct: bound below 1 of correct responses (less of it: less distillation).
+        high_correct: bound above 1 of correct responses (exploration).
+        low_incorrect: bound below 1 of incorrect responses.
+        high_incorrect: bound above 1 of incorrect responses.
+
+    Reference: Karaman et al. 2026, DISPO (arXiv:2602.00983). The regimes are correctness x side of 1; with outcome
+    rewards and a group baseline the sign of A is correctness, so the sign adds no regime.
+    """
+    ratio = ratio_of(log_ratios.detach())
+    low = torch.where(correct, 1 - low_correct, 1 - low_incorrect).to(ratio.dtype)
+    high = torch.where(correct, 1 + high_correct, 1 + high_incorrect).to(ratio.dtype)
+    weight = ratio.clamp(low, high)
+    return LossTerms(-weight * advantages * logps, ratio < low, ratio > high)
+
+
+def dro(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, beta: float) -> LossTerms:
+    """DRO: -A log pi + beta/2 log(pi / pi_old)^2.
+
+    What carries gradient: log pi in both terms: -(A - beta log r) per unit of log pi. No importance weight: off-policy
+    the first term is biased, the second draws pi back to pi_old.
+
+    Args:
+        log_ratios: log(pi / pi_old), carries gradient.
+        logps: log pi, carries gradient.
+        advantages: no gradient.
+        beta: strength of the quadratic penalty.
+
+    Reference: Richemond et al. 2024, "Offline regularised RL for LLM alignment" (arXiv:2405.19107), with the group
+    baseline in place of the learned value and per token, as verl's ``dro``.
+    """
+    return LossTerms(-advantages * logps + 0.5 * beta * log_ratios.square())

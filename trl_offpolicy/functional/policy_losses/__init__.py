@@ -1,0 +1,51 @@
+"""Policy losses as pure functions of tensors, by what they treat as one action."""
+
+from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean, ratio_of, unit_ratio
+from trl_offpolicy.functional.policy_losses.covariance import clip_cov, first_ranked, kl_cov, token_covariance
+from trl_offpolicy.functional.policy_losses.responses import entropy_groups, espo, oapl, soft_value, st_ppo, topr
+from trl_offpolicy.functional.policy_losses.sequences import VESPO_LOG_FLOOR, gmpo, gspo_token, tbpo, vespo_phi
+from trl_offpolicy.functional.policy_losses.tokens import aspo, cispo, dispo, dro, ppo_clip, sapo
+from trl_offpolicy.functional.policy_losses.trust_regions import (
+    BinaryDivergence,
+    dppo,
+    group_members,
+    group_ratio_variance,
+    m2po,
+    quatro,
+    r2vpo,
+)
+
+__all__ = [
+    "VESPO_LOG_FLOOR",
+    "BinaryDivergence",
+    "LossTerms",
+    "aspo",
+    "cispo",
+    "clip_cov",
+    "dispo",
+    "dppo",
+    "dro",
+    "entropy_groups",
+    "espo",
+    "first_ranked",
+    "gmpo",
+    "group_members",
+    "group_ratio_variance",
+    "gspo_token",
+    "kl_cov",
+    "m2po",
+    "masked_mean",
+    "oapl",
+    "ppo_clip",
+    "quatro",
+    "r2vpo",
+    "ratio_of",
+    "sapo",
+    "soft_value",
+    "st_ppo",
+    "tbpo",
+    "token_covariance",
+    "topr",
+    "unit_ratio",
+    "vespo_phi",
+]

@@ -1,0 +1,43 @@
+"""What the policy losses share: their result, and ratios that do not overflow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+
+
+class LossTerms(NamedTuple):
+    """A loss per token, where its clip was active (bool, None = it does not clip on that side), and its soft gate."""
+
+    loss: Tensor
+    clipped_low: Tensor | None = None
+    clipped_high: Tensor | None = None
+    gate: Tensor | None = None
+
+
+def ratio_of(log_ratios: Tensor) -> Tensor:
+    """The ratios: exp of the log-ratios clamped to +-20 nats; carries their gradient where they are inside."""
+    return log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+
+def unit_ratio(logps: Tensor) -> Tensor:
+    """Return pi / sg[pi]: exactly 1 in value, with the gradient of log pi.
+
+    Args:
+        logps: log pi or a log-ratio; carries gradient.
+
+    Example:
+        >>> logps = torch.tensor([-3.0], requires_grad=True)
+        >>> unit_ratio(logps)
+        tensor([1.], grad_fn=<ExpBackward0>)
+    """
+    return (logps - logps.detach()).exp()
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """0-d mean of (B, T) ``values`` over the True tokens of ``mask``; 0 without any."""
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)

@@ -1,0 +1,107 @@
+"""Losses that pick tokens by the covariance of advantage and log-probability. Of all rows of one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean, ratio_of
+from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
+
+
+def token_covariance(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(A - mean A)(log pi - mean log pi) per token, means over the True tokens of ``mask``. No gradient.
+
+    Args:
+        logps: (B, T) log pi.
+        advantages: (B, 1) or (B, T).
+        mask: (B, T) bool.
+
+    Returns:
+        (B, T), 0 outside ``mask``.
+
+    Example:
+        >>> token_covariance(torch.tensor([[-1.0, -3.0]]), torch.tensor([[2.0, 0.0]]), torch.ones(1, 2).bool())
+        tensor([[1., 1.]])
+    """
+    logps, advantages = logps.detach(), advantages.expand_as(logps)
+    centred = (advantages - masked_mean(advantages, mask)) * (logps - masked_mean(logps, mask))
+    return torch.where(mask, centred, 0.0)
+
+
+def first_ranked(scores: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
+    """(B, T) bool: the ``count`` candidates with the highest scores of the call; all of them if there are fewer."""
+    flat = torch.where(candidates, scores, -torch.inf).flatten()
+    rank = flat.argsort(descending=True, stable=True).argsort()
+    return candidates & (rank.view_as(candidates) < count)
+
+
+def clip_cov(
+    log_ratios: Tensor,
+    logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    low: float,
+    high: float,
+    fraction: float,
+    cov_low: float,
+    cov_high: float,
+) -> LossTerms:
+    """Clip-Cov: PPO's clipped surrogate, and a random few of the tokens with a large covariance lose their loss.
+
+    What carries gradient: log r of the tokens that neither clip takes. Heuristic.
+
+    Args:
+        log_ratios: log(pi / pi_old), carries gradient.
+        logps: log pi, for the covariance only.
+        advantages: no gradient.
+        mask: (B, T) bool.
+        low: PPO's clip is at 1 - low.
+        high: PPO's clip is at 1 + high.
+        fraction: of the call's tokens that are taken out, rounded down, at least one (where there is a candidate).
+        cov_low: candidates have a covariance above this,
+        cov_high: and below this.
+
+    Returns:
+        ``gate`` is 0 on the tokens taken out, else 1; the clip flags are PPO's.
+
+    Reference: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; verl's ``clip_cov``. The draw is torch's global generator.
+    """
+    clipped = ppo_clip(log_ratios, advantages, low=low, high=high)
+    covariance = token_covariance(logps, advantages, mask)
+    assert clipped.clipped_low is not None and clipped.clipped_high is not None
+    at_clip = clipped.clipped_low | clipped.clipped_high
+    candidates = mask & ~at_clip & (covariance > cov_low) & (covariance < cov_high)
+    count = (mask.sum() * fraction).floor().clamp(min=1)
+    taken = first_ranked(torch.rand_like(covariance), candidates, count)
+    gate = (~taken).to(clipped.loss.dtype)
+    return clipped._replace(loss=torch.where(taken, 0.0, clipped.loss), gate=gate)
+
+
+def kl_cov(
+    log_ratios: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor, *, fraction: float, coef: float
+) -> LossTerms:
+    r"""KL-Cov: -r A, plus coef \|log r\| on the tokens with the largest covariance of the call.
+
+    What carries gradient: log r of every token; there is no clip. Heuristic.
+
+    Args:
+        log_ratios: log(pi / pi_old), carries gradient.
+        logps: log pi, for the covariance only.
+        advantages: no gradient.
+        mask: (B, T) bool.
+        fraction: of the call's tokens that are penalised, rounded down, at least one.
+        coef: nats are multiplied by it.
+
+    Returns:
+        ``gate`` is 1 on the penalised tokens, else 0.
+
+    Reference: Cui et al. 2025 (arXiv:2505.22617), Eq. 14, with \|log r\| for the KL divergence as the authors' code
+    and verl's ``kl_cov``: its gradient is a push back to pi_old of constant size.
+    """
+    count = (mask.sum() * fraction).floor().clamp(min=1)
+    worst = first_ranked(token_covariance(logps, advantages, mask), mask, count)
+    penalty = torch.where(worst, coef * log_ratios.abs(), 0.0)
+    loss = -ratio_of(log_ratios) * advantages + penalty
+    return LossTerms(loss, gate=worst.to(loss.dtype))

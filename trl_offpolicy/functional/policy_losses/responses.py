@@ -1,0 +1,174 @@
+"""Policy losses that look at a response beyond one ratio: its product of ratios, its entropy groups, its turns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.levels import aggregate
+from trl_offpolicy.functional.policy_losses.common import LossTerms, ratio_of
+from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
+
+
+def topr(
+    sampling_log_ratios: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor, *, low: float, high: float
+) -> LossTerms:
+    """TOPR: -A log pi where A >= 0, -clip(rho, low, high) A log pi where A < 0, rho = pi(y) / mu(y) of the response.
+
+    What carries gradient: log pi alone; the taper is detached. Biased where A >= 0 (no weight, as in supervised
+    training), and by the cap where A < 0.
+
+    Args:
+        sampling_log_ratios: (B, T) log(pi / mu); its gradient is stopped.
+        logps: (B, T) log pi, carries gradient.
+        advantages: no gradient; TOPR's sign is that of the reward.
+        mask: (B, T) bool.
+        low: lower end of the taper; 0 in the paper.
+        high: its upper end; 1 in the paper.
+
+    Returns:
+        ``gate`` is the weight of the response, (B, 1) or (B, T).
+
+    Reference: Le Roux et al. 2025, TOPR (arXiv:2503.14286): the ratio is the product over the trajectory (its log is
+    clamped to +-20 nats here), not the geometric mean.
+    """
+    taper = ratio_of(aggregate(sampling_log_ratios.detach(), mask, "sequence")).clamp(low, high)
+    weight = torch.where(advantages < 0, taper, 1.0)
+    return LossTerms(-weight * advantages * logps, gate=weight)
+
+
+def oapl(sampling_log_ratios: Tensor, rewards: Tensor, value: Tensor, mask: Tensor, *, beta: float) -> LossTerms:
+    """OAPL: (beta log(pi(y) / mu(y)) - (R - V))^2, a regression of the response's log-ratio on its optimal advantage.
+
+    What carries gradient: log pi(y), with weight 2 beta (beta log(pi / mu) - (R - V)). No importance weight and no
+    clip; the minimiser is the optimum of reward - beta KL(pi || mu) whatever the lag, if V is exact. At pi = mu the
+    gradient is 2 beta times the policy gradient of the response with the advantage R - V.
+
+    Args:
+        sampling_log_ratios: (B, T) log(pi / mu), carries gradient.
+        rewards: (B, 1).
+        value: (B, 1) V of the row's query, see :func:`soft_value`.
+        mask: (B, T) bool.
+        beta: strength of the KL term, in reward per nat.
+
+    Returns:
+        Loss (B, 1).
+
+    Reference: Ritter et al. 2026, OAPL (arXiv:2602.19362), Eq. 3.
+    """
+    log_ratio = aggregate(sampling_log_ratios, mask, "sequence")
+    return LossTerms((beta * log_ratio - (rewards - value)).square())
+
+
+def soft_value(rewards: Tensor, counted: Tensor, *, beta: float) -> Tensor:
+    """Return beta log mean exp(R / beta) over the counted rewards of a row: the largest for small beta, else the mean.
+
+    Args:
+        rewards: (B, N).
+        counted: (B, N) bool.
+        beta: temperature, in units of reward.
+
+    Returns:
+        (B, 1); 0 for a row without any.
+
+    Example:
+        >>> soft_value(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2).bool(), beta=1.0)
+        tensor([[0.6201]])
+    """
+    count = counted.sum(-1, keepdim=True)
+    scaled = torch.where(counted, rewards / beta, -torch.inf)
+    top = torch.where(count > 0, scaled.amax(-1, keepdim=True), 0.0)
+    total = (scaled - top).exp().sum(-1, keepdim=True)
+    return torch.where(count > 0, beta * (top + (total / count.clamp(min=1)).log()), 0.0)
+
+
+def entropy_groups(entropies: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
+    """(B, T) bool: the ``fraction`` of each response's tokens with the highest entropy, rounded up; ties in order."""
+    ranked = torch.where(mask, entropies, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return mask & (ranked < (mask.sum(-1, keepdim=True) * fraction).ceil())
+
+
+def espo(
+    log_ratios: Tensor,
+    advantages: Tensor,
+    entropies: Tensor,
+    mask: Tensor,
+    *,
+    high_entropy_fraction: float,
+    clip_scale: float,
+) -> LossTerms:
+    """ESPO: GSPO-token within two entropy groups of a response, each with its own clip range epsilon = c mean entropy.
+
+    s_t = sg[s_g] pi_t / sg[pi_t], s_g the geometric mean ratio of the token's group, PPO's clipped surrogate at
+    1 -+ epsilon_g. Both groups of a response weigh the same (Eq. 5), for the mean over the response's tokens. What
+    carries gradient: pi_t where the group is not clipped. Biased, as GSPO.
+
+    Args:
+        log_ratios: (B, T) log(pi / pi_old), carries gradient.
+        advantages: no gradient.
+        entropies: (B, T) nats; no gradient.
+        mask: (B, T) bool.
+        high_entropy_fraction: share of a response's tokens in the high-entropy group.
+        clip_scale: c, alpha / log(vocabulary).
+
+    Reference: Sheng et al. 2025, ESPO (arXiv:2512.00499), Eq. 5-10; used by CompassMax (arXiv:2512.07710). Eq. 9
+    prints pi_old in the denominator of the token factor; followed is "the same way as GSPO-token", without which the
+    ratio would count twice. Two groups, as in its ablation of the grouping proportion. Its entropies are pi_old's.
+    """
+    top = entropy_groups(entropies.detach(), mask, fraction=high_entropy_fraction)
+    mean, epsilon, share = (torch.zeros_like(log_ratios.detach()) for _ in range(3))
+    groups = (top, mask & ~top)
+    filled = sum(group.any(-1, keepdim=True).to(mean.dtype) for group in groups)
+    for group in groups:
+        mean = torch.where(group, aggregate(log_ratios.detach(), group, "sequence_mean"), mean)
+        uncertainty = aggregate(entropies.detach().clamp(min=0.0), group, "sequence_mean").to(mean.dtype)
+        epsilon = torch.where(group, clip_scale * uncertainty, epsilon)
+        size = (filled * group.sum(-1, keepdim=True)).clamp(min=1)
+        share = torch.where(group, mask.sum(-1, keepdim=True) / size, share)
+    terms = ppo_clip(mean + (log_ratios - log_ratios.detach()), advantages, low=epsilon, high=epsilon)
+    return terms._replace(loss=share * terms.loss)
+
+
+def st_ppo(
+    log_ratios: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    turn_ids: Tensor | None,
+    *,
+    low: float,
+    high: float,
+    normalize: bool,
+) -> LossTerms:
+    """ST-PPO: PPO's clipped surrogate on the turn's ratio, a turn's weights divided by 1 + c_k where clipping set in.
+
+    s_t = sg[s_k] pi_t / sg[pi_t], s_k the geometric mean ratio of turn k (Turn-PPO). c_k is the mean over the turn of
+    r_t on the tokens that PPO's token clip would take out, 0 elsewhere: a turn without such tokens is not touched, one
+    that is far off-policy is damped. What carries gradient: pi_t of the turns that are not clipped; the normaliser is
+    detached. Biased by the clip.
+
+    Args:
+        log_ratios: (B, T) log(pi / pi_old), carries gradient.
+        advantages: no gradient.
+        mask: (B, T) bool.
+        turn_ids: (B, T) integer; None = every run of trainable tokens is a turn.
+        low: the clip is at 1 - low, of turns and of tokens.
+        high: the clip is at 1 + high.
+        normalize: False = Turn-PPO.
+
+    Returns:
+        ``gate`` is 1 / (1 + c_k).
+
+    Reference: Li et al. 2025, ST-PPO (arXiv:2511.20718). The paper divides the whole batch's gradient by the norm of
+    its clipping-bias term C = mean of 1[clipped] r A grad log pi, which needs a second backward; the description
+    followed here normalises "within each turn when clipping activates", and c_k is C's weight in the turn.
+    """
+    here = log_ratios.detach()
+    mean = aggregate(here, mask, "turn_mean", turn_ids=turn_ids)
+    terms = ppo_clip(mean + (log_ratios - here), advantages, low=low, high=high)
+    if not normalize:
+        return terms
+    token = ppo_clip(here, advantages, low=low, high=high)
+    assert token.clipped_low is not None and token.clipped_high is not None
+    taken = torch.where(token.clipped_low | token.clipped_high, ratio_of(here), 0.0)
+    gate = 1 / (1 + aggregate(taken, mask, "turn_mean", turn_ids=turn_ids))
+    return terms._replace(loss=terms.loss * gate, gate=gate)

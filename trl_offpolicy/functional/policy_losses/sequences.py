@@ -1,0 +1,124 @@
+"""Policy losses on one ratio for a whole response: the geometric mean of its token ratios, or VESPO's product."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.levels import aggregate
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.policy_losses.common import LossTerms, ratio_of
+from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
+
+GMPO_WEIGHT_FLOOR = math.log(1e-10)
+"""Importance weights of 0 enter GMPO's geometric mean as 1e-10, as in verl."""
+
+
+def gspo_token(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, low: float, high: float) -> LossTerms:
+    """GSPO-token: PPO's clipped surrogate on s_t = sg[s] pi_t / sg[pi_t], s the geometric mean ratio of the response.
+
+    What carries gradient: pi_t alone, on its own token, with weight s A_t; s itself is detached. With one advantage
+    for the response and the mean over its tokens the gradient is GSPO's. Biased: the geometric mean is not the
+    importance weight of the response.
+
+    Args:
+        log_ratios: (B, T) log(pi / pi_old), carries gradient.
+        advantages: no gradient; may differ from token to token.
+        mask: (B, T) bool.
+        low: the clip is at 1 - low.
+        high: the clip is at 1 + high.
+
+    Reference: Zheng et al. 2025, GSPO (arXiv:2507.18071), section 4.3; verl's ``gspo``.
+    """
+    mean = aggregate(log_ratios.detach(), mask, "sequence_mean")
+    return ppo_clip(mean + (log_ratios - log_ratios.detach()), advantages, low=low, high=high)
+
+
+def gmpo(
+    log_ratios: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    low: float,
+    high: float,
+    weights: Tensor | None = None,
+) -> LossTerms:
+    """GMPO: -A exp(mean_t c_t), c_t the log-ratio clipped to [-low, high] where the move is the advantage's own.
+
+    c_t = min(l, high) where A > 0, max(l, -low) where A < 0. What carries gradient: log r of the tokens that are not
+    clipped, all with the response's weight. Biased, as every geometric mean.
+
+    Args:
+        log_ratios: (B, T) log(pi / pi_old), carries gradient.
+        advantages: no gradient; (B, T) is averaged over the response, since the ratio is the response's.
+        mask: (B, T) bool.
+        low: nats below 0, not a distance from the ratio 1.
+        high: nats above 0.
+        weights: (B, 1) or (B, T) importance weights; their geometric mean over the response multiplies the loss.
+
+    Returns:
+        Loss (B, 1); clip flags (B, T).
+
+    Reference: Zhao et al. 2025, GMPO (arXiv:2507.20673), Eq. 4; verl's ``geo_mean``.
+    """
+    advantage = aggregate(advantages.expand_as(log_ratios), mask, "sequence_mean")
+    clipped_high = mask & (advantage > 0) & (log_ratios.detach() > high)
+    clipped_low = mask & (advantage < 0) & (log_ratios.detach() < -low)
+    clipped = torch.where(clipped_high, high, torch.where(clipped_low, -low, log_ratios))
+    loss = -advantage * ratio_of(aggregate(clipped, mask, "sequence_mean"))
+    if weights is not None:
+        logs = weights.log().clamp(min=GMPO_WEIGHT_FLOOR).expand_as(log_ratios)
+        loss = loss * aggregate(logs, mask, "sequence_mean").exp()
+    return LossTerms(loss, clipped_low, clipped_high)
+
+
+def tbpo(
+    sequence_log_ratio: Tensor, advantages: Tensor, *, high: float, negative_low: float, negative_high: float
+) -> LossTerms:
+    """TBPO: -min(s, 1 + high) A where A >= 0, -clip(s, 1 - negative_low, 1 + negative_high) A where A < 0.
+
+    s is the geometric mean ratio of the response. Both bounds of a negative response end its gradient, where PPO has
+    the lower one only: a response with "error tokens" that has become far likelier is left alone too. What carries
+    gradient: log s inside the band. Biased.
+
+    Args:
+        sequence_log_ratio: (B, 1) mean over tokens of log(pi / pi_old), carries gradient.
+        advantages: no gradient.
+        high: upper bound where A >= 0.
+        negative_low: lower bound where A < 0.
+        negative_high: upper bound where A < 0.
+
+    Reference: Gu et al. 2026, QaRL (arXiv:2604.07853), Trust-Band Policy Optimization. Its mismatch weight, capped at
+    2, is a correction: ``TruncateWeight(level="sequence_mean", max_weight=2.0)``.
+    """
+    ratio = ratio_of(sequence_log_ratio)
+    negative = advantages < 0
+    band = torch.where(negative, ratio.clamp(1 - negative_low, 1 + negative_high), ratio.clamp(max=1 + high))
+    low, above = ratio < 1 - negative_low, ratio > torch.where(negative, 1 + negative_high, 1 + high)
+    return LossTerms(-band * advantages, negative & low, above)
+
+
+VESPO_LOG_FLOOR = math.log(1e-8)
+
+
+def vespo_phi(
+    sequence_log_ratio: Tensor, advantages: Tensor, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float
+) -> Tensor:
+    """VESPO's Gamma weight phi(w) = exp(lambda) w^k exp(-lambda w), normalised so that phi(1) = 1. No gradient.
+
+    Args:
+        sequence_log_ratio: (B, 1) sum over tokens of log(pi / mu), nats.
+        advantages: (B, 1) or (B, T); picks (k, lambda) by sign.
+        k_pos: shape where A >= 0; ``lambda_pos`` its rate.
+        lambda_pos: see ``k_pos``.
+        k_neg: shape where A < 0; ``lambda_neg`` its rate.
+        lambda_neg: see ``k_neg``.
+
+    Reference: "VESPO: variational sequence-level soft policy optimization", arXiv:2602.10693, section 3.4.
+    """
+    log_w = sequence_log_ratio.detach().clamp(VESPO_LOG_FLOOR, LOG_RATIO_CLAMP)
+    shape = torch.where(advantages >= 0, k_pos, k_neg)
+    rate = torch.where(advantages >= 0, lambda_pos, lambda_neg).clamp(min=1e-4)
+    return (rate + shape * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

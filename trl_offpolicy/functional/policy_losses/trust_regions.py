@@ -1,0 +1,138 @@
+"""Token losses whose trust region is not a fixed clip of the ratio: divergences, moments, groups."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.masks import divergence as divergence_of
+from trl_offpolicy.functional.masks import second_moment_budget
+from trl_offpolicy.functional.policy_losses.common import LossTerms, ratio_of
+from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
+
+BinaryDivergence = Literal["tv", "kl"]
+
+
+def dppo(
+    log_ratios: Tensor,
+    logps: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: BinaryDivergence,
+    low: float,
+    high: float,
+    max_ratio: float,
+) -> LossTerms:
+    """DPPO: -min(r, C) A log pi, and nothing where the step already led too far from pi_old.
+
+    A token is out where A > 0, p > p_old and D > high, or A <= 0, p < p_old and D > low. D is the binary divergence of
+    "this token or another": tv = |p - p_old|, kl = KL(p_old || p). What carries gradient: log pi of the tokens that
+    are in; the truncated ratio and the mask are detached. Biased by the mask, and by the cap where r > C.
+
+    Args:
+        log_ratios: log(pi / pi_old); its gradient is stopped.
+        logps: log pi, carries gradient.
+        advantages: no gradient.
+        divergence: "tv" (a difference of probabilities) or "kl" (nats).
+        low: bound on D where A <= 0.
+        high: bound on D where A > 0.
+        max_ratio: C.
+
+    Reference: Qi et al. 2026, DPPO (arXiv:2602.04879), Binary-TV and Binary-KL.
+    """
+    here = log_ratios.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    statistic = "binary_tv" if divergence == "tv" else "binary_kl"
+    distance = divergence_of(here, statistic, logps.detach() - log_ratios.detach())
+    clipped_high = (advantages > 0) & (here > 0) & (distance > high)
+    clipped_low = (advantages <= 0) & (here < 0) & (distance > low)
+    loss = -here.exp().clamp(max=max_ratio) * advantages * logps
+    return LossTerms(torch.where(clipped_low | clipped_high, 0.0, loss), clipped_low, clipped_high)
+
+
+def m2po(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float) -> LossTerms:
+    """M2PO: -r A, without the tokens whose log r is largest, until the mean of log^2 r is at most ``budget``.
+
+    Counted and taken out are tokens that moved where their advantage pushes (A > 0 and r > 1, or A < 0 and r < 1), as
+    with PPO's clip: the others have no bound. What carries gradient: log r of the tokens that stay. Biased by the mask.
+
+    Args:
+        log_ratios: log(pi / pi_old), carries gradient.
+        advantages: no gradient.
+        mask: (B, T) bool.
+        budget: nats squared, over the tokens of one call.
+
+    Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161). The authors' code caps those ratios instead of taking the
+    tokens out, and never tighter than 0.7 and 1.5.
+    """
+    here = log_ratios.detach()
+    moved = mask & (here * advantages > 0)
+    out = moved & ~second_moment_budget(here, moved, budget=budget, across_ranks=False)
+    loss = torch.where(out, 0.0, -ratio_of(log_ratios) * advantages)
+    return LossTerms(loss, out & (advantages < 0), out & (advantages > 0))
+
+
+def group_members(group_ids: Tensor, mask: Tensor) -> Tensor:
+    """(B, B) bool: the rows of this call with a trainable token that share the group of each row."""
+    return (group_ids.unsqueeze(1) == group_ids.unsqueeze(0)) & mask.any(-1).unsqueeze(0)
+
+
+def group_ratio_variance(log_ratios: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
+    """Variance of the token ratios over the trainable tokens of each row's group in this call, (B, 1). No gradient."""
+    ratios = torch.where(mask, ratio_of(log_ratios.detach()), 0.0).double()
+    member = group_members(group_ids, mask).double()
+    count = (member @ mask.sum(-1, keepdim=True).double()).clamp(min=1)
+    mean = member @ ratios.sum(-1, keepdim=True) / count
+    square = member @ ratios.square().sum(-1, keepdim=True) / count
+    return (square - mean.square()).clamp(min=0.0).to(log_ratios.dtype)
+
+
+def r2vpo(
+    log_ratios: Tensor, advantages: Tensor, mask: Tensor, group_ids: Tensor, *, low: float, high: float, variance: float
+) -> LossTerms:
+    """R2VPO: PPO's clipped surrogate with a range of its own for each group, epsilon_g = epsilon / (1 + Var_g(r) / v).
+
+    What carries gradient: log r where the clip is not active; the range is detached. Biased by the clip.
+
+    Args:
+        log_ratios: log(pi / pi_old), carries gradient.
+        advantages: no gradient.
+        mask: (B, T) bool.
+        group_ids: (B,) integer.
+        low: epsilon below 1 of a group whose ratios do not vary.
+        high: epsilon above 1 of such a group.
+        variance: v, the ratio variance at which the range is half as wide.
+
+    Reference: Luo et al. 2026, R2VPO (arXiv:2601.03320), as the description followed here reads it: "high-variance
+    groups receive tighter clips". It gives no formula, so this one is this kit's. The paper itself penalises the
+    variance with a dual variable instead of clipping.
+    """
+    narrower = 1 + group_ratio_variance(log_ratios, mask, group_ids) / variance
+    return ppo_clip(log_ratios, advantages, low=low / narrower, high=high / narrower)
+
+
+def quatro(log_ratios: Tensor, advantages: Tensor, reward_std: Tensor, *, radius: float) -> LossTerms:
+    """QUATRO: -r A + lambda_q (r log r - r + 1), with the query's multiplier lambda_q = std_q(R) / sqrt(2 radius).
+
+    r log r - r + 1 is an unbiased, never negative estimate of KL(pi || pi_old) on samples of pi_old; lambda_q is the
+    multiplier at which the policy that maximises A - lambda KL lies ``radius`` away, to second order in A. What
+    carries gradient: log r, with weight -r (A - lambda_q log r); no clip. The gradient is that of the Lagrangian,
+    unbiased on samples of pi_old up to the treatment of tokens as independent.
+
+    Args:
+        log_ratios: log(pi / pi_old), carries gradient.
+        advantages: no gradient, in units of reward: not divided by the group's standard deviation.
+        reward_std: (B, 1) standard deviation of the rewards of each row's query.
+        radius: bound on KL(pi || pi_old) of a query, nats.
+
+    Reference: Lee et al. 2026, QUATRO (arXiv:2602.04620): the KL-constrained problem solved per query, a multiplier
+    from the variance of its rewards, and the log-ratio stabiliser that comes with it. The closed form of the
+    multiplier is the second-order one.
+    """
+    inside = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    ratio = inside.exp()
+    stabiliser = ratio * inside - ratio + 1
+    return LossTerms(-ratio * advantages + reward_std / math.sqrt(2 * radius) * stabiliser)

@@ -1,0 +1,148 @@
+"""What a policy loss is given and what it declares."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.aggregation import Aggregation
+from trl_offpolicy.functional.levels import aggregate
+from trl_offpolicy.functional.policy_losses import LossTerms, group_members
+from trl_offpolicy.types import Scope, check_number
+
+WeightUse = Literal["multiply", "inside"]
+RatioLevel = Literal["token", "sequence_mean"]
+Field = Literal["sampling_log_ratios", "rewards", "group_ids", "entropies"]
+
+
+class LossInputs(NamedTuple):
+    """What a policy loss sees. ``logps`` and the log-ratios carry gradient, nothing else does.
+
+    ``logps`` (B, T) log pi; ``log_ratios`` (B, T) log(pi / proximal), 0 on padding; ``advantages`` (B, 1) or
+    (B, T); ``mask`` (B, T) bool; ``weights`` (B, 1) or (B, T) importance weights or None.
+
+    The rest is None where the batch lacks it: ``sampling_log_ratios`` (B, T) log(pi / mu) and ``entropies`` (B, T),
+    nats, both 0 on padding and given only to losses that name them in ``reads``; ``rewards`` (B, 1); ``group_ids`` (B,);
+    ``group_rewards`` (B, G), the rewards of the row's whole group; ``turn_ids`` (B, T).
+    """
+
+    logps: Tensor
+    log_ratios: Tensor
+    advantages: Tensor
+    mask: Tensor
+    weights: Tensor | None = None
+    sampling_log_ratios: Tensor | None = None
+    rewards: Tensor | None = None
+    group_ids: Tensor | None = None
+    group_rewards: Tensor | None = None
+    turn_ids: Tensor | None = None
+    entropies: Tensor | None = None
+
+    def need(self, field: Field, loss: object) -> Tensor:
+        """The tensor ``field``.
+
+        Raises:
+            ValueError: the batch does not have it; the message names the field and the loss.
+        """
+        value: Tensor | None = getattr(self, field)
+        if value is None:
+            raise ValueError(f"{field} must be given for {type(loss).__name__}, but got None.")
+        return value
+
+
+class PolicyLoss(Protocol):
+    """A loss per token.
+
+    ``weight_use``: "multiply" (the objective multiplies the loss by the importance weights) or "inside" (the loss
+    reads them itself). ``uses_ratio``: whether the loss holds the ratio of the current policy to its centre; no weight
+    may hold it again. ``scope``: the rows it must see at once; "micro_batch" = statistics of the rows of one call.
+    ``level``: of that ratio. ``reads``: fields of :class:`LossInputs` it cannot do without; with
+    "sampling_log_ratios" its centre is the policy that sampled, and no weight may hold any part of that ratio.
+    ``aggregation``: the one it was published with.
+    """
+
+    weight_use: ClassVar[WeightUse]
+    uses_ratio: ClassVar[bool]
+    reads: ClassVar[tuple[Field, ...]]
+    aggregation: ClassVar[Aggregation]
+
+    @property
+    def scope(self) -> Scope:
+        """Rows it must see at once."""
+
+    @property
+    def level(self) -> RatioLevel:
+        """Level of the policy ratio."""
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss (B, T) or (B, 1)."""
+
+
+def at_level(inputs: LossInputs, level: RatioLevel) -> Tensor:
+    """The log-ratios (B, T), or their mean over the response (B, 1)."""
+    return inputs.log_ratios if level == "token" else aggregate(inputs.log_ratios, inputs.mask, level)
+
+
+def own_logps(inputs: LossInputs) -> Tensor:
+    """(B, T) log pi, exactly 0 on padding."""
+    return torch.where(inputs.mask, inputs.logps, 0.0)
+
+
+def rewards_of_group(inputs: LossInputs, loss: object, scope: Scope) -> tuple[Tensor, Tensor]:
+    """(B, N) rewards of each row's group and (B, N) bool, which of them count.
+
+    With ``scope="row"`` the row's own ``group_rewards``; with "micro_batch" the rows of this call that share its group
+    id and have a trainable token.
+
+    Raises:
+        ValueError: a field that is needed is absent.
+    """
+    if scope == "row":
+        if inputs.group_rewards is None:
+            raise ValueError(
+                f"group_rewards must be given for {type(loss).__name__}, but got None. With scope='micro_batch' the "
+                "rewards of the rows at hand stand for the group."
+            )
+        return inputs.group_rewards, inputs.group_rewards.isfinite()
+    rewards, group_ids = inputs.need("rewards", loss), inputs.need("group_ids", loss)
+    member = group_members(group_ids, inputs.mask) & rewards.isfinite().T
+    return rewards.T.expand(len(rewards), -1), member
+
+
+def check_level(level: str) -> None:
+    """Raise unless ``level`` is one that a loss can take its ratio at."""
+    if level not in ("token", "sequence_mean"):
+        raise ValueError(f"level must be 'token' or 'sequence_mean' (GSPO), but got {level!r}.")
+
+
+def check_reward_scope(scope: str) -> None:
+    """Raise unless ``scope`` is "row" or "micro_batch"."""
+    if scope not in ("row", "micro_batch"):
+        raise ValueError(f"scope must be 'row' (group_rewards) or 'micro_batch', but got {scope!r}.")
+
+
+def check_positive(**values: float | None) -> None:
+    """Raise unless every value is a positive finite number (or None).
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    for field, value in values.items():
+        if value is not None:
+            check_number(field, value)
+            if value <= 0:
+                raise ValueError(f"{field} must be positive and finite, but got {value}.")
+
+
+def check_fraction(**values: float) -> None:
+    """Raise unless every value is in (0, 1].
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    check_positive(**values)
+    for field, value in values.items():
+        if value > 1:
+            raise ValueError(f"{field} must be at most 1, but got {value}.")
