@@ -111,10 +111,44 @@ LOSSES = {
     "dual clip": losses.PPOClip(dual_clip=3.0, delta=4.0),
     "gspo": losses.PPOClip(level="sequence_mean"),
     "gpg": losses.GPG(),
+    "cispo, two-sided": losses.CISPO(low=0.8, high=1.2),
+    "ppo is": losses.PPOIS(dual_clip=3.0),
+    "aspo": losses.ASPO(),
+    "dispo": losses.DISPO(
+        correct_threshold=0.5, low_correct=0.9, high_correct=3.0, low_incorrect=0.2, high_incorrect=0.3
+    ),
+    "dro": losses.DRO(beta=0.1),
+    "dppo tv": losses.DPPO(low=0.1, high=0.1),
+    "dppo kl": losses.DPPO(divergence="kl", low=0.05, high=0.05, max_ratio=3.0),
+    "m2po": losses.M2PO(),
+    "clip cov": losses.ClipCov(fraction=1.0, cov_low=0.1),  # fewer are drawn at random, which no order of rows keeps
+    "kl cov": losses.KLCov(fraction=1.0),
+    "r2vpo": losses.R2VPO(),
+    "quatro": losses.QUATRO(),
+    "quatro, rows at hand": losses.QUATRO(scope="micro_batch"),
+    "gspo, paper": losses.GSPO(),
+    "gspo token": losses.GSPOToken(),
+    "luspo": losses.LUSPO(),
+    "gmpo": losses.GMPO(),
+    "tbpo": losses.TBPO(),
+    "topr": losses.TOPR(),
+    "espo": losses.ESPO(vocab_size=50),
+    "st-ppo": losses.STPPO(),
+    "turn-ppo": losses.STPPO(normalize=False),
+    "oapl": losses.OAPL(beta=0.1),
+    "oapl, rows at hand": losses.OAPL(beta=0.1, value_beta=1.0, scope="micro_batch"),
 }
+
+
+def objective_of(loss):
+    """With its own aggregation; TIS where the loss does not hold pi / mu already."""
+    correction = None if "sampling_log_ratios" in loss.reads else TIS
+    return Objective(policy_loss=loss, correction=correction, aggregation=loss.aggregation)
+
+
 CASES = {
     **{name: objective_with(correction) for name, correction in CORRECTIONS.items()},
-    **{name: Objective(policy_loss=loss, correction=TIS) for name, loss in LOSSES.items()},
+    **{name: objective_of(loss) for name, loss in LOSSES.items()},
     "bypass": Objective(mode="bypass", correction=CORRECTIONS["opsm"]),
     "vespo, sequence weight": Objective(policy_loss=losses.VESPO(), correction=CORRECTIONS["truncate sequence"]),
     "kl": Objective(kl=KLPenalty(coef=0.1, ratio_weighted=True), kl_weighted=True, correction=TIS, entropy_coef=0.01),
@@ -206,6 +240,7 @@ def batches(draw, logps=MILD, min_rows=1):
         turn_ids=pick(torch.arange(3), rows, length) if with_turn_ids else None,
         policy_versions=pick(torch.arange(9), *((rows, length) if versions_by_token else (rows,))),
         current_version=9,
+        group_rewards=pick(torch.tensor([0.0, 0.5, 1.0, float("nan")]), rows, 3),
     )
 
 

@@ -24,8 +24,8 @@ class LossInputs(NamedTuple):
     (B, T); ``mask`` (B, T) bool; ``weights`` (B, 1) or (B, T) importance weights or None.
 
     The rest is None where the batch lacks it: ``sampling_log_ratios`` (B, T) log(pi / mu) and ``entropies`` (B, T),
-    nats, both 0 on padding and given only to losses that name them in ``reads``; ``rewards`` (B, 1); ``group_ids`` (B,);
-    ``group_rewards`` (B, G), the rewards of the row's whole group; ``turn_ids`` (B, T).
+    nats, both 0 on padding and given only to losses that name them in ``reads``; ``rewards`` (B, 1); ``group_ids``
+    (B,); ``group_rewards`` (B, G), the rewards of the row's whole group; ``turn_ids`` (B, T).
     """
 
     logps: Tensor
