@@ -231,3 +231,16 @@ def test_intervals_are_logged_and_evaluation_groups_do_not_collide(build: Build)
     assert trainer._groups_seen == {"train": 4, "eval": 0}
     trainer.evaluate()
     assert trainer._groups_seen["eval"] > 0 and trainer._groups_seen["train"] == 4
+
+
+@pytest.mark.parametrize("name", ["quatro", "oapl"])
+def test_losses_that_read_the_whole_group_get_its_rewards(build: Build, name: str) -> None:
+    """TRL shuffles groups apart; each row carries the rewards of its group along."""
+    options = {"quatro": {"type": "quatro"}, "oapl": {"type": "oapl", "beta": 1.0}}[name]
+    trainer = build(Engine(noise=0.3), offpolicy={"preset": "measure", "objective": {"policy_loss": options}})
+    seen = generation_batches(trainer)
+    trainer.train()
+    for output in seen:
+        groups = output["rewards"].view(-1, GENERATIONS)
+        assert torch.equal(output["group_rewards"], groups.repeat_interleave(GENERATIONS, dim=0))
+    assert all(math.isfinite(row["loss"]) and row["loss"] != 0 for row in records(trainer))

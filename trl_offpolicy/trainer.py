@@ -37,7 +37,7 @@ _MODEL_INPUTS = (
 _TEXT_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 _BATCH_FIELDS = (
     "old_per_token_logps", "sampling_per_token_logps", "rewards", "ref_per_token_logps", "policy_versions",
-    "group_ids", "decided_weights", "decided_keep",
+    "group_ids", "group_rewards", "decided_weights", "decided_keep",
 )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with colocate_engine(cast("dict[str, Any] | None", args.engine)):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._stats: dict[str, Stats] = {}
-        self._local_rewards: Tensor | None = None
+        self._rewards: Tensor | None = None
         self._groups_seen = {"train": 0, "eval": 0}
         self._recorder = self._make_recorder() if args.record_rollouts else None
         info = {
@@ -88,13 +88,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         folder = Path(self.args.output_dir) / "rollouts.parquet"
         return RolloutRecorder(folder, self._tokenizer.decode, self.accelerator.process_index)
 
-    # ------------------------------------------------------------------------------------------------------ rollouts
-
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Keep the total reward of every completion; TRL's own batch does not carry it."""
+        """Keep the total reward of every completion of all ranks; TRL's own batch does not carry it."""
         per_function: Tensor = super()._calculate_rewards(*args, **kwargs)
         total = (per_function * self.reward_weights.to(per_function.device)).nansum(dim=1)
-        self._local_rewards = torch.where(per_function.isnan().all(dim=1), torch.nan, total)
+        self._rewards = torch.where(per_function.isnan().all(dim=1), torch.nan, total)
         return per_function
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,8 +100,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         rows, rank = len(output["advantages"]), self.accelerator.process_index
         generations = self.num_generations if self.model.training else self.num_generations_eval
         device = output["advantages"].device
-        if self._local_rewards is not None:
-            output["rewards"] = self._local_rewards[rank * rows : (rank + 1) * rows].to(device)
+        here = slice(rank * rows, (rank + 1) * rows)
+        if self._rewards is not None:
+            output["rewards"] = self._rewards[here].to(device)
+            by_group = self._rewards.view(-1, generations)
+            output["group_rewards"] = by_group.repeat_interleave(generations, dim=0)[here].to(device)
         mode = "train" if self.model.training else "eval"
         group_ids = torch.arange(rank * rows, (rank + 1) * rows, device=device) // generations
         output["group_ids"] = self._groups_seen[mode] + group_ids  # several generation batches can meet in one step
@@ -256,8 +257,6 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.entropy_coef = min(max(self.entropy_coef + step, low), high)
         self._entropy_window_stats = None
         self._metrics[mode]["entropy_coef"].append(self.entropy_coef)
-
-    # ------------------------------------------------------------------------------------------------------- logging
 
     def _record(self, inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput, mode: str) -> None:
         """Record each rollout once, on the first pass over it."""
