@@ -3,7 +3,7 @@
 ``import trl_offpolicy as op`` needs torch only. The trainer is ``trl_offpolicy.trainer.OffPolicyGRPOTrainer``.
 """
 
-from trl_offpolicy import losses, presets
+from trl_offpolicy import advantages, losses, presets, proximal
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
 from trl_offpolicy.objectives import Objective
@@ -56,6 +56,8 @@ __all__ = [
     "Stat",
     "Stats",
     "TruncateWeight",
+    "advantages",
     "losses",
     "presets",
+    "proximal",
 ]

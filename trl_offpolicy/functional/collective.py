@@ -51,3 +51,15 @@ def gather_flat(values: Tensor, *, padding: float) -> Tensor:
     length = torch.tensor(flat.numel(), device=flat.device)
     torch.distributed.all_reduce(length, op=torch.distributed.ReduceOp.MAX)
     return gather_rows(torch.nn.functional.pad(flat, (0, int(length) - flat.numel()), value=padding))
+
+
+def gather_padded(values: Tensor, *, padding: float) -> Tensor:
+    """Rows (B, T) of all ranks in rank order; T may differ, ``padding`` fills short rows up to the longest T.
+
+    Waits for the device like :func:`gather_flat`; every rank has the same number of rows.
+    """
+    if not is_distributed():
+        return values
+    length = torch.tensor(values.shape[1], device=values.device)
+    torch.distributed.all_reduce(length, op=torch.distributed.ReduceOp.MAX)
+    return gather_rows(torch.nn.functional.pad(values, (0, int(length) - values.shape[1]), value=padding))
