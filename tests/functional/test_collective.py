@@ -11,7 +11,7 @@ import torch
 import two_ranks
 
 import trl_offpolicy as op
-from trl_offpolicy.functional.collective import gather_flat, gather_rows, is_distributed, sum_ranks
+from trl_offpolicy.functional.collective import gather_flat, gather_padded, gather_rows, is_distributed, sum_ranks
 from trl_offpolicy.staging import stage
 
 NAN = float("nan")
@@ -99,6 +99,7 @@ def collectives(rank):
         "strided": gather_rows(torch.arange(6).view(3, 2)[:, rank]).tolist(),
         "flat": gather_flat(torch.ones(2, 2 - rank) * rank, padding=-5.0).tolist(),
         "none": gather_flat(torch.ones(0, 3), padding=0.0).tolist(),
+        "padded": gather_padded(torch.ones(2, 2 - rank) * rank, padding=-5.0).tolist(),
     }
 
 
@@ -133,6 +134,7 @@ def test_alone_everything_comes_back_as_it_is():
     assert not is_distributed()
     assert sum_ranks(values) is values
     assert gather_rows(values) is values
+    assert gather_padded(values, padding=0.0) is values
     assert gather_flat(values, padding=0.0).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
@@ -147,6 +149,7 @@ def test_collectives(ranks, rank):
         "strided": [0, 2, 4, 1, 3, 5],
         "flat": [0.0] * 4 + [1.0, 1.0, -5.0, -5.0],
         "none": [],
+        "padded": [[0.0, 0.0]] * 2 + [[1.0, -5.0]] * 2,
     }
 
 

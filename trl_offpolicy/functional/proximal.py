@@ -40,7 +40,7 @@ def interpolated_logps(
     by_token = versions.unsqueeze(1) if versions.dim() == 1 else versions
     age = (current_version - by_token).float()
     gap = (proximal_version - by_token).float()
-    alpha = torch.where(age > 0, gap / age.clamp(min=1.0), 0.0).clamp(0.0, 1.0)
+    alpha = (gap / age.clamp(min=1.0)).clamp(0.0, 1.0)
     start = behaviour.float()
     return start + alpha * (current.float() - start)
 
