@@ -1,8 +1,9 @@
 """Runs verl's own rollout correction; ``test_verl_oracle.py`` starts it with the Python of an environment with verl.
 
-Reads from standard input ``{"batch": {...}, "cases": {name: options}, "named": [...]}`` with lists of numbers, writes
-``{name: {"weights": ..., "mask": ..., "loss": ...}}`` to standard output. ``named`` are class methods of verl's
-``RolloutCorrectionConfig``.
+Reads from standard input ``{"batch": {...}, "cases": {name: options}, "named": [...], "losses": {name: options}}``
+with lists of numbers, writes ``{name: {"weights": ..., "mask": ..., "loss": ...}}`` to standard output, for ``losses``
+``{name: {"loss": ..., "gradient": ...}}``. ``named`` are class methods of verl's ``RolloutCorrectionConfig``;
+``losses`` hold options of the actor and its policy loss beside those of the rollout correction.
 """
 
 import json
@@ -59,6 +60,42 @@ def run(options, batch):
     }
 
 
+CORRECTION = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+ACTOR = ("loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+
+
+def run_loss(options, batch):
+    """Loss and gradient of verl's registered policy loss, with its real ``ActorConfig``."""
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+    from verl.workers.config.actor import ActorConfig, PolicyLossConfig
+
+    correction = {name: value for name, value in options.items() if name in CORRECTION}
+    actor = {name: value for name, value in options.items() if name in ACTOR}
+    own = {name: value for name, value in options.items() if name not in (*CORRECTION, *ACTOR)}
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig(**own), **actor
+    )
+    mask = batch["mask"]
+    info = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
+    config.global_batch_info.update(info)
+    proto, kept, _ = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=batch["old"], rollout_log_prob=batch["sampling"], response_mask=mask, **correction
+    )
+    current = batch["current"].clone().requires_grad_()
+    loss, _ = core_algos.get_policy_loss_fn(config.policy_loss.loss_mode)(
+        old_log_prob=batch["old"],
+        log_prob=current,
+        advantages=batch["advantages"].unsqueeze(1).expand_as(mask).clone(),
+        response_mask=kept,
+        loss_agg_mode=config.loss_agg_mode,
+        config=config,
+        rollout_is_weights=None if proto is None else proto.batch["rollout_is_weights"],
+    )
+    (gradient,) = torch.autograd.grad(loss, current)
+    return {"loss": loss.item(), "gradient": gradient.tolist()}
+
+
 def main():
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
@@ -69,6 +106,7 @@ def main():
         made = getattr(RolloutCorrectionConfig, name)()
         cases[f"verl/{name}"] = {item: getattr(made, item) for item in made.__dataclass_fields__ if item[0] != "_"}
     answer = {name: run(options, batch) for name, options in cases.items()}
+    answer |= {name: run_loss(options, batch) for name, options in request["losses"].items()}
     print("ORACLE", json.dumps(answer))
 
 

@@ -1,9 +1,12 @@
-"""``from_verl`` against verl 0.9.1 itself: weights, masks and losses of every option, and the 19 named presets."""
+"""``from_verl`` against verl 0.9.1 itself: weights, masks and losses of every option, the 19 named presets, and every
+policy loss with its gradient.
+"""
 
 import itertools
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,38 @@ def cases():
     return {json.dumps(options): options for options in decoupled + bypass}
 
 
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+TIGHT = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
+LOSSES = {  # settings of each loss_mode, so that what it does is seen on batches this small
+    "vanilla": ({}, {**TIGHT, "clip_ratio_c": 1.2}, {"clip_ratio": 0.05, "clip_ratio_low": None}),
+    "dppo_tv": ({}, {"clip_ratio_low": 0.02, "clip_ratio_high": 0.01, "clip_ratio_c": 1.1}),
+    "dppo_kl": ({}, {"clip_ratio_low": 0.002, "clip_ratio_high": 0.001, "clip_ratio_c": 20.0}),
+    "gspo": ({}, {"clip_ratio_low": 0.03, "clip_ratio_high": 0.02}),
+    "sapo": ({}, {"tau_pos": 2.0, "tau_neg": 3.0}),
+    "gpg": ({},),
+    # all candidates are taken: fewer would be drawn at random
+    "clip_cov": ({"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0, **TIGHT},),
+    "kl_cov": ({}, {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}),
+    "geo_mean": ({}, TIGHT),
+    "dro": ({"dro_beta": 0.3},),
+    "cispo": ({}, TIGHT),
+}
+BY_SEQUENCE = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.12}
+
+
+def loss_cases():
+    """Every loss with its settings, with weights and rejected responses, in every aggregation that it reads."""
+    found = []
+    for mode, settings in LOSSES.items():
+        plain = [{"loss_mode": mode, **options} for options in settings]
+        weighted = [{"rollout_is": level, "rollout_is_threshold": 1.5, **plain[-1]} for level in ("token", "sequence")]
+        modes = () if mode in ("sapo", "geo_mean") else AGGREGATIONS
+        reduced = [{"loss_agg_mode": name, **plain[-1]} for name in modes]
+        rejected = [] if mode in ("clip_cov", "kl_cov") else [{**BY_SEQUENCE, **weighted[0]}]
+        found += [*plain, *weighted, *reduced, *rejected]
+    return {f"loss {json.dumps(options)}": options for options in found}
+
+
 def ask_verl(batch):
     """What verl answers for all cases on one batch."""
     fields = {
@@ -54,6 +89,7 @@ def ask_verl(batch):
         "batch": {**padded, "mask": batch.mask.float().tolist(), "advantages": batch.advantages.tolist()},
         "cases": cases(),
         "named": NAMED,
+        "losses": loss_cases(),
     }
     done = subprocess.run(
         [PYTHON, str(Path(__file__).with_name("run_verl.py"))],
@@ -77,7 +113,7 @@ def test_verl_itself_computes_the_same(seed, spread, random_batch):
     built = {name: presets.from_verl(**options) for name, options in cases().items()}
     built |= {f"verl/{name}": presets.get(f"verl/{name}") for name in NAMED}
 
-    assert set(answers) == set(built)
+    assert set(answers) == set(built) | set(loss_cases())
     for name, preset in built.items():
         answer, out = answers[name], preset.objective(batch)
         assert torch.equal(out.keep_mask, torch.tensor(answer["mask"]) > 0), name
@@ -87,3 +123,15 @@ def test_verl_itself_computes_the_same(seed, spread, random_batch):
             )
         if out.keep_mask.any():
             assert out.loss.item() == pytest.approx(answer["loss"], rel=2e-5, abs=1e-6), name
+    for name, options in loss_cases().items():
+        assert_same_loss(name, presets.from_verl(**options).objective, batch, answers[name])
+
+
+def assert_same_loss(name, objective, batch, answer):
+    batch = replace(batch, per_token_logps=batch.per_token_logps.detach().clone().requires_grad_())
+    loss = objective(batch).loss
+    (gradient,) = torch.autograd.grad(loss, batch.per_token_logps)
+
+    assert loss.item() == pytest.approx(answer["loss"], rel=5e-5, abs=2e-6), name
+    expected = torch.tensor(answer["gradient"])[batch.mask]
+    torch.testing.assert_close(gradient[batch.mask], expected, rtol=2e-4, atol=2e-6, msg=lambda m: f"{name}: {m}")

@@ -124,7 +124,7 @@ def check_reward_scope(scope: str) -> None:
 
 
 def check_positive(**values: float | None) -> None:
-    """Raise unless every value is a positive finite number (or None).
+    """Raise unless every value is a positive finite number (or None, where the field may be left open).
 
     Raises:
         ValueError: the message names the field.

@@ -82,6 +82,7 @@ class OAPL:
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
+        check_number("beta", self.beta)
         check_positive(beta=self.beta, value_beta=self.value_beta)
         check_reward_scope(self.scope)
 

@@ -174,6 +174,8 @@ class VESPO:
     """-phi(w) A log pi with w the sequence ratio, importance weights included (hence weight_use "inside").
 
     What carries gradient: log pi; phi is detached. See ``functional.vespo_phi``.
+
+    Reference: Shen et al. 2026, VESPO (arXiv:2602.10693).
     """
 
     k_pos: float = 2.0

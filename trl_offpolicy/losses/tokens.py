@@ -26,6 +26,8 @@ class PPOClip:
     """PPO's clipped surrogate; ``level="sequence_mean"`` is GSPO's ratio. See ``functional.ppo_clip``.
 
     What carries gradient: the ratio, where the clip is not active. Biased by the clip.
+
+    Reference: Schulman et al. 2017, PPO (arXiv:1707.06347); dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
 
     low: float = 0.2
@@ -102,6 +104,8 @@ class CISPO:
     """-clip(r, low, high) A log pi, the ratio detached. ``high`` and ``low`` are the bounds themselves (None = none).
 
     What carries gradient: log pi, on every token. Biased by the cap. See ``functional.cispo``.
+
+    Reference: MiniMax 2025, CISPO (arXiv:2506.13585).
     """
 
     high: float = 5.0
@@ -153,6 +157,8 @@ class SAPO:
 
     What carries gradient: the ratio, with weight 4 sigmoid(1 - sigmoid) of tau (r - 1): 1 at r = 1, falling on both
     sides. Biased by the gate.
+
+    Reference: Gao et al. 2025, SAPO (arXiv:2511.20347).
     """
 
     temperature_pos: float = 1.0
@@ -268,6 +274,7 @@ class DRO:
     aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
+        check_number("beta", self.beta)
         check_positive(beta=self.beta)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:

@@ -1,17 +1,19 @@
-"""verl's ``algorithm.rollout_correction`` as a preset: the same weights, masks and loss as verl 0.9.1."""
+"""verl's ``algorithm.rollout_correction`` and policy losses as a preset: the same numbers as verl 0.9.1."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.masks import Statistic
-from trl_offpolicy.losses import GPG, PPOClip
-from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
+from trl_offpolicy.losses import GPG
+from trl_offpolicy.presets.options import UnknownOptionError, check_choice, read_options, tell, warn_no_effect
+from trl_offpolicy.presets.parsing import near
 from trl_offpolicy.presets.preset import Preset, make_preset
+from trl_offpolicy.presets.verl_losses import VerlLossOptions, aggregation, check_loss_options, policy_loss
 from trl_offpolicy.terms import BandWeight, DivergenceBand, KeepTerm, TruncateWeight, Weight
 from trl_offpolicy.types import Ratio
 
@@ -30,9 +32,6 @@ REJECTION_MODES: dict[str, tuple[Statistic, Level]] = {
 }
 LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence"}
 LOSSES = ("ppo_clip", "reinforce")
-CLIP = PPOClip(low=0.2, high=0.2, dual_clip=3.0)
-"""verl's ``vanilla`` loss with its defaults, ``clip_ratio`` 0.2 and ``clip_ratio_c`` 3.0."""
-
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -60,8 +59,8 @@ class VerlOptions:
         return "current/sampling" if self.bypass_mode else "old/sampling"
 
 
-def from_verl(**rollout_correction: object) -> Preset:
-    """A preset from verl's ``rollout_correction`` options; what is left out has the default of verl's YAML.
+def from_verl(**options_given: object) -> Preset:
+    """A preset from verl's ``rollout_correction`` and actor options; what is left out has the default of verl's YAML.
 
     - rollout_is: "token" or "sequence" (product of ratios); None = no weights. (verl's Python dataclass says
       "sequence", but its trainers read the YAML, which says null.)
@@ -76,7 +75,11 @@ def from_verl(**rollout_correction: object) -> Preset:
     - use_v1: verl's ``trainer.use_v1`` (True in its ``ppo_trainer.yaml``; the trainer without is deprecated), see
       Denominator.
 
-    Loss: verl's defaults, clip 0.2 and dual clip 3 (Eq. 5 of Ye et al. 2020), token mean.
+    Loss: the actor's ``loss_mode`` (vanilla, dppo_tv, dppo_kl, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, dro,
+    cispo) with its settings (:class:`VerlLossOptions`); default: clip 0.2 and dual clip 3 (Eq. 5 of Ye et al. 2020).
+    ``loss_agg_mode``: verl's "token-mean" for all of them, GSPO too; sapo and geo_mean do not read it. ``clip_ratio``
+    counts only where ``clip_ratio_low`` or ``clip_ratio_high`` is None, and dppo's truncation is ``clip_ratio_c``.
+    In bypass mode ``loss_type`` names the loss.
     Denominator: in decoupled mode verl replaces ``response_mask``, so rejected tokens leave the sum and the KL term.
     Its V1 trainer counts the tokens of ``loss_mask``, which the correction does not touch: they stay in the
     denominator. With ``use_v1=False``, the deprecated trainer, they leave it too, which needs the whole generation
@@ -87,7 +90,9 @@ def from_verl(**rollout_correction: object) -> Preset:
 
     Not reproduced: ``"0.5_5_0"`` is an error here (verl reads 0.5 to 50); non-finite log-probs are neutral (verl
     spreads NaN); a batch without a kept token has loss 0 (verl: 0/0); log-ratios are clamped to +-20 nats per token
-    before they are summed for a sequence weight (verl: the sum only).
+    before they are summed for a sequence weight (verl: the sum only); gspo and geo_mean take the mean over all
+    trainable tokens, clip_cov and kl_cov their covariance (verl: over the kept ones, which differs where single tokens
+    are rejected); the seq-mean aggregations count empty responses, as verl's trainers do.
 
     Raises:
         UnknownOptionError: an option that verl does not have.
@@ -99,8 +104,11 @@ def from_verl(**rollout_correction: object) -> Preset:
 
     Reference: verl 0.9.1, ``trainer/ppo/rollout_corr_helper.py``, ``trainer/ppo/core_algos.py``.
     """
-    options = read_options(VerlOptions, rollout_correction, framework="verl's rollout_correction")
+    options, loss = _read(options_given)
     _check(options)
+    check_loss_options(loss, bypass=options.bypass_mode, reinforce=options.reinforce)
+    if options.bypass_mode:
+        loss = replace(loss, loss_mode="vanilla")
     weight, keep = _weight(options), _keep(options)
     leaves = bool(keep) and not options.bypass_mode and not options.use_v1
     return make_preset(
@@ -113,10 +121,28 @@ def from_verl(**rollout_correction: object) -> Preset:
         ),
         citation="verl 0.9.1, algorithm.rollout_correction",
         notes="What verl computes with these options.",
-        policy_loss=GPG() if options.reinforce else CLIP,
+        policy_loss=GPG() if options.reinforce else policy_loss(loss),
+        aggregation=aggregation(loss),
         mode="bypass" if options.bypass_mode else "decoupled",
         kl_on="all" if options.bypass_mode else "kept",
         denominator="kept" if leaves else "all",
+    )
+
+
+def _read(given: dict[str, object]) -> tuple[VerlOptions, VerlLossOptions]:
+    """The options of the rollout correction and those of the loss, told apart by their names."""
+    of_loss = [item.name for item in fields(VerlLossOptions)]
+    known = [*(item.name for item in fields(VerlOptions)), *of_loss]
+    for name in given:
+        if name not in known:
+            raise UnknownOptionError(
+                f"{name} is not an option of verl's rollout_correction or loss, which has {known}.{near(name, known)}"
+            )
+    correction = {name: value for name, value in given.items() if name not in of_loss}
+    loss = {name: value for name, value in given.items() if name in of_loss}
+    return (
+        read_options(VerlOptions, correction, framework="verl's rollout_correction"),
+        read_options(VerlLossOptions, loss, framework="verl's actor"),
     )
 
 
