@@ -1,0 +1,147 @@
+"""Draw the picture of docs/objectives.md and write its comparison map: ``python docs/draw_objectives.py``.
+
+The map is read off the losses themselves (level, scope, what they read, what weights do, aggregation, paper); only the
+two columns in words stand here. The picture is autograd through the losses on a grid of ratios.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from drawing import Pictures, label, ticks, write
+from drawing import picture as register
+from matplotlib.figure import Figure
+
+import trl_offpolicy as op
+from trl_offpolicy.presets.parsing import LOSS_TYPES
+
+PAGE = Path(__file__).resolve().parent / "objectives.md"
+PICTURES: Pictures = {}
+picture = partial(register, PICTURES)
+
+IN_WORDS: dict[str, tuple[str, str]] = {  # YAML name: (trust region, what it is for)
+    "ppo_clip": ("clip of r, optional dual clip and upper limit", "general stability; the default"),
+    "ppo_is": ("clip of pi / mu", "ablation: mismatch and staleness under one clip"),
+    "cispo": ("cap of the detached r", "tokens that a clip would silence (reflection, rare words)"),
+    "gpg": ("none", "baseline; weights may hold any ratio"),
+    "sapo": ("smooth gate that closes around r = 1", "the jump of a hard clip"),
+    "aspo": ("clip; r turned into 1 / r where A > 0", "a clip that wastes good news on unlikely tokens"),
+    "dispo": (
+        "clip of r with bounds of their own for correct and incorrect",
+        "failure modes that differ by correctness",
+    ),
+    "dro": ("square penalty on log r", "drift without a clip's edge"),
+    "dppo": ("bound on binary TV or KL at the token", "ratios that mean little for very likely or rare tokens"),
+    "m2po": ("budget of mean (log r)^2 over the call", "heavy tails of stale data"),
+    "clip_cov": ("tokens of high covariance of A and log pi drop out", "entropy collapse"),
+    "kl_cov": ("KL pull on tokens of high covariance", "entropy collapse, softly"),
+    "r2vpo": ("clip whose width follows the group's ratio variance", "a fixed clip that is wrong for every group"),
+    "quatro": ("multiplier by query, from its reward spread", "prompts that tolerate drift differently"),
+    "gspo": ("clip of the geometric mean ratio", "length; experts that flip"),
+    "gspo_token": ("clip of the geometric mean ratio, detached", "the same with credit by token"),
+    "gmpo": ("sign-aware clamp of log r, then geometric mean", "outlier tokens in a response"),
+    "luspo": ("clip of the geometric mean ratio", "GSPO's preference for short responses"),
+    "vespo": ("kernel phi of the product of ratios", "variance of exact sequence weights"),
+    "tbpo": ("band of the sequence ratio, dual clip where A < 0", "quantised rollouts: long runs of error tokens"),
+    "espo": ("clip by entropy group, width by entropy", "MoE variance; tokens of unlike entropy in one ratio"),
+    "st_ppo": ("clip by turn, damped where it acts", "several turns with tools"),
+    "topr": ("none where R > 0, truncated pi / mu where not", "bad responses pushed down too far"),
+    "oapl": ("regression of log(pi / mu) on the advantage", "lag that never ends"),
+}
+BATCH_STATISTICS = ("m2po", "clip_cov", "kl_cov")
+GSPO = {"low": 0.2, "high": 0.2}  # the picture's scale; the paper's 3e-4 would be a step
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dispo": {
+        "correct_threshold": 0.5,
+        "low_correct": 0.2,
+        "high_correct": 1.0,
+        "low_incorrect": 0.5,
+        "high_incorrect": 0.2,
+    },
+    "dro": {"beta": 1.0},
+    "espo": {"vocab_size": 1000},
+    "oapl": {"beta": 1.0},
+    **dict.fromkeys(("gspo", "gspo_token", "luspo"), GSPO),
+}
+PROBABILITY = 0.3  # of the token under the old policy
+
+
+def loss_map() -> str:
+    """The comparison map as a Markdown table, one line a loss."""
+    head = "| loss | YAML | ratio at | trust region | made for | weights | reads | scope | published with | paper |"
+    lines = [head, "|" + "---|" * 10]
+    for name, cls in LOSS_TYPES.items():
+        loss = cls(**SETTINGS.get(name, {}))
+        region, purpose = IN_WORDS[name]
+        weights = "inside" if loss.weight_use == "inside" else ("any ratio" if not loss.uses_ratio else "old/sampling")
+        if "sampling_log_ratios" in loss.reads:
+            weights = "none: pi / mu is in the loss"
+        reads = ", ".join(f"`{field}`" for field in loss.reads) or "-"
+        level = {"token": "token", "sequence_mean": "response"}[loss.level]
+        cells = [f"`{cls.__name__}`", f"`{name}`", level, region, purpose, weights, reads, loss.scope]
+        lines.append("| " + " | ".join([*cells, f"`{loss.aggregation}`", _paper(cls)]) + " |")
+    return "\n".join(lines)
+
+
+def _paper(cls: type) -> str:
+    """What stands behind ``Reference:`` up to the arXiv number, or the first clause."""
+    text = " ".join(re.split(r"Reference:", cls.__doc__ or "", maxsplit=1)[-1].split())
+    found = re.match(r"(.*?\(arXiv:[\d.]+\))", text)
+    return (found[1] if found else text.split(";")[0].rstrip(".")) if "Reference:" in (cls.__doc__ or "") else "-"
+
+
+def gradient_weight(name: str, ratio: float, advantage: float) -> float:
+    """-dL / dlog pi of a response of one token, advantage +-1, as a multiple of the advantage."""
+    old = torch.full((1, 1), PROBABILITY).log()
+    logps = (old + torch.tensor(ratio).log()).requires_grad_()
+    reward = float(advantage > 0)
+    batch = op.PolicyBatch(
+        per_token_logps=logps,
+        old_per_token_logps=old,
+        sampling_per_token_logps=old,
+        completion_mask=torch.ones(1, 1).bool(),
+        advantages=torch.tensor([advantage]),
+        rewards=torch.tensor([reward]),
+        group_ids=torch.zeros(1, dtype=torch.long),
+        group_rewards=torch.tensor([[reward, 1 - reward]]),
+        entropies=torch.ones(1, 1),
+    )
+    loss = LOSS_TYPES[name](**SETTINGS.get(name, {}))
+    op.Objective(policy_loss=loss, aggregation=loss.aggregation)(batch).loss.backward()
+    assert logps.grad is not None
+    return float(-logps.grad / advantage)
+
+
+@picture("Gradient weight of each objective against the ratio", height=7.6)
+def objectives(figure: Figure) -> None:
+    """One panel a loss: the factor of A grad log pi, for both signs of the advantage."""
+    names = [name for name in LOSS_TYPES if name not in BATCH_STATISTICS]
+    ratios = torch.linspace(-1.2, 1.2, 49).exp().tolist()
+    panels = figure.subplots(-(-len(names) // 4), 4, sharex=True).flatten()
+    for axes, name in zip(panels, names, strict=False):
+        for advantage, text in ((1.0, "advantage +1"), (-1.0, "advantage -1")):
+            axes.plot(ratios, [gradient_weight(name, ratio, advantage) for ratio in ratios], label=text)
+        ticks(axes, [0.3, 1, 3])
+        label(axes, "", "", LOSS_TYPES[name].__name__)
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(min(low, -0.1), -2.0), min(high, 3.4))
+    for axes in panels[len(names) :]:
+        axes.set_axis_off()
+    figure.supxlabel("ratio pi / pi_old (pi / mu where the loss reads the sampler)", fontsize=9)
+    figure.supylabel("factor of A grad log pi", fontsize=9)
+    panels[len(names)].legend(*panels[0].get_legend_handles_labels(), loc="center left")
+
+
+def main() -> None:
+    """Write the picture, and the map between its markers on the page."""
+    write(PICTURES)
+    between = re.compile(r"(<!-- map -->\n).*(<!-- end of map -->)", flags=re.DOTALL)
+    PAGE.write_text(between.sub(lambda marks: f"{marks[1]}{loss_map()}\n{marks[2]}", PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
