@@ -96,8 +96,7 @@ def tbpo(
     ratio = ratio_of(sequence_log_ratio)
     negative = advantages < 0
     band = torch.where(negative, ratio.clamp(1 - negative_low, 1 + negative_high), ratio.clamp(max=1 + high))
-    low, above = ratio < 1 - negative_low, ratio > torch.where(negative, 1 + negative_high, 1 + high)
-    return LossTerms(-band * advantages, negative & low, above)
+    return LossTerms(-band * advantages, ratio < band, ratio > band)
 
 
 VESPO_LOG_FLOOR = math.log(1e-8)

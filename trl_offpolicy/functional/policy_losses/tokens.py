@@ -135,10 +135,9 @@ def dispo(
     rewards and a group baseline the sign of A is correctness, so the sign adds no regime.
     """
     ratio = ratio_of(log_ratios.detach())
-    low = torch.where(correct, 1 - low_correct, 1 - low_incorrect).to(ratio.dtype)
-    high = torch.where(correct, 1 + high_correct, 1 + high_incorrect).to(ratio.dtype)
-    weight = ratio.clamp(low, high)
-    return LossTerms(-weight * advantages * logps, ratio < low, ratio > high)
+    of_correct = ratio.clamp(1 - low_correct, 1 + high_correct)
+    weight = torch.where(correct, of_correct, ratio.clamp(1 - low_incorrect, 1 + high_incorrect))
+    return LossTerms(-weight * advantages * logps, ratio < weight, ratio > weight)
 
 
 def dro(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, beta: float) -> LossTerms:
