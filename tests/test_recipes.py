@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from trl_offpolicy import Objective
+from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.presets.parsing import parse_objective
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,3 +32,21 @@ def test_quickstart_runs_and_reports(tmp_path: Path) -> None:
     assert len(kl) == 2 and all(1e-4 < value < 0.1 for value in kl)  # 8-bit weights: a real, small mismatch
     assert (tmp_path / "report.html").stat().st_size > 50_000
     assert list((tmp_path / "rollouts.parquet").glob("part-*.parquet"))
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "objectives"])
+def test_recipes_describe_an_objective(recipe: str, tmp_path: Path) -> None:
+    spec = yaml.safe_load((ROOT / "recipes" / recipe / "config.yaml").read_text())
+    args = OffPolicyGRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_vllm=True, offpolicy=spec["offpolicy"]
+    )
+    loss = args.preset.objective.policy_loss
+    assert type(loss).__name__ == {"quickstart": "PPOClip", "objectives": "DPPO"}[recipe]
+
+
+def test_lines_of_the_objectives_readme_are_objectives() -> None:
+    text = (ROOT / "recipes" / "objectives" / "README.md").read_text()
+    lines = [yaml.safe_load(line)["policy_loss"] for line in re.findall(r"^ +policy_loss: .*$", text, re.MULTILINE)]
+    assert len(lines) == 5
+    for line in lines:
+        parse_objective({"policy_loss": line}, where="objective", base=Objective())
