@@ -846,6 +846,7 @@ def test_kl_coefficient_is_a_positive_number(bad):
 def test_scope_is_the_widest_of_the_parts():
     assert Objective().scope == "row"
     assert Objective(correction=DROP_HIGH).scope == "row"
-    assert Objective(denominator="kept").scope == "generation_batch"
+    assert Objective(denominator="kept").scope == "row"  # nothing can be dropped
+    assert Objective(correction=DROP_HIGH, denominator="kept").scope == "generation_batch"
     normalised = Correction(weight=RawWeight(), normalize="kept")
     assert Objective(correction=normalised).scope == "generation_batch"

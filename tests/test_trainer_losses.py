@@ -68,3 +68,15 @@ def test_the_losses_differ_where_the_policy_has_moved(build: Build) -> None:
         trainer.train()
         seen[name] = records(trainer)[1]["loss"]
     assert len(set(seen.values())) == len(seen), seen
+
+
+def test_a_kl_term_of_the_objective_has_its_reference_model(build: Build) -> None:
+    """TRL loads one only with beta, which the KL term sets."""
+    kl = {"coef": 0.1, "estimator": "k3+"}
+    trainer = build(Engine(noise=0.3), offpolicy={"objective": {"kl": kl}})
+    trainer.train()
+    assert trainer.args.beta == trainer.beta == 0.1
+    assert trainer.objective.kl.estimator == "k3+"
+    rows = records(trainer)
+    assert rows[0]["offpolicy/loss/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[1]["offpolicy/loss/kl"] > 1e-5

@@ -98,7 +98,10 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
         if not isinstance(self.noise_floor_steps, int) or self.noise_floor_steps < 0:
             raise ValueError(f"noise_floor_steps must be a whole number >= 0, but got {self.noise_floor_steps!r}.")
-        resolve_preset(self)  # a wrong option fails here, not after the model is loaded
+        objective = resolve_preset(self).objective  # a wrong option fails here, not after the model is loaded
+        if objective.kl is not None and self.beta == 0.0:  # type: ignore[has-type]
+            self._beta_of_kl = objective.kl.beta
+            self.beta = objective.kl.beta  # or TRL would not load the reference model
 
     @property
     def preset(self) -> Preset:
@@ -169,6 +172,8 @@ def _with_correction(objective: Objective, chosen: Preset, spec: dict[str, Any])
 def _refuse_double(args: OffPolicyGRPOConfig, overrides: dict[str, Any], *, where: str) -> None:
     defaults = {item.name: item.default for item in fields(GRPOConfig)}
     for key, sources in _OBJECTIVE_SOURCE.items():
+        if key == "kl" and args.beta == getattr(args, "_beta_of_kl", None):
+            continue  # set from the KL term itself
         both = [name for name in sources if key in overrides and getattr(args, name) != defaults[name]]
         if both:
             raise ValueError(f"{where}{key} and {', '.join(both)} set the same quantity; set one.")
