@@ -1,0 +1,174 @@
+"""``from_verl(loss_mode=...)``: what verl's losses become, their numbers in plain Python, what is said aloud."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from plain_parity import rows_of
+
+from trl_offpolicy import losses, presets
+from trl_offpolicy.presets.options import UnknownOptionError
+from trl_offpolicy.presets.verl_losses import LOSS_MODES
+
+DUAL = losses.PPOClip(low=0.2, high=0.2, dual_clip=3.0)
+
+
+def quiet(**options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return presets.from_verl(**options)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "loss"),
+    [
+        ("vanilla", {}, DUAL),
+        ("vanilla", {"clip_ratio": 0.1, "clip_ratio_low": None}, losses.PPOClip(low=0.1, high=0.2, dual_clip=3.0)),
+        ("dppo_tv", {}, losses.DPPO(divergence="tv", low=0.2, high=0.2, max_ratio=3.0)),
+        ("dppo_kl", {"clip_ratio_c": 20.0}, losses.DPPO(divergence="kl", low=0.2, high=0.2, max_ratio=20.0)),
+        (
+            "gspo",
+            {"clip_ratio_low": 0.0003, "clip_ratio_high": 0.0004},
+            losses.GSPOToken(low=0.0003, high=0.0004),
+        ),
+        ("sapo", {}, losses.SAPO(temperature_pos=1.0, temperature_neg=1.05)),
+        ("gpg", {}, losses.GPG()),
+        ("clip_cov", {}, losses.ClipCov(low=0.2, high=0.2, fraction=0.0002, cov_low=1.0, cov_high=5.0)),
+        ("kl_cov", {}, losses.KLCov(fraction=0.0002, coef=0.1)),
+        ("geo_mean", {"clip_ratio_high": 0.4}, losses.GMPO(low=0.2, high=0.4)),
+        ("dro", {"dro_beta": 0.05}, losses.DRO(beta=0.05)),
+        ("cispo", {"clip_ratio_high": 4.0}, losses.CISPO(low=0.8, high=5.0)),
+        ("cispo", {"clip_ratio_low": 1.0}, losses.CISPO(low=None, high=1.2)),
+    ],
+)
+def test_names_and_defaults(mode, options, loss):
+    assert quiet(loss_mode=mode, **options).objective.policy_loss == loss
+
+
+def test_all_of_verls_modes_are_there():
+    assert set(LOSS_MODES) == {
+        "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", LOSS_MODES)
+def test_aggregations(mode):
+    options = {"loss_mode": mode, **({"dro_beta": 0.1} if mode == "dro" else {})}
+    fixed = mode in ("sapo", "geo_mean")
+    assert quiet(**options).objective.aggregation == ("seq_mean_token_mean" if fixed else "token_mean")
+    if fixed:
+        with pytest.warns(UserWarning, match=r"^loss_agg_mode='token-sum' has no effect"):
+            assert (
+                presets.from_verl(**options, loss_agg_mode="token-sum").objective.aggregation == "seq_mean_token_mean"
+            )
+    else:
+        assert quiet(**options, loss_agg_mode="seq-mean-token-sum").objective.aggregation == "seq_mean_token_sum"
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+def gspo(row, low, high):
+    s = math.exp(sum(a - b for a, b in zip(row.current, row.old, strict=True)) / len(row.at))
+    value = max(-s * row.advantage, -min(max(s, 1 - low), 1 + high) * row.advantage)
+    return [value] * len(row.at)
+
+
+def dppo_tv(row, low, high, most):
+    found = []
+    for new, old in zip(row.current, row.old, strict=True):
+        p, q = math.exp(new), math.exp(old)
+        inside = p - q <= high if row.advantage > 0 else p - q >= -low
+        found.append(-min(p / q, most) * row.advantage * new * inside)
+    return found
+
+
+def cispo(row, low, high):
+    ratios = [math.exp(a - b) for a, b in zip(row.current, row.old, strict=True)]
+    return [-min(max(r, 1 - low), 1 + high) * row.advantage * logp for r, logp in zip(ratios, row.current, strict=True)]
+
+
+def geo_mean(row, low, high):
+    logs = [a - b for a, b in zip(row.current, row.old, strict=True)]
+    cut = [min(x, high) if row.advantage > 0 else max(x, -low) for x in logs]
+    return [-row.advantage * math.exp(sum(cut) / len(cut))] * len(cut)
+
+
+NUMBERS = {
+    "gspo": (lambda row: gspo(row, 0.03, 0.02), {"clip_ratio_low": 0.03, "clip_ratio_high": 0.02}),
+    "dppo_tv": (lambda row: dppo_tv(row, 0.02, 0.01, 1.1), {
+        "clip_ratio_low": 0.02, "clip_ratio_high": 0.01, "clip_ratio_c": 1.1,
+    }),
+    "cispo": (lambda row: cispo(row, 0.1, 0.15), {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
+    "geo_mean": (lambda row: geo_mean(row, 0.1, 0.15), {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("mode", NUMBERS)
+def test_numbers(mode, seed, weighted, random_batch):
+    formula, options = NUMBERS[mode]
+    batch = random_batch(seed)
+    if weighted:
+        options = {**options, "rollout_is": "token", "rollout_is_threshold": 1.5}
+    rows, total = rows_of(batch), 0.0
+    for row in rows:
+        weights = [min(math.exp(x), 1.5) if weighted else 1.0 for x in row.mismatch]
+        if mode == "geo_mean":
+            geometric = math.exp(sum(map(math.log, weights)) / max(len(weights), 1))
+            total += geometric * sum(formula(row)) / len(row.at) / len(rows) if row.at else 0.0
+        elif row.at:
+            tokens = sum(len(one.at) for one in rows)
+            total += sum(w * x for w, x in zip(weights, formula(row), strict=True)) / tokens
+
+    loss = quiet(loss_mode=mode, **options).objective(batch).loss
+
+    assert loss.item() == pytest.approx(total, rel=2e-5)
+    assert torch.autograd.grad(loss, batch.per_token_logps)[0][batch.mask].abs().max() > 1e-4
+
+
+# ----------------------------------------------------------------------------------------------------------- said aloud
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_ratio": 0.3}, r"^clip_ratio=0.3 has no effect unless clip_ratio_low or clip_ratio_high is None"),
+        ({"loss_mode": "gpg", "clip_ratio_high": 0.3}, r"^clip_ratio_high=0.3 has no effect on the loss 'gpg'"),
+        ({"loss_mode": "gspo", "clip_ratio_c": 5.0}, r"^clip_ratio_c=5.0 has no effect on the loss 'gspo'"),
+        ({"tau_pos": 2.0}, r"^tau_pos=2.0 has no effect on the loss 'vanilla'"),
+        ({"dro_beta": 0.1}, r"^dro_beta=0.1 has no effect on the loss 'vanilla'"),
+        ({"loss_mode": "gspo", "bypass_mode": True}, r"^loss_mode='gspo' has no effect in bypass_mode"),
+        (
+            {"bypass_mode": True, "loss_type": "reinforce", "clip_ratio_high": 0.3},
+            r"^clip_ratio_high=0.3 has no effect on the loss 'gpg'",
+        ),
+    ],
+)
+def test_what_verl_does_not_read_is_said(options, message):
+    with pytest.warns(UserWarning, match=message):
+        presets.from_verl(**options)
+
+
+def test_bypass_mode_clips_with_the_actors_settings():
+    preset = quiet(bypass_mode=True, clip_ratio_high=0.28, loss_agg_mode="seq-mean-token-mean")
+
+    assert preset.objective.policy_loss == losses.PPOClip(low=0.2, high=0.28, dual_clip=3.0)
+    assert (preset.objective.mode, preset.objective.aggregation) == ("bypass", "seq_mean_token_mean")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss_mode": "gsp"}, ValueError, r"^loss_mode must be one of .*'gspo'"),
+        ({"loss_agg_mode": "token_mean"}, ValueError, r"^loss_agg_mode must be one of .*Did you mean 'token-mean'"),
+        ({"loss_mode": "dro"}, ValueError, r"^dro_beta must be a positive number with loss_mode='dro'"),
+        ({"clip_ratio_hihg": 0.3}, UnknownOptionError, r"Did you mean 'clip_ratio_high'"),
+        ({"loss_mode": "vanilla", "clip_ratio_c": 1.0}, ValueError, r"^dual_clip must be above 1"),
+    ],
+)
+def test_refusals(options, error, message):
+    with pytest.raises(error, match=message):
+        presets.from_verl(**options)
