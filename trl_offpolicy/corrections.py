@@ -15,7 +15,7 @@ from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
 from trl_offpolicy.ratio_table import RatioTable
 from trl_offpolicy.terms import KeepTerm, Violations, Weight
-from trl_offpolicy.terms.batchwide import check_group_rejections
+from trl_offpolicy.terms.batchwide import check_group_rejections, check_kept_baseline
 from trl_offpolicy.terms.inputs import is_late
 from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Scope, check_number
 
@@ -106,21 +106,9 @@ class Correction:
                 f"normalize_over must be 'micro_batch' with a weight on {late.ratio!r} of scope {late.scope!r} (known "
                 "one micro-batch at a time), but got 'generation_batch'."
             )
-        by_step = [term.name for term in self.keep if is_late(term)]
-        if self.baseline == "kept" and by_step:
-            raise ValueError(
-                f"baseline must be 'all' with {by_step[0]}, which is decided in the loss step: advantages are "
-                "made before the first step, when it has not dropped anything yet."
-            )
         check_group_rejections(self.keep, nonfinite_drops=self.nonfinite == "drop")
-        by_sign = [term.name for term in self.keep if getattr(term, "reads_advantages", False)]
-        if self.baseline == "kept" and by_sign:
-            raise ValueError(
-                f"baseline must be 'all' with {by_sign[0]}, which decides by the sign of the advantage: a baseline of "
-                "the kept responses changes that sign after the decision."
-            )
-        if self.baseline == "kept" and not self.keep:
-            raise ValueError("baseline must be 'all' without a keep term, but got 'kept'.")
+        if self.baseline == "kept":
+            check_kept_baseline(self.keep)
 
     @property
     def weights(self) -> tuple[Weight, ...]:

@@ -91,3 +91,23 @@ def check_group_rejections(keep: tuple[KeepTerm, ...], *, nonfinite_drops: bool)
             f"keep must name {late[0]} behind group_rejection (it is decided in the loss step, groups are judged "
             "before the batch is split), but got it before."
         )
+
+
+def check_kept_baseline(keep: tuple[KeepTerm, ...]) -> None:
+    """A baseline of the kept responses must know them when advantages are made, and leave their verdict alone.
+
+    Raises:
+        ValueError: nothing can be dropped; something is dropped in the loss step only, or by the advantage's sign.
+    """
+    if not keep:
+        raise ValueError("baseline must be 'all' without a keep term, but got 'kept'.")
+    if late := [term.name for term in keep if is_late(term)]:
+        raise ValueError(
+            f"baseline must be 'all' with {late[0]}, which is decided in the loss step: advantages are made before the "
+            "first step, when it has not dropped anything yet."
+        )
+    if by_sign := [term.name for term in keep if getattr(term, "reads_advantages", False)]:
+        raise ValueError(
+            f"baseline must be 'all' with {by_sign[0]}, which decides by the sign of the advantage: a baseline of the "
+            "kept responses changes that sign after the decision."
+        )
