@@ -12,6 +12,7 @@ from property_cases import LOSSES
 from trl_offpolicy import Correction, Objective, RawWeight, TruncateWeight, losses
 from trl_offpolicy.functional.aggregation import AGGREGATIONS
 from trl_offpolicy.presets.parsing import LOSS_TYPES, parse_objective
+from trl_offpolicy.presets.preset import make_preset
 from trl_offpolicy.types import SCOPES
 
 NAN, INF = float("nan"), float("inf")
@@ -70,6 +71,21 @@ def test_what_a_loss_needs_is_named(loss, field):
 
     with pytest.raises(ValueError, match=rf"^{field} must be given"):
         Objective(policy_loss=loss, aggregation=loss.aggregation)(batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "required"),
+    [
+        (losses.TOPR(), ("sampling_per_token_logps",)),
+        (losses.OAPL(beta=0.1), ("sampling_per_token_logps", "rewards", "group_rewards")),
+        (losses.QUATRO(scope="micro_batch"), ("rewards", "group_ids")),
+        (losses.ESPO(vocab_size=50), ("entropies",)),
+        (losses.GMPO(), ()),
+    ],
+)
+def test_a_preset_says_what_its_loss_needs(loss, required):
+    preset = make_preset("x", Correction(), citation="-", notes="-", policy_loss=loss)
+    assert preset.requires == required
 
 
 @pytest.mark.parametrize("scope", ["row", "micro_batch"])

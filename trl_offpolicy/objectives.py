@@ -108,7 +108,7 @@ class Objective:
             if self.policy_loss.weight_use == "inside" and weight.level in ("turn", "turn_mean", "prefix"):
                 raise ValueError(
                     "correction.weight must be at level 'token', 'sequence' or 'sequence_mean' with "
-                    f"{name}, which multiplies the weights of a response's tokens, but got {weight.level!r}."
+                    f"{name}, which takes one weight for a response from those of its tokens, but got {weight.level!r}."
                 )
             if self.policy_loss.uses_ratio and (whole or weight.ratio != "old/sampling"):
                 raise ValueError(

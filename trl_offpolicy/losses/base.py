@@ -14,7 +14,7 @@ from trl_offpolicy.types import Scope, check_number
 
 WeightUse = Literal["multiply", "inside"]
 RatioLevel = Literal["token", "sequence_mean"]
-Field = Literal["sampling_log_ratios", "rewards", "group_ids", "entropies"]
+Field = Literal["sampling_log_ratios", "rewards", "group_ids", "group_rewards", "entropies"]
 
 
 class LossInputs(NamedTuple):
@@ -65,8 +65,11 @@ class PolicyLoss(Protocol):
 
     weight_use: ClassVar[WeightUse]
     uses_ratio: ClassVar[bool]
-    reads: ClassVar[tuple[Field, ...]]
     aggregation: ClassVar[Aggregation]
+
+    @property
+    def reads(self) -> tuple[Field, ...]:
+        """Fields that it needs."""
 
     @property
     def scope(self) -> Scope:
@@ -109,6 +112,11 @@ def rewards_of_group(inputs: LossInputs, loss: object, scope: Scope) -> tuple[Te
     rewards, group_ids = inputs.need("rewards", loss), inputs.need("group_ids", loss)
     member = group_members(group_ids, inputs.mask) & rewards.isfinite().T
     return rewards.T.expand(len(rewards), -1), member
+
+
+def group_fields(scope: Scope) -> tuple[Field, ...]:
+    """What :func:`rewards_of_group` reads."""
+    return ("group_rewards",) if scope == "row" else ("rewards", "group_ids")
 
 
 def check_level(level: str) -> None:

@@ -19,6 +19,7 @@ from trl_offpolicy.losses.base import (
     check_fraction,
     check_positive,
     check_reward_scope,
+    group_fields,
     own_logps,
     rewards_of_group,
 )
@@ -78,13 +79,17 @@ class OAPL:
     level: ClassVar[RatioLevel] = "token"
     weight_use: ClassVar[WeightUse] = "multiply"
     uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ("sampling_log_ratios", "rewards")
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta)
         check_positive(beta=self.beta, value_beta=self.value_beta)
         check_reward_scope(self.scope)
+
+    @property
+    def reads(self) -> tuple[Field, ...]:
+        """Its own reward, and those of the group."""
+        return tuple(dict.fromkeys(("sampling_log_ratios", "rewards", *group_fields(self.scope))))
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Loss of the response, (B, 1)."""

@@ -18,6 +18,7 @@ from trl_offpolicy.losses.base import (
     check_fraction,
     check_positive,
     check_reward_scope,
+    group_fields,
     rewards_of_group,
 )
 from trl_offpolicy.types import Scope, check_number
@@ -222,12 +223,16 @@ class QUATRO:
     level: ClassVar[RatioLevel] = "token"
     weight_use: ClassVar[WeightUse] = "multiply"
     uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
     aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_positive(radius=self.radius)
         check_reward_scope(self.scope)
+
+    @property
+    def reads(self) -> tuple[Field, ...]:
+        """The rewards of the group."""
+        return group_fields(self.scope)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Loss per token."""

@@ -92,4 +92,5 @@ def _required_fields(objective: Objective) -> tuple[str, ...]:
         required.append("group_ids")
     if any(isinstance(term, StalenessBound) for term in keep):
         required += ["policy_versions", "current_version"]
-    return tuple(required)
+    required += [field for field in objective.policy_loss.reads if field != "sampling_log_ratios"]
+    return tuple(dict.fromkeys(required))
