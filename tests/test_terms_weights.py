@@ -81,7 +81,7 @@ def test_weights_by_plain_loops(name, level):
         listed = seen.log_ratios.tolist(), seen.mask.tolist(), level, seen.turn_ids.tolist()
         ratios = [[plain.ratio(value) for value in row] for row in plain.aggregate(*listed)]
 
-        raw, bounded = make(level=level).weigh(seen)
+        raw, bounded, _ = make(level=level).weigh(seen)
 
         close(raw, torch.tensor(ratios))
         close(bounded, torch.tensor([[formula(value) for value in row] for row in ratios]))
@@ -114,7 +114,8 @@ def test_turns_stay_whole_when_an_earlier_term_dropped_a_token_in_the_middle():
 
 
 def test_shaped_weight():
-    raw, shaped = ShapedWeight(gamma=0.5).weigh(of_ratios([1.0, 0.5, 4.5, None]))
+    raw, shaped, by_design = ShapedWeight(gamma=0.5).weigh(of_ratios([1.0, 0.5, 4.5, None]))
+    assert by_design
 
     close(raw, torch.tensor([[1.0, 0.5, 4.5, 1.0]]))
     close(shaped, torch.tensor([[2 / 3, 0.5, 0.9, 2 / 3]]))
@@ -139,14 +140,14 @@ def test_shaped_weight_of_extreme_ratios_stays_inside_zero_and_one():
     ],
 )
 def test_prefix_min_weight(ratios, expected):
-    raw, bounded = PrefixMinWeight().weigh(of_ratios(ratios))
+    raw, bounded, _ = PrefixMinWeight().weigh(of_ratios(ratios))
 
     close(raw, torch.tensor([expected]))
     assert torch.equal(raw, bounded)
 
 
 def test_prefix_min_weight_is_capped():
-    raw, bounded = PrefixMinWeight(max_weight=2.5).weigh(of_ratios([2.0, 3.0, 0.5, 4.0]))
+    raw, bounded, _ = PrefixMinWeight(max_weight=2.5).weigh(of_ratios([2.0, 3.0, 0.5, 4.0]))
 
     close(raw, torch.tensor([[2.0, 6.0, 1.0, 2.0]]))
     close(bounded, torch.tensor([[2.0, 2.5, 1.0, 2.0]]))
@@ -170,7 +171,7 @@ def test_prefix_min_weight_is_at_most_the_prefix_product_where_all_ratios_exceed
 
 def test_prefix_weight_is_held_in_bounds_that_grow_with_the_root():
     # products 2, 4, 4, 1/2, 1/32 against 1.25^sqrt(t) above and 0.8^sqrt(t) below; t skips padding
-    raw, bounded = PrefixWeight().weigh(of_ratios([2.0, 2.0, None, 1.0, 1 / 8, 1 / 16]))
+    raw, bounded, _ = PrefixWeight().weigh(of_ratios([2.0, 2.0, None, 1.0, 1 / 8, 1 / 16]))
 
     close(raw, torch.tensor([[2.0, 4.0, 1.0, 4.0, 0.5, 1 / 32]]))
     roots = [1, math.sqrt(2), None, math.sqrt(3), 2, math.sqrt(5)]
@@ -179,7 +180,7 @@ def test_prefix_weight_is_held_in_bounds_that_grow_with_the_root():
 
 
 def test_prefix_weight_is_the_product_inside_its_bounds():
-    raw, bounded = PrefixWeight(low=0.5, high=3.0).weigh(of_ratios([1.5, 2.0, 0.4, 0.7]))
+    raw, bounded, _ = PrefixWeight(low=0.5, high=3.0).weigh(of_ratios([1.5, 2.0, 0.4, 0.7]))
 
     close(raw, torch.tensor([[1.5, 3.0, 1.2, 0.84]]))
     assert torch.equal(raw, bounded)
@@ -202,7 +203,7 @@ def test_prefix_weight_by_plain_loops():
 
 def test_ess_weight_caps_tokens():
     # as ess_cap by hand: 2.2 C^2 - 6 C + 0.6 = 0
-    raw, bounded = ESSWeight(target=0.8).weigh(of_ratios([1.0, 9.0, None], [1.0, 1.0, None]))
+    raw, bounded, _ = ESSWeight(target=0.8).weigh(of_ratios([1.0, 9.0, None], [1.0, 1.0, None]))
 
     cap = (6 + math.sqrt(36 - 5.28)) / 4.4
     close(raw, torch.tensor([[1.0, 9.0, 1.0], [1.0, 1.0, 1.0]]))
@@ -215,7 +216,7 @@ def test_ess_weight_caps_tokens():
 def test_ess_weight_reaches_its_target_with_the_largest_cap(level, target, scope):
     for seed in range(3):
         seen = random_inputs(seed)
-        raw, bounded = ESSWeight(target=target, level=level, scope=scope).weigh(seen)
+        raw, bounded, _ = ESSWeight(target=target, level=level, scope=scope).weigh(seen)
         by_row = raw.shape[1] == 1
         unit = seen.mask.any(-1, keepdim=True) if by_row else seen.mask
 
@@ -226,7 +227,7 @@ def test_ess_weight_reaches_its_target_with_the_largest_cap(level, target, scope
 
 
 def test_ess_weight_leaves_healthy_weights_alone():
-    raw, bounded = ESSWeight(target=0.5).weigh(of_ratios([1.0, 1.2, 0.9, None]))
+    raw, bounded, _ = ESSWeight(target=0.5).weigh(of_ratios([1.0, 1.2, 0.9, None]))
 
     assert torch.equal(raw, bounded)
 
@@ -245,7 +246,7 @@ def test_ess_weight_leaves_healthy_weights_alone():
     ids=["truncate", "shaped", "ess", "prefix_min", "prefix"],
 )
 def test_nothing_trainable_weighs_one_before_its_bounds(make, level, shape):
-    raw, bounded = make(level).weigh(inputs(torch.full(shape, NAN)))
+    raw, bounded, _ = make(level).weigh(inputs(torch.full(shape, NAN)))
 
     assert torch.equal(raw, torch.ones(shape[0], raw.shape[1]))
     assert bounded.shape == raw.shape and bounded.isfinite().all()
