@@ -73,4 +73,3 @@ def test_no_gradient_flows_and_inputs_stay_as_they_are():
     assert not values.requires_grad
     assert values.tolist() == [[1.0, 0.0, -20.0]]
     assert torch.equal(denominator, before)
-
