@@ -216,10 +216,10 @@ class Correction:
         ratios = RatioTable(batch)
         base = self._usable(batch, ratios)
         decisions, keep = self._keep(batch, ratios, base)
-        raw, bounded, shaped = self._weigh(ratios, base, keep)
-        normalizer = None if bounded is None else self._normalizer(bounded, batch.mask, both(base, keep))
-        applied = bounded if normalizer is None or bounded is None else bounded / normalizer
         keep_mask = both(base, keep)
+        raw, bounded, shaped = self._weigh(ratios, base if self.measure_on == "original" else keep_mask, keep)
+        normalizer = None if bounded is None else self._normalizer(bounded, batch.mask, keep_mask)
+        applied = bounded if normalizer is None or bounded is None else bounded / normalizer
         evidence = correction_stats.Evidence(
             decisions, keep, keep_mask, base is not batch.mask, raw, bounded, shaped, applied, normalizer
         )
@@ -268,9 +268,8 @@ class Correction:
                     keep = keep & ~violated
         return decisions, keep
 
-    def _weigh(self, ratios: RatioTable, base: Tensor, keep: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
+    def _weigh(self, ratios: RatioTable, measured: Tensor, keep: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
         """Product of the raw ratios and of the bounded weights, (B, 1) or (B, T); whether one is shaped."""
-        measured = base if self.measure_on == "original" else both(base, keep)
         raw: Tensor | None = None
         bounded: Tensor | None = None
         shaped = False

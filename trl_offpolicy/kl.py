@@ -14,7 +14,7 @@ from trl_offpolicy.functional.kl import (
     kl_estimate,
     ratio_weighted_kl,
 )
-from trl_offpolicy.types import check_number
+from trl_offpolicy.types import check_number, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class FixedKL:
     coef: float
 
     def __post_init__(self) -> None:
-        _check_positive("coef", self.coef)
+        check_number("coef", self.coef)
+        check_positive(coef=self.coef)
 
     def updated(self, kl: float, samples: int) -> FixedKL:
         """Itself, whatever was observed."""
@@ -51,7 +52,8 @@ class AdaptiveKL:
 
     def __post_init__(self) -> None:
         for name in ("coef", "target", "horizon"):
-            _check_positive(name, getattr(self, name))
+            check_number(name, getattr(self, name))
+        check_positive(coef=self.coef, target=self.target, horizon=self.horizon)
 
     def updated(self, kl: float, samples: int) -> AdaptiveKL:
         """With the coefficient of the next step; every rank gives the same, merged ``kl``."""
@@ -92,7 +94,7 @@ class KLPenalty:
         if self.estimator not in KL_ESTIMATORS:
             raise ValueError(f"estimator must be one of {list(KL_ESTIMATORS)}, but got {self.estimator!r}.")
         if self.ratio_clip is not None:
-            _check_positive("ratio_clip", self.ratio_clip)
+            check_positive(ratio_clip=self.ratio_clip)
             if not self.ratio_weighted:
                 raise ValueError("ratio_weighted must be True with ratio_clip, which clips that ratio, but got False.")
 
@@ -132,9 +134,3 @@ class KLPenalty:
             kind = type(self.coef).__name__
             raise ValueError(f"state must have the keys {list(self.state_dict())} of {kind}, but got {list(state)}.")
         return replace(self, coef=replace(self.coef, **state)) if isinstance(self.coef, AdaptiveKL) else self
-
-
-def _check_positive(field: str, value: float) -> None:
-    check_number(field, value)
-    if value <= 0:
-        raise ValueError(f"{field} must be positive and finite, but got {value}.")

@@ -69,6 +69,19 @@ def check_number(field: str, value: object) -> None:
         raise ValueError(f"{field} must be a finite number, but got {value!r}.")
 
 
+def check_positive(**values: float | None) -> None:
+    """Raise unless every value is a positive finite number (or None, where the field may be left open).
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    for field, value in values.items():
+        if value is not None:
+            check_number(field, value)
+            if value <= 0:
+                raise ValueError(f"{field} must be positive and finite, but got {value}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch:
     """A batch of B responses padded to T >= 1 tokens. Fields are (B, T) unless said; None where absent.

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.collective import gather_rows
+from trl_offpolicy.functional.groups import group_members
 
 ScaleRewards = Literal["group", "batch", "none"]
-_EPSILON = 1e-4  # as TRL adds to the standard deviation
+STD_EPSILON = 1e-4
+"""What TRL adds to a standard deviation before it divides."""
 
 
 def group_advantages(
@@ -39,16 +41,16 @@ def group_advantages(
     """
     here = counted & ~rewards.isnan()
     values = torch.where(here, rewards.float(), 0.0)
-    everyone, ids, present = gather_rows(values), gather_rows(group_ids), gather_rows(here)
-    member = (group_ids.unsqueeze(1) == ids.unsqueeze(0)) & present.unsqueeze(0)
+    everyone = gather_rows(values)
+    member = group_members(group_ids, here, across_ranks=True)
     count = member.sum(-1)
     mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
     advantages = torch.where(here & (count > 1), values - mean, 0.0)
     if scale_rewards == "none":
         return advantages
     if scale_rewards == "batch":
-        member = present.expand(len(rewards), -1)
+        member = gather_rows(here).expand(len(rewards), -1)
         count = member.sum(-1)
         mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
     squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
-    return advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + _EPSILON)
+    return advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + STD_EPSILON)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.advantages import group_advantages
+from trl_offpolicy.functional.advantages import STD_EPSILON, group_advantages
 from trl_offpolicy.functional.collective import gather_rows, sum_ranks
+from trl_offpolicy.functional.groups import group_members
 
-_EPSILON = 1e-4  # as TRL adds to the standard deviation
 _VARIANCE_EPSILON = 1e-8  # as verl and OpenRLHF add to the variance
 
 
@@ -37,7 +37,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor
         tensor([-1.5000, -3.0000,  4.5000])
     """
     here = counted & ~rewards.isnan()
-    count = _members(group_ids, here).sum(-1)
+    count = group_members(group_ids, here, across_ranks=True).sum(-1)
     centred = group_advantages(rewards, group_ids, counted, scale_rewards="none")
     return centred * count / (count - 1).clamp(min=1)
 
@@ -68,7 +68,7 @@ def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, impor
     here = counted & ~rewards.isnan()
     values = torch.where(here, rewards.float(), 0.0)
     energy = torch.where(here, importance.float(), 0.0)
-    member = _members(group_ids, here).double()
+    member = group_members(group_ids, here, across_ranks=True).double()
     everyone, energies = gather_rows(values).double(), gather_rows(energy).double()
     total, count = member @ energies, member.sum(-1)
     plain = (member @ everyone) / count.clamp(min=1.0)
@@ -106,7 +106,7 @@ def normalised_by_function(
     by_function = torch.stack(columns, dim=-1)
     total = by_function.sum(-1) if weights is None else by_function @ weights.to(by_function)
     mean, variance = _batch_moments(total, here.float())
-    return torch.where(here, (total - mean) / (variance.sqrt() + _EPSILON), 0.0)
+    return torch.where(here, (total - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
 
 
 def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
@@ -127,11 +127,6 @@ def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
     """
     mean, variance = _batch_moments(advantages, lengths.float())
     return torch.where(lengths > 0, (advantages - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON), 0.0)
-
-
-def _members(group_ids: Tensor, here: Tensor) -> Tensor:
-    """(B, N) bool: which of all ranks' counted rows are in the group of each row."""
-    return (group_ids.unsqueeze(1) == gather_rows(group_ids).unsqueeze(0)) & gather_rows(here).unsqueeze(0)
 
 
 def _batch_moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,12 +45,7 @@ def gather_flat(values: Tensor, *, padding: float) -> Tensor:
 
     Waits for the device (the longest vector sets the size); meant for once a generation, not for every step.
     """
-    flat = values.flatten()
-    if not is_distributed():
-        return flat
-    length = torch.tensor(flat.numel(), device=flat.device)
-    torch.distributed.all_reduce(length, op=torch.distributed.ReduceOp.MAX)
-    return gather_rows(torch.nn.functional.pad(flat, (0, int(length) - flat.numel()), value=padding))
+    return gather_padded(values.flatten().unsqueeze(0), padding=padding).flatten()
 
 
 def gather_padded(values: Tensor, *, padding: float) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trl_offpolicy.functional.booleans import any_true, count_true
 from trl_offpolicy.functional.collective import gather_rows
+from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 
 Level = Literal[
@@ -136,7 +137,6 @@ def group_mean(values: Tensor, active: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         (B,) of the dtype of ``values``.
     """
-    everyone, counted, ids = gather_rows(values), gather_rows(active), gather_rows(group_ids)
-    member = ((group_ids.unsqueeze(1) == ids.unsqueeze(0)) & counted.unsqueeze(0)).double()
-    total = member @ torch.where(counted, everyone, 0.0).double()
+    member = group_members(group_ids, active, across_ranks=True).double()
+    total = member @ gather_rows(torch.where(active, values, 0.0)).double()
     return (total / member.sum(-1).clamp(min=1.0)).to(values.dtype)

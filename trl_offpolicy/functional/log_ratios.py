@@ -51,3 +51,8 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
         torch.nan_to_num_(part, nan=0.0, posinf=0.0, neginf=0.0)  # so that 0 * x below is 0
         part.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).mul_(as_float(mask[rows]))
     return LogRatio(values, observed)
+
+
+def ratio_of(log_ratios: Tensor) -> Tensor:
+    """The ratios: exp of the log-ratios clamped to +-20 nats; carries their gradient where they are inside."""
+    return log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()

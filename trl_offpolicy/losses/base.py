@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.aggregation import Aggregation
+from trl_offpolicy.functional.booleans import any_true
+from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.levels import aggregate
-from trl_offpolicy.functional.policy_losses import LossTerms, group_members
-from trl_offpolicy.types import Scope, check_number
+from trl_offpolicy.functional.policy_losses import LossTerms
+from trl_offpolicy.types import Scope, check_positive
 
 WeightUse = Literal["multiply", "inside"]
 RatioLevel = Literal["token", "sequence_mean"]
@@ -110,7 +112,7 @@ def rewards_of_group(inputs: LossInputs, loss: object, scope: Scope) -> tuple[Te
             )
         return inputs.group_rewards, inputs.group_rewards.isfinite()
     rewards, group_ids = inputs.need("rewards", loss), inputs.need("group_ids", loss)
-    member = group_members(group_ids, inputs.mask) & rewards.isfinite().T
+    member = group_members(group_ids, any_true(inputs.mask), across_ranks=False) & rewards.isfinite().T
     return rewards.T.expand(len(rewards), -1), member
 
 
@@ -129,19 +131,6 @@ def check_reward_scope(scope: str) -> None:
     """Raise unless ``scope`` is "row" or "micro_batch"."""
     if scope not in ("row", "micro_batch"):
         raise ValueError(f"scope must be 'row' (group_rewards) or 'micro_batch', but got {scope!r}.")
-
-
-def check_positive(**values: float | None) -> None:
-    """Raise unless every value is a positive finite number (or None, where the field may be left open).
-
-    Raises:
-        ValueError: the message names the field.
-    """
-    for field, value in values.items():
-        if value is not None:
-            check_number(field, value)
-            if value <= 0:
-                raise ValueError(f"{field} must be positive and finite, but got {value}.")
 
 
 def check_fraction(**values: float) -> None:

@@ -17,10 +17,9 @@ from trl_offpolicy.losses.base import (
     WeightUse,
     at_level,
     check_level,
-    check_positive,
     own_logps,
 )
-from trl_offpolicy.types import Scope, check_number
+from trl_offpolicy.types import Scope, check_number, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

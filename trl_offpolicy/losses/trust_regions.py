@@ -16,12 +16,11 @@ from trl_offpolicy.losses.base import (
     RatioLevel,
     WeightUse,
     check_fraction,
-    check_positive,
     check_reward_scope,
     group_fields,
     rewards_of_group,
 )
-from trl_offpolicy.types import Scope, check_number
+from trl_offpolicy.types import Scope, check_number, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from trl_offpolicy.functional import weights
 from trl_offpolicy.functional.collective import gather_flat
 from trl_offpolicy.functional.levels import Level
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.terms.checks import check_fraction, check_level, check_ratio, check_ratio_bounds, check_scope
 from trl_offpolicy.terms.inputs import TermInputs, Weighed
 from trl_offpolicy.types import Ratio, Scope, check_number
@@ -140,7 +140,7 @@ class PrefixMinWeight:
 
     def weigh(self, inputs: TermInputs) -> Weighed:
         """The product of both factors, raw and capped."""
-        raw = _exp(weights.prefix_min_weight(inputs.log_ratios, inputs.mask))
+        raw = ratio_of(weights.prefix_min_weight(inputs.log_ratios, inputs.mask))
         return Weighed(raw, weights.truncate_weight(raw, max_weight=self.max_weight))
 
 
@@ -171,7 +171,7 @@ class PrefixWeight:
         walk = inputs.log_ratio_at("prefix")
         low, high = weights.prefix_bounds(inputs.mask, low=self.low, high=self.high)
         held = torch.minimum(torch.maximum(walk, low), high)
-        return Weighed(_exp(walk), _exp(held))
+        return Weighed(ratio_of(walk), ratio_of(held))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +199,6 @@ class ESSWeight:
         units = torch.where(unit, ratio, torch.inf)
         everyone = gather_flat(units, padding=torch.inf) if self.scope == "generation_batch" else units.flatten()
         return Weighed(ratio, torch.minimum(ratio, weights.ess_cap(everyone, target=self.target)))
-
-
-def _exp(log_weights: Tensor) -> Tensor:
-    return log_weights.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 def _check(level: str, ratio: str) -> None:

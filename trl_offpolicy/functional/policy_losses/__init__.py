@@ -1,6 +1,6 @@
 """Policy losses as pure functions of tensors, by what they treat as one action."""
 
-from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean, ratio_of, unit_ratio
+from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean, unit_ratio
 from trl_offpolicy.functional.policy_losses.covariance import clip_cov, first_ranked, kl_cov, token_covariance
 from trl_offpolicy.functional.policy_losses.responses import entropy_groups, espo, oapl, soft_value, st_ppo, topr
 from trl_offpolicy.functional.policy_losses.sequences import VESPO_LOG_FLOOR, gmpo, gspo_token, tbpo, vespo_phi
@@ -8,7 +8,6 @@ from trl_offpolicy.functional.policy_losses.tokens import aspo, cispo, dispo, dr
 from trl_offpolicy.functional.policy_losses.trust_regions import (
     BinaryDivergence,
     dppo,
-    group_members,
     group_ratio_variance,
     m2po,
     quatro,
@@ -29,7 +28,6 @@ __all__ = [
     "espo",
     "first_ranked",
     "gmpo",
-    "group_members",
     "group_ratio_variance",
     "gspo_token",
     "kl_cov",
@@ -39,7 +37,6 @@ __all__ = [
     "ppo_clip",
     "quatro",
     "r2vpo",
-    "ratio_of",
     "sapo",
     "soft_value",
     "st_ppo",

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-
 
 class LossTerms(NamedTuple):
     """A loss per token, where its clip was active (bool, None = it does not clip on that side), and its soft gate."""
@@ -17,11 +15,6 @@ class LossTerms(NamedTuple):
     clipped_low: Tensor | None = None
     clipped_high: Tensor | None = None
     gate: Tensor | None = None
-
-
-def ratio_of(log_ratios: Tensor) -> Tensor:
-    """The ratios: exp of the log-ratios clamped to +-20 nats; carries their gradient where they are inside."""
-    return log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 def unit_ratio(logps: Tensor) -> Tensor:

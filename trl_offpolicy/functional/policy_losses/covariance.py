@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean, ratio_of
+from trl_offpolicy.functional.log_ratios import ratio_of
+from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.levels import aggregate
-from trl_offpolicy.functional.policy_losses.common import LossTerms, ratio_of
+from trl_offpolicy.functional.log_ratios import ratio_of
+from trl_offpolicy.functional.policy_losses.common import LossTerms
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 
 

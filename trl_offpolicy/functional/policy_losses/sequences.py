@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.levels import aggregate
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-from trl_offpolicy.functional.policy_losses.common import LossTerms, ratio_of
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
+from trl_offpolicy.functional.policy_losses.common import LossTerms
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 
 GMPO_WEIGHT_FLOOR = math.log(1e-10)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.policy_losses.common import LossTerms, ratio_of, unit_ratio
+from trl_offpolicy.functional.log_ratios import ratio_of
+from trl_offpolicy.functional.policy_losses.common import LossTerms, unit_ratio
 
 
 def ppo_clip(

@@ -8,10 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.booleans import any_true
+from trl_offpolicy.functional.groups import group_members
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.masks import divergence as divergence_of
 from trl_offpolicy.functional.masks import second_moment_budget
-from trl_offpolicy.functional.policy_losses.common import LossTerms, ratio_of
+from trl_offpolicy.functional.policy_losses.common import LossTerms
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 
 BinaryDivergence = Literal["tv", "kl"]
@@ -75,15 +77,10 @@ def m2po(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float)
     return LossTerms(loss, out & (advantages < 0), out & (advantages > 0))
 
 
-def group_members(group_ids: Tensor, mask: Tensor) -> Tensor:
-    """(B, B) bool: the rows of this call with a trainable token that share the group of each row."""
-    return (group_ids.unsqueeze(1) == group_ids.unsqueeze(0)) & mask.any(-1).unsqueeze(0)
-
-
 def group_ratio_variance(log_ratios: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
     """Variance of the token ratios over the trainable tokens of each row's group in this call, (B, 1). No gradient."""
     ratios = torch.where(mask, ratio_of(log_ratios.detach()), 0.0).double()
-    member = group_members(group_ids, mask).double()
+    member = group_members(group_ids, any_true(mask), across_ranks=False).double()
     count = (member @ mask.sum(-1, keepdim=True).double()).clamp(min=1)
     mean = member @ ratios.sum(-1, keepdim=True) / count
     square = member @ ratios.square().sum(-1, keepdim=True) / count
