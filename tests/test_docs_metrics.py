@@ -91,7 +91,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 11
+    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12
 
 
 @pytest.mark.parametrize("preset", op.presets.names())

@@ -754,6 +754,7 @@ def test_loss_stats():
         {
             "policy": -0.475,  # (-1.2 - 1 - 0.5 + 0.8) / 4
             "kl": (1 - L) / 2,  # 2 (1 - L) / 4, without its coefficient
+            "kl_coef": 0.1,
             "entropy": 0.0,
             "clip_low_fraction": 0.25,
             "clip_high_fraction": 0.25,

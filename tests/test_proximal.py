@@ -124,12 +124,12 @@ def test_interpolation_needs_the_policy_that_sampled():
 def test_averaged_over_the_steps_on_a_batch():
     rule = proximal.AveragedProximal(decay=0.5)
     first = batch()
-    second = replace(first, per_token_logps=first.per_token_logps - 1)
+    second = replace(first, per_token_logps=first.per_token_logps - 1, current_version=11)
 
     past = rule.step(first)
     again = rule.step(second, past)
 
-    assert (past.count, again.count) == (2, 3)
+    assert (past.count.tolist(), again.count.tolist()) == ([[2]], [[3]])
     old, one, two = first.old_per_token_logps[0, 0], first.per_token_logps[0, 0], second.per_token_logps[0, 0]
     assert again.logps[0, 0].item() == pytest.approx(((old / 4 + one / 2 + two) / 1.75).item(), abs=1e-6)
     assert torch.equal(rule(first).nan_to_num(), past.logps.nan_to_num())
@@ -166,3 +166,100 @@ def test_the_centre_moves_the_ratio_of_the_loss():
 def test_settings_that_mean_nothing(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# ----------------------------------------------------------------------------------------------------- in the objective
+
+LOSS = op.losses.PPOClip(low=0.15, high=0.15)
+AVERAGED = proximal.AveragedProximal(decay=0.5)
+
+
+def ratios(value):
+    """One row of two tokens: old/sampling = 2, current/old = ``value``; four versions old."""
+    return policy_batch([[2.0, 2.0]], [[value, value]], policy_versions=torch.tensor([6]), current_version=10)
+
+
+@pytest.mark.parametrize(("current", "clipped"), [(1.1, False), (1.4, False), (1.6, True)])
+def test_only_the_clip_moves_with_the_centre(current, clipped):
+    """Before it clips, the loss on a centre is the plain importance-weighted one: each factor once."""
+    data = ratios(current)
+    out = op.Objective(policy_loss=LOSS, proximal=AVERAGED)(data)
+    (gradient,) = torch.autograd.grad(out.loss, data.per_token_logps)
+
+    centre = current ** (2 / 3)  # of old: the average has weight 1/2 on old, 1 on current
+    assert (current / centre > 1.15) == clipped and current > 1.0
+    assert out.loss.item() == pytest.approx(-1.15 * centre if clipped else -current, abs=1e-5)
+    assert gradient[0].tolist() == pytest.approx([0.0 if clipped else -current / 2] * 2, abs=1e-5)
+
+
+def test_without_old_log_probs_the_weight_goes_up_to_the_centre():
+    """weight x ratio = (centre/mu) (current/centre) = current/mu = 2 x 1.1, not (current/mu) (current/centre)."""
+    data = replace(ratios(1.1), old_per_token_logps=None)
+    weight = op.Correction(weight=op.RawWeight())
+    out = op.Objective(
+        policy_loss=op.losses.PPOClip(high=0.3), proximal=proximal.InterpolatedProximal(), correction=weight
+    )(data)
+
+    assert out.weights[0].tolist() == pytest.approx([2.2**0.75] * 2, abs=1e-5)
+    assert out.loss.item() == pytest.approx(-2.2, abs=1e-5)
+    assert not any(key.startswith("offpolicy/staleness") for key in out.stats)
+
+
+def test_with_old_log_probs_weights_and_mismatch_stay_those_of_the_engine():
+    weight = op.Correction(weight=op.RawWeight())
+    out = op.Objective(policy_loss=LOSS, proximal=proximal.InterpolatedProximal(), correction=weight)(ratios(1.1))
+
+    assert out.weights[0].tolist() == pytest.approx([2.0, 2.0], abs=1e-5)
+    assert float(out.stats["mismatch/kl_k1"]) == pytest.approx(-math.log(2), abs=1e-5)
+    assert out.loss.item() == pytest.approx(-2.2, abs=1e-5)
+
+
+def test_rows_of_the_current_version_are_their_own_centre():
+    fresh = replace(ratios(1.1), old_per_token_logps=None, policy_versions=torch.tensor([10]))
+    weight = op.Correction(weight=op.RawWeight())
+    out = op.Objective(policy_loss=LOSS, proximal=proximal.InterpolatedProximal(), correction=weight)(fresh)
+
+    assert out.weights[0].tolist() == pytest.approx([2.2, 2.2], abs=1e-5)
+    assert out.loss.item() == pytest.approx(-2.2, abs=1e-5)
+
+
+def test_an_average_counts_every_version_once():
+    """At the version that sampled the current policy is old; a second micro-step at the same weights adds nothing."""
+    fresh = replace(ratios(1.0), policy_versions=torch.tensor([10]))
+    first = AVERAGED.step(fresh)
+    moved = replace(ratios(3.0), policy_versions=torch.tensor([10]), current_version=11)
+    second = AVERAGED.step(moved, first)
+
+    assert torch.equal(first.logps, fresh.old_per_token_logps) and first.count.tolist() == [[1]]
+    assert AVERAGED.step(moved, second) is second
+    assert (second.logps - fresh.old_per_token_logps)[0].tolist() == pytest.approx([2 / 3 * math.log(3)] * 2, abs=1e-5)
+
+
+def test_the_objective_hands_the_average_on():
+    objective = op.Objective(policy_loss=LOSS, proximal=AVERAGED)
+    first = objective(ratios(1.1))
+    again = objective(replace(ratios(1.2), current_version=11, past_average=first.average))
+
+    assert first.average.version == 10 and again.average.version == 11
+    assert op.Objective()(ratios(1.1)).average is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "bypass"}, "in bypass mode with PPOClip, which takes no ratio against it"),
+        ({"policy_loss": op.losses.GPG()}, "with GPG, which takes no ratio"),
+        ({"policy_loss": op.losses.TOPR()}, "with TOPR, which takes no ratio"),
+        ({"policy_loss": op.losses.VESPO()}, "with VESPO, which reads one weight for a response"),
+    ],
+)
+def test_losses_without_a_centre_refuse_one(options, message):
+    with pytest.raises(ValueError, match=rf"^proximal must be RecomputedProximal\(\) .*{message}"):
+        op.Objective(**{"aggregation": "seq_mean_token_sum", **options, "proximal": AVERAGED})
+
+
+def test_a_centre_is_given_once():
+    with pytest.raises(ValueError, match=r"^proximal_per_token_logps must be None with AveragedProximal"):
+        op.Objective(proximal=AVERAGED)(replace(ratios(1.1), proximal_per_token_logps=torch.zeros(1, 2)))
+    with pytest.raises(TypeError, match=r"^proximal must be one of trl_offpolicy\.proximal, but got 'averaged'"):
+        op.Objective(proximal="averaged")

@@ -36,7 +36,7 @@ MASKS = [name for name, value in VALID.items() if value.dtype == torch.bool]
 
 
 def test_every_field_is_covered_here():
-    assert {*VALID, "current_version"} == {item.name for item in fields(PolicyBatch)}
+    assert {*VALID, "current_version", "past_average"} == {item.name for item in fields(PolicyBatch)}
     assert set(FLOATS) | set(INTEGERS) | set(MASKS) == set(VALID)
 
 

@@ -16,18 +16,19 @@ from trl_offpolicy.types import PolicyBatch
 
 
 class LossParts(NamedTuple):
-    """Terms of the policy loss, policy and KL per token (B, T), and what was kept."""
+    """Terms of the policy loss, policy and KL per token (B, T), the KL's coefficient, and what was kept."""
 
     terms: LossTerms
     policy: Tensor
     kl: Tensor | None
+    kl_coef: float
     keep_mask: Tensor
 
 
 _LAYOUT = Layout(
     sums=(
         "tokens", "units", "policy", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite",
-        "nonfinite_reference", "gate",
+        "nonfinite_reference", "gate", "calls", "kl_coef",
     ),
     maxima=("row_clip_low_min_negated", "row_clip_high_max"),
 )  # fmt: skip
@@ -47,6 +48,7 @@ def _row_high(m: Moments) -> Tensor:
 _FINALIZERS: Mapping[str, Finalizer] = {
     "policy": fraction("policy", "tokens"),
     "kl": fraction("kl", "tokens"),
+    "kl_coef": fraction("kl_coef", "calls"),
     "entropy": fraction("entropy", "tokens"),
     "clip_low_fraction": fraction("clip_low", "units"),
     "clip_high_fraction": fraction("clip_high", "units"),
@@ -91,6 +93,8 @@ def loss_stats(batch: PolicyBatch, parts: LossParts) -> Stats:
         (mask & ~(batch.per_token_logps.abs() < torch.inf)).sum(),
         zero if reference is None else (mask & ~(reference.abs() < torch.inf)).sum(),
         zero if gate is None else torch.where(unit, gate, 0.0).sum(),
+        zero + 1,
+        zero.double() + parts.kl_coef,
     ]
     none = low_rows.new_full((1,), -torch.inf)  # a batch without rows
     maxima = [torch.cat([-low_rows, none]).amax(), torch.cat([high_rows, none]).amax()]

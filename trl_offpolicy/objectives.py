@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
@@ -10,11 +10,20 @@ from torch import Tensor
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
-from trl_offpolicy.functional.kl import reference_log_ratio
-from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.kl import KLPenalty
 from trl_offpolicy.losses import LossInputs, PolicyLoss, PPOClip
 from trl_offpolicy.objective_stats import LossParts, loss_stats
+from trl_offpolicy.objective_terms import (
+    centre_shift,
+    check_current,
+    kl_term,
+    no_correction,
+    policy_log_ratio,
+    policy_mask,
+    policy_term,
+    shifted,
+)
+from trl_offpolicy.proximal import Average, AveragedProximal, Proximal, RecomputedProximal
 from trl_offpolicy.types import (
     SCOPES,
     CorrectionOutput,
@@ -46,6 +55,9 @@ class Objective:
         mode: "decoupled": three policies, the loss's ratio is pi / pi_old (or pi / proximal) and weights hold
             old/sampling. "bypass": two policies, the loss's ratio is pi / mu and holds the whole shift already; terms
             then read current/sampling.
+        proximal: centre of the trust region, see :mod:`trl_offpolicy.proximal`. "Recomputed" (default): pi_old, or
+            the batch's ``proximal_per_token_logps``. With the others the policy term is proximal/old times the loss on
+            current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
 
     Raises:
         ValueError: an unknown option, or a factor of pi / mu that would be counted twice.
@@ -68,6 +80,7 @@ class Objective:
     aggregation: Aggregation = "token_mean"
     denominator: Denominator = "all"
     mode: Mode = "decoupled"
+    proximal: Proximal = field(default_factory=RecomputedProximal)
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -97,7 +110,26 @@ class Objective:
         if published not in (None, self.aggregation):
             name = type(self.policy_loss).__name__
             raise ValueError(f"aggregation must be {published!r} with {name}, but got {self.aggregation!r}.")
+        self._check_centre()
         self._check_counted_once()
+
+    def _check_centre(self) -> None:
+        """A centre of its own needs a loss whose ratio is taken against it, and weights that it can be moved out to."""
+        if not isinstance(self.proximal, Proximal):
+            raise TypeError(f"proximal must be one of trl_offpolicy.proximal, but got {self.proximal!r}.")
+        if isinstance(self.proximal, RecomputedProximal):
+            return
+        name = type(self.policy_loss).__name__
+        if self.mode == "bypass" or self._loss_reads_sampling or not self.policy_loss.uses_ratio:
+            raise ValueError(
+                f"proximal must be RecomputedProximal() in {self.mode} mode with {name}, which takes no ratio against "
+                f"it, but got {self.proximal!r}."
+            )
+        if self.policy_loss.weight_use == "inside":
+            raise ValueError(
+                f"proximal must be RecomputedProximal() with {name}, which reads one weight for a response and not "
+                f"proximal/old by token, but got {self.proximal!r}."
+            )
 
     def _check_counted_once(self) -> None:
         """Each factor of pi / mu = (pi / pi_old)(pi_old / mu) may stand in the loss or in a weight, not in both."""
@@ -148,25 +180,43 @@ class Objective:
                 ``loss/nonfinite_current``, so as not to wait for the device; the trainers raise once a step).
         """
         reduction = reduction or Reduction()
-        _check_current(batch)
-        corrected = _no_correction(batch) if self.correction is None else self.correction(batch)
-        inputs = self._inputs(batch, corrected)
+        check_current(batch)
+        batch, average = self._centred(batch)
+        shift = None if isinstance(self.proximal, RecomputedProximal) else centre_shift(batch, self.policy_loss.level)
+        corrected = no_correction(batch) if self.correction is None else self.correction(batch)
+        used = corrected if shift is None else shifted(corrected, shift)
+        inputs = self._inputs(batch, used)
         terms = self.policy_loss(inputs)
-        policy = _policy_term(self.policy_loss, terms.loss, batch, corrected)
-        kl = None if self.kl is None else _kl_term(self.kl, self.policy_loss, batch, inputs)
-        per_token = policy if kl is None or self.kl is None else policy + self.kl.beta * self._masked_kl(kl, corrected)
+        policy = policy_term(self.policy_loss, terms.loss, batch, used)
+        kl = None if self.kl is None else kl_term(self.kl, self.policy_loss, batch, inputs, shift)
+        beta = 0.0 if self.kl is None else self.kl.beta
+        per_token = policy if kl is None else policy + beta * self._masked_kl(kl, corrected)
         loss = self._reduce(per_token, batch.mask, corrected.keep_mask, reduction)
         bonus = self._entropy_bonus(batch)
         if bonus is not None:
             loss = loss - self.entropy_coef * bonus / reduction.accumulation
-        parts = LossParts(terms, policy, kl, corrected.keep_mask)
+        parts = LossParts(terms, policy, kl, beta, corrected.keep_mask)
         return ObjectiveOutput(
             loss=loss,
             per_token_loss=per_token,
             weights=corrected.weights,
             keep_mask=corrected.keep_mask,
             stats=corrected.stats.union(loss_stats(batch, parts)),
+            average=average,
         )
+
+    def _centred(self, batch: PolicyBatch) -> tuple[PolicyBatch, Average | None]:
+        """The batch with the proximal log-probs, and the average that the next step on its rows goes on from."""
+        if isinstance(self.proximal, RecomputedProximal):
+            return batch, None
+        if batch.proximal_per_token_logps is not None:
+            raise ValueError(
+                f"proximal_per_token_logps must be None with {self.proximal!r}, which makes them, but got a tensor."
+            )
+        if isinstance(self.proximal, AveragedProximal):
+            average = self.proximal.step(batch, batch.past_average)
+            return replace(batch, proximal_per_token_logps=average.logps), average
+        return replace(batch, proximal_per_token_logps=self.proximal(batch)), None
 
     def _inputs(self, batch: PolicyBatch, corrected: CorrectionOutput) -> LossInputs:
         centre = self._centre(batch)
@@ -176,11 +226,11 @@ class Objective:
         entropies = batch.entropies if "entropies" in getattr(self.policy_loss, "reads", ()) else None
         return LossInputs(
             logps=logps,
-            log_ratios=_policy_log_ratio(logps, centre, batch.mask),
+            log_ratios=policy_log_ratio(logps, centre, batch.mask),
             advantages=batch.token_advantages,
             mask=batch.mask,
             weights=corrected.weights if compact is None else compact,
-            sampling_log_ratios=None if sampling is None else _policy_log_ratio(logps, sampling, batch.mask),
+            sampling_log_ratios=None if sampling is None else policy_log_ratio(logps, sampling, batch.mask),
             rewards=None if batch.rewards is None else batch.rewards.float().unsqueeze(1),
             group_ids=batch.group_ids,
             group_rewards=None if batch.group_rewards is None else batch.group_rewards.float(),
@@ -220,50 +270,4 @@ class Objective:
             return None
         if batch.entropies is None:
             raise ValueError(f"entropies must be given when entropy_coef is {self.entropy_coef}, but got None.")
-        return aggregate_loss(batch.entropies.float(), _policy_mask(batch), "token_mean")
-
-
-def _no_correction(batch: PolicyBatch) -> CorrectionOutput:
-    """Weight 1, nothing dropped; the mismatch is still measured where the batch has sampling log-probs."""
-    return Correction()(batch)
-
-
-def _check_current(batch: PolicyBatch) -> None:
-    if batch.per_token_logps.device.type == "cpu":
-        finite = batch.per_token_logps.detach().abs() < torch.inf
-        if not bool((finite | ~batch.mask).all()):
-            raise ValueError(NONFINITE_CURRENT)
-
-
-NONFINITE_CURRENT = (
-    "per_token_logps must be finite on trainable tokens, but got NaN or infinity: the model itself returned it. "
-    "Masking cannot help (0 * NaN stays NaN in the model's backward). Look for a diverged learning rate, an fp16 "
-    "overflow or broken weights."
-)
-
-
-def _policy_log_ratio(logps: Tensor, centre: Tensor | None, mask: Tensor) -> Tensor:
-    """log(pi / centre) with gradient; exactly 0 in value on padding and where the centre is not finite."""
-    here = logps.detach()
-    reference = here if centre is None else centre.detach().float()
-    usable = mask & (reference.abs() < torch.inf)
-    return torch.where(mask, logps, 0.0) - torch.where(mask, torch.where(usable, reference, here), 0.0)
-
-
-def _policy_mask(batch: PolicyBatch) -> Tensor:
-    return batch.mask if batch.policy_mask is None else batch.mask & (batch.policy_mask != 0)
-
-
-def _policy_term(loss: PolicyLoss, per_token: Tensor, batch: PolicyBatch, corrected: CorrectionOutput) -> Tensor:
-    """(B, T): weighted, zero on padding, on dropped tokens and outside ``policy_mask``."""
-    weighted = per_token * corrected.weights if loss.weight_use == "multiply" else per_token
-    return torch.where(corrected.keep_mask & _policy_mask(batch), weighted, 0.0)
-
-
-def _kl_term(kl: KLPenalty, loss: PolicyLoss, batch: PolicyBatch, inputs: LossInputs) -> Tensor:
-    """(B, T) estimate of KL(pi || ref), nats, with gradient; 0 where the reference is not finite."""
-    if batch.ref_per_token_logps is None:
-        raise ValueError("ref_per_token_logps must be given when kl is set, but got None.")
-    log_ratios = reference_log_ratio(inputs.logps, batch.ref_per_token_logps, batch.mask)
-    ratio = inputs.log_ratios if loss.level == "token" else aggregate(inputs.log_ratios, inputs.mask, loss.level)
-    return kl(log_ratios, ratio)
+        return aggregate_loss(batch.entropies.float(), policy_mask(batch), "token_mean")

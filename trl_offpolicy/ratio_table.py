@@ -18,7 +18,9 @@ class RatioTable:
         self._known: dict[tuple[str, str], LogRatio] = {}
 
     def __getitem__(self, ratio: Ratio) -> LogRatio:
-        numerator, denominator = (self._resolve(name) for name in ratio.split("/"))
+        return self._between(*(self._resolve(name) for name in ratio.split("/")))
+
+    def _between(self, numerator: str, denominator: str) -> LogRatio:
         if (numerator, denominator) not in self._known:
             batch = self._batch
             self._known[numerator, denominator] = log_ratio(
@@ -37,10 +39,10 @@ class RatioTable:
         """What a term on ``ratio`` sees when it measures ``mask`` and ``keep`` is still in the loss."""
         batch = self._batch
         return TermInputs(
-            log_ratios=self[ratio].values,
+            log_ratios=self._between(*(self._centred(name) for name in ratio.split("/"))).values,
             mask=mask,
             advantages=batch.token_advantages,
-            denominator_logps=batch.logps(ratio.rpartition("/")[2]),
+            denominator_logps=batch.logps(self._centred(ratio.rpartition("/")[2])),
             turn_ids=batch.turn_ids,
             group_ids=batch.group_ids,
             version_lags=batch.version_lags,
@@ -51,3 +53,12 @@ class RatioTable:
     def _resolve(self, policy: str) -> str:
         """``old`` is the current policy where the batch has no old log-probs."""
         return "current" if policy == "old" and self._batch.old_per_token_logps is None else policy
+
+    def _centred(self, policy: str) -> str:
+        """For terms: ``old`` is the centre of the loss's ratio where the batch has no old log-probs.
+
+        The loss then holds current/proximal and the weight proximal/sampling: each factor once.
+        """
+        if policy == "old" and self._batch.old_per_token_logps is None:
+            return "current" if self._batch.proximal_per_token_logps is None else "proximal"
+        return policy

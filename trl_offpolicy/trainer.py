@@ -21,7 +21,8 @@ from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.correction_stats import noise_floor
 from trl_offpolicy.engines.colocate import colocate_engine
 from trl_offpolicy.functional.advantages import ScaleRewards
-from trl_offpolicy.objectives import NONFINITE_CURRENT, Objective
+from trl_offpolicy.objective_terms import NONFINITE_CURRENT
+from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.recording import RolloutRecorder
 from trl_offpolicy.staging import Stages

@@ -18,6 +18,7 @@ from torch import Tensor
 from trl_offpolicy.functional.booleans import count_true
 
 if TYPE_CHECKING:
+    from trl_offpolicy.proximal import Average
     from trl_offpolicy.stats import Stats
 
 Ratio = Literal["old/sampling", "current/old", "current/sampling"]
@@ -109,6 +110,7 @@ class PolicyBatch:
         decided_weights: (B, 1) or (B, T), float32 weights that a correction of wider scope gave before the batch was
             split. Its ``sequence_weights`` (B, 1) where it has them: a loss with the weights inside reads each once.
         decided_keep: bool, likewise its keep mask.
+        past_average: what ``AveragedProximal`` returned for these rows in the optimizer step before; None = nothing yet.
 
     Raises:
         ValueError: a field's shape does not fit ``per_token_logps``.
@@ -133,10 +135,11 @@ class PolicyBatch:
     current_version: int | None = None
     decided_weights: Tensor | None = None
     decided_keep: Tensor | None = None
+    past_average: Average | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if item.name == "current_version":
+            if item.name in ("current_version", "past_average"):
                 continue
             value = getattr(self, item.name)
             required = item.name in ("per_token_logps", "completion_mask", "advantages")
@@ -210,11 +213,14 @@ class PolicyBatch:
         return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
 
     def logps(self, policy: str) -> Tensor:
-        """Log-probs (B, T) of ``"current"``, ``"old"`` or ``"sampling"``, detached.
+        """Log-probs (B, T) of ``"current"``, ``"old"``, ``"proximal"`` or ``"sampling"``, detached.
 
         Raises:
             ValueError: the sampling log-probs are asked for but absent.
         """
+        if policy == "proximal" and self.proximal_per_token_logps is not None:
+            return self.proximal_per_token_logps.detach()
+        policy = "old" if policy == "proximal" else policy
         if policy == "current" or (policy == "old" and self.old_per_token_logps is None):
             return self.per_token_logps.detach()
         if policy == "old":
@@ -267,10 +273,14 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """What an :class:`~trl_offpolicy.Objective` returns; only ``loss`` and ``per_token_loss`` carry gradient."""
+    """What an :class:`~trl_offpolicy.Objective` returns; only ``loss`` and ``per_token_loss`` carry gradient.
+
+    ``average`` is the ``past_average`` of the next step on the same rows, with ``AveragedProximal``; else None.
+    """
 
     loss: Tensor
     per_token_loss: Tensor
     weights: Tensor
     keep_mask: Tensor
     stats: Stats
+    average: Average | None = None

@@ -46,7 +46,7 @@ def interpolated_logps(
 
 
 @torch.no_grad()
-def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: int) -> Tensor:
+def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: int | Tensor) -> Tensor:
     """Exponentially weighted moving average of log-probs: (decay n prev + current) / (decay n + 1).
 
     n = 1 + decay + ... + decay^(count - 1) is the weight that ``previous`` carries already, so that the first policies
@@ -57,7 +57,7 @@ def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: in
         previous: (B, T) average so far, nats; at first the log-probs of pi_old.
         current: (B, T) log pi, nats; detached here.
         decay: in [0, 1]; 0 = the current policy, 1 = the plain mean.
-        count: policies averaged in ``previous``, at least 1.
+        count: policies averaged in ``previous``, at least 1; a number, or integer (B, 1) or (B, T).
 
     Returns:
         (B, T) float32, no gradient.
@@ -71,7 +71,7 @@ def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: in
     """
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"decay must be in [0, 1], but got {decay}.")
-    if count < 1:
+    if not isinstance(count, Tensor) and count < 1:
         raise ValueError(f"count must be at least 1, but got {count}.")
-    carried = sum(decay**power for power in range(1, count + 1))  # decay * n
+    carried = count if decay == 1.0 else decay * (1 - decay**count) / (1 - decay)  # decay * n
     return (carried * previous.float() + current.float()) / (carried + 1)
