@@ -1,0 +1,188 @@
+"""Requests to a vLLM server: a time limit each, bounded retries with back-off, one clear error at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+from trl_offpolicy.engines.engine import EngineUnreachable
+from trl_offpolicy.types import check_number, check_positive
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CONNECT_TIMEOUT = 10.0
+_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+
+
+class Refused(Exception):
+    """The server answered, with an error that another try would not change."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long to wait for a server.
+
+    Args:
+        timeout: seconds for one request.
+        retries: further tries after a failed one; waits of 1, 2, 4, ... seconds (at most 30) lie between them.
+        start_timeout: seconds to wait for a server that is starting.
+    """
+
+    timeout: float = 600.0
+    retries: int = 5
+    start_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_positive(timeout=self.timeout, start_timeout=self.start_timeout)
+        check_number("retries", self.retries)
+        if type(self.retries) is not int or self.retries < 0:
+            raise ValueError(f"retries must be a whole number >= 0, but got {self.retries!r}.")
+
+    def pause(self, attempt: int) -> float:
+        """Seconds to wait after failed try ``attempt`` (0, 1, ...)."""
+        return min(2.0**attempt, 30.0)
+
+
+class ServerClient:
+    """JSON over HTTP with one server.
+
+    Args:
+        base_url: ``http://host:port``.
+        api_key: sent as a bearer token; None = the variable ``VLLM_API_KEY`` if set.
+        patience: time limits.
+
+    Raises:
+        ValueError: ``base_url`` is no http(s) address.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, patience: Patience | None = None) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"base_url must look like http://127.0.0.1:8000, but got {base_url!r}.")
+        self.base_url = base_url.rstrip("/")
+        self.is_local = parts.hostname in LOOPBACK
+        self.patience = patience or Patience()
+        self._session = requests.Session()
+        self._session.trust_env = not self.is_local  # a proxy must not see requests to this machine
+        self._session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
+        if key := api_key or os.environ.get("VLLM_API_KEY"):
+            self._session.headers["Authorization"] = f"Bearer {key}"
+
+    def get(self, path: str, **params: Any) -> Any:
+        """The answer's JSON, after retries."""
+        return self.ask("GET", path, params=params)
+
+    def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> Any:
+        """The answer's JSON, after retries; keyword arguments as for :meth:`ask`."""
+        return self.ask("POST", path, json=body, **kwargs)
+
+    def ask(
+        self, method: str, path: str, *, recover: Callable[[], None] | None = None, final: int = 0, **kwargs: Any
+    ) -> Any:
+        """One request with retries; a server that went away is waited for.
+
+        Args:
+            method: GET or POST.
+            path: of the route.
+            recover: runs before each further try.
+            final: a status that is an answer here, not a reason for another try.
+            **kwargs: for ``requests``.
+
+        Raises:
+            Refused: an answer that another try would not change (400, 401, 404, ...).
+            EngineUnreachable: no usable answer after all tries.
+        """
+        last = ""
+        for attempt in range(self.patience.retries + 1):
+            try:
+                if attempt:
+                    self.wait_until_up()
+                if attempt and recover is not None:
+                    recover()
+                return self.once(method, path, final=final, **kwargs)
+            except (requests.RequestException, _Transient) as error:
+                last = _short(error)
+            if attempt < self.patience.retries:
+                pause = self.patience.pause(attempt)
+                logger.warning("%s %s failed (%s); trying again in %.0f s.", method, path, last, pause)
+                time.sleep(pause)
+        raise EngineUnreachable(
+            f"The vLLM server at {self.base_url} gave no usable answer to {method} {path} in "
+            f"{self.patience.retries + 1} tries; the last: {last}. Look at the server's log, start it again "
+            "(trl-offpolicy serve) and resume from the last checkpoint."
+        )
+
+    def once(self, method: str, path: str, *, final: int = 0, **kwargs: Any) -> Any:
+        """One request, one try."""
+        limit = (CONNECT_TIMEOUT, self.patience.timeout)
+        response = self._session.request(method, self.base_url + path, timeout=limit, **kwargs)
+        if response.status_code in _TRANSIENT and response.status_code != final:
+            raise _Transient(f"{response.status_code} {_message(response)}")
+        if response.status_code != 200:
+            raise Refused(response.status_code, _message(response))
+        return _json(response)
+
+    def is_up(self) -> bool:
+        """True if the server says that it is well."""
+        try:
+            return self._session.get(self.base_url + "/health", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def wait_until_up(self, seconds: float | None = None) -> None:
+        """Wait for a server that is starting.
+
+        Raises:
+            EngineUnreachable: it is not up in time.
+        """
+        limit = self.patience.start_timeout if seconds is None else seconds
+        end = time.monotonic() + limit
+        while not self.is_up():
+            if time.monotonic() >= end:
+                raise EngineUnreachable(
+                    f"No vLLM server answers at {self.base_url} after {limit:.0f} s. Start one with "
+                    "`trl-offpolicy serve --model ...` and give its address."
+                )
+            time.sleep(0.5)
+
+
+class _Transient(Exception):
+    """An answer that another try may change."""
+
+
+def _message(response: requests.Response) -> str:
+    try:
+        body = response.json()
+        error = body.get("error", body) if isinstance(body, dict) else body
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    except ValueError:
+        return response.text[:500]
+
+
+def _json(response: requests.Response) -> Any:
+    if not response.content:
+        return None
+    try:
+        return response.json()
+    except ValueError:
+        return response.text
+
+
+def _short(error: Exception) -> str:
+    if isinstance(error, requests.Timeout):
+        return "no answer within the time limit"
+    if isinstance(error, requests.ConnectionError):
+        return "connection refused or lost"
+    return str(error)

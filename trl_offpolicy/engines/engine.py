@@ -1,0 +1,140 @@
+"""What every rollout engine does, and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from trl_offpolicy.engines.weights import WeightSource
+from trl_offpolicy.types import check_number, check_positive
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on; the message says what happened and what to do."""
+
+
+class EngineUnreachable(EngineError):
+    """No usable answer after all retries."""
+
+
+class SyncError(EngineError):
+    """The engine does not answer with the weights that it was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are sampled.
+
+    Args:
+        max_tokens: longest completion.
+        temperature: the trainer divides its logits by the same number.
+        top_p: 1 = off.
+        top_k: 0 = off.
+        min_p: 0 = off.
+        extra: further options of vLLM's ``SamplingParams``.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_positive(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p)
+        for name in ("top_k", "min_p"):
+            check_number(name, getattr(self, name))
+        taken = {item.name for item in fields(self)} | {"n", "logprobs"}
+        if clash := sorted(taken & set(self.extra)):
+            raise ValueError(f"extra must not hold {', '.join(clash)}: that is set by the engine layer.")
+
+    @property
+    def truncated(self) -> bool:
+        """True if the engine samples from a part of the distribution."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    def vllm_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``SamplingParams``, or fields of a request."""
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "extra"}
+        return {**own, **self.extra, "logprobs": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Completions, one entry each, prompt-major.
+
+    Args:
+        prompt_ids: tokens of the prompt.
+        completion_ids: tokens that the engine sampled; these are trained on, text is never tokenized again.
+        sampling_per_token_logps: log-prob of each sampled token under the distribution it was drawn from, nats; NaN
+            where the engine could not say. None from an engine that is the trainer itself (sampling = old).
+        policy_versions: version of the weights that produced each token.
+        finish_reasons: "stop", "length" or what the engine calls it.
+        routed_experts: (tokens, layers, experts a token) ids of each completion, where the engine reports them.
+        sampling_mask: ids that truncated sampling kept at each token, where the engine reports them.
+    """
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    sampling_per_token_logps: list[list[float]] | None
+    policy_versions: list[list[int]]
+    finish_reasons: list[str]
+    routed_experts: list[Any] | None = None
+    sampling_mask: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    def __post_init__(self) -> None:
+        lengths = [len(ids) for ids in self.completion_ids]
+        per_token: dict[str, Sequence[Sequence[Any]] | None] = {
+            "sampling_per_token_logps": self.sampling_per_token_logps,
+            "policy_versions": self.policy_versions,
+        }
+        for name, rows in per_token.items():
+            if rows is not None and [len(row) for row in rows] != lengths:
+                raise ValueError(f"{name} must have one entry for each token of completion_ids.")
+
+
+class Engine(Protocol):
+    """Samples completions with weights of a known version."""
+
+    version: int | None
+    """Version of the weights it answers with; None before the first sync."""
+
+    def bind(self, source: WeightSource) -> None:
+        """Say whose weights :meth:`sync_weights` takes."""
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
+        """``n`` completions of each prompt."""
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence, given those before them."""
+
+    def sync_weights(self, version: int) -> SyncReport:
+        """Give it the weights of the bound source. Collective: every rank of the trainer calls it."""
+
+    def close(self) -> None:
+        """Free what it holds; a second call does nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """One transfer of weights.
+
+    Args:
+        version: of the weights.
+        kind: "memory", "folder", "adapter" or "nccl".
+        bytes: sent.
+        seconds: taken, wall clock.
+    """
+
+    version: int
+    kind: str
+    bytes: int
+    seconds: float

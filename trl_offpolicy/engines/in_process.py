@@ -1,0 +1,157 @@
+"""vLLM in the trainer's own process: weights are handed over in memory, an adapter through a small folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncReport
+from trl_offpolicy.engines.environment import CPU_ENVIRONMENT, machine_has_gpu
+from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
+from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.weights import WeightSource
+
+
+class ColocateEngine:
+    """A vLLM engine beside the model, one on each rank.
+
+    Args:
+        model: folder or Hub name of the weights that the trainer starts from.
+        dtype: the trainer's, e.g. "float32": vLLM's "auto" would load float32 weights as bfloat16.
+        adapter_rank: adapters up to this rank are synced alone; 0 = weights are merged.
+        weight_rounding: see :func:`~trl_offpolicy.engines.rounding.round_weights`; merges.
+        seed: of the engine (a seed per request stops vLLM's CPU engine).
+        **arguments: further ones of ``vllm.LLM``.
+    """
+
+    version: int | None = None
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str,
+        adapter_rank: int = 0,
+        weight_rounding: Any = None,
+        seed: int = 0,
+        **arguments: Any,
+    ) -> None:
+        prepare_environment()
+        from vllm import LLM
+
+        self.adapters = AdapterFolder() if adapter_rank and weight_rounding is None else None
+        self.weight_rounding = weight_rounding
+        self._source: WeightSource | None = None
+        own = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "seed": seed, "dtype": dtype}
+        lora = lora_arguments(adapter_rank) if self.adapters is not None else {}
+        self.llm: Any = LLM(model=model, **{**own, **lora, **cpu_arguments(), **arguments})
+
+    def bind(self, source: WeightSource) -> None:
+        """Say whose weights :meth:`sync_weights` takes."""
+        self._source = source
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
+        """``n`` completions of each prompt, prompt-major."""
+        from vllm import SamplingParams
+
+        answers = self._run(prompt_ids, SamplingParams(**sampling.vllm_options(), n=n))
+        outputs = [output for answer in answers for output in answer.outputs]
+        completions = [list(output.token_ids) for output in outputs]
+        version = -1 if self.version is None else self.version
+        return Rollouts(
+            prompt_ids=[list(ids) for ids in prompt_ids for _ in range(n)],
+            completion_ids=completions,
+            sampling_per_token_logps=[
+                [float(place[token].logprob) for token, place in zip(output.token_ids, output.logprobs, strict=True)]
+                for output in outputs
+            ],
+            policy_versions=[[version] * len(ids) for ids in completions],
+            finish_reasons=[str(output.finish_reason) for output in outputs],
+            routed_experts=_reported(outputs, "routed_experts"),
+            sampling_mask=_reported(outputs, "sampling_mask"),
+        )
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
+        return score_in_process(self.llm, ids, adapter=None if self.adapters is None else self.adapters.request)
+
+    def _run(self, prompt_ids: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
+        prompts = [{"prompt_token_ids": list(ids)} for ids in prompt_ids]
+        adapter = None if self.adapters is None else self.adapters.request
+        outputs: list[Any] = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapter)
+        return outputs
+
+    def sync_weights(self, version: int) -> SyncReport:
+        """Hand over the weights. Collective: every rank calls it for its own engine."""
+        if self._source is None:
+            raise EngineError("bind(source) must be called before sync_weights, but no source is bound.")
+        start = time.monotonic()
+        adapter = self._source.adapter() if self.adapters is not None else None
+        if adapter is not None and self.adapters is not None:
+            size = self.adapters.load(adapter, version)
+        else:
+            weights = self._source.merged()
+            weights = weights if self.weight_rounding is None else round_weights(weights, self.weight_rounding)
+            size = reload_in_process(self.llm, weights)
+            if self.adapters is not None:
+                self.adapters.request = None
+        self.version = version
+        kind = "memory" if adapter is None else "adapter"
+        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+
+    def close(self) -> None:
+        """Free the engine's memory."""
+        if self.adapters is not None:
+            self.adapters.close()
+        self.llm = None
+
+
+def prepare_environment() -> None:
+    """Set what vLLM needs on a machine without a GPU, unless the user has set it."""
+    for name, value in CPU_ENVIRONMENT.items() if not machine_has_gpu() else ():
+        os.environ.setdefault(name, value)
+
+
+def cpu_arguments() -> dict[str, Any]:
+    """Arguments of ``LLM`` for a machine without a GPU."""
+    return {} if machine_has_gpu() else {"enforce_eager": True}
+
+
+@torch.no_grad()
+def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
+    """Replace an engine's weights and forget what it cached with the old ones; returns the bytes."""
+    size = 0
+
+    def counted() -> Iterable[tuple[str, Tensor]]:
+        nonlocal size
+        for name, tensor in weights:
+            size += tensor.nbytes
+            yield name, tensor
+
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    runner.reload_weights(weights_iterator=counted())
+    llm.reset_prefix_cache()
+    return size
+
+
+def score_in_process(llm: Any, ids: Sequence[Sequence[int]], *, adapter: Any = None) -> list[list[float]]:
+    """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence under an engine in this process."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": list(row)} for row in ids]
+    parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
+    answers = llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapter)
+    return [
+        [float(place[token].logprob) for token, place in zip(row[1:], answer.prompt_logprobs[1:], strict=True)]
+        for row, answer in zip(ids, answers, strict=True)
+    ]
+
+
+def _reported(outputs: Sequence[Any], name: str) -> list[Any] | None:
+    values = [getattr(output, name, None) for output in outputs]
+    return None if all(value is None for value in values) else values

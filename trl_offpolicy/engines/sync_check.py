@@ -1,0 +1,142 @@
+"""Proof that weights arrived: a fixed probe, scored by the trainer and by the engine after every sync."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from trl_offpolicy.engines.engine import SyncError
+
+Scores = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncLimits:
+    """When a distance (mean absolute difference of log-probs over the probe's tokens, nats) is a fault.
+
+    Args:
+        factor: times the median of the distances accepted so far: the run's own noise floor.
+        least: a distance below this is never called a fault on its own.
+        first: limit of the first sync, which has no floor yet; another model is several nats away.
+        unmoved: the engine stayed where it was if it moved less than this share of what the trainer moved.
+        history: versions of the trainer's scores that are kept to name a stale one.
+    """
+
+    factor: float = 4.0
+    least: float = 1e-3
+    first: float = 1.0
+    unmoved: float = 0.1
+    history: int = 8
+
+
+@dataclass
+class SyncCheck:
+    """Compares both sides after every sync and keeps what it needs to name the cause of a difference.
+
+    Example:
+        >>> check = SyncCheck()
+        >>> round(check.observe(0, engine=[[-1.0, -2.0]], trainer=[[-1.0, -2.1]]), 4)
+        0.9512
+    """
+
+    limits: SyncLimits = field(default_factory=SyncLimits)
+    _accepted: list[float] = field(default_factory=list)
+    _trainer: dict[int, list[float]] = field(default_factory=dict)
+    _engine: tuple[int, list[float]] | None = None
+
+    def observe(
+        self, version: int, *, engine: Scores, trainer: Scores, others: Mapping[str, Scores] | None = None
+    ) -> float:
+        """``rollout/sync_agreement`` = exp(-distance), in (0, 1].
+
+        Args:
+            version: of the weights that were synced.
+            engine: its log-probs of the probe's tokens.
+            trainer: the trainer's.
+            others: what the trainer would say with other weights, by name (e.g. "the base model without adapter").
+
+        Raises:
+            SyncError: the engine answers with other weights; the message says with which.
+        """
+        answer, wanted = _flat(engine), _flat(trainer)
+        distance = _distance(answer, wanted)
+        cause = self._cause(version, answer, wanted, distance, others or {})
+        if cause is not None:
+            raise SyncError(
+                f"After the sync of version {version} the engine's log-probs differ from the trainer's by "
+                f"{distance:.2g} nats a token on the probe ({self._usual}). {cause}"
+            )
+        self._accepted.append(distance)
+        self._trainer[version] = wanted
+        for old in sorted(self._trainer)[: -self.limits.history]:
+            del self._trainer[old]
+        self._engine = (version, answer)
+        return math.exp(-distance)
+
+    @property
+    def floor(self) -> float | None:
+        """Median of the accepted distances, nats; None before the first sync."""
+        return median(self._accepted) if self._accepted else None
+
+    @property
+    def _usual(self) -> str:
+        return "no sync before" if self.floor is None else f"usual in this run: {self.floor:.2g}"
+
+    def _cause(
+        self, version: int, answer: list[float], wanted: list[float], distance: float, others: Mapping[str, Scores]
+    ) -> str | None:
+        if not math.isfinite(distance):
+            return "The log-probs are not finite: broken weights, or a model that diverged."
+        stale = self._stale(version, answer, wanted, distance)
+        if stale is not None:
+            return f"Stale weights: {stale} The sync did not take effect."
+        limit = self.limits.first if self.floor is None else max(self.limits.factor * self.floor, self.limits.least)
+        if distance <= limit:
+            return None
+        for name, scores in others.items():
+            if _distance(answer, _flat(scores)) < distance / 2:
+                return f"It answers as {name}: the adapter was not applied, or is another one."
+        if self.floor is None:
+            return "Another model (wrong name or folder given to the engine), or a tokenizer that differs."
+        return "The weights arrived in part or are another run's: a partial file, a wrong adapter, or two trainers."
+
+    def _stale(self, version: int, answer: list[float], wanted: list[float], distance: float) -> str | None:
+        """Says which older version the engine answers with, if that can be told from the noise."""
+        if self._engine is None or self._engine[0] == version:
+            return None
+        before, old_answer = self._engine
+        moved = _distance(wanted, self._trainer[before])
+        if moved > self.limits.least / 10 and _distance(answer, old_answer) < self.limits.unmoved * moved:
+            return f"its answers did not move, the trainer's moved by {moved:.2g} nats since version {before}."
+        floor = self.floor or 0.0
+        nearest = min(self._trainer, key=lambda old: _distance(answer, self._trainer[old]))
+        gap = _distance(answer, self._trainer[nearest])
+        if distance > max(self.limits.factor * floor, 1e-5) and gap < distance / 2:
+            return f"it answers with version {nearest}."
+        return None
+
+
+def _flat(scores: Scores) -> list[float]:
+    return [float(value) for row in scores for value in row]
+
+
+def _distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Mean absolute difference, nats."""
+    return fmean(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+PROBE_ROWS, PROBE_TOKENS = 4, 48
+
+
+def probe_of(prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The first few distinct prompts, cut to a few tokens: a probe of natural text that costs almost nothing.
+
+    Raises:
+        SyncError: no prompt has two tokens.
+    """
+    distinct = {tuple(ids[:PROBE_TOKENS]): None for ids in prompt_ids if len(ids) > 1}
+    if not distinct:
+        raise SyncError("The sync check needs a prompt of at least two tokens, but got none.")
+    return [list(ids) for ids in list(distinct)[:PROBE_ROWS]]

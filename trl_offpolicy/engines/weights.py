@@ -1,0 +1,157 @@
+"""The trainer's weights as an engine wants them: full tensors, adapters merged, names of the plain model.
+
+Works on a plain model, on PEFT, on FSDP2 (DTensor) and on DeepSpeed ZeRO-3 (gathered module by module). All ranks
+iterate: gathering is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "modules_to_save.default.")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter as PEFT saves it: its configuration (plain JSON values) and tensors."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class WeightSource(Protocol):
+    """Whose weights an engine takes."""
+
+    is_main: bool
+    """True on the rank that writes files and talks to a server."""
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and full tensor of every weight, adapters merged in. Collective."""
+
+    def adapter(self) -> Adapter | None:
+        """The adapter alone, or None where there is none that stands alone. Collective."""
+
+
+class ModelWeights:
+    """Weights of a ``transformers`` model, or of a PEFT model of one.
+
+    Args:
+        model: unwrapped (not DDP); its parameters may be sharded.
+        is_main: True on the rank that sends them.
+    """
+
+    def __init__(self, model: nn.Module, *, is_main: bool = True) -> None:
+        self.model = model
+        self.is_main = is_main
+
+    @torch.no_grad()
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and full tensor of every weight. The model is never changed: nothing is merged in place."""
+        seen: set[int] = set()
+        for path, module in self.model.named_modules():
+            if _inside_adapter(path):
+                continue
+            parameters = [p for p in module.parameters(recurse=_is_lora(module)) if id(p) not in seen]
+            seen.update(id(p) for p in parameters)
+            with _gathered(parameters):
+                yield from _own_weights(path, module, parameters)
+
+    @torch.no_grad()
+    def adapter(self) -> Adapter | None:
+        """The default adapter if it is plain LoRA on linear layers and nothing else is trained."""
+        config = getattr(self.model, "peft_config", {}).get("default")
+        if config is None or not _stands_alone(self.model, config):
+            return None
+        from peft import get_peft_model_state_dict
+
+        trained = [p for name, p in self.model.named_parameters() if "lora_" in name]
+        with _gathered(trained):
+            tensors = get_peft_model_state_dict(self.model)
+            full = {name: _full(tensor).detach().clone() for name, tensor in tensors.items()}
+        return Adapter(_plain(config.to_dict()), full)
+
+
+def _is_lora(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def _inside_adapter(path: str) -> bool:
+    parts = path.split(".")
+    return "base_layer" in parts or "original_module" in parts or any(part.startswith("lora_") for part in parts)
+
+
+def _own_weights(path: str, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    wanted = {id(p) for p in parameters}
+    if _is_lora(module):
+        base: Any = module.base_layer
+        for name, parameter in base.named_parameters(recurse=False):
+            if id(parameter) in wanted:
+                full = _full(parameter.data)
+                yield plain_name(f"{path}.{name}"), full + _delta(module, full) if name == "weight" else full
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        if id(parameter) in wanted:
+            yield plain_name(f"{path}.{name}" if path else name), _full(parameter.data)
+
+
+def _delta(module: Any, weight: Tensor) -> Tensor:
+    """Scale * B A of the active adapters, in the base weight's dtype and shape."""
+    total = torch.zeros_like(weight)
+    for name in module.active_adapters:
+        if module.use_dora.get(name, False) or name not in module.lora_A:
+            raise NotImplementedError(
+                f"adapter {name!r} must be plain LoRA on linear layers to be merged for the engine, but it is DoRA or "
+                "an embedding's. Use use_dora=False and leave embeddings out of target_modules."
+            )
+        up, down = _full(module.lora_B[name].weight), _full(module.lora_A[name].weight)
+        delta = module.scaling[name] * (up.float() @ down.float())
+        total += (delta.T if getattr(module, "fan_in_fan_out", False) else delta).to(weight.dtype)
+    return total
+
+
+def plain_name(name: str) -> str:
+    """Name of a weight in the plain model: PEFT's and the wrappers' parts removed."""
+    name = name.removeprefix("base_model.model.")
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """The whole tensor of a DTensor; others as they are."""
+    full_tensor = getattr(tensor, "full_tensor", None)
+    return tensor if full_tensor is None else full_tensor()
+
+
+def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    """ZeRO-3 parameters are whole inside; nothing to do for others."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
+    return gathered
+
+
+def _stands_alone(model: nn.Module, config: Any) -> bool:
+    """True if base model + LoRA on linear layers is the whole policy: what vLLM can hot-load."""
+    plain = getattr(config, "peft_type", None) == "LORA" and getattr(config, "bias", "none") == "none"
+    extras = getattr(config, "modules_to_save", None) or getattr(config, "use_dora", False)
+    on_head = any("lm_head" in name or "embed" in name for name, _ in model.named_parameters() if "lora_" in name)
+    trained = all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    return plain and not extras and not on_head and trained
+
+
+def _plain(value: Any) -> Any:
+    """Sets and enums of a PEFT configuration as JSON values."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, set | list | tuple):
+        return sorted(value) if isinstance(value, set) else [_plain(item) for item in value]
+    return value.value if hasattr(value, "value") else value
