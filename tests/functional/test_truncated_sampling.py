@@ -1,0 +1,147 @@
+"""The kept set of top-p, top-k and min-p: by hand, and against vLLM's own sampler."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.truncated_sampling import Truncation, listed_weights, truncated_support
+
+OPTIONS = [
+    Truncation(top_p=0.8),
+    Truncation(top_p=0.05),
+    Truncation(top_p=0.999),
+    Truncation(top_k=1),
+    Truncation(top_k=20),
+    Truncation(top_k=10_000),
+    Truncation(min_p=0.05),
+    Truncation(min_p=1.0),
+    Truncation(top_p=0.8, top_k=20),
+    Truncation(top_p=0.9, min_p=0.1),
+    Truncation(top_k=5, min_p=0.01),
+    Truncation(top_p=0.7, top_k=20, min_p=0.05),
+]
+
+
+def by_the_book(probs: list[float], truncation: Truncation) -> list[bool]:
+    """Plain Python, for distinct probabilities: min-p, top-k, renormalise, top-p."""
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])
+    kept = [i for i in order if probs[i] >= truncation.min_p * probs[order[0]]]
+    kept = kept[: truncation.top_k or None]
+    total, mass, last = sum(probs[i] for i in kept), 0.0, []
+    for i in kept:
+        if mass >= truncation.top_p * total:
+            break
+        mass += probs[i]
+        last.append(i)
+    return [i in last for i in range(len(probs))]
+
+
+@pytest.mark.parametrize("truncation", OPTIONS, ids=str)
+def test_kept_set_is_that_of_the_definition(truncation: Truncation) -> None:
+    torch.manual_seed(0)
+    logits = 2.0 * torch.randn(50, 60, dtype=torch.float64)
+    weights = truncated_support(logits, truncation).weights(logits)
+    expected = [by_the_book(row, truncation) for row in logits.softmax(-1).tolist()]
+    assert torch.equal(weights, torch.tensor(expected).double())
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [
+        (Truncation(top_p=0.5), [1, 0, 0, 0]),  # exactly reached: the second is not needed
+        (Truncation(top_p=0.51), [1, 1, 0, 0]),
+        (Truncation(min_p=0.5), [1, 1, 0, 0]),  # exactly half as likely: kept
+        (Truncation(min_p=0.500001), [1, 0, 0, 0]),
+        (Truncation(top_k=3), [1, 1, 1, 1]),  # the fourth is tied with the third
+        (Truncation(top_k=3, top_p=0.76), [1, 1, 0.5, 0.5]),  # one of two tied is enough
+        (Truncation(top_k=2, top_p=0.6), [1, 0, 0, 0]),  # 0.5 of 0.75 is more than 0.6
+        (Truncation(), [1, 1, 1, 1]),
+    ],
+)
+def test_edges(truncation: Truncation, kept: list[float]) -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log2()  # exact
+    logits = logits * math.log(2)
+    assert truncated_support(logits, truncation).weights(logits).tolist() == [kept]
+
+
+def vllm_keeps(logits: Tensor, truncation: Truncation) -> Tensor:
+    """(N, V) bool through vLLM's own functions, in the order of its sampler."""
+    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+
+    rows, logits = len(logits), logits.clone()
+    if truncation.min_p:
+        processor = MinPLogitsProcessor.__new__(MinPLogitsProcessor)
+        processor.min_p_count, processor.min_p = rows, torch.full((rows, 1), truncation.min_p)
+        logits = processor.apply(logits)
+    top_k = min(truncation.top_k, logits.shape[1]) or None
+    top_k = None if top_k is None else torch.full((rows,), top_k, dtype=torch.int32)
+    top_p = None if truncation.top_p == 1.0 else torch.full((rows,), truncation.top_p)
+    return sampler.apply_top_k_top_p(logits, top_k, top_p) > -torch.inf
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("truncation", OPTIONS, ids=str)
+@pytest.mark.parametrize("scale", [0.5, 4.0])
+def test_kept_set_is_vllms(truncation: Truncation, scale: float) -> None:
+    torch.manual_seed(0)
+    logits = scale * torch.randn(200, 997)
+    weights = truncated_support(logits, truncation).weights(logits)
+    assert torch.equal(weights > 0, vllm_keeps(logits, truncation))
+    assert set(weights.unique().tolist()) <= {0.0, 1.0}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("truncation", OPTIONS, ids=str)
+def test_normaliser_is_vllms_with_ties_everywhere(truncation: Truncation) -> None:
+    """Logits in steps of a half: nearly every edge is tied, and vLLM keeps an arbitrary part of the tied tokens."""
+    torch.manual_seed(0)
+    logits = (4.0 * torch.randn(200, 300)).round() / 2
+    support = truncated_support(logits, truncation)
+    ours = (support.weights(logits) * logits.exp()).sum(1)
+    torch.testing.assert_close(ours, (vllm_keeps(logits, truncation) * logits.exp()).sum(1), rtol=1e-6, atol=0)
+    assert truncation.top_p in (1.0, 0.05) or (support.share < 1).any()
+
+
+def test_no_gradient_and_no_change_of_the_input() -> None:
+    logits = torch.randn(3, 9, requires_grad=True)
+    before = logits.detach().clone()
+    support = truncated_support(logits, Truncation(top_p=0.5, top_k=4, min_p=0.1))
+    assert not support.lowest.requires_grad and not support.share.requires_grad
+    assert torch.equal(logits.detach(), before)
+
+
+def test_the_most_likely_token_always_stays() -> None:
+    logits = torch.tensor([[100.0, 0.0, -100.0], [0.0, 0.0, 0.0]])
+    for truncation in OPTIONS:
+        weights = truncated_support(logits, truncation).weights(logits)
+        assert weights[0, 0] == 1 and weights.sum(1).min() > 0.99, truncation
+
+
+def test_listed_ids() -> None:
+    ids = torch.tensor([[3, 0, -1], [-1, -1, -1]])
+    assert listed_weights(ids, 4).tolist() == [[1, 0, 0, 1], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 0.0}, r"^top_p must be in \(0, 1\], but got 0\.0\.$"),
+        ({"top_p": 1.1}, r"^top_p must be"),
+        ({"top_k": -1}, r"^top_k must be a whole number >= 0 .*, but got -1\.$"),
+        ({"top_k": 2.0}, r"^top_k must be"),
+        ({"min_p": -0.1}, r"^min_p must be in \[0, 1\], but got -0\.1\.$"),
+        ({"min_p": float("nan")}, r"^min_p must be"),
+    ],
+)
+def test_refusals(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Truncation(**options)
+
+
+def test_truth_says_whether_anything_is_cut() -> None:
+    assert not Truncation() and all(OPTIONS)

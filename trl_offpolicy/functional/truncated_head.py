@@ -1,0 +1,257 @@
+"""Log-probs under a truncated distribution, from hidden states and the LM head, without the (N, V) logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trl_offpolicy.functional.truncated_sampling import Support, Truncation, listed_weights, truncated_support
+
+TILE = 128
+"""Tokens a tile."""
+
+
+class TruncatedLogProbs(NamedTuple):
+    """What the head says about each target; float32 (float64 for float64 input)."""
+
+    log_probs: Tensor
+    """(N,) nats, with gradient."""
+    entropies: Tensor
+    """(N,) nats, with gradient: of the truncated distribution, the one that the log-probs are from."""
+    sum_sq_probs: Tensor
+    """(N,) sum of squared probabilities of the truncated distribution; no gradient."""
+    outside: Tensor
+    """(N,) bool: the trainer alone would have cut this target."""
+
+
+Gather = Callable[[Tensor, Tensor | None], AbstractContextManager[Any]]
+"""``gather(weight, bias)``: a context in which a sharded head can be read."""
+
+
+def _whole(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class _Options(NamedTuple):
+    temperature: float
+    truncation: Truncation
+    logit_scale: float
+    softcap: float | None
+    tile: int
+    gather: Gather
+
+
+def truncated_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    truncation: Truncation = Truncation(),  # noqa: B008 - frozen
+    kept_ids: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    tile: int = TILE,
+    gather: Gather = _whole,
+) -> TruncatedLogProbs:
+    """Log-probs, entropies and sum p^2 of ``targets`` under ``softmax(logits / temperature)`` cut to the kept set S.
+
+    With z the scaled logits: ``log p(y) = z_y - logsumexp(z_j for j in S + {y})``. S is what vLLM would keep
+    (:func:`truncated_support`), or ``kept_ids``. A target outside of S is added to it: the engine did sample it.
+    S carries no gradient (it is piecewise constant), so tokens outside of it get none.
+
+    Memory: nothing of size N x V. In float32 the forward holds at most ``28 bytes x tile x V`` above its inputs (16
+    without a cut; top-p sorts, with positions in int64), the backward ``20 bytes x tile x V`` and float32 gradients of
+    hidden and weight. Kept for the backward: the inputs and four numbers a token. Under autocast one copy of the weight
+    in that dtype. Time: the backward projects again, as TRL's head does; top-p sorts the vocabulary at each token.
+
+    Args:
+        hidden: (N, H) last hidden states.
+        weight: (V, H) LM head.
+        targets: (N,) int64 token ids.
+        bias: (V,) or None.
+        temperature: the engine's, > 0.
+        truncation: the engine's top_p, top_k, min_p. Ignored where ``kept_ids`` is given.
+        kept_ids: (N, K) ids that the engine kept, padded with -1; a row of padding: nothing was cut.
+        logit_scale: the model's factor on the logits.
+        softcap: the model's ``c * tanh(logits / c)``, or None.
+        tile: tokens computed at a time.
+        gather: entered in the backward, which reads the head again; the caller enters its own around the forward.
+
+    Raises:
+        ValueError: a shape or option that does not fit.
+
+    Example:
+        >>> head = torch.tensor([[0.5], [0.3], [0.2]]).log()
+        >>> out = truncated_log_probs(torch.ones(1, 1), head, torch.tensor([0]), truncation=Truncation(top_p=0.75))
+        >>> out.log_probs.exp()  # 0.5 / (0.5 + 0.3)
+        tensor([0.6250])
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden and weight must be (N, H) and (V, H), but got {tuple(hidden.shape)} and {tuple(weight.shape)}."
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets must be ({len(hidden)},) as hidden, but got {tuple(targets.shape)}.")
+    if kept_ids is not None and (kept_ids.dim() != 2 or len(kept_ids) != len(hidden)):
+        raise ValueError(f"kept_ids must be ({len(hidden)}, K), but got {tuple(kept_ids.shape)}.")
+    if temperature <= 0.0 or tile < 1:
+        raise ValueError(f"temperature and tile must be positive, but got {temperature} and {tile}.")
+    options = _Options(temperature, truncation, logit_scale, softcap, tile, gather)
+    columns = _TiledHead.apply(hidden, weight, bias, targets, kept_ids, options)  # type: ignore[no-untyped-call]
+    return TruncatedLogProbs(*columns)
+
+
+class _TiledHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        kept_ids: Tensor | None,
+        options: _Options,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.dtype = options, _compute_dtype(hidden)
+        head, shift = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+        columns = [_forward_tile(hidden[rows].to(ctx.dtype), head, shift, targets[rows],
+                                 None if kept_ids is None else kept_ids[rows], options)
+                   for rows in _tiles(len(hidden), options.tile)]  # fmt: skip
+        log_probs, log_z, entropy, sum_sq, lowest, share, outside = (
+            torch.cat(parts) for parts in zip(*columns, strict=True)
+        )
+        ctx.save_for_backward(hidden, weight, bias, targets, kept_ids, log_z, entropy, lowest, share)
+        ctx.mark_non_differentiable(sum_sq, outside)
+        return log_probs, entropy, sum_sq, outside
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: object) -> Any:
+        hidden, weight, bias, targets, kept_ids, log_z, entropy, lowest, share = ctx.saved_tensors
+        with ctx.options.gather(weight, bias):
+            sums = [torch.zeros_like(value, dtype=_wide(value.dtype)) if value is not None and needed else None
+                    for value, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)]  # fmt: skip
+            head, shift = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+            for rows in _tiles(len(hidden), ctx.options.tile):
+                states = hidden[rows].to(ctx.dtype)
+                logits, slope = _logits(states, head, shift, ctx.options, with_slope=True)
+                listed = None if kept_ids is None else kept_ids[rows]
+                weights = _weights(logits, Support(lowest[rows], share[rows]), listed, targets[rows])[0]
+                grad = _logit_gradient(logits, weights, targets[rows], log_z[rows], entropy[rows],
+                                       _rows(grad_logp, rows), _rows(grad_entropy, rows))  # fmt: skip
+                _accumulate(sums, rows, grad.mul_(slope), states, head)
+        dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        grads = (None if total is None else total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True))
+        return *grads, None, None, None
+
+
+def _tiles(count: int, size: int) -> Iterator[slice]:
+    """At least one tile, so that an empty batch keeps its place in the graph."""
+    for start in range(0, max(count, 1), size):
+        yield slice(start, min(start + size, count))
+
+
+def _rows(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows].unsqueeze(1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """That of the projection: autocast's, as in TRL's head and the engine's."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _logits(
+    states: Tensor, head: Tensor, shift: Tensor | None, options: _Options, *, with_slope: bool = False
+) -> tuple[Tensor, Tensor | float]:
+    """(n, V) logits over temperature, and their derivative by the projection."""
+    projected = states @ head.t() if shift is None else torch.addmm(shift, states, head.t())
+    scaled = projected.to(_wide(projected.dtype)).mul_(options.logit_scale)
+    slope: Tensor | float = options.logit_scale / options.temperature
+    if options.softcap is not None:
+        bent = (scaled / options.softcap).tanh_()
+        slope = (1 - bent * bent).mul_(slope) if with_slope else slope
+        scaled = bent.mul_(options.softcap)
+    return scaled.div_(options.temperature), slope
+
+
+def _weights(logits: Tensor, support: Support | None, listed: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, V) weights of the kept tokens, the target among them; (n,) whether it had to be added."""
+    if listed is not None:
+        weights = listed_weights(listed, logits.shape[1]).to(logits.dtype)
+    else:
+        assert support is not None
+        weights = support.weights(logits)
+    at_target = weights.gather(1, targets.unsqueeze(1))
+    outside = at_target == 0
+    return weights.scatter_(1, targets.unsqueeze(1), torch.where(outside, 1.0, at_target)), outside.squeeze(1)
+
+
+def _forward_tile(
+    states: Tensor, head: Tensor, shift: Tensor | None, targets: Tensor, listed: Tensor | None, options: _Options
+) -> tuple[Tensor, ...]:
+    """Columns (n,): log-prob, log of the normaliser, entropy, sum p^2, lowest, share, outside."""
+    logits, _ = _logits(states, head, shift, options)
+    support = truncated_support(logits, options.truncation if listed is None else Truncation())
+    mass, outside = _weights(logits, support, listed, targets)
+    top = logits.amax(dim=1)
+    exp = (logits - top.unsqueeze(1)).exp_()
+    mass.mul_(exp)
+    total = mass.sum(dim=1)
+    log_z = top + total.log()
+    log_probs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - log_z
+    entropy = log_z - torch.linalg.vecdot(mass, logits) / total
+    sum_sq = torch.linalg.vecdot(mass, exp) / total.square()
+    return log_probs, log_z, entropy, sum_sq, support.lowest, support.share, outside
+
+
+def _logit_gradient(
+    logits: Tensor,
+    weights: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """(n, V): ``g (1[j = y] - p_j) - h p_j (log p_j + H)``; overwrites ``logits`` and ``weights``."""
+    log_p = logits.sub_(log_z.unsqueeze(1))
+    probs = weights.mul_(log_p.exp())
+    factor = torch.zeros_like(log_p) if grad_entropy is None else log_p.add_(entropy.unsqueeze(1)).mul_(-grad_entropy)
+    if grad_logp is None:
+        return probs.mul_(factor)
+    grad = probs.mul_(factor.sub_(grad_logp))
+    return grad.scatter_add_(1, targets.unsqueeze(1), grad_logp.to(grad.dtype))
+
+
+def _accumulate(sums: list[Tensor | None], rows: slice, grad: Tensor, states: Tensor, head: Tensor) -> None:
+    """Add a tile's part to the gradients of hidden, weight and bias, where wanted."""
+    grad = grad.to(states.dtype)
+    if sums[0] is not None:
+        _add_product(sums[0][rows], grad, head)
+    if sums[1] is not None:
+        _add_product(sums[1], grad.t(), states)
+    if sums[2] is not None:
+        sums[2].add_(grad.sum(dim=0, dtype=sums[2].dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, not rounded to 16 bits before it is added (as TRL's head does)."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -1,0 +1,124 @@
+"""Which tokens top-p, top-k and min-p leave to the sampler: vLLM's rules, as two numbers a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Sampling options that cut the distribution; the defaults cut nothing.
+
+    Args:
+        top_p: the smallest set of most likely tokens whose probabilities reach this; in (0, 1].
+        top_k: the most likely tokens, this many; 0 = all.
+        min_p: tokens at least this fraction as likely as the most likely one; in [0, 1].
+
+    Raises:
+        ValueError: a value outside of its range.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], but got {self.top_p}.")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k must be a whole number >= 0 (0 = all tokens), but got {self.top_k!r}.")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], but got {self.min_p}.")
+
+    def __bool__(self) -> bool:
+        return self != Truncation()
+
+
+class Support(NamedTuple):
+    """The kept tokens of each position: those above ``lowest``, and ``share`` of those equal to it.
+
+    Tokens tied at the edge of top-p are equally likely, and vLLM keeps an arbitrary few of them: only how many matters
+    to the normaliser. Each of them then counts as ``share``.
+    """
+
+    lowest: Tensor
+    """(N,) smallest kept logit; ``-inf`` where nothing is cut."""
+    share: Tensor
+    """(N,) in (0, 1]; 1 where the edge is not tied."""
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """(N, V): 1 for kept tokens, 0 for the others, ``share`` for those tied at the edge."""
+        lowest, share = self.lowest.unsqueeze(1), self.share.unsqueeze(1).to(logits.dtype)
+        return torch.where(logits == lowest, share, (logits > lowest).to(logits.dtype))
+
+
+def truncated_support(logits: Tensor, truncation: Truncation) -> Support:
+    """The tokens that vLLM samples from: min-p first, then top-k, then top-p of what is left, renormalised.
+
+    As in vLLM's PyTorch sampler: min-p keeps ``p >= min_p * max p``; top-k keeps every token tied with the k-th; top-p
+    drops, from the least likely up, tokens while their summed probability is ``<= 1 - top_p``, never the last.
+
+    Args:
+        logits: (N, V) float32 or float64, already divided by the temperature.
+        truncation: what is cut.
+
+    Returns:
+        Two numbers a row; no gradient.
+
+    Example:
+        >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+        >>> truncated_support(logits, Truncation(top_p=0.7)).weights(logits)
+        tensor([[1., 1., 0., 0.]])
+        >>> truncated_support(logits, Truncation(min_p=0.2)).weights(logits)
+        tensor([[1., 1., 1., 0.]])
+
+    Reference: vLLM 0.31 ``v1/sample/logits_processor/builtin.py`` (min-p), ``v1/sample/ops/topk_topp_sampler.py``
+    (``apply_top_k_top_p_pytorch``). Its Triton kernels on GPU keep exactly k of tokens tied with the k-th, this all.
+    """
+    logits = logits.detach()
+    lowest = torch.full_like(logits[:, 0], -torch.inf)
+    share = torch.ones_like(lowest)
+    if truncation.min_p > 0.0:
+        probs = logits.softmax(dim=-1)
+        edge = probs.amax(dim=-1, keepdim=True) * truncation.min_p
+        lowest = logits.masked_fill(probs < edge, torch.inf).amin(dim=-1)
+    if 0 < truncation.top_k < logits.shape[1]:
+        lowest = torch.maximum(lowest, logits.topk(truncation.top_k, dim=-1).values[:, -1])
+    if truncation.top_p < 1.0:
+        return _top_p_support(logits, lowest, truncation.top_p)
+    return Support(lowest, share)
+
+
+def _top_p_support(logits: Tensor, lowest: Tensor, top_p: float) -> Support:
+    """Top-p among the tokens that are at least ``lowest``."""
+    ascending = logits.masked_fill(logits < lowest.unsqueeze(1), -torch.inf).sort(dim=-1).values
+    mass = ascending.softmax(dim=-1)
+    mass = torch.cumsum(mass, dim=-1, out=mass)
+    one = torch.ones((), dtype=logits.dtype, device=logits.device)
+    kept = (mass[:, :-1] > one - one * top_p).sum(dim=-1) + 1  # in the dtype of the logits, as vLLM; one stays
+    lowest = ascending.gather(1, (logits.shape[1] - kept).unsqueeze(1))
+    above, tied = (logits > lowest).sum(dim=-1), (logits == lowest).sum(dim=-1)
+    return Support(lowest.squeeze(1), (kept - above).to(logits.dtype) / tied)
+
+
+def listed_weights(kept_ids: Tensor, vocabulary: int) -> Tensor:
+    """(N, V) float32, 1 for the listed tokens: the kept set that an engine reported (vLLM's ``return_sampling_mask``).
+
+    Args:
+        kept_ids: (N, K) token ids, padded with -1. A row of padding alone means that nothing was cut.
+        vocabulary: V.
+
+    Example:
+        >>> listed_weights(torch.tensor([[2, 0], [1, -1], [-1, -1]]), 3)
+        tensor([[1., 0., 1.],
+                [0., 1., 0.],
+                [1., 1., 1.]])
+    """
+    listed = kept_ids >= 0
+    weights = torch.zeros(len(kept_ids), vocabulary + 1, device=kept_ids.device)
+    weights.scatter_(1, torch.where(listed, kept_ids, vocabulary), 1.0)  # padding goes to a column of its own
+    return weights[:, :-1].masked_fill(~listed.any(dim=1, keepdim=True), 1.0)
