@@ -12,7 +12,7 @@ import torch
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 
 _CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -25,16 +25,16 @@ class ColocateEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """TRL's vLLM backend with pass-through engine arguments; on CPU weights are synced by reload.
 
     Args:
-        engine: keyword arguments for ``vllm.LLM``; ``weight_rounding`` ("int8") is this kit's own.
+        engine: keyword arguments for ``vllm.LLM``; ``weight_rounding`` ("int8", "int4", "fp8", ...) is this kit's own:
+            :func:`~trl_offpolicy.engines.rounding.parse_rounding`.
         *args: TRL's.
         **kwargs: TRL's.
     """
 
     def __init__(self, *args: Any, engine: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.engine_arguments = dict(engine or {})
-        self.weight_rounding = self.engine_arguments.pop("weight_rounding", None)
-        if self.weight_rounding not in (None, "int8"):
-            raise ValueError(f"engine.weight_rounding must be 'int8' or absent, but got {self.weight_rounding!r}.")
+        rounding = self.engine_arguments.pop("weight_rounding", None)
+        self.weight_rounding = None if rounding is None else parse_rounding(rounding)
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -59,7 +59,7 @@ class ColocateEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         named = super()._iter_named_params()
-        return round_weights(named) if self.weight_rounding else named
+        return round_weights(named, self.weight_rounding) if self.weight_rounding else named
 
     def sync_weights(self) -> None:
         """Push the trainer's weights to the engine; on CPU through vLLM's ``reload_weights``."""

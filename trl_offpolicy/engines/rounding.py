@@ -1,32 +1,150 @@
-"""Simulated low-precision weights: a cheap, real mismatch between engine and trainer on any machine."""
+"""Simulated low-precision weights: a cheap, real mismatch between engine and trainer on any machine.
+
+The engine gets weights that were rounded and widened again at every sync; it computes in its own dtype. What a kernel
+of that precision does to activations is not simulated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-Rounding = Literal["int8"]
+_BITS = {"int8": 8, "int4": 4, "int3": 3}
+_FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TYPES = (*_BITS, "fp8", *_FLOATS)
 _UNROUNDED = ("embed_tokens", "lm_head")
+_FP8_MAX = 448.0
+_TINY = torch.finfo(torch.float32).tiny
 
 
-def round_int8(weight: Tensor) -> Tensor:
-    """Round a (out, in) matrix to symmetric 8-bit integers with one scale a row, and back to its dtype.
+@dataclass(frozen=True)
+class WeightRounding:
+    """To what linear weights are rounded.
 
-    The largest error is half a step, ``max|row| / 254``.
+    Args:
+        type: ``int8``, ``int4`` or ``int3`` (symmetric integers), ``fp8`` (e4m3), ``bf16``, ``fp16``.
+        group_size: integers only: columns that share a scale; None = a whole row.
+        scale: fp8 only: one scale a ``row`` or a ``tensor``; None = ``row``.
+
+    Raises:
+        ValueError: an unknown type or scale, or an option that the type does not have.
 
     Example:
-        >>> round_int8(torch.tensor([[127.0, 0.4, -63.6]]))
+        >>> WeightRounding("int4", group_size=2)(torch.tensor([[7.0, 2.4, 0.7, 0.24]]))
+        tensor([[7.0000, 2.0000, 0.7000, 0.2000]])
+    """
+
+    type: str
+    group_size: int | None = None
+    scale: Literal["row", "tensor"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.type not in _TYPES:
+            raise ValueError(f"type must be one of {list(_TYPES)}, but got {self.type!r}.")
+        if self.group_size is not None:
+            if self.type not in _BITS:
+                raise ValueError(f"group_size must be absent with type {self.type}, but got {self.group_size!r}.")
+            if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 1:
+                raise ValueError(f"group_size must be a whole number >= 1, but got {self.group_size!r}.")
+        if self.scale is not None and self.type != "fp8":
+            raise ValueError(f"scale must be absent with type {self.type}, but got {self.scale!r}.")
+        if self.scale not in (None, "row", "tensor"):
+            raise ValueError(f"scale must be 'row' or 'tensor', but got {self.scale!r}.")
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The rounded (out, in) matrix, in its own dtype."""
+        if self.type in _BITS:
+            return round_integer(weight, bits=_BITS[self.type], group_size=self.group_size)
+        if self.type == "fp8":
+            return round_fp8(weight, scale=self.scale or "row")
+        return weight.to(_FLOATS[self.type]).to(weight.dtype)
+
+
+def round_integer(weight: Tensor, *, bits: int, group_size: int | None = None) -> Tensor:
+    """Round a (out, in) matrix to symmetric integers and back: ``s * round(w / s)``, ``s = max|w| / (2^(bits-1) - 1)``.
+
+    The maximum is that of a row, or of ``group_size`` neighbours in a row. The largest error is half a step, s / 2.
+
+    Raises:
+        ValueError: ``group_size`` does not divide the number of columns.
+
+    Example:
+        >>> round_integer(torch.tensor([[127.0, 0.4, -63.6]]), bits=8)
         tensor([[127.,   0., -64.]])
     """
-    scale = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-    return (weight.float() / scale).round().mul_(scale).to(weight.dtype)
+    if group_size is not None and weight.shape[1] % group_size:
+        raise ValueError(f"group_size must divide the {weight.shape[1]} columns of a weight, but got {group_size}.")
+    groups = weight.float().reshape(len(weight), -1, group_size or weight.shape[1])
+    step = groups.abs().amax(dim=-1, keepdim=True).clamp(min=_TINY) / (2 ** (bits - 1) - 1)
+    rounded: Tensor = (groups / step).round().mul_(step)
+    return rounded.reshape(weight.shape).to(weight.dtype)
 
 
-def round_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Round every linear weight of a named stream; embeddings, the head, norms and biases stay as they are."""
+def round_fp8(weight: Tensor, *, scale: Literal["row", "tensor"] = "row") -> Tensor:
+    """Round a (out, in) matrix to 8-bit floats (e4m3) and back: ``s * e4m3(w / s)``, ``s = max|w| / 448``.
+
+    The maximum is that of a row, or of the whole matrix. The error is at most |w| / 17, and s / 1024 next to zero.
+
+    Example:
+        >>> round_fp8(torch.tensor([[448.0, 100.0, 1.06]]))
+        tensor([[448.,  96.,   1.]])
+    """
+    wide = weight.float()
+    largest = wide.abs().amax(dim=1, keepdim=True) if scale == "row" else wide.abs().amax()
+    step = largest.clamp(min=_TINY) / _FP8_MAX
+    rounded = (wide / step).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return rounded.float().mul_(step).to(weight.dtype)
+
+
+def parse_rounding(spec: Any, *, where: str = "engine.weight_rounding") -> WeightRounding:
+    """``int4``, or a mapping ``{type: int4, group_size: 32}``.
+
+    Raises:
+        ValueError: naming the field.
+
+    Example:
+        >>> parse_rounding({"type": "fp8", "scale": "tensor"})
+        WeightRounding(type='fp8', group_size=None, scale='tensor')
+    """
+    if isinstance(spec, WeightRounding):
+        return spec
+    options = {"type": spec} if isinstance(spec, str) else spec
+    if not isinstance(options, Mapping) or "type" not in options:
+        raise ValueError(f"{where} must be one of {list(_TYPES)} or a mapping with the key type, but got {spec!r}.")
+    known = [item.name for item in fields(WeightRounding)]
+    for key in options:
+        if key not in known:
+            raise ValueError(f"{where}.{key} must be one of {known}.")
+    try:
+        return WeightRounding(**options)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+def round_weights(weights: Iterable[tuple[str, Tensor]], rounding: Any = "int8") -> Iterator[tuple[str, Tensor]]:
+    """Round every linear weight of a named stream; embeddings, the head, norms and biases stay as they are.
+
+    Args:
+        weights: names and tensors.
+        rounding: what :func:`parse_rounding` takes.
+
+    Raises:
+        ValueError: naming the field, and the weight that a group size does not fit.
+    """
+    return _rounded(weights, parse_rounding(rounding))
+
+
+def _rounded(weights: Iterable[tuple[str, Tensor]], rounding: WeightRounding) -> Iterator[tuple[str, Tensor]]:
     for name, weight in weights:
-        linear = weight.dim() == 2 and not any(part in name for part in _UNROUNDED)
-        yield name, round_int8(weight) if linear else weight
+        if weight.dim() != 2 or any(part in name for part in _UNROUNDED):
+            yield name, weight
+            continue
+        try:
+            rounded = rounding(weight)
+        except ValueError as error:
+            raise ValueError(f"engine.weight_rounding does not fit {name}: {error}") from None
+        yield name, rounded
