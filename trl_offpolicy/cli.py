@@ -61,7 +61,39 @@ def presets(parser: argparse.ArgumentParser) -> Runner:
     return run
 
 
-COMMANDS: dict[str, Command] = {"report": report, "presets": presets}
+def serve(parser: argparse.ArgumentParser) -> Runner:
+    """Start a vLLM server that a trainer can sync to, on this machine only unless told otherwise."""
+    parser.add_argument("--model", required=True, help="folder or Hub name of the model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port (default: 8000)")
+    parser.add_argument("--dtype", default="auto", help="of the engine (default: that of the checkpoint)")
+    parser.add_argument("--lora-rank", type=int, default=0, help="hot-load adapters up to this rank (default: none)")
+    parser.add_argument("--lora-modules", nargs="+", metavar="NAME", help="modules that adapters may touch")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt + completion (default: the model's)")
+    parser.add_argument("--expose", action="store_true", help="allow a --host other than loopback; needs an API key")
+    parser.add_argument(
+        "--api-key-env", default="VLLM_API_KEY", metavar="NAME", help="variable with the key that callers must send"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be started")
+    parser.add_argument("vllm", nargs="*", metavar="-- VLLM_FLAG", help="further flags for vLLM, after --")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.engines.serve import ServeOptions, announce, start
+
+        plain = ("model", "host", "port", "dtype", "lora_rank", "max_model_len", "expose")
+        named = {name: getattr(args, name) for name in plain}
+        if args.lora_modules:
+            named["lora_modules"] = tuple(args.lora_modules)
+        options = ServeOptions(**named, api_key=os.environ.get(args.api_key_env), extra=tuple(args.vllm))
+        announce(options)
+        if not args.dry_run:
+            start(options)
+        return 0
+
+    return run
+
+
+COMMANDS: dict[str, Command] = {"report": report, "presets": presets, "serve": serve}
 
 
 def _print_presets() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import sys
 from dataclasses import dataclass
@@ -106,6 +107,25 @@ def exposure(options: ServeOptions) -> list[tuple[str, str, str]]:
     if options.lora_rank:
         rows.insert(2, ("/v1/load_lora_adapter", f"load adapters up to rank {options.lora_rank} from a folder", who))
     return rows
+
+
+def announce(options: ServeOptions) -> None:
+    """Print the command and what the server exposes, before it starts."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    settings = " ".join(f"{name}={'***' if 'KEY' in name else value}" for name, value in environment(options).items())
+    console.print(f"{settings} {shlex.join(command(options))}", soft_wrap=True, highlight=False)
+    table = Table(title="What this server exposes", box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for column in ("routes", "what a caller can do", "who"):
+        table.add_column(column, overflow="fold")
+    for row in exposure(options):
+        table.add_row(*row)
+    console.print(table)
+    if not options.api_key:
+        console.print("No API key is set: any user of this machine can call these. Set VLLM_API_KEY to ask for one.")
 
 
 def require_free_port(host: str, port: int) -> None:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 Transfer = Literal["auto", "folder", "adapter"]
 CONCURRENCY = 64
+_ADAPTER = ":adapter"  # ends the label where the base weights are untouched
 _FRESH = "default"  # weight_version of a vLLM server that was given no weights since its start
 
 
@@ -157,6 +158,7 @@ class ServerEngine:
             )
         target = safe_child(self.folder, f"{self.run}-{version}")
         if adapter is not None:
+            self._require_own_base()
             size = write_adapter(target, adapter.config, adapter.tensors) if self._source.is_main else 0
         else:
             weights = self._source.merged()
@@ -210,13 +212,25 @@ class ServerEngine:
 
     @property
     def _label(self) -> str:
-        return f"{self.run}:{self.version}"
+        return f"{self.run}:{self.version}{'' if self._adapter is None else _ADAPTER}"
+
+    def _require_own_base(self) -> None:
+        """An adapter belongs on the weights that the server was started with."""
+        label = self._server_label()
+        if self._sent is None and label != _FRESH and not label.endswith(_ADAPTER):
+            raise EngineError(
+                f"The base weights of the vLLM server at {self.client.base_url} were replaced by another run ({label}): "
+                "an adapter on top would be another policy. Start the server again, or use transfer='folder'."
+            )
+
+    def _server_label(self) -> str:
+        return str(self.client.get("/weight_info")["weight_version"])
 
     def _ensure_current(self) -> None:
         """The server holds the weights that this run has sent it last; after a restart it gets them again."""
         if self._sent is None:
             return
-        label = self.client.get("/weight_info")["weight_version"]
+        label = self._server_label()
         if label == self._label:
             return
         if label != _FRESH:
