@@ -44,7 +44,7 @@ def test_kept_counts_are_those_of_the_mask():
 def test_token_rejection_never_erases_the_reward():
     """The token that carries 9.0 goes; its response stays in the baseline and keeps its advantage."""
     correction = op.Correction(keep=(TOKEN_BAND,), baseline="kept")
-    decided = stage(op.Objective(correction=correction)).decide(batch(), scale_rewards="none")
+    decided = stage(op.Objective(correction=correction), op.advantages.DrGRPO()).decide(batch())
 
     assert decided.rows["decided_keep"].tolist() == [[True, False], [True, True], [False, False], [True, True]]
     assert decided.rows["advantages"].tolist() == [0.5, -0.5, 0.0, 0.0]  # row 2 is gone: its group is down to one
@@ -53,7 +53,7 @@ def test_token_rejection_never_erases_the_reward():
 def test_a_kept_baseline_needs_rewards_and_groups():
     stages = stage(op.Objective(correction=op.Correction(keep=(TOKEN_BAND,), baseline="kept")))
 
-    with pytest.raises(ValueError, match="rewards and group_ids must be given for baseline='kept'"):
+    with pytest.raises(ValueError, match="rewards and group_ids must be given for advantages and baseline='kept'"):
         stages.decide(policy_batch(RATIOS))
 
 

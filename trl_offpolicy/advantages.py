@@ -1,8 +1,9 @@
 """Advantage estimators as small frozen dataclasses: from the rewards of a generation batch to (B,) or (B, T).
 
 They read whole prompt groups, hence before a trainer shuffles and splits the batch, and all ranks call them together.
-Each names what it ``requires``. A response that is not ``counted`` (rejected, or without a reward) gets 0 and does not
-move the others; so does a group of one. Which of them are unbiased is said of on-policy samples.
+Each names what it ``requires`` of :class:`AdvantageInputs`. A response that is not ``counted`` (rejected, or without a
+reward) gets 0 and does not move the others; so does a group of one. Which of them are unbiased is said of on-policy
+samples.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from trl_offpolicy.functional.advantages_groups import (
 from trl_offpolicy.functional.advantages_tokens import Alone, optimal_token_baseline, returns_to_go
 from trl_offpolicy.types import Scope
 
+_ENERGY = ("mask", "per_token_logps", "sum_sq_probs")
+
 
 class AdvantageEstimator(Protocol):
     """Rewards to advantages."""
 
-    requires: ClassVar[tuple[str, ...]]
     by_token: ClassVar[bool]
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Fields that it reads besides rewards and groups."""
 
     @property
     def scope(self) -> Scope:
@@ -160,13 +166,17 @@ class OptimalTokenBaseline:
     is_aware: bool = False
     multi_turn: bool = False
     alone: Alone = "zero"
-    requires: ClassVar[tuple[str, ...]] = ("mask", "per_token_logps", "sum_sq_probs")
     by_token: ClassVar[bool] = True
     scope: ClassVar[Scope] = "group"
 
     def __post_init__(self) -> None:
         if self.alone not in get_args(Alone):
             raise ValueError(f"alone must be one of {list(get_args(Alone))}, but got {self.alone!r}.")
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """The weights only if it is aware of them."""
+        return (*_ENERGY, "weights") if self.is_aware else _ENERGY
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B, T) float32."""
@@ -189,13 +199,13 @@ class OPOB:
     """VCPO's off-policy baseline: sum w^2 ||g||^2 r / sum w^2 ||g||^2 over the group.
 
     ||g||^2 is ``squared_grad_norms`` where the inputs have it (weights (B, 1) then); else the sum of the tokens'
-    w^2 (1 - 2 pi + sum pi^2), which needs the forward only and takes tokens' scores as uncorrelated.
-    See :func:`~trl_offpolicy.functional.advantages_groups.weighted_baseline`.
+    w^2 (1 - 2 pi + sum pi^2), which needs the forward only and takes tokens' scores as uncorrelated (and reads mask,
+    log-probs and sums of squares). See :func:`~trl_offpolicy.functional.advantages_groups.weighted_baseline`.
 
     Reference: Huang et al. 2026 (arXiv:2602.17616); source 002.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("weights",)
+    requires: ClassVar[tuple[str, ...]] = (*_ENERGY, "weights")
     by_token: ClassVar[bool] = False
     scope: ClassVar[Scope] = "group"
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
 from trl_offpolicy import presets
+from trl_offpolicy.advantages import AdvantageEstimator
 from trl_offpolicy.objectives import Objective
-from trl_offpolicy.presets.parsing import near, parse_correction, parse_objective
+from trl_offpolicy.presets.parsing import near, parse_advantages, parse_correction, parse_objective
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.trl import TRLOptions
 from trl_offpolicy.terms import OffPolicySequenceMask
@@ -25,8 +27,9 @@ _OBJECTIVE_SOURCE = {
     "kl": ("beta",),
     "entropy_coef": ("entropy_coef",),
 }
-_OFFPOLICY_KEYS = ("preset", "framework", "options", "correction", "objective")
-_PRESET_OBJECTIVE = ("policy_loss", "aggregation", "kl_on", "kl_weighted", "denominator", "mode")
+_ADVANTAGE_SOURCE = {"advantages": ("scale_rewards", "multi_objective_aggregation")}
+_OFFPOLICY_KEYS = ("preset", "framework", "options", "correction", "objective", "advantages")
+_PRESET_OBJECTIVE = ("policy_loss", "aggregation", "kl_on", "kl_weighted", "denominator", "mode", "proximal")
 
 
 @dataclass
@@ -36,8 +39,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     Args:
         offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them), or a mapping
             ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``; with ``framework: verl`` (skyrl,
-            slime, areal, openrlhf) in place of ``preset``, ``options`` are that framework's own. Default:
-            ``paper/tis`` with vLLM, ``measure`` (diagnostics only) without.
+            slime, areal, openrlhf) in place of ``preset``, ``options`` are that framework's own. ``advantages: rloo``
+            (or ``{type: grpo, scale: none}``) takes the place of TRL's advantages. Default: ``paper/tis`` with vLLM,
+            ``measure`` (diagnostics only) without.
         engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
             ``quantization``, ``max_model_len``, ...), and ``weight_rounding: int8`` to round the linear weights to
             8 bits a row at every sync.
@@ -53,7 +57,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         default=None,
         metadata={
             "help": "Rollout correction: a preset's name (e.g. 'paper/tis'), or a mapping with the keys preset (or "
-            "framework), options, correction, objective. Default: paper/tis with vLLM, measure without."
+            "framework), options, correction, objective, advantages. Default: paper/tis with vLLM, measure without."
         },
     )
     engine: dict[str, Any] | str | None = field(
@@ -134,7 +138,17 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
     overrides = spec.get("objective") or {}
     _refuse_double(args, overrides, where="offpolicy.objective.")
     objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
-    return replace(chosen, objective=objective)
+    return replace(chosen, objective=objective, advantages=_advantages(args, chosen, spec))
+
+
+def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: dict[str, Any]) -> AdvantageEstimator | None:
+    """The estimator of ``offpolicy.advantages``, else of the preset; None = TRL's own (``advantages: null``)."""
+    said = "advantages" in spec
+    estimator = parse_advantages(spec["advantages"], where="offpolicy.advantages") if said else chosen.advantages
+    if estimator is not None:
+        where = "offpolicy." if said else "the preset's "
+        _refuse_double(args, {"advantages": estimator}, where=where, sources=_ADVANTAGE_SOURCE)
+    return estimator
 
 
 def _chosen(spec: dict[str, Any]) -> Preset:
@@ -169,11 +183,29 @@ def _with_correction(objective: Objective, chosen: Preset, spec: dict[str, Any])
     return replace(objective, correction=replace(correction, keep=correction.keep + opsm))
 
 
-def _refuse_double(args: OffPolicyGRPOConfig, overrides: dict[str, Any], *, where: str) -> None:
+def _refuse_double(
+    args: OffPolicyGRPOConfig,
+    overrides: dict[str, Any],
+    *,
+    where: str,
+    sources: Mapping[str, tuple[str, ...]] = _OBJECTIVE_SOURCE,
+) -> None:
     defaults = {item.name: item.default for item in fields(GRPOConfig)}
-    for key, sources in _OBJECTIVE_SOURCE.items():
+    for key, names in sources.items():
         if key == "kl" and args.beta == getattr(args, "_beta_of_kl", None):
             continue  # set from the KL term itself
-        both = [name for name in sources if key in overrides and getattr(args, name) != defaults[name]]
+        both = [name for name in names if key in overrides and getattr(args, name) != defaults[name]]
         if both:
             raise ValueError(f"{where}{key} and {', '.join(both)} set the same quantity; set one.")
+
+
+def run_description(args: OffPolicyGRPOConfig, preset: Preset, model_name: str) -> dict[str, Any]:
+    """What ``run.json`` says about the method."""
+    return {
+        "model": model_name,
+        "preset": preset.name,
+        "correction": repr(preset.correction),
+        "objective": repr(replace(preset.objective, correction=None)),
+        "advantages": "TRL's" if preset.advantages is None else repr(preset.advantages),
+        "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
+    }

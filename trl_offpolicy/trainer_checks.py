@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
+from typing import Any, cast
 
+from trl_offpolicy.advantages import GRPO
 from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.controllers import check_horizon
 from trl_offpolicy.engines.checks import require_comparable, sampling_faults
+from trl_offpolicy.functional.advantages import ScaleRewards
 from trl_offpolicy.objectives import Objective
+from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.staging import Stages, stage
 
 logger = logging.getLogger(__name__)
 
 _SAMPLING_OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs")
+
+
+def check_before_loading(
+    args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool, peft_config: Any
+) -> None:
+    """All that can be said before a model or an engine is loaded.
+
+    Raises:
+        ValueError: an engine that cannot be corrected for, or an adaptive KL whose horizon is too short.
+    """
+    check_engine(args, objective, has_rollout_func=has_rollout_func)
+    check_horizon(
+        objective.kl, args.per_device_train_batch_size * args.gradient_accumulation_steps * max(args.world_size, 1)
+    )
+    warn_about_dropout(peft_config)
 
 
 def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:
@@ -40,19 +59,26 @@ def warn_about_dropout(peft_config: Any) -> None:
         )
 
 
-def stages_of(args: OffPolicyGRPOConfig, objective: Objective) -> Stages | None:
-    """The two parts of a wide correction; says what it costs."""
-    stages = stage(objective)
-    if stages is None:
-        return None
-    if stages.early.baseline == "kept" and args.multi_objective_aggregation != "sum_then_normalize":
-        raise ValueError(
-            "multi_objective_aggregation must be 'sum_then_normalize' with baseline='kept' (advantages are made again "
-            f"from the total reward), but got {args.multi_objective_aggregation!r}."
+def stages_of(args: OffPolicyGRPOConfig, preset: Preset) -> Stages | None:
+    """What is decided on the whole generation batch; says what it costs."""
+    objective, advantages = preset.objective, preset.advantages
+    kept = objective.correction is not None and objective.correction.baseline == "kept"
+    if kept and advantages is None:
+        if args.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                "multi_objective_aggregation must be 'sum_then_normalize' with baseline='kept' (advantages are made "
+                f"again from the total reward), but got {args.multi_objective_aggregation!r}. advantages: gdpo "
+                "normalises each function over the kept responses."
+            )
+        advantages = GRPO(scale=cast("ScaleRewards", args.scale_rewards))  # TRL's, over what is kept
+    stages = stage(objective, advantages)
+    if stages is not None and stages.needs_old:
+        reader = (
+            f"scope {objective.scope}" if stages.early is not None else f"advantages of {type(advantages).__name__}"
         )
-    logger.warning(
-        "offpolicy needs the whole generation batch (scope %s): the old policy is scored once per generation, "
-        "one more forward.",
-        objective.scope,
-    )
+        logger.warning(
+            "offpolicy needs the whole generation batch (%s): the old policy is scored once per generation, "
+            "one more forward.",
+            reader,
+        )
     return stages

@@ -110,7 +110,7 @@ class PolicyBatch:
         decided_weights: (B, 1) or (B, T), float32 weights that a correction of wider scope gave before the batch was
             split. Its ``sequence_weights`` (B, 1) where it has them: a loss with the weights inside reads each once.
         decided_keep: bool, likewise its keep mask.
-        past_average: what ``AveragedProximal`` returned for these rows in the optimizer step before; None = nothing yet.
+        past_average: what ``AveragedProximal`` gave for these rows in the optimizer step before; None = nothing yet.
 
     Raises:
         ValueError: a field's shape does not fit ``per_token_logps``.

@@ -18,7 +18,7 @@ from trl_offpolicy.presets.parsing import near
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.skyrl import from_skyrl
 from trl_offpolicy.presets.slime import from_slime
-from trl_offpolicy.presets.text import mapping_text
+from trl_offpolicy.presets.text import mapping_text, settings_text
 from trl_offpolicy.presets.trl import from_trl
 from trl_offpolicy.presets.verl import from_verl
 
@@ -90,6 +90,8 @@ def describe(name: str) -> str:
         f"  source:   {preset.citation}",
         f"  notes:    {preset.notes}",
     ]
+    if preset.advantages is not None:
+        lines.insert(-2, f"  advantages: {type(preset.advantages).__name__} ({settings_text(preset.advantages)})")
     if preset.source_clamp is None:
         lines.append("  clamp:    log-ratios at +-20 nats here, not in the source")
     return "\n".join(lines)

@@ -49,6 +49,7 @@ def semantics(preset: Preset) -> dict[str, str]:
         **{f"keep: {term.name}": _keep_row(term) for term in correction.keep},
         **_correction_rows(correction),
         **_objective_rows(preset.objective),
+        "advantages": _named(preset.advantages) if preset.advantages is not None else "the trainer's",
         "log clamp": _clamp_row(preset.source_clamp),
     }
 
@@ -94,7 +95,8 @@ def _objective_rows(objective: Objective) -> dict[str, str]:
     kl = objective.kl
     return {
         "mode": "bypass (two policies, pi / mu)" if bypass else "decoupled (three policies, pi / pi_old)",
-        "policy loss": f"{type(loss).__name__}: {settings_text(loss)}",
+        "policy loss": _named(loss),
+        "centre of the clip": _named(objective.proximal),
         "aggregation": objective.aggregation,
         "denominator": "dropped tokens stay" if objective.denominator == "all" else "dropped tokens leave",
         "KL of dropped tokens": "stays" if objective.kl_on == "all" else "goes with them",
@@ -102,6 +104,10 @@ def _objective_rows(objective: Objective) -> dict[str, str]:
         "entropy bonus": number(objective.entropy_coef),
         "scope": objective.scope,
     }
+
+
+def _named(item: object) -> str:
+    return f"{type(item).__name__}: {settings_text(item)}"
 
 
 def _clamp_row(source: float | None) -> str:

@@ -1,4 +1,4 @@
-"""From YAML or keyword form to corrections and objectives: tagged unions, ``{type: truncate, max_weight: 2.0}``."""
+"""From YAML or keyword form to corrections, objectives and advantages: tagged unions, ``{type: rloo}`` or ``rloo``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from trl_offpolicy import losses, terms
+from trl_offpolicy import advantages, losses, proximal, terms
+from trl_offpolicy.advantages import AdvantageEstimator
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
 from trl_offpolicy.objectives import Objective
@@ -58,6 +59,21 @@ LOSS_TYPES = {
     "oapl": losses.OAPL,
 }
 KL_CONTROLLERS = {"fixed": FixedKL, "adaptive": AdaptiveKL}
+PROXIMAL_TYPES = {
+    "recomputed": proximal.RecomputedProximal,
+    "interpolated": proximal.InterpolatedProximal,
+    "averaged": proximal.AveragedProximal,
+}
+ADVANTAGE_TYPES = {
+    "grpo": advantages.GRPO,
+    "dr_grpo": advantages.DrGRPO,
+    "rloo": advantages.RLOO,
+    "opo": advantages.OPO,
+    "gdpo": advantages.GDPO,
+    "reinforce_plus_plus_baseline": advantages.REINFORCEPlusPlusBaseline,
+    "optimal_token_baseline": advantages.OptimalTokenBaseline,
+    "opob": advantages.OPOB,
+}
 
 
 def parse_correction(spec: Mapping[str, Any], *, where: str, base: Correction | None = None) -> Correction:
@@ -92,8 +108,16 @@ def parse_objective(spec: Mapping[str, Any], *, where: str, base: Objective) -> 
         values["policy_loss"] = parse_tagged(values["policy_loss"], LOSS_TYPES, where=f"{where}.policy_loss")
     if values.get("kl") is not None and "kl" in values:
         values["kl"] = _parse_kl(values["kl"], where=f"{where}.kl")
+    if "proximal" in values:
+        values["proximal"] = _parse_named(values["proximal"], PROXIMAL_TYPES, where=f"{where}.proximal")
     objective: Objective = _build(Objective, values, where=where, base=base)
     return objective
+
+
+def parse_advantages(spec: object, *, where: str) -> AdvantageEstimator | None:
+    """``rloo``, ``{type: grpo, scale: none}``, or None: the trainer's own."""
+    estimator: AdvantageEstimator | None = None if spec is None else _parse_named(spec, ADVANTAGE_TYPES, where=where)
+    return estimator
 
 
 def _parse_kl(spec: object, *, where: str) -> KLPenalty:
@@ -112,6 +136,11 @@ def parse_tagged(spec: object, types: Mapping[str, type], *, where: str) -> Any:
     if name not in types:
         raise ValueError(f"{where}.type must be one of {list(types)}, but got {name!r}.{near(str(name), types)}")
     return _build(types[name], values, where=where)
+
+
+def _parse_named(spec: object, types: Mapping[str, type], *, where: str) -> Any:
+    """As :func:`parse_tagged`; the name alone will do."""
+    return parse_tagged({"type": spec} if isinstance(spec, str) else spec, types, where=where)
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from trl_offpolicy.advantages import AdvantageEstimator
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objectives import Objective
@@ -26,6 +27,7 @@ class Preset:
         notes: when to use it, and what it does differently from its source.
         source_clamp: nats at which the source clamps log-ratios before ``exp``; None = it does not. This kit always
             clamps at 20, which only a ratio beyond e^20 = 4.9e8 (or below its inverse) can tell apart.
+        advantages: what makes the advantages; None = the method says nothing, the trainer's own.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Preset:
     formula: str
     notes: str
     source_clamp: float | None = LOG_RATIO_CLAMP
+    advantages: AdvantageEstimator | None = None
 
     @property
     def correction(self) -> Correction | None:
@@ -60,6 +63,7 @@ def make_preset(
     notes: str,
     formula: str | None = None,
     source_clamp: float | None = LOG_RATIO_CLAMP,
+    advantages: AdvantageEstimator | None = None,
     **objective: Any,
 ) -> Preset:
     """A preset from its correction.
@@ -71,6 +75,7 @@ def make_preset(
         notes: when to use it.
         formula: one line; None = written from the terms.
         source_clamp: where the source clamps.
+        advantages: what makes the advantages, if the method says so.
         **objective: fields of :class:`~trl_offpolicy.Objective` that the method sets.
     """
     built = Objective(correction=correction, **objective)
@@ -82,6 +87,7 @@ def make_preset(
         formula=formula_of(built) if formula is None else formula,
         notes=notes,
         source_clamp=source_clamp,
+        advantages=advantages,
     )
 
 
