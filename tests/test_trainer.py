@@ -273,7 +273,11 @@ def test_a_value_equal_to_the_default_is_not_a_second_setting(make_args: Callabl
 
 REFUSED_TRAINERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no engine": ({"offpolicy": "paper/tis"}, ValueError, "must not read the sampling policy when use_vllm is False"),
-    "top_p": ({"use_vllm": True, "top_p": 0.8}, ValueError, r"top_p=0\.8.*biased"),
+    "repetition_penalty": (
+        {"use_vllm": True, "repetition_penalty": 1.2},
+        ValueError,
+        r"repetition_penalty=1\.2.*biased",
+    ),
     "generation_kwargs": (
         {"use_vllm": True, "generation_kwargs": {"logprobs": 5}},
         ValueError,

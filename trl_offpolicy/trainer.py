@@ -26,6 +26,7 @@ from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset, run_descri
 from trl_offpolicy.controllers import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
 from trl_offpolicy.correction_stats import noise_floor
 from trl_offpolicy.engines.colocate import colocate_engine
+from trl_offpolicy.engines.filtered_scoring import filtered_scoring
 from trl_offpolicy.fused_head import as_if_aligned, sum_sq_probs
 from trl_offpolicy.objective_terms import NONFINITE_CURRENT
 from trl_offpolicy.objectives import Objective
@@ -51,7 +52,6 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "trl-offpolicy"]
-
     entropy_coef: float
 
     def __init__(self, model: Any, reward_funcs: Any, args: OffPolicyGRPOConfig, *rest: Any, **kwargs: Any) -> None:
@@ -68,6 +68,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         has_sampler = args.use_vllm or has_rollout_func
         # TRL's own pass for the old log-probs: left out where it is made here or where nothing reads it
         self._leave_out_old = scores_old or (has_sampler and not self.objective.proximal.reads_old)
+        self._filtered = filtered_scoring(args)
         with colocate_engine(cast("dict[str, Any] | None", args.engine)):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._kl = self.objective.kl  # its coefficient may move
@@ -150,6 +151,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             old = self._score(self.model, output, batch_size=size)[0]
         return old, sums.completions(old.shape[1])
 
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; current and old policy on the distribution that the engine truncated."""
+        return self._filtered(super()._get_per_token_logps_and_entropies, self.ref_model, *args, **kwargs)
+
     def _score(self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, **wanted: bool) -> Any:
         """TRL's own scoring of the completions: (log-probs (B, T), entropies, auxiliary loss)."""
         return self._get_per_token_logps_and_entropies(
@@ -180,7 +185,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         result = self._current_objective()(batch, reduction)
         if result.average is not None:
             inputs["past_average"] = result.average  # the dict is TRL's buffer: it comes back with its rows
-        self._add_stats(mode, result.stats)
+        self._add_stats(mode, result.stats.union(self._filtered.stats(batch.mask)))
         if mode == "train":
             self._window.add(batch, result.stats)
             if self.accelerator.sync_gradients:
@@ -252,8 +257,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         every = self.args.noise_floor_steps
         if mode != "train" or not every or self.state.global_step % every or "noise_floor" in self._stats[mode].groups:
             return
-        again = trl_batches.in_other_batches(inputs)
-        if again is None:
+        if (again := trl_batches.in_other_batches(inputs)) is None:
             return
         with torch.no_grad():
             logps = self._score(model, again[0], batch_size=again[1])[0][: len(batch.mask)]
@@ -275,8 +279,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce the stats over ranks with one collective, add them under TRL's and this kit's names, and log."""
         mode = self._mode
-        stats = self._stats.pop(mode, None)
-        if stats is not None:
+        if (stats := self._stats.pop(mode, None)) is not None:
             values = stats.all_reduce(self.accelerator.gather).compute()
             for key, value in {**values, **trl_names(self.objective, values)}.items():
                 self._metrics[mode][key].append(value)
