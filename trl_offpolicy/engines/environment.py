@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from typing import Any
 
 CPU_SERVER_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -20,3 +22,14 @@ def machine_has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def prepare_environment() -> None:
+    """Set what vLLM needs on a machine without a GPU, unless the user has set it."""
+    for name, value in CPU_ENVIRONMENT.items() if not machine_has_gpu() else ():
+        os.environ.setdefault(name, value)
+
+
+def cpu_arguments() -> dict[str, Any]:
+    """Arguments of ``LLM`` for a machine without a GPU."""
+    return {} if machine_has_gpu() else {"enforce_eager": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncReport
-from trl_offpolicy.engines.environment import CPU_ENVIRONMENT, machine_has_gpu
+from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.weights import WeightSource
@@ -109,17 +108,6 @@ class ColocateEngine:
         if self.adapters is not None:
             self.adapters.close()
         self.llm = None
-
-
-def prepare_environment() -> None:
-    """Set what vLLM needs on a machine without a GPU, unless the user has set it."""
-    for name, value in CPU_ENVIRONMENT.items() if not machine_has_gpu() else ():
-        os.environ.setdefault(name, value)
-
-
-def cpu_arguments() -> dict[str, Any]:
-    """Arguments of ``LLM`` for a machine without a GPU."""
-    return {} if machine_has_gpu() else {"enforce_eager": True}
 
 
 @torch.no_grad()

@@ -150,7 +150,7 @@ class ServerEngine:
         if self._source is None:
             raise EngineError("bind(source) must be called before sync_weights, but no source is bound.")
         start = time.monotonic()
-        adapter = self._source.adapter() if self._takes_adapter() else None
+        adapter = self._source.adapter() if self.takes_adapter else None
         if self.transfer == "adapter" and adapter is None:
             raise SyncError(
                 "transfer must be 'folder': the model has no adapter that stands alone, or the server was not started "
@@ -172,7 +172,9 @@ class ServerEngine:
         kind = "folder" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
 
-    def _takes_adapter(self) -> bool:
+    @property
+    def takes_adapter(self) -> bool:
+        """True if an adapter that stands alone would be sent alone."""
         return self.transfer != "folder" and "/v1/load_lora_adapter" in self._routes and self.weight_rounding is None
 
     def _load(self, target: Path) -> None:
@@ -219,7 +221,7 @@ class ServerEngine:
         label = self._server_label()
         if self._sent is None and label != _FRESH and not label.endswith(_ADAPTER):
             raise EngineError(
-                f"The base weights of the vLLM server at {self.client.base_url} were replaced by another run ({label}): "
+                f"The base weights of the vLLM server at {self.client.base_url} were changed by another run ({label}); "
                 "an adapter on top would be another policy. Start the server again, or use transfer='folder'."
             )
 

@@ -1,0 +1,257 @@
+"""TRL's generation backend over the engine layer: what ``GRPOTrainer`` builds and calls as ``vllm_generation``.
+
+Colocate: TRL's own path, with engine arguments passed through; on CPU weights are reloaded in memory. Server: TRL's own
+NCCL path on a GPU, a shared folder or the LoRA adapter alone anywhere (:class:`~trl_offpolicy.engines.server`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
+
+from trl_offpolicy.engines.engine import EngineError, Sampling, SyncReport
+from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
+from trl_offpolicy.engines.in_process import reload_in_process, score_in_process
+from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
+from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.server import ServerEngine
+from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.engines.weights import Adapter, ModelWeights
+
+
+class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
+    """TRL's vLLM backend with this kit's transfers.
+
+    Args:
+        settings: the ``engine`` field of the configuration, read.
+        folder: where a server's weights are written unless ``settings`` says.
+        *args: TRL's.
+        **kwargs: TRL's.
+    """
+
+    version: int = 0
+    """Version of the weights of the next sync; the trainer sets it to its global step."""
+    last_sync: SyncReport | None = None
+
+    def __init__(self, *args: Any, settings: EngineSettings, folder: Path, **kwargs: Any) -> None:
+        self.settings = settings
+        self._folder = settings.folder or folder
+        self._adapters: AdapterFolder | None = None
+        self._server: ServerEngine | None = None
+        self._on_server = False
+        super().__init__(*args, **kwargs)
+        if self._uses_adapter and self.source.adapter() is None:
+            raise ValueError(
+                "engine.transfer must not be 'adapter' here: that takes a PEFT model with plain LoRA on linear layers "
+                "(no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
+            )
+
+    @property
+    def source(self) -> _Source:
+        """The trainer's weights."""
+        return _Source(self)
+
+    @property
+    def _uses_adapter(self) -> bool:
+        return self.settings.transfer == "adapter"
+
+    # ------------------------------------------------------------------------------------------------------- start
+
+    def _init_vllm(self) -> None:
+        if self.mode == "colocate":
+            self._start_in_process()
+        elif self.settings.on_server(self.accelerator.device.type):
+            self._connect()
+        else:
+            super()._init_vllm()
+
+    def _start_in_process(self) -> None:
+        self.settings.check_colocate()
+        prepare_environment()
+        arguments = {**self._default_arguments(), **self.settings.arguments}
+        with _rebound(vllm_generation, "LLM", partial(_build_llm, vllm_generation.LLM, arguments)):
+            super()._init_vllm()
+        if self._uses_adapter:
+            self._adapters = AdapterFolder()
+            llm: Any = self.llm
+            self.llm = _WithAdapter(llm, self._adapters)
+
+    def _default_arguments(self) -> dict[str, Any]:
+        """On CPU load the engine in the trainer's dtype: vLLM's "auto" would read float32 as bfloat16, slowly."""
+        arguments = cpu_arguments()
+        if self._on_cpu:
+            arguments["dtype"] = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        if self._uses_adapter:
+            arguments |= lora_arguments(max(config.r for config in self.model.peft_config.values()))
+        return arguments
+
+    @property
+    def _on_cpu(self) -> bool:
+        return bool(self.accelerator.device.type == "cpu")
+
+    def _connect(self) -> None:
+        """The main rank talks to the server; the others only take part in gathering weights."""
+        self.settings.check_server()
+        self._on_server = True
+        if self.accelerator.is_main_process:
+            self._server = ServerEngine(
+                self.server_base_url or f"http://{self.server_host}:{self.server_port}",
+                folder=self._folder,
+                transfer=self.settings.server_transfer,
+                weight_rounding=self.settings.weight_rounding,
+                patience=self.settings.patience(start_timeout=self.server_timeout),
+            )
+            self._server.bind(self.source)
+        self.accelerator.wait_for_everyone()
+
+    # ----------------------------------------------------------------------------------------------------- weights
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        named = super()._iter_named_params() if self._is_fsdp1 else ModelWeights(self.model).merged()
+        rounding = self.settings.weight_rounding if self.mode == "colocate" else None
+        return named if rounding is None else round_weights(named, rounding)
+
+    @property
+    def _is_fsdp1(self) -> bool:
+        return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
+
+    def sync_weights(self) -> None:
+        """Give the engine the trainer's weights; ``last_sync`` says what that took."""
+        start = time.monotonic()
+        kind, size = "memory", 0
+        if self._on_server:
+            self._sync_server()
+            kind, size = ("folder", 0) if self._server is None else (self._sent.kind, self._sent.bytes)
+        elif self._adapters is not None:
+            kind, size = "adapter", self._adapters.load(self._own_adapter(), self.version)
+        elif self.mode == "colocate" and self._on_cpu:
+            size = reload_in_process(self.llm, self._iter_named_params())
+        else:
+            super().sync_weights()
+            kind = "nccl" if self.mode == "server" else "memory"
+        self.last_sync = SyncReport(version=self.version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+
+    def _sync_server(self) -> None:
+        takes_adapter = [self._server is not None and self._server.takes_adapter]
+        broadcast_object_list(takes_adapter, from_process=0)
+        if self._server is not None:
+            self._sent = self._server.sync_weights(self.version)
+        elif takes_adapter[0] and self.source.adapter() is not None:
+            pass  # gathering was all there was to do
+        else:
+            for _ in self.source.merged():
+                pass
+        self.accelerator.wait_for_everyone()
+
+    def _own_adapter(self) -> Adapter:
+        adapter = self.source.adapter()
+        if adapter is None:
+            raise EngineError("The adapter can no longer be sent alone: something else became trainable.")
+        return adapter
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        """The engine's log-probs of a probe (temperature 1); None on ranks without one, and on TRL's NCCL path."""
+        if self.mode == "colocate":
+            return score_in_process(self.llm, ids)
+        return None if self._server is None else self._server.score(ids)
+
+    # ---------------------------------------------------------------------------------------------------- sampling
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        """TRL's contract: (prompt ids, completion ids, log-probs (rows, tokens, 1), their token ids)."""
+        if not self._on_server:
+            return super().generate(prompts, images, num_generations, profiler)
+        if any(image is not None for image in images or ()):
+            raise NotImplementedError("images must be None with engine.transfer folder or adapter; use nccl.")
+        everyone = gather_object(prompts)
+        payload = [self._sampled(everyone[::num_generations], num_generations)]
+        broadcast_object_list(payload, from_process=0)
+        if isinstance(payload[0], EngineError):
+            raise payload[0]
+        start = self.accelerator.process_index * len(prompts)
+        here = slice(start, start + len(prompts))
+        ids, logps = (part[here] for part in payload[0])
+        return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
+
+    def _sampled(self, prompts: list[list[int]], n: int) -> Any:
+        """On the main rank what the server sampled, or the error that all ranks are to raise."""
+        if self._server is None:
+            return None
+        try:
+            rollouts = self._server.generate(prompts, self._sampling(), n=n)
+        except EngineError as error:
+            return error
+        return rollouts.completion_ids, rollouts.sampling_per_token_logps
+
+    def _sampling(self) -> Sampling:
+        extra = {"repetition_penalty": self.repetition_penalty, **(self.generation_kwargs or {})}
+        if self.structured_outputs_regex is not None:
+            extra["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        return Sampling(
+            max_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            extra=extra,
+        )
+
+
+class _Source:
+    """The weights as :class:`~trl_offpolicy.engines.weights.WeightSource`."""
+
+    def __init__(self, engine: TRLEngine) -> None:
+        self._engine = engine
+        self.is_main = bool(engine.accelerator.is_main_process)
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        return self._engine._iter_named_params()
+
+    def adapter(self) -> Adapter | None:
+        return ModelWeights(self._engine.model).adapter()
+
+
+class _WithAdapter:
+    """vLLM's ``LLM``, whose requests name the adapter of the last sync."""
+
+    def __init__(self, llm: Any, adapters: AdapterFolder) -> None:
+        self._llm = llm
+        self._adapters = adapters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._llm.generate(*args, **{**kwargs, "lora_request": self._adapters.request})
+
+
+@contextmanager
+def _rebound(module: Any, name: str, value: Any) -> Iterator[None]:
+    """TRL offers no way to pass engine arguments or another engine class; it looks these module globals up late."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
+    return llm_class(**{**kwargs, **overrides})
+
+
+@contextmanager
+def trl_engine(engine: dict[str, Any] | None, *, folder: Path) -> Iterator[None]:
+    """While active, a GRPOTrainer that is built uses :class:`TRLEngine` with these settings."""
+    settings = EngineSettings.parse(engine)
+    with _rebound(grpo_trainer, "VLLMGeneration", partial(TRLEngine, settings=settings, folder=folder)):
+        yield
