@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,42 @@ def test_trl_off_policy_mask_joins_the_keep_terms(config: Any) -> None:
     correction = config(use_vllm=True, off_policy_mask_threshold=0.5).preset.correction
     assert correction.keep == (op.OffPolicySequenceMask(max_divergence=0.5),)
     assert correction.weight == op.TruncateWeight(max_weight=2.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("paper/tis", None),
+        ({"advantages": "rloo"}, op.advantages.RLOO()),
+        ({"advantages": {"type": "grpo", "scale": "none"}}, op.advantages.GRPO(scale="none")),
+        ({"advantages": {"type": "optimal_token_baseline", "is_aware": True}},
+         op.advantages.OptimalTokenBaseline(is_aware=True)),
+        ({"advantages": None}, None),
+    ],
+)  # fmt: skip
+def test_advantages_by_name_or_mapping(config: Any, spec: Any, expected: Any) -> None:
+    assert config(use_vllm=True, offpolicy=spec).preset.advantages == expected
+
+
+def test_a_preset_may_say_them_and_the_user_overrides(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = replace(op.presets.get("paper/tis"), advantages=op.advantages.RLOO())
+    monkeypatch.setattr(op.presets, "get", lambda name, **options: said)
+    assert config(use_vllm=True, offpolicy="mine").preset.advantages == op.advantages.RLOO()
+    assert config(use_vllm=True, offpolicy={"preset": "mine", "advantages": "opo"}).preset.advantages == (
+        op.advantages.OPO()
+    )
+    unscaled = {"use_vllm": True, "scale_rewards": "none"}
+    assert config(**unscaled, offpolicy={"preset": "mine", "advantages": None}).preset.advantages is None
+    with pytest.raises(ValueError, match="the preset's advantages and scale_rewards set the same quantity"):
+        config(**unscaled, offpolicy="mine")
+
+
+def test_what_a_weight_may_hold_depends_on_the_loss_beside_it(config: Any) -> None:
+    weight = {"type": "raw", "ratio": "current/sampling"}
+    spec = {"correction": {"weight": weight}, "objective": {"policy_loss": {"type": "gpg"}}}
+    assert config(use_vllm=True, offpolicy=spec).preset.correction.weights[0].ratio == "current/sampling"
+    with pytest.raises(ValueError, match="counted twice"):
+        config(use_vllm=True, offpolicy={"correction": {"weight": weight}})
 
 
 @pytest.mark.parametrize(

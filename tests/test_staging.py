@@ -1,5 +1,7 @@
 """The two parts of a wide correction: what each decides, measures and refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from batches import policy_batch
@@ -76,3 +78,84 @@ def test_a_kept_baseline_refuses_terms_that_read_its_sign(term):
 def test_a_kept_denominator_costs_nothing_where_nothing_can_be_dropped():
     assert stage(op.Objective(correction=op.Correction(weight=op.RawWeight()), denominator="kept")) is None
     assert stage(op.Objective(correction=op.Correction(nonfinite="drop"), denominator="kept")) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------- advantages
+
+TIS = op.Correction(weight=op.TruncateWeight(max_weight=2.0))
+BY_SIGN = op.ProbabilityDifferenceMask()
+OTB = op.advantages.OptimalTokenBaseline()
+AWARE = op.advantages.OptimalTokenBaseline(is_aware=True)
+SUMS = {"sum_sq_probs": torch.tensor([[0.5, 0.6], [0.7, 0.4], [0.3, 0.9], [0.2, 0.8]])}
+
+
+def test_rewards_alone_ask_for_nothing_else():
+    """The correction stays whole in the loss step, and no old log-probs are needed."""
+    stages = stage(op.Objective(correction=TIS), op.advantages.RLOO())
+
+    assert stages.early is None and stages.late.correction is TIS
+    assert not (stages.needs_old or stages.needs_sum_sq_probs)
+    inputs = op.advantages.AdvantageInputs(rewards=batch().rewards, group_ids=IDS)
+    assert stages.estimate(inputs).rows["advantages"].tolist() == [1.0, -1.0, 2.0, -2.0]
+    assert stages.decide(batch()).rows.keys() == {"advantages"}
+
+
+def test_what_an_estimator_reads_decides_what_is_staged():
+    plain, aware = (stage(op.Objective(correction=TIS), estimator) for estimator in (OTB, AWARE))
+
+    assert plain.needs_old and plain.needs_sum_sq_probs and plain.early is None
+    assert aware.needs_old and aware.needs_sum_sq_probs and aware.early.weights == TIS.weights
+    assert aware.late.correction.weight == ()
+    assert stage(op.Objective(correction=op.Correction(keep=(BUDGET,)))).advantages is None
+
+
+def test_importance_weights_come_from_the_correction():
+    whole = batch(**SUMS)
+    decided = stage(op.Objective(correction=TIS), AWARE).decide(whole)
+
+    weights = TIS(whole).weights
+    inputs = op.advantages.AdvantageInputs(
+        rewards=whole.rewards,
+        group_ids=IDS,
+        mask=whole.mask,
+        per_token_logps=whole.old_per_token_logps,
+        weights=weights,
+        **SUMS,
+    )
+    assert torch.equal(decided.rows["advantages"], AWARE(inputs))
+    assert torch.equal(decided.rows["decided_weights"], weights)
+    assert not torch.allclose(decided.rows["advantages"], OTB(inputs), atol=1e-3)
+
+
+def test_terms_by_sign_see_the_new_advantages():
+    """The batch's own advantages push every token up, RLOO's push half of them down."""
+    by_sign = op.ProbabilityDifferenceMask(low=-0.01, high=0.01)
+    wide = op.Objective(correction=op.Correction(keep=(by_sign, op.SecondMomentBudget(budget=100.0))))
+    same = batch(advantages=torch.ones(4))
+
+    by_old, by_new = stage(wide).decide(same), stage(wide, op.advantages.RLOO()).decide(same)
+
+    expected = wide.correction(batch(advantages=by_new.rows["advantages"])).keep_mask
+    assert torch.equal(by_new.rows["decided_keep"], expected)
+    assert not torch.equal(by_old.rows["decided_keep"], expected)
+
+
+def test_rejected_responses_are_not_counted_by_any_estimator():
+    correction = op.Correction(keep=(TOKEN_BAND,), baseline="kept")
+    one_group = replace(batch(), group_ids=torch.zeros(4, dtype=torch.long))
+    decided = stage(op.Objective(correction=correction), op.advantages.RLOO()).decide(one_group)
+
+    assert decided.rows["advantages"].tolist() == [0.0, -1.5, 0.0, 1.5]  # 1, 0 and 2 are left; row 2 is out
+
+
+@pytest.mark.parametrize(
+    ("correction", "message"),
+    [
+        (None, "correction.weight must be a weight on 'old/sampling' with the advantages of OPOB"),
+        (op.Correction(keep=(BUDGET,)), "correction.weight must be a weight on 'old/sampling'"),
+        (op.Correction(weight=TIS.weight, keep=(BY_SIGN,)), "correction.keep must not name probability_difference"),
+    ],
+)
+def test_weights_that_are_not_there_in_time(correction, message):
+    with pytest.raises(ValueError, match=message):
+        stage(op.Objective(correction=correction), op.advantages.OPOB())

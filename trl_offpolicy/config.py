@@ -134,10 +134,10 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
             raise ValueError(f"offpolicy.{key} must be one of {list(_OFFPOLICY_KEYS)}.{near(key, _OFFPOLICY_KEYS)}")
     chosen = _chosen(spec)
     objective = _with_preset(args, base.objective, chosen.objective)
-    objective = _with_correction(objective, chosen, spec)
     overrides = spec.get("objective") or {}
     _refuse_double(args, overrides, where="offpolicy.objective.")
     objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
+    objective = _with_correction(objective, chosen, spec)  # last: what a weight may hold depends on the loss
     return replace(chosen, objective=objective, advantages=_advantages(args, chosen, spec))
 
 

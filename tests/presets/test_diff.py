@@ -129,3 +129,19 @@ def test_every_field_that_changes_a_number_has_a_row():
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match=r"but got 'paper/tiss'\. Did you mean 'paper/tis'"):
         op.presets.diff("paper/tiss", "paper/tis")
+
+
+def test_advantages_and_the_centre_of_the_clip_are_semantics():
+    other = make_preset(
+        "other",
+        op.Correction(),
+        citation="-",
+        notes="-",
+        advantages=op.advantages.RLOO(),
+        proximal=op.proximal.InterpolatedProximal(),
+    )
+    assert rows(preset(), other) == {
+        "centre of the clip": ("RecomputedProximal: -", "InterpolatedProximal: lag=1"),
+        "advantages": ("the trainer's", "RLOO: -"),
+    }
+    assert "proximal" in other.objective_changes
