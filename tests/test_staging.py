@@ -128,10 +128,10 @@ def test_importance_weights_come_from_the_correction():
 
 
 def test_terms_by_sign_see_the_new_advantages():
-    """The batch's own advantages push every token up, RLOO's push half of them down."""
+    """The batch's own advantages push every token down, RLOO's push half of them up."""
     by_sign = op.ProbabilityDifferenceMask(low=-0.01, high=0.01)
     wide = op.Objective(correction=op.Correction(keep=(by_sign, op.SecondMomentBudget(budget=100.0))))
-    same = batch(advantages=torch.ones(4))
+    same = batch(advantages=-torch.ones(4))
 
     by_old, by_new = stage(wide).decide(same), stage(wide, op.advantages.RLOO()).decide(same)
 

@@ -9,16 +9,18 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from trl import GRPOConfig
 
 from trl_offpolicy.functional.kl import MAX_KL_ERROR
 from trl_offpolicy.kl import AdaptiveKL, KLPenalty
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 logger = logging.getLogger(__name__)
 
