@@ -1,0 +1,10 @@
+"""GRPO with rollout correction for PyTorch Lightning: the same objective, engines and metrics as the TRL trainer.
+
+Needs ``lightning`` (``pip install "trl-offpolicy[lightning]"``); TRL's trainer is never imported.
+"""
+
+from lightning_module.callbacks import OffPolicyProgressBar, RunFolder
+from lightning_module.data import PromptDataModule
+from lightning_module.module import OffPolicyGRPOModule
+
+__all__ = ["OffPolicyGRPOModule", "OffPolicyProgressBar", "PromptDataModule", "RunFolder"]

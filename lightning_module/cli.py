@@ -1,0 +1,25 @@
+"""LightningCLI of the kit: ``fit``, ``validate``, with every option in YAML or on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_module.data import PromptDataModule
+from lightning_module.module import OffPolicyGRPOModule
+
+
+def main(args: Sequence[str] | None = None) -> LightningCLI:
+    """Parse and run.
+
+    Args:
+        args: instead of the command line.
+    """
+    return LightningCLI(
+        OffPolicyGRPOModule,
+        PromptDataModule,
+        args=None if args is None else list(args),
+        seed_everything_default=42,
+        save_config_kwargs={"overwrite": True},
+    )

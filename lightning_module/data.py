@@ -1,0 +1,119 @@
+"""PromptDataModule: the prompts of a GRPO run as a ``LightningDataModule``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from lightning_module.imports import imported
+from lightning_module.streams import BatchPlan, HeldOutStream, PromptStream, Row
+
+
+class PromptDataModule(LightningDataModule):
+    """Prompts for :class:`~lightning_module.OffPolicyGRPOModule`.
+
+    A generation batch is ``steps_per_generation`` micro-batches on every rank, in whole prompt groups. An epoch is one
+    pass over the prompts, each micro-batch of completions seen ``num_iterations`` times.
+
+    Args:
+        dataset: training rows with a "prompt" (text or messages), whose other columns go to the reward functions; or
+            ``package.module:function`` (or a function) that returns training and validation rows; or the name of a
+            Hub data set.
+        val_dataset: validation rows; None = what ``dataset`` brings along.
+        dataset_options: keyword arguments of that function, or of ``load_dataset``.
+        micro_batch_size: completions of one ``training_step`` and rank.
+        num_generations: completions of one prompt.
+        steps_per_generation: micro-batches of a generation batch; None = the trainer's ``accumulate_grad_batches``.
+        num_iterations: passes over a generation batch.
+        shuffle: new order of the prompts each epoch; ``overfit_batches`` turns it off.
+        seed: of that order.
+        val_batch_size: prompts of a validation batch and rank.
+        val_generations: completions of a validation prompt.
+
+    Raises:
+        ValueError: sizes that tear groups apart.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        val_dataset: Any = None,
+        dataset_options: dict[str, Any] | None = None,
+        micro_batch_size: int = 8,
+        num_generations: int = 8,
+        steps_per_generation: int | None = None,
+        num_iterations: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        val_batch_size: int = 8,
+        val_generations: int = 1,
+    ) -> None:
+        super().__init__()
+        not_plain = [name for name, value in (("dataset", dataset), ("val_dataset", val_dataset)) if not _plain(value)]
+        self.save_hyperparameters(ignore=not_plain)
+        self.dataset, self.val_dataset, self.dataset_options = dataset, val_dataset, dataset_options or {}
+        self.micro_batch_size, self.num_generations = micro_batch_size, num_generations
+        self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
+        self.shuffle, self.seed = shuffle, seed
+        self.val_batch_size, self.val_generations = val_batch_size, val_generations
+        self._train: Sequence[Row] | None = None
+        self._val: Sequence[Row] | None = None
+        if steps_per_generation is not None:
+            self._plan(steps_per_generation)
+
+    def setup(self, stage: str) -> None:
+        """Make or load the rows, the same on every rank."""
+        if self._train is None:
+            self._train, brought = load_rows(self.dataset, self.dataset_options)
+            self._val = brought if self.val_dataset is None else load_rows(self.val_dataset, {})[0]
+
+    def train_dataloader(self) -> PromptStream:
+        """Micro-steps of this rank."""
+        assert self.trainer is not None and self._train is not None
+        trainer = self.trainer
+        steps = self.steps_per_generation
+        return PromptStream(
+            self._train,
+            self._plan(trainer.accumulate_grad_batches if steps is None else steps),
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            shuffle=self.shuffle and not trainer.overfit_batches  # type: ignore[attr-defined],
+            seed=self.seed,
+            epoch_length=lambda: trainer.num_training_batches,
+        )
+
+    def val_dataloader(self) -> Any:
+        """Held-out prompts of this rank; none where there are no rows."""
+        assert self.trainer is not None
+        if not self._val:
+            return []
+        place = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        return HeldOutStream(self._val, self.val_batch_size, self.val_generations, **place)
+
+    def _plan(self, steps_per_generation: int) -> BatchPlan:
+        return BatchPlan(
+            micro_batch_size=self.micro_batch_size,
+            num_generations=self.num_generations,
+            steps_per_generation=steps_per_generation,
+            num_iterations=self.num_iterations,
+        )
+
+
+def load_rows(dataset: Any, options: Mapping[str, Any]) -> tuple[Sequence[Row], Sequence[Row] | None]:
+    """Training and validation rows of what :class:`PromptDataModule` takes as ``dataset``."""
+    if isinstance(dataset, str) and ":" not in dataset:
+        from datasets import load_dataset
+
+        splits = load_dataset(dataset, **options)
+        return splits["train"], next((splits[name] for name in ("validation", "test") if name in splits), None)
+    source = imported(dataset) if isinstance(dataset, str) else dataset
+    if not callable(source):
+        return source, None
+    made = source(**options)
+    return (made[0], made[1]) if isinstance(made, tuple) else (made, None)
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, str)

@@ -1,0 +1,278 @@
+"""Rollouts at the right moment: sync of weights with its proof, sampling, rewards, and what needs the whole batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_module import models
+from lightning_module.engines import build_engine, engine_numerics, prove
+from lightning_module.prompts import Prompts
+from lightning_module.rollouts import RolloutBuffer, collate
+from lightning_module.scoring import Scorer
+from lightning_module.state import of_all_ranks, set_random_state
+from lightning_module.streams import MicroStep
+from trl_offpolicy.advantages import AdvantageInputs
+from trl_offpolicy.engines.engine import Engine
+from trl_offpolicy.engines.hf_generate import TransformersEngine
+from trl_offpolicy.engines.sync_check import SyncCheck, probe_of
+from trl_offpolicy.engines.weights import ModelWeights
+from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.trl_batches import policy_batch, total_rewards
+
+if TYPE_CHECKING:
+    from lightning_module.module import OffPolicyGRPOModule
+
+logger = logging.getLogger(__name__)
+
+
+class Sampled(NamedTuple):
+    """Completions with their rewards.
+
+    ``rows`` are tensors under TRL's names, ``by_function`` (B, K) rewards, ``total`` (B,), ``lengths`` (B,) tokens,
+    ``terminated`` (B,) bool.
+    """
+
+    rows: dict[str, Tensor]
+    by_function: Tensor
+    total: Tensor
+    lengths: Tensor
+    terminated: Tensor
+
+
+class Generation:
+    """The rollouts of a module.
+
+    Args:
+        module: whose policy samples.
+    """
+
+    def __init__(self, module: OffPolicyGRPOModule) -> None:
+        self._module = module
+        self.engine: Engine | None = None
+        self.num_tokens = 0
+        self._groups = 0
+        self._buffer: RolloutBuffer | None = None
+        self._position = 0
+        self._synced: int | None = None
+        self._reference: nn.Module | None = None  # here, where it is neither saved nor sharded nor trained
+        self._check = SyncCheck()
+        self._probe: list[list[int]] | None = None
+        self._prompts: Prompts | None = None
+
+    # --------------------------------------------------------------------------------------------------------- engine
+
+    @property
+    def prompts(self) -> Prompts:
+        """Tokenizer and the ids that end a completion."""
+        if self._prompts is None:
+            given = self._module.settings
+            self._prompts = Prompts.of(given["model"], given["tokenizer"], self._module.policy)
+        return self._prompts
+
+    def start(self) -> None:
+        """Build the engine, once."""
+        module = self._module
+        if self.engine is not None:
+            return
+        model = module.settings["model"]
+        run = module.trainer.strategy.broadcast(f"{id(self):x}-{torch.initial_seed() & 0xFFFF:x}")
+        with engine_numerics(module.device):
+            self.engine = build_engine(
+                module.settings["engine"],
+                model_name=model if isinstance(model, str) else None,
+                policy=lambda: module.policy,
+                pad_token_id=self.prompts.pad,
+                eos_token_ids=self.prompts.ends,
+                run=run,
+            )
+        self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
+        self._synced, self._check = None, SyncCheck()
+
+    def close(self) -> None:
+        """Free the engine."""
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
+
+    def keep_reference(self) -> None:
+        """Remember the weights of now for a KL penalty."""
+        self._reference = models.reference_of(self._module.policy)
+
+    @property
+    def _is_trainer(self) -> bool:
+        """The engine is the trainer's own model: it samples in the trainer's precision, and nothing is to prove."""
+        return isinstance(self.engine, TransformersEngine)
+
+    def _sync(self, prompt_ids: Sequence[Sequence[int]]) -> None:
+        """Give the engine the weights of now, if it has others, and prove it. Collective."""
+        module, version = self._module, self._module.trainer.global_step
+        assert self.engine is not None
+        if self._synced == version:
+            return
+        with models.whole_weights(module, module.policy):
+            report = self.engine.sync_weights(version)
+        module.trainer.strategy.barrier("weights")
+        self._synced = version
+        if self._is_trainer:
+            return
+        agreement = {}
+        if module.settings["sync_check"]:
+            self._probe = probe_of(prompt_ids) if self._probe is None else self._probe
+            value = prove(
+                self._check, version, self._probe, engine=self.engine, policy=module.policy, pad=self.prompts.pad
+            )
+            agreement = {"sync_agreement": value}
+        module.measuring.add_sync(**agreement, sync_seconds=report.seconds, sync_bytes=float(report.bytes))
+
+    # ------------------------------------------------------------------------------------------------------- sampling
+
+    def sample(self, prompts: Sequence[Mapping[str, Any]], count: int) -> Sampled:
+        """``count`` completions of each prompt with the weights of now, and their rewards. Collective."""
+        module, assert_engine = self._module, self.engine
+        assert assert_engine is not None
+        ids = self.prompts.encode([row["prompt"] for row in prompts])
+        with torch.no_grad(), nullcontext() if self._is_trainer else engine_numerics(module.device):
+            self._sync(ids)
+            rollouts = assert_engine.generate(ids, module.sampling, n=count)
+        rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
+        repeated = [row for row in prompts for _ in range(count)]
+        completions = self.prompts.decode(rollouts.completion_ids, repeated)
+        by_function = module.rewards(
+            repeated, completions, rollouts.completion_ids, trainer_state=self._trainer_state(), log_metric=self._ignore
+        )
+        by_function = by_function.to(module.device)
+        ended = [bool(row) and row[-1] in self.prompts.ends for row in rollouts.completion_ids]
+        return Sampled(
+            rows,
+            by_function,
+            total_rewards(by_function, module.rewards.weights),
+            rows["completion_mask"].sum(-1),
+            torch.tensor(ended, device=module.device),
+        )
+
+    def _trainer_state(self) -> SimpleNamespace:
+        """What TRL's reward functions read of ``transformers.TrainerState``."""
+        trainer = self._module.trainer
+        return SimpleNamespace(
+            global_step=trainer.global_step, epoch=trainer.current_epoch, max_steps=trainer.max_steps
+        )
+
+    @staticmethod
+    def _ignore(name: str, value: float) -> None:
+        """TRL's ``log_metric``; a reward's own numbers go to ``self.log`` of a subclass."""
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def micro_batch(self, step: MicroStep) -> dict[str, Any]:
+        """The rows of this micro-step; samples where its generation batch is new."""
+        if self._buffer is None or self._buffer.generation != step.generation:
+            self._buffer = RolloutBuffer.split(step.generation, self._generate(step), step.plan)
+        self._position = step.position + 1
+        self._window = step.plan.window
+        return self._buffer.micro_batches[step.slot]
+
+    @torch.no_grad()
+    def _generate(self, step: MicroStep) -> dict[str, Tensor]:
+        """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss steps will read."""
+        module, count = self._module, step.plan.num_generations
+        sampled = self.sample(step.prompts, count)
+        rows, device = sampled.rows, module.device
+        module.measuring.completions.update(
+            sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
+        )
+        trainer, groups = module.trainer, len(step.prompts)
+        first = self._groups + trainer.global_rank * groups
+        self._groups += groups * trainer.world_size
+        rows["rewards"] = sampled.total
+        rows["group_rewards"] = sampled.total.view(-1, count).repeat_interleave(count, dim=0)
+        rows["group_ids"] = first + torch.arange(len(sampled.total), device=device) // count
+        rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
+        self._count_tokens(rows)
+        self._decide(rows, sampled, step)
+        if module.objective.kl is not None:
+            rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
+        return rows
+
+    def _count_tokens(self, rows: dict[str, Tensor]) -> None:
+        counts = torch.stack([rows["completion_mask"].sum(), rows["prompt_mask"].sum()])
+        completion, prompt = sum_ranks(counts).unbind()
+        rows["num_items_in_batch"] = completion
+        self.num_tokens += int(completion + prompt)
+
+    def _decide(self, rows: dict[str, Tensor], sampled: Sampled, step: MicroStep) -> None:
+        """Advantages, old log-probs where they will be read, and what a wide correction decides on the whole batch."""
+        module, stages = self._module, self._module.stages
+        inputs = AdvantageInputs(
+            rewards=sampled.by_function,
+            group_ids=rows["group_ids"],
+            reward_weights=module.rewards.weights.to(module.device),
+            mask=rows["completion_mask"].bool(),
+        )
+        sums = None
+        if stages.needs_old or self._misaligned(step):
+            scores = module.score(rows, batch_size=step.plan.micro_batch_size)
+            rows["old_per_token_logps"], sums = scores.logps, scores.sum_sq_probs
+        if stages.needs_old:
+            rows["advantages"] = torch.zeros_like(sampled.total)  # decided below
+            version = module.trainer.global_step
+            batch = policy_batch(rows, rows["old_per_token_logps"], version=version, sum_sq_probs=sums)
+            decided = stages.decide(batch, inputs)
+            module.measuring.stats.update(decided.stats)
+        else:
+            decided = stages.estimate(inputs)
+        rows.update(decided.rows)
+        if module.objective.denominator == "kept" and decided.kept_tokens is not None:
+            assert decided.kept_sequences is not None
+            rows["kept_tokens"], rows["kept_sequences"] = decided.kept_tokens, decided.kept_sequences
+
+    def _misaligned(self, step: MicroStep) -> bool:
+        """True if an optimizer step falls between micro-batches of this generation batch, and something reads old."""
+        reads = self._is_trainer or self._module.objective.proximal.reads_old
+        return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
+
+    def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:
+        """Log-probs of the reference; of the whole distribution, whatever the engine cuts."""
+        module, policy = self._module, self._module.policy
+        scorer = Scorer(module.sampling, truncated=False)
+        if self._reference is None:
+            with models.without_adapter(policy):
+                return scorer(policy, rows, batch_size=size).logps
+        self._reference.to(module.device)
+        return scorer(self._reference, rows, batch_size=size).logps
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the KL controller, and of every rank random state and rollouts in use. Collective."""
+        kl = self._module.objective.kl
+        in_use = self._buffer is not None and self._position < self._window
+        return {
+            "version": self._module.trainer.global_step,
+            "num_tokens": self.num_tokens,
+            "groups": self._groups,
+            "kl": {} if kl is None else kl.state_dict(),
+            "ranks": of_all_ranks(self._buffer if in_use else None),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; with another number of ranks the rollouts in use are sampled again."""
+        from dataclasses import replace
+
+        module, kl = self._module, self._module.objective.kl
+        self.num_tokens, self._groups = state["num_tokens"], state["groups"]
+        if kl is not None and kl.state_dict():
+            module.objective = replace(module.objective, kl=kl.restored(state["kl"]))
+        if len(state["ranks"]) != module.trainer.world_size:
+            logger.warning("Another number of ranks than in the checkpoint: rollouts in use are sampled again.")
+            return
+        mine = state["ranks"][module.trainer.global_rank]
+        set_random_state(mine["random"])
+        if mine["rollouts"] is not None:
+            self._buffer = RolloutBuffer.restored(mine["rollouts"], module.device)

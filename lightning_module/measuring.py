@@ -1,0 +1,89 @@
+"""The numbers of a run between two logging steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_module.metrics import CompletionMetric, StatsMetric
+from trl_offpolicy.objectives import Objective
+from trl_offpolicy.stats import PREFIX, Stats
+from trl_offpolicy.trl_names import trl_names
+
+
+class Measuring:
+    """Torchmetrics of the training steps since the last logging step.
+
+    Not submodules: a module cast to another dtype must not round counts, and they do not belong to a checkpoint.
+
+    Args:
+        reward_names: of the reward functions.
+    """
+
+    def __init__(self, reward_names: list[str]) -> None:
+        self.stats = StatsMetric()
+        self.completions = CompletionMetric(reward_names)
+        self.loss = MeanMetric()
+        self.sync: dict[str, MeanMetric] = {}
+        self._step_loss: Tensor | None = None
+        self._step: Tensor | None = None
+        self._responses = self.responses = 0
+        self._since = time.monotonic()
+        self._steps = 0
+
+    def add_loss(self, loss: Tensor, stats: Stats, rows: int) -> None:
+        """One micro-batch of so many rows; its loss is scaled so that those of an optimizer step add up."""
+        loss = loss.detach().float()
+        self._step_loss = loss if self._step_loss is None else self._step_loss + loss
+        moments = stats.groups["loss"].moments
+        sums = torch.stack([moments["nonfinite"], moments["kl"], moments["tokens"]])
+        self._step = sums if self._step is None else self._step + sums
+        self._responses += rows
+        self.stats.update(stats)
+
+    @property
+    def has_noise_floor(self) -> bool:
+        """True if it was measured since the last logging step."""
+        return self.stats.has("noise_floor")
+
+    def add_sync(self, **values: float) -> None:
+        """One sync of weights."""
+        for name, value in values.items():
+            self.sync.setdefault(name, MeanMetric()).update(value)
+
+    def end_step(self) -> Tensor:
+        """(3,) float64: tokens without a finite log-prob, KL summed over tokens, tokens; of one optimizer step.
+
+        ``responses`` then are those of this step and rank.
+        """
+        assert self._step is not None and self._step_loss is not None
+        self.loss.to(self._step_loss.device).update(self._step_loss)
+        sums, self._step, self._step_loss = self._step, None, None
+        self.responses, self._responses = self._responses, 0
+        self._steps += 1
+        return sums
+
+    def close(self, objective: Objective, device: torch.device) -> dict[str, float]:
+        """All numbers since the last call, over all ranks; all ranks call it. The next window begins."""
+        values = self.stats.compute()
+        named: dict[str, float] = {"loss": float(self.loss.compute()), "step_time": self._seconds()}
+        named |= self.completions.compute() if self.completions.update_called else {}
+        named |= {**values, **trl_names(objective, values)} if values else {}
+        for name, metric in self.sync.items():
+            named[f"{PREFIX}rollout/{name}"] = float(metric.to(device).compute())
+        used: list[Any] = [self.stats, self.completions, self.loss]
+        for metric in used:
+            metric.reset()
+        self.sync.clear()
+        return named
+
+    def _seconds(self) -> float:
+        """Mean seconds of an optimizer step."""
+        now = time.monotonic()
+        seconds, self._since = (now - self._since) / max(self._steps, 1), now
+        self._steps = 0
+        return seconds

@@ -1,0 +1,133 @@
+"""The policy: a causal LM of ``transformers``, with or without an adapter, whole or sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def load_policy(
+    model: str | nn.Module, options: Mapping[str, Any] | None, adapter: Any = None, *, checkpointing: bool = False
+) -> nn.Module:
+    """Load the model, put the adapter on it, switch dropout off.
+
+    Args:
+        model: folder or Hub name, or a causal LM.
+        options: of ``from_pretrained``; float32 unless ``dtype`` says otherwise.
+        adapter: fields of ``peft.LoraConfig``, or a PEFT configuration, or None.
+        checkpointing: trade time for memory in the backward.
+    """
+    if isinstance(model, str):
+        from transformers import AutoModelForCausalLM
+
+        policy: Any = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "float32", **(options or {})})
+    else:
+        policy = model
+    if adapter is not None:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter}) if isinstance(adapter, Mapping) else adapter
+        policy = get_peft_model(policy, config)
+    if checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        if adapter is not None:
+            policy.enable_input_require_grads()
+    without_dropout(policy)
+    policy.train()
+    whole: nn.Module = policy
+    return whole
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: random log-probs would look like mismatch."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def reference_of(policy: nn.Module) -> nn.Module | None:
+    """A frozen copy of the weights now; None where the adapter can be switched off instead."""
+    if is_adapted(policy):
+        return None
+    frozen = copy.deepcopy(policy).eval()
+    return frozen.requires_grad_(False)
+
+
+def is_adapted(policy: nn.Module) -> bool:
+    """True for a PEFT model."""
+    return hasattr(policy, "peft_config")
+
+
+def without_adapter(policy: Any) -> AbstractContextManager[Any]:
+    """Inside, a PEFT model is its base model."""
+    context: AbstractContextManager[Any] = policy.disable_adapter()
+    return context
+
+
+def trained_names(policy: nn.Module) -> set[str]:
+    """Names of the parameters that learn."""
+    return {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+
+
+def decoder_layers(policy: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: what is sharded one by one.
+
+    Raises:
+        ValueError: the model does not name its blocks.
+    """
+    names = set(getattr(policy, "_no_split_modules", None) or ())
+    found = [module for module in policy.modules() if type(module).__name__ in names]
+    if not found:
+        raise ValueError(
+            f"model must name its blocks in _no_split_modules to be sharded, but {type(policy).__name__} does not."
+        )
+    return found
+
+
+def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
+    """FSDP2: every block, then the rest, over the data-parallel part of the mesh."""
+    from torch.distributed.fsdp import fully_shard
+
+    base: Any = policy.get_base_model() if is_adapted(policy) else policy  # type: ignore[operator]
+    for layer in decoder_layers(base):
+        fully_shard(layer, mesh=mesh["data_parallel"], **options)
+    fully_shard(base, mesh=mesh["data_parallel"], **options)
+    base._is_fsdp_managed_module = True  # transformers' generate then keeps the ranks together
+
+
+def whole_weights(owner: nn.Module, policy: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which the policy can be read by name: gathers what FSDP1 has flattened.
+
+    FSDP2 and ZeRO-3 parameters are gathered one module at a time where they are read, so nothing is to do for them.
+
+    Args:
+        owner: what the strategy has wrapped.
+        policy: whose weights are read.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if not any(isinstance(module, FullyShardedDataParallel) for module in (owner, *policy.modules())):
+        return nullcontext()
+    root = owner if isinstance(owner, FullyShardedDataParallel) else policy
+    return FullyShardedDataParallel.summon_full_params(root, writeback=False)
+
+
+def zero3_gathered(policy: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which all ZeRO-3 parameters are whole, for generation."""
+    parameters = list(policy.parameters())
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
+    return context
+
+
+def device_of(policy: nn.Module) -> torch.device:
+    """Where the policy's parameters are."""
+    return next(policy.parameters()).device

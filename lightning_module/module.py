@@ -1,0 +1,279 @@
+"""OffPolicyGRPOModule: GRPO with rollout correction as a LightningModule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lightning_module import models
+from lightning_module.engines import check_sampling, engine_type
+from lightning_module.generation import Generation
+from lightning_module.measuring import Measuring
+from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
+from lightning_module.rewards import Rewards
+from lightning_module.scoring import Scorer, Scores
+from lightning_module.spec import hyperparameters, resolve
+from lightning_module.streams import HeldOut, MicroStep
+from lightning_module.validation import Validation
+from trl_offpolicy.correction_stats import noise_floor
+from trl_offpolicy.engines.engine import Sampling
+from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.objective_terms import NONFINITE_CURRENT
+from trl_offpolicy.objectives import Objective
+from trl_offpolicy.staging import stage
+from trl_offpolicy.trl_batches import in_other_batches, loss_reduction, policy_batch, recorded_rows
+from trl_offpolicy.types import PolicyBatch, Reduction
+
+logger = logging.getLogger(__name__)
+
+_STATE = "offpolicy"
+
+
+class OffPolicyGRPOModule(LightningModule):
+    """GRPO that knows which policy sampled each token.
+
+    Args:
+        model: folder or Hub name of a causal LM, or a loaded one.
+        reward_funcs: functions with TRL's signature, or their import paths ``package.module:name``; one or several.
+        correction: see :func:`lightning_module.spec.resolve`: a preset's name, a mapping or a ``Correction``. None =
+            ``paper/tis``, or ``measure`` where the engine is the trainer itself.
+        objective: fields of the objective to change, or an ``Objective``.
+        advantages: estimator, its name or mapping; None = TRL's.
+        engine: ``transformers``, ``vllm`` (in this process), ``server``; ``{type: ..., **arguments}``; or an engine.
+        sampling: a ``Sampling`` or its fields; ``max_tokens`` is 128 unless said.
+        adapter: fields of ``peft.LoraConfig`` (or a PEFT configuration); None = all weights learn.
+        tokenizer: None = that of ``model``.
+        model_options: keyword arguments of ``from_pretrained``; float32 unless ``dtype`` says otherwise.
+        reward_weights: of each reward function in the total.
+        optimizer: makes it from the parameters; None = AdamW.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW.
+        lr_scheduler: name for ``transformers.get_scheduler``.
+        warmup_steps: of the schedule.
+        gradient_checkpointing: trade time for memory.
+        correct_threshold: a reward of at least this is a correct answer, for ``eval_pass@1``; None = not reported.
+        noise_floor_steps: score one micro-batch twice every so many optimizer steps; 0 = never.
+        sync_check: prove every sync of weights on a probe.
+
+    Raises:
+        ValueError: settings that contradict each other; the message names the field.
+    """
+
+    policy: Any
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        correction: Any = None,
+        objective: Any = None,
+        advantages: Any = None,
+        engine: Any = "transformers",
+        sampling: Any = None,
+        adapter: Any = None,
+        tokenizer: Any = None,
+        model_options: dict[str, Any] | None = None,
+        reward_weights: list[float] | None = None,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+        learning_rate: float = 1e-6,
+        weight_decay: float = 0.0,
+        lr_scheduler: str = "linear",
+        warmup_steps: int = 0,
+        gradient_checkpointing: bool = False,
+        correct_threshold: float | None = None,
+        noise_floor_steps: int = 100,
+        sync_check: bool = True,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        self.save_hyperparameters(hyperparameters(given))
+        self.settings = given
+        kind = engine_type(engine)
+        self.preset = resolve(
+            correction, objective, advantages, default="measure" if kind == "transformers" else "paper/tis"
+        )
+        self.objective = self.preset.objective
+        fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
+        self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
+        check_sampling(kind, self.sampling, needs_sampling=self.objective.needs_sampling)
+        self.rewards = Rewards(reward_funcs, reward_weights)
+        self.measuring = Measuring(self.rewards.names)
+        self.scorer = Scorer(self.sampling)
+        self.generation = Generation(self)
+        self.validation = Validation(self)
+        self.strict_loading = adapter is None
+        self.policy = None
+        self.step_logs: dict[str, float] = {}
+        """Numbers of the last logging step, for callbacks."""
+        self._restored: dict[str, Any] | None = None
+
+    @property
+    def objective(self) -> Objective:
+        """The loss. Assigning another one changes it from the next micro-batch on; that is how a controller reacts."""
+        return self._objective
+
+    @objective.setter
+    def objective(self, objective: Objective) -> None:
+        stages = stage(objective, self.preset.advantages)
+        assert stages is not None
+        self._objective, self.stages = objective, stages
+
+    # ---------------------------------------------------------------------------------------------------------- setup
+
+    def configure_model(self) -> None:
+        """Load the policy; under ``ModelParallelStrategy`` shard it."""
+        if self.policy is not None:
+            return
+        given = self.settings
+        self.policy = models.load_policy(
+            given["model"], given["model_options"], given["adapter"], checkpointing=given["gradient_checkpointing"]
+        )
+        if self.objective.kl is not None:
+            self.generation.keep_reference()
+        if self.device_mesh is not None:
+            models.shard(self.policy, self.device_mesh)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, or what ``optimizer`` makes, and a schedule by optimizer steps."""
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        return optimizer_and_schedule(trained, self.settings, total_steps=int(self.trainer.estimated_stepping_batches))
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Write the run folder, unless there is a callback for it already, or no logger."""
+        from lightning_module.callbacks import RunFolder
+
+        known = any(isinstance(callback, RunFolder) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if known or not self.trainer.loggers else [RunFolder()]
+
+    def on_fit_start(self) -> None:
+        """Start the engine."""
+        self.generation.start()
+
+    def on_train_start(self) -> None:
+        """After a resume: go on with the rollouts in use and the random numbers of the checkpoint."""
+        if self._restored is not None:
+            self.generation.load_state_dict(self._restored)
+            self._restored = None
+
+    def on_validation_start(self) -> None:
+        """``trainer.validate`` alone needs an engine too."""
+        self.generation.start()
+
+    def teardown(self, stage: str) -> None:
+        """Free the engine."""
+        self.generation.close()
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def training_step(self, batch: MicroStep, batch_idx: int) -> dict[str, Any]:
+        """Sample if this generation batch is new, then the loss of one micro-batch of it."""
+        inputs = self.generation.micro_batch(batch)
+        scores = self.score(inputs)
+        policy = policy_batch(inputs, scores.logps, version=self.trainer.global_step, entropies=scores.entropies)
+        result = self.stages.late(policy, self._reduction(batch, inputs, batch_idx))
+        if result.average is not None:
+            inputs["past_average"] = result.average  # comes back with its rows on the next pass
+        self.measuring.add_loss(result.loss, result.stats, len(policy.mask))
+        self._measure_noise_floor(inputs, policy)
+        record = recorded_rows(inputs, policy, result) if batch.iteration == 0 else None
+        # Lightning divides by accumulate_grad_batches, which the reduction has seen to already
+        return {
+            "loss": result.loss * self.trainer.accumulate_grad_batches,
+            "rollouts": record,
+            "step": self.trainer.global_step,
+        }
+
+    def score(self, inputs: dict[str, Any], *, batch_size: int | None = None) -> Scores:
+        """Log-probs of the completions under the policy now."""
+        return self.scorer(self.policy, inputs, batch_size=batch_size)
+
+    def _reduction(self, batch: MicroStep, inputs: dict[str, Any], batch_idx: int) -> Reduction:
+        """TRL's denominators, over the micro-batches that this optimizer step really has."""
+        size = window_size(self.trainer, batch_idx)
+        return loss_reduction(
+            inputs,
+            accumulation=size,
+            share=size / batch.plan.steps_per_generation,
+            by_token=self.objective.aggregation == "token_mean",
+            world_size=self.trainer.world_size,
+            max_length=self.sampling.max_tokens,
+        )
+
+    def _measure_noise_floor(self, inputs: dict[str, Any], policy: PolicyBatch) -> None:
+        """Score the micro-batch again in halves (a single row: doubled)."""
+        every = self.settings["noise_floor_steps"]
+        if not every or self.trainer.global_step % every or self.measuring.has_noise_floor:
+            return
+        again = in_other_batches(inputs)
+        assert again is not None
+        with torch.no_grad():
+            logps = self.score(again[0], batch_size=again[1]).logps[: len(policy.mask)]
+        self.measuring.stats.update(noise_floor(policy.per_token_logps.detach(), logps, policy.mask))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once per optimizer step, the only wait for the device: stop on NaN, move an adaptive KL, log."""
+        sums = self.measuring.end_step()
+        if float(sums[0]) > 0:
+            raise ValueError(NONFINITE_CURRENT)
+        self._move_kl(sums)
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.trainer.fast_dev_run or (every and (self.trainer.global_step + 1) % every == 0):  # type: ignore[attr-defined]
+            self._log_step(optimizer)
+
+    def _move_kl(self, sums: Tensor) -> None:
+        """The coefficient of an adaptive KL follows what the step measured on all ranks."""
+        kl = self.objective.kl
+        if kl is None or not kl.state_dict():
+            return
+        responses = self.measuring.responses * self.trainer.world_size
+        _, total, tokens = sum_ranks(sums).tolist()
+        if tokens > 0:
+            self.objective = replace(self.objective, kl=kl.updated(total / tokens, responses))
+
+    def _log_step(self, optimizer: torch.optim.Optimizer) -> None:
+        logs = {
+            **self.measuring.close(self.objective, self.device),
+            "grad_norm": gradient_norm(self.policy),
+            "learning_rate": float(optimizer.param_groups[0]["lr"]),
+            "num_tokens": float(self.generation.num_tokens),
+        }
+        self.step_logs = logs
+        self.log_dict(logs, on_step=True, on_epoch=False, batch_size=1)
+
+    # ----------------------------------------------------------------------------------------------------- validation
+
+    def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
+        """Sample held-out prompts and log their reward and pass@1."""
+        for name, metric in self.validation.observe(batch).items():
+            self.log(name, metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=name == "eval_reward")
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add counters, controllers, rollouts in use and random states; with an adapter keep only what is trained."""
+        checkpoint[_STATE] = self.generation.state_dict()
+        if self.settings["adapter"] is not None and "state_dict" in checkpoint:
+            trained = {f"policy.{name}" for name in models.trained_names(self.policy)}
+            weights = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: value for name, value in weights.items() if name in trained}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take them back.
+
+        Raises:
+            ValueError: the checkpoint lacks weights of the adapter.
+        """
+        self._restored = checkpoint.get(_STATE)
+        if self.settings["adapter"] is not None and "state_dict" in checkpoint:
+            trained = {f"policy.{name}" for name in models.trained_names(self.policy)}
+            if missing := sorted(trained - set(checkpoint["state_dict"])):
+                raise ValueError(
+                    f"the checkpoint must hold all trained weights of the adapter, but lacks {len(missing)}, "
+                    f"e.g. {missing[0]}."
+                )

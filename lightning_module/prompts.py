@@ -1,0 +1,57 @@
+"""Between text and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Prompts:
+    """A tokenizer, and what ends a completion.
+
+    Args:
+        tokenizer: of ``transformers``.
+        ends: token ids that end a completion.
+
+    Raises:
+        ValueError: the tokenizer names neither a padding nor an end token.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        if pad is None:
+            raise ValueError("tokenizer must have a pad_token or an eos_token, but has neither.")
+        self.pad: int = pad
+        self.ends = tuple(dict.fromkeys(ends))
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, policy: Any) -> Prompts:
+        """The tokenizer given, or that of ``model`` (a name, or a model that remembers one)."""
+        if tokenizer is None or isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            name = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        named = getattr(getattr(policy, "generation_config", None), "eos_token_id", None)
+        ends = [named] if isinstance(named, int) else list(named or [])
+        return cls(tokenizer, [*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
+
+    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Token ids of texts, or of messages through the chat template."""
+        if isinstance(prompts[0], str):
+            texts: list[list[int]] = self.tokenizer(text=list(prompts))["input_ids"]
+            return texts
+        chat = self.tokenizer.apply_chat_template(
+            conversation=list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        ids: list[list[int]] = chat["input_ids"]
+        return ids
+
+    def decode(self, completion_ids: Sequence[Sequence[int]], rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Completions as reward functions take them: texts, or a list of one message where the prompt is messages."""
+        texts = self.tokenizer.batch_decode([list(ids) for ids in completion_ids], skip_special_tokens=True)
+        pairs = zip(texts, rows, strict=True)
+        return [
+            text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}] for text, row in pairs
+        ]

@@ -1,0 +1,85 @@
+"""From an engine's rollouts to padded tensors, and from a generation batch to micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_module.streams import BatchPlan
+from trl_offpolicy.engines.engine import Rollouts
+from trl_offpolicy.proximal import Average
+
+
+def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, Tensor]:
+    """Prompts padded on the left, completions on the right, under the names that TRL's batches have.
+
+    ``sampling_per_token_logps`` is there only if the engine has log-probs of its own.
+    """
+    prompts, completions = rollouts.prompt_ids, rollouts.completion_ids
+    tensors = {
+        "prompt_ids": _padded(prompts, pad, left=True),
+        "prompt_mask": _padded([[1] * len(row) for row in prompts], 0, left=True),
+        "completion_ids": _padded(completions, pad),
+        "completion_mask": _padded([[1] * len(row) for row in completions], 0),
+    }
+    if rollouts.sampling_per_token_logps is not None:
+        tensors["sampling_per_token_logps"] = _padded(rollouts.sampling_per_token_logps, 0.0)
+    return {name: value.to(device) for name, value in tensors.items()}
+
+
+def _padded(rows: Sequence[Sequence[Any]], fill: float, *, left: bool = False) -> Tensor:
+    width = max([len(row) for row in rows] + [1])
+    filled = [[*[fill] * (width - len(row)), *row] if left else [*row, *[fill] * (width - len(row))] for row in rows]
+    return torch.tensor(filled)
+
+
+class RolloutBuffer:
+    """The rollouts of one generation batch, shuffled and split as TRL does it.
+
+    Args:
+        generation: which one.
+        micro_batches: a dict of tensors each; a loss step may leave something for the next pass over it.
+    """
+
+    def __init__(self, generation: tuple[int, int], micro_batches: list[dict[str, Any]]) -> None:
+        self.generation = generation
+        self.micro_batches = micro_batches
+
+    @classmethod
+    def split(cls, generation: tuple[int, int], rows: Mapping[str, Tensor], plan: BatchPlan) -> RolloutBuffer:
+        """Rows in an order drawn for this generation; 0-d tensors go to every micro-batch.
+
+        Nothing is drawn where there is one micro-batch.
+        """
+        order = torch.arange(plan.completions)
+        if plan.steps_per_generation > 1:
+            order = torch.randperm(plan.completions, generator=torch.Generator().manual_seed(hash(generation)))
+        parts = torch.split(order, plan.micro_batch_size)
+        return cls(
+            generation,
+            [{name: v if v.dim() == 0 else v[part.to(v.device)] for name, v in rows.items()} for part in parts],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only."""
+        return {"generation": list(self.generation), "micro_batches": [_stored(part) for part in self.micro_batches]}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], device: torch.device) -> RolloutBuffer:
+        """The buffer of :meth:`state_dict`."""
+        first, second = state["generation"]
+        return cls((first, second), [_restored(part, device) for part in state["micro_batches"]])
+
+
+def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
+    average = part.get("past_average")
+    tensors = {name: value.cpu() for name, value in part.items() if isinstance(value, Tensor)}
+    return tensors if average is None else {**tensors, "past_average": vars(average)}
+
+
+def _restored(part: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    moved = {name: value.to(device) for name, value in part.items() if isinstance(value, Tensor)}
+    return {**moved, "past_average": Average(**part["past_average"])} if "past_average" in part else moved

@@ -1,0 +1,130 @@
+"""Log-probs of the completions under the policy: one forward, and a head that never holds the (tokens, V) logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trl_offpolicy.engines.engine import Sampling
+from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
+from trl_offpolicy.functional.truncated_sampling import Truncation
+
+
+class Scores(NamedTuple):
+    """(B, T) float32 each: log-probs and entropies in nats, with gradient, and sum of squared probabilities."""
+
+    logps: Tensor
+    entropies: Tensor
+    sum_sq_probs: Tensor
+
+
+class Scorer:
+    """Scores completions as the engine sampled them: same temperature, same cut of the distribution.
+
+    The model's own forward runs, with :func:`~trl_offpolicy.functional.truncated_head.truncated_log_probs` in the place
+    of its LM head's projection; hooks of sharded and adapted models fire as always.
+
+    Args:
+        sampling: of the engine.
+        truncated: False scores the whole distribution (a reference model).
+    """
+
+    def __init__(self, sampling: Sampling, *, truncated: bool = True) -> None:
+        self.temperature = sampling.temperature
+        cut = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+        self.truncation = Truncation(**cut) if truncated else Truncation()  # type: ignore[arg-type]
+
+    def __call__(self, model: nn.Module, rows: Mapping[str, Tensor], *, batch_size: int | None = None) -> Scores:
+        """Score ``completion_ids``, given ``prompt_ids``.
+
+        Args:
+            model: the policy.
+            rows: the tensors of :func:`~lightning_module.rollouts.collate`.
+            batch_size: rows a forward; None = all.
+        """
+        ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
+        mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+        length = rows["completion_ids"].shape[1]
+        size = batch_size or len(ids)
+        parts = [
+            self._forward(model, *pair, length)
+            for pair in zip(torch.split(ids, size), torch.split(mask, size), strict=True)
+        ]
+        return Scores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+    def _forward(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int) -> Scores:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with _head_in_place(model, self, ids[:, -length:]) as found:
+            output = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=length + 1
+            ).logits
+        head = found[0]
+        columns = (column.view(len(ids), length) for column in (head.log_probs, head.entropies, head.sum_sq_probs))
+        logps, entropies, sums = columns
+        if output.shape[-1] == 2:  # unchanged on its way out, and known to the hooks of sharded models
+            logps, entropies = output.unbind(-1)
+        return Scores(logps, entropies, sums)
+
+
+@contextmanager
+def _head_in_place(model: Any, scorer: Scorer, targets: Tensor) -> Iterator[list[TruncatedLogProbs]]:
+    """While open, the output embedding of ``model`` scores ``targets`` and keeps the result in the list it yields."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = base.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or hasattr(head, "base_layer"):
+        raise NotImplementedError(
+            f"the LM head must be a plain linear layer, but got {type(head).__name__}. Leave lm_head out of the "
+            "adapter's target_modules and modules_to_save."
+        )
+    found: list[TruncatedLogProbs] = []
+    options = _head_options(base.config)
+
+    def score(hidden: Tensor) -> Tensor:
+        states = hidden[:, -targets.shape[1] - 1 : -1]
+        result = truncated_log_probs(
+            states.reshape(-1, states.shape[-1]),
+            head.weight,
+            targets.reshape(-1),
+            bias=head.bias,
+            temperature=scorer.temperature,
+            truncation=scorer.truncation,
+            gather=_gathered,
+            **options,
+        )
+        found.append(result)
+        if options != _NO_CHANGE:  # the model will bend what it takes for logits
+            return result.log_probs.view(*targets.shape, 1)
+        return torch.stack([result.log_probs, result.entropies], dim=-1).view(*targets.shape, 2)
+
+    head.forward = score  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        del head.forward
+
+
+_NO_CHANGE = {"softcap": None, "logit_scale": 1.0}
+
+
+def _head_options(config: Any) -> dict[str, Any]:
+    """What the model does to its logits after the projection."""
+    text = getattr(config, "text_config", config)
+    return {
+        "softcap": getattr(text, "final_logit_softcapping", None),
+        "logit_scale": float(getattr(text, "logit_scale", None) or 1.0),
+    }
+
+
+def _gathered(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
+    """ZeRO-3: the head whole in the backward; for others nothing."""
+    shared = [value for value in (weight, bias) if value is not None and hasattr(value, "ds_id")]
+    if not shared:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(shared)
+    return context

@@ -1,0 +1,39 @@
+"""What a checkpoint holds besides weights and optimizer: counters, controllers, rollouts in use, random states."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from lightning_module.rollouts import RolloutBuffer
+from trl_offpolicy.functional.collective import is_distributed
+
+
+def random_state() -> dict[str, Any]:
+    """Of this process: Python, torch and, where used, CUDA."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on drawing where :func:`random_state` was asked."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def of_all_ranks(buffer: RolloutBuffer | None) -> list[dict[str, Any]]:
+    """Rollouts and random state of every rank, in rank order. Called by all ranks."""
+    mine = {"random": random_state(), "rollouts": None if buffer is None else buffer.state_dict()}
+    if not is_distributed():
+        return [mine]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return everyone

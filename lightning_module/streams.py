@@ -1,0 +1,215 @@
+"""Prompts in the order of a GRPO run.
+
+One batch of the loader is one micro-step. It carries the prompts of its whole generation batch on this rank and its
+position there, so that nothing has to be remembered between batches: the module samples when it meets a generation it
+has no rollouts of, and trains on the slot that the position names. What cuts a run short (``limit_train_batches``,
+``overfit_batches``, ``fast_dev_run``, a resume in mid-epoch) then only changes which positions are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """How completions become optimizer steps; counts are those of one rank.
+
+    Args:
+        micro_batch_size: completions of one ``training_step``.
+        num_generations: completions of one prompt.
+        steps_per_generation: micro-batches of one generation batch.
+        num_iterations: passes over a generation batch.
+
+    Raises:
+        ValueError: a count is not positive, or groups would be torn between generation batches.
+
+    Example:
+        >>> BatchPlan(micro_batch_size=4, num_generations=8, steps_per_generation=4).prompts
+        2
+    """
+
+    micro_batch_size: int
+    num_generations: int
+    steps_per_generation: int = 1
+    num_iterations: int = 1
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{item.name} must be a positive whole number, but got {value!r}.")
+        if self.completions % self.num_generations:
+            raise ValueError(
+                "micro_batch_size x steps_per_generation must be a multiple of num_generations (whole groups on every "
+                f"rank), but got {self.micro_batch_size} x {self.steps_per_generation} and {self.num_generations}."
+            )
+
+    @property
+    def completions(self) -> int:
+        """Completions of a generation batch."""
+        return self.micro_batch_size * self.steps_per_generation
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a generation batch."""
+        return self.completions // self.num_generations
+
+    @property
+    def window(self) -> int:
+        """Micro-steps that one generation batch feeds."""
+        return self.steps_per_generation * self.num_iterations
+
+
+class MicroStep:
+    """One batch of the training loader; a plain object, so that Lightning hands it over as it is.
+
+    Args:
+        generation: (epoch, number in it): which generation batch this is.
+        position: 0 to ``plan.window`` - 1.
+        prompts: rows of the data set, all of this rank's generation batch.
+        plan: sizes.
+    """
+
+    def __init__(self, generation: tuple[int, int], position: int, prompts: list[Row], plan: BatchPlan) -> None:
+        self.generation, self.position, self.prompts, self.plan = generation, position, prompts, plan
+
+    @property
+    def slot(self) -> int:
+        """Which micro-batch of the generation batch."""
+        return self.position % self.plan.steps_per_generation
+
+    @property
+    def iteration(self) -> int:
+        """Which pass over it."""
+        return self.position // self.plan.steps_per_generation
+
+
+class HeldOut:
+    """One batch of the validation loader.
+
+    Args:
+        prompts: rows of the data set; every rank has the same number.
+        counted: how many of them count (the others fill the last batch).
+        num_generations: completions of each.
+    """
+
+    def __init__(self, prompts: list[Row], counted: int, num_generations: int) -> None:
+        self.prompts, self.counted, self.num_generations = prompts, counted, num_generations
+
+
+class PromptStream:
+    """The training loader: micro-steps of this rank, whole groups, resumable in mid-epoch.
+
+    Args:
+        rows: the data set.
+        plan: sizes.
+        rank: this process.
+        world_size: processes.
+        shuffle: draw a new order each epoch.
+        seed: of the order.
+        epoch_length: batches that the trainer takes of an epoch, asked when the state is saved; None = all.
+
+    Raises:
+        ValueError: the data set is empty.
+
+    Example:
+        >>> stream = PromptStream([{"prompt": "a"}, {"prompt": "b"}], BatchPlan(micro_batch_size=2, num_generations=2))
+        >>> [[row["prompt"] for row in step.prompts] for step in stream]
+        [['a'], ['b']]
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        plan: BatchPlan,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch_length: Callable[[], float] | None = None,
+    ) -> None:
+        if not len(rows):
+            raise ValueError("dataset must hold at least one prompt, but is empty.")
+        self.rows, self.plan, self.rank, self.world_size = rows, plan, rank, world_size
+        self.shuffle, self.seed = shuffle, seed
+        self._epoch_length = epoch_length
+        self._epoch, self._position = -1, 0
+        self._resumed = False
+
+    @property
+    def generations(self) -> int:
+        """Generation batches of an epoch; a last one that is not full is left out, but there is always one."""
+        return max(len(self.rows) // (self.plan.prompts * self.world_size), 1)
+
+    def __len__(self) -> int:
+        return self.generations * self.plan.window
+
+    def __iter__(self) -> Iterator[MicroStep]:
+        if not self._resumed:
+            self._epoch, self._position = self._epoch + 1, 0
+        self._resumed = False
+        epoch, order = self._epoch, self._order(self._epoch)
+        for index in range(self._position, len(self)):
+            number, position = divmod(index, self.plan.window)
+            self._position = index + 1
+            yield MicroStep((epoch, number), position, self._prompts(order, number), self.plan)
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.rows)))
+        random = torch.Generator().manual_seed(self.seed + epoch)
+        order: list[int] = torch.randperm(len(self.rows), generator=random).tolist()
+        return order
+
+    def _prompts(self, order: list[int], number: int) -> list[Row]:
+        first = (number * self.world_size + self.rank) * self.plan.prompts
+        return [self.rows[order[i % len(order)]] for i in range(first, first + self.plan.prompts)]
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch is; at the end of an epoch, the start of the next one."""
+        length = len(self) if self._epoch_length is None else min(self._epoch_length(), len(self))
+        if self._position >= length:
+            return {"epoch": self._epoch + 1, "position": 0}
+        return {"epoch": max(self._epoch, 0), "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there."""
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._resumed = True
+
+
+class HeldOutStream:
+    """The validation loader of this rank; all ranks have as many batches, filled with rows that do not count.
+
+    Args:
+        rows: the data set.
+        batch_size: prompts of a batch.
+        num_generations: completions of each.
+        rank: this process.
+        world_size: processes.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], batch_size: int, num_generations: int, *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.rows, self.batch_size, self.num_generations = rows, batch_size, num_generations
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[HeldOut]:
+        for number in range(len(self)):
+            first = (number * self.world_size + self.rank) * self.batch_size
+            places = range(first, first + self.batch_size)
+            counted = min(max(len(self.rows) - first, 0), self.batch_size)
+            rows = [self.rows[min(place, len(self.rows) - 1)] for place in places]
+            yield HeldOut(rows, counted, self.num_generations)

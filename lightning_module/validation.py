@@ -1,0 +1,54 @@
+"""Held-out prompts: reward, pass@1 and length, as torchmetrics over all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torchmetrics import MeanMetric, Metric
+
+from lightning_module.streams import HeldOut
+
+if TYPE_CHECKING:
+    from lightning_module.module import OffPolicyGRPOModule
+
+
+class Validation:
+    """Samples a batch of held-out prompts with the weights of now.
+
+    Args:
+        module: whose engine, rewards and threshold are used.
+    """
+
+    def __init__(self, module: OffPolicyGRPOModule) -> None:
+        self._module = module
+        names = ["reward", "completions/mean_length", *(f"rewards/{name}/mean" for name in module.rewards.names)]
+        if module.settings["correct_threshold"] is not None:
+            names.append("pass@1")
+        # submodules of the LightningModule: Lightning then synchronises and resets them
+        for name in names:
+            module.add_module(_attribute(name), MeanMetric())
+        self.names = names
+
+    @torch.no_grad()
+    def observe(self, batch: HeldOut) -> dict[str, Metric]:
+        """The metrics after this batch, by the name to log them under. All ranks call it."""
+        module, count = self._module, batch.counted * batch.num_generations
+        sampled = module.generation.sample(batch.prompts, batch.num_generations)
+        total = sampled.total[:count]
+        values = {"reward": total, "completions/mean_length": sampled.lengths[:count].float()}
+        for name, column in zip(module.rewards.names, sampled.by_function[:count].T, strict=True):
+            values[f"rewards/{name}/mean"] = column
+        threshold = module.settings["correct_threshold"]
+        if threshold is not None:
+            values["pass@1"] = (total >= threshold).float()
+        metrics: dict[str, Metric] = {}
+        for name, value in values.items():
+            metric: Metric = getattr(module, _attribute(name))
+            metric.update(value[~value.isnan()])
+            metrics[f"eval_{name}"] = metric
+        return metrics
+
+
+def _attribute(name: str) -> str:
+    return "eval_" + "".join(letter if letter.isalnum() else "_" for letter in name)
