@@ -119,7 +119,9 @@ def test_an_adapter_sends_a_fraction_of_the_bytes(
     assert sizes["adapter"] < sizes["folder"] / 10
 
 
-@pytest.mark.parametrize("route", ["/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/v1/completions"])
+@pytest.mark.parametrize(
+    "route", ["/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/v1/completions"]
+)
 def test_no_route_that_changes_anything_answers_without_the_key(server: Server, route: str) -> None:
     assert requests.post(server.url + route, json={}, timeout=10).status_code == 401
 
@@ -143,7 +145,7 @@ def test_a_model_of_another_shape_is_refused(
     try:
         engine = ServerEngine(running.url, folder=tmp_path / "weights", patience=QUICK)
         engine.bind(ModelWeights(fresh_model("llama")))
-        with pytest.raises(SyncError, match="did not load|differ"):
+        with pytest.raises(SyncError, match=r"did not load|differ"):
             engine.sync_weights(0)
             probe = score_with(fresh_model("llama"), PROBE, pad_token_id=0)
             SyncCheck().observe(0, engine=engine.score(PROBE), trainer=probe)
