@@ -79,7 +79,7 @@ class PromptDataModule(LightningDataModule):
             self._plan(trainer.accumulate_grad_batches if steps is None else steps),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
-            shuffle=self.shuffle and not trainer.overfit_batches  # type: ignore[attr-defined],
+            shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
             seed=self.seed,
             epoch_length=lambda: trainer.num_training_batches,
         )
