@@ -263,3 +263,15 @@ def test_a_centre_is_given_once():
         op.Objective(proximal=AVERAGED)(replace(ratios(1.1), proximal_per_token_logps=torch.zeros(1, 2)))
     with pytest.raises(TypeError, match=r"^proximal must be one of trl_offpolicy\.proximal, but got 'averaged'"):
         op.Objective(proximal="averaged")
+
+
+def test_a_ratio_weighted_kl_keeps_the_whole_ratio():
+    """KL on tokens of pi_old is weighted with current/old, wherever the clip has its centre."""
+    data = replace(ratios(1.4), ref_per_token_logps=torch.full((1, 2), -4.5))
+    kl = op.KLPenalty(coef=1.0, ratio_weighted=True)
+    plain, centred = (
+        op.Objective(policy_loss=LOSS, kl=kl, proximal=centre)(data).stats["loss/kl"]
+        for centre in (proximal.RecomputedProximal(), AVERAGED)
+    )
+
+    assert float(centred) == pytest.approx(float(plain), rel=1e-6) and float(plain) > 0.1
