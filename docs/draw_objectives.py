@@ -17,7 +17,7 @@ from drawing import picture as register
 from matplotlib.figure import Figure
 
 import trl_offpolicy as op
-from trl_offpolicy.presets.parsing import LOSS_TYPES
+from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES, LOSS_TYPES
 
 PAGE = Path(__file__).resolve().parent / "objectives.md"
 PICTURES: Pictures = {}
@@ -87,6 +87,35 @@ def loss_map() -> str:
     return "\n".join(lines)
 
 
+ADVANTAGES_IN_WORDS: dict[str, tuple[str, str]] = {  # YAML name: (formula, bias on-policy)
+    "grpo": ("(r - mean) / (std + 1e-4)", "towards prompts of small spread"),
+    "dr_grpo": ("r - mean", "none but the factor (n - 1) / n"),
+    "rloo": ("r - mean of the others", "none"),
+    "opo": ("r - mean weighted by length", "order 1 / n"),
+    "gdpo": ("each reward function by its own spread, then the batch's", "as grpo, by function"),
+    "reinforce_plus_plus_baseline": ("r - mean, then / std over the batch's tokens", "little: one scale for all"),
+    "optimal_token_baseline": ("by token: return - energy-weighted mean of those that reach it", "order 1 / n"),
+    "opob": ("r - mean weighted by w^2 times the gradient's energy", "order 1 / n"),
+}
+
+
+def advantage_map() -> str:
+    """The estimators as a Markdown table; what they read is read off the code."""
+    lines = ["| estimator | YAML | advantage | biased on-policy | reads | costs | scope |", "|" + "---|" * 7]
+    for name, cls in ADVANTAGE_TYPES.items():
+        estimator = cls()
+        formula, bias = ADVANTAGES_IN_WORDS[name]
+        reads = ["rewards" if name != "gdpo" else "rewards by function"]
+        requires = set(estimator.requires)
+        aware = set(cls(is_aware=True).requires) if name == "optimal_token_baseline" else requires
+        reads += ["lengths"] if requires == {"mask"} else ["log-probs, sums of squares"] * ("sum_sq_probs" in requires)
+        reads += ["weights"] if "weights" in requires else ["weights if `is_aware`"] * ("weights" in aware)
+        cost = "one forward" if "per_token_logps" in requires else "-"
+        cells = [f"`{cls.__name__}`", f"`{name}`", formula, bias, ", ".join(reads), cost, estimator.scope]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _paper(cls: type) -> str:
     """What stands behind ``Reference:`` up to the arXiv number, or the first clause."""
     text = " ".join(re.split(r"Reference:", cls.__doc__ or "", maxsplit=1)[-1].split())
@@ -136,11 +165,21 @@ def objectives(figure: Figure) -> None:
     panels[len(names)].legend(*panels[0].get_legend_handles_labels(), loc="center left")
 
 
+MAPS = {"map": loss_map, "advantages": advantage_map}
+
+
 def main() -> None:
-    """Write the picture, and the map between its markers on the page."""
+    """Write the picture, and the maps between their markers on the page."""
     write(PICTURES)
-    between = re.compile(r"(<!-- map -->\n).*(<!-- end of map -->)", flags=re.DOTALL)
-    PAGE.write_text(between.sub(lambda marks: f"{marks[1]}{loss_map()}\n{marks[2]}", PAGE.read_text()))
+    text = PAGE.read_text()
+    for name, table in MAPS.items():
+        between = re.compile(rf"(<!-- {name} -->\n).*(<!-- end of {name} -->)", flags=re.DOTALL)
+        text = between.sub(partial(_between, table()), text)
+    PAGE.write_text(text)
+
+
+def _between(table: str, marks: re.Match[str]) -> str:
+    return f"{marks[1]}{table}\n{marks[2]}"
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import yaml
 from drawing import to_svg
 
 import trl_offpolicy as op
+from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.functional.aggregation import AGGREGATIONS
 from trl_offpolicy.functional.kl import KL_ESTIMATORS
-from trl_offpolicy.presets.parsing import LOSS_TYPES, parse_objective
+from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES, LOSS_TYPES, PROXIMAL_TYPES, parse_objective
 from trl_offpolicy.presets.trl import AGGREGATION
 
 PAGE = draw_objectives.PAGE.read_text()
@@ -25,10 +26,12 @@ def first_cells(heading):
     return cells
 
 
-def test_the_map_is_that_of_the_code():
-    shown = PAGE.split("<!-- map -->\n")[1].split("\n<!-- end of map -->")[0]
-    assert shown == draw_objectives.loss_map()
+@pytest.mark.parametrize("name", draw_objectives.MAPS)
+def test_the_maps_are_those_of_the_code(name):
+    shown = PAGE.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
+    assert shown == draw_objectives.MAPS[name]()
     assert set(draw_objectives.IN_WORDS) == set(LOSS_TYPES)
+    assert list(draw_objectives.ADVANTAGES_IN_WORDS) == list(ADVANTAGE_TYPES)
 
 
 def test_the_picture_is_the_one_the_script_draws():
@@ -64,6 +67,23 @@ def test_the_example_is_the_same_in_yaml_and_python():
     assert parsed == space["objective"]
 
 
+def test_every_yaml_block_is_a_configuration(tmp_path):
+    """Also with the lines that are commented out in the place of those above them."""
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(blocks) == 4
+    for text in blocks:
+        choices = [text, re.sub(r"^ +advantages: rloo.*\n( +)# (advantages: .*)$", r"\1\2", text, flags=re.MULTILINE)]
+        for choice in choices:
+            spec = yaml.safe_load(choice)["offpolicy"]
+            options = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True}
+            preset = OffPolicyGRPOConfig(str(tmp_path), **options, offpolicy=spec).preset
+            for key, value in spec.get("objective", {}).items():
+                assert value and getattr(preset.objective, key) != getattr(op.Objective(), key)
+            assert (preset.advantages is None) == ("advantages" not in spec)
+
+
 def test_names_exist():
-    for name in re.findall(r"`(\w+)`", PAGE.split("## Advantages")[1].split("## ")[0]):
-        assert hasattr(op.advantages, name) or name in ("AdvantageInputs", "scale_rewards"), name
+    names = set(re.findall(r"^\| `(\w+)` \| `\w+` \|", PAGE.split("## Advantages")[1].split("## ")[0], re.MULTILINE))
+    assert names == {cls.__name__ for cls in ADVANTAGE_TYPES.values()}
+    centres = PAGE.split("## Proximal log-probs")[1]
+    assert set(re.findall(r"^\| `(?:\{type: )?(\w+)", centres, re.MULTILINE)) - {"proximal"} == set(PROXIMAL_TYPES)
