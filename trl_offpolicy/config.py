@@ -43,8 +43,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             (or ``{type: grpo, scale: none}``) takes the place of TRL's advantages. Default: ``paper/tis`` with vLLM,
             ``measure`` (diagnostics only) without.
         engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
-            ``quantization``, ``max_model_len``, ...), and ``weight_rounding: int8`` to round the linear weights to
-            8 bits a row at every sync.
+            ``quantization``, ``max_model_len``, ...), and the kit's own options, ``transfer`` (how weights reach it),
+            ``weight_rounding`` (round them at every sync), ``check_sync``, ``folder``, ``timeout``, ``retries``: see
+            :class:`~trl_offpolicy.engines.settings.EngineSettings`.
         record_rollouts: write every rollout to ``rollouts.parquet`` in ``output_dir``.
         write_report: print the summary and write ``report.html`` at the end of training.
         noise_floor_steps: every so many optimizer steps one micro-batch is scored a second time in another batch
@@ -64,7 +65,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         default=None,
         metadata={
             "help": "Keyword arguments for vLLM's LLM in colocate mode (dtype, enforce_eager, quantization, "
-            "max_model_len, ...) and weight_rounding: int8 to round linear weights to 8 bits at every sync."
+            "max_model_len, ...) and the kit's own: transfer (auto, memory, folder, adapter, nccl), weight_rounding "
+            "(int8, int4, fp8, ...), check_sync, folder, timeout, retries."
         },
     )
     record_rollouts: bool = field(

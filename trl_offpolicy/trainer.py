@@ -25,8 +25,8 @@ from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset, run_description
 from trl_offpolicy.controllers import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
 from trl_offpolicy.correction_stats import noise_floor
-from trl_offpolicy.engines.colocate import colocate_engine
 from trl_offpolicy.engines.filtered_scoring import filtered_scoring
+from trl_offpolicy.engines.trl import trl_engine
 from trl_offpolicy.fused_head import as_if_aligned, sum_sq_probs
 from trl_offpolicy.objective_terms import NONFINITE_CURRENT
 from trl_offpolicy.objectives import Objective
@@ -36,6 +36,7 @@ from trl_offpolicy.staging import Stages
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trainer_checks import check_before_loading, stages_of
 from trl_offpolicy.trl_names import trl_names
+from trl_offpolicy.trl_sync import kept_on_fault, watch_sync
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
 
@@ -69,16 +70,17 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # TRL's own pass for the old log-probs: left out where it is made here or where nothing reads it
         self._leave_out_old = scores_old or (has_sampler and not self.objective.proximal.reads_old)
         self._filtered = filtered_scoring(args)
-        with colocate_engine(cast("dict[str, Any] | None", args.engine)):
+        folder = Path(args.output_dir)
+        with trl_engine(cast("dict[str, Any] | None", args.engine), folder=folder / "engine_weights"):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        watch_sync(self)
         self._kl = self.objective.kl  # its coefficient may move
         self._window = StepWindow()
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
         self._groups_seen = {"train": 0, "eval": 0}
-        folder = Path(args.output_dir) / "rollouts.parquet"
-        recorder = RolloutRecorder(folder, self._tokenizer.decode, self.accelerator.process_index)
-        self._recorder = recorder if args.record_rollouts else None
+        recorder = partial(RolloutRecorder, folder / "rollouts.parquet", self._tokenizer.decode)
+        self._recorder = recorder(self.accelerator.process_index) if args.record_rollouts else None
         info = run_description(args, preset, getattr(self.model.config, "_name_or_path", ""))
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
             self.add_callback(ShortProgressCallback)
@@ -97,7 +99,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return by_function
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        with as_if_aligned(self.args) if self._leave_out_old else nullcontext():
+        aligned = as_if_aligned(self.args) if self._leave_out_old else nullcontext()
+        with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mode = self._mode
         generations = self.num_generations if mode == "train" else self.num_generations_eval

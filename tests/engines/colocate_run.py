@@ -1,9 +1,9 @@
 """Train a tiny model for three steps with a real vLLM engine in this process; prints one JSON line.
 
-    python tests/engines/colocate_run.py FOLDER [--no-sync] [--lora] [--rounding int8]
+    python tests/engines/colocate_run.py FOLDER [--no-sync | --lost-sync] [--lora] [--transfer T] [--rounding int8]
 
 A process of its own for each scenario: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its
-first weights, to show that the agreement test can fail.
+first weights, to show that the agreement test can fail; ``--lost-sync`` loses the second sync on its way.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_models import save_tiny_model, tiny_prompts
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
-from trl_offpolicy.engines.colocate import ColocateEngine
+from trl_offpolicy.engines import trl as trl_engines
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
+LORA_TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 MISMATCH = "offpolicy/mismatch/logp_diff_max"
+
+AGREEMENT = "offpolicy/rollout/sync_agreement"
+BYTES = "offpolicy/rollout/sync_bytes"
 
 
 def spread(completions: list[str], **_: object) -> list[float]:
@@ -35,13 +39,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--no-sync", action="store_true")
+    parser.add_argument("--lost-sync", action="store_true")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--transfer", default="auto")
     parser.add_argument("--rounding")
     options = parser.parse_args()
     model = save_tiny_model(options.folder / "model")
     if options.no_sync:
-        ColocateEngine.sync_weights = lambda self: None  # type: ignore[method-assign]
-    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3}
+        trl_engines.TRLEngine.sync_weights = lambda self: None  # type: ignore[method-assign]
+    if options.lost_sync:
+        original, calls = trl_engines.reload_in_process, []
+
+        def lose_the_second(llm, weights):  # type: ignore[no-untyped-def]
+            calls.append(None)
+            return original(llm, weights) if len(calls) == 1 else sum(tensor.nbytes for _, tensor in weights)
+
+        trl_engines.reload_in_process = lose_the_second
+    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3, "transfer": options.transfer}
     engine |= {"weight_rounding": options.rounding} if options.rounding else {}
     args = OffPolicyGRPOConfig(
         output_dir=str(options.folder / "run"),
@@ -67,7 +81,7 @@ def main() -> None:
     )
     trainer = OffPolicyGRPOTrainer(
         str(model), spread, args, train_dataset=tiny_prompts(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if options.lora else None,
+        peft_config=LoraConfig(r=4, target_modules=LORA_TARGETS) if options.lora else None,
     )  # fmt: skip
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
@@ -78,6 +92,8 @@ def main() -> None:
         json.dumps(
             {
                 "mismatch": [row[MISMATCH] for row in rows if MISMATCH in row],
+                "agreement": [row[AGREEMENT] for row in rows if AGREEMENT in row],
+                "bytes": [row[BYTES] for row in rows if BYTES in row],
                 "moved": moved,
                 "dtype": str(llm_config.dtype),
                 "max_model_len": llm_config.max_model_len,

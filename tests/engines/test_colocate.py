@@ -19,11 +19,15 @@ AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about
 pytestmark = pytest.mark.vllm
 
 
-@cache
-def run(*flags: str) -> dict[str, Any]:
+def start(*flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, str(SCRIPT), mkdtemp(), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+@cache
+def run(*flags: str) -> dict[str, Any]:
+    done = start(*flags)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
@@ -56,3 +60,25 @@ def test_lora_weights_are_merged_into_the_engine() -> None:
 def test_weight_rounding_is_a_real_but_small_mismatch() -> None:
     mismatch = run("--rounding", "int8")["mismatch"]
     assert all(AGREE < value < 1.0 for value in mismatch)
+
+
+def test_every_sync_is_proven_and_logged() -> None:
+    result = run()
+    assert len(result["agreement"]) == 3
+    assert min(result["agreement"]) > 1 - AGREE
+    assert set(result["bytes"]) == {296_192}
+
+
+def test_a_sync_that_gets_lost_stops_the_run_with_the_cause() -> None:
+    done = start("--lost-sync")
+    assert done.returncode != 0
+    assert "SyncError: After the sync of version 1" in done.stderr
+    assert "Stale weights: its answers did not move" in done.stderr
+
+
+def test_the_adapter_alone_gives_the_same_policy_for_a_fraction_of_the_bytes() -> None:
+    merged, alone = run("--lora"), run("--lora", "--transfer", "adapter")
+    assert max(alone["mismatch"]) < AGREE
+    assert min(alone["agreement"]) > 1 - AGREE
+    assert alone["moved"] > 0.01
+    assert max(alone["bytes"]) < merged["bytes"][0] / 4

@@ -159,8 +159,16 @@ def _scored_positions(attention_mask: Tensor, logits_to_keep: int) -> Tensor:
 class _Head:
     """Stands in for TRL's ``_ChunkedLogProbFunction`` during one scoring; called once a forward, in row order."""
 
-    def __init__(self, truncation: Truncation, valid: Tensor, kept_ids: Tensor | None, batch_size: int) -> None:
+    def __init__(
+        self,
+        truncation: Truncation,
+        valid: Tensor,
+        kept_ids: Tensor | None,
+        batch_size: int,
+        temperature: float | None = None,
+    ) -> None:
         self.truncation = truncation
+        self.temperature = temperature  # None = the one that TRL passes
         self._valid = torch.split(valid, batch_size)
         kept = None if kept_ids is None else torch.split(kept_ids, batch_size)
         self._kept = [None] * len(self._valid) if kept is None else kept
@@ -192,7 +200,7 @@ class _Head:
             weight,
             targets if rows is None else targets[rows],
             bias=bias,
-            temperature=temperature,
+            temperature=temperature if self.temperature is None else self.temperature,
             truncation=self.truncation,
             kept_ids=None if kept is None else kept[valid[:, -kept.shape[1] :]],
             logit_scale=logit_scale,
@@ -235,3 +243,11 @@ def _head_of_trl(head: _Head) -> Iterator[None]:
         yield
     finally:
         utils._ChunkedLogProbFunction = original
+
+
+@contextmanager
+def at_temperature_one(attention_mask: Tensor, logits_to_keep: int) -> Iterator[None]:
+    """Inside, TRL scores one forward of ``attention_mask`` (B, L) at temperature 1, on the whole distribution."""
+    valid = _scored_positions(attention_mask, logits_to_keep)
+    with _head_of_trl(_Head(Truncation(), valid, None, len(valid), temperature=1.0)):
+        yield

@@ -27,6 +27,7 @@ class EngineSettings:
         folder: for a server's weights; both must see it. Default: ``engine_weights`` in the run's folder.
         timeout: seconds for one request to a server.
         retries: further tries of a request.
+        check_sync: prove after every sync, on a probe, that the weights arrived.
         arguments: everything else, for vLLM's ``LLM`` in colocate mode.
 
     Raises:
@@ -38,6 +39,7 @@ class EngineSettings:
     folder: Path | None = None
     timeout: float = Patience.timeout
     retries: int = Patience.retries
+    check_sync: bool = True
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

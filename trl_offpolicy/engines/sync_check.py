@@ -19,13 +19,16 @@ class SyncLimits:
     Args:
         factor: times the median of the distances accepted so far: the run's own noise floor.
         least: a distance below this is never called a fault on its own.
+        share: nor is one below this share of what the trainer has moved since the sync before (rounding to int8, say,
+            grows with a large step; weights that arrived in part are off by a good part of the step).
         first: limit of the first sync, which has no floor yet; another model is several nats away.
         unmoved: the engine stayed where it was if it moved less than this share of what the trainer moved.
         history: versions of the trainer's scores that are kept to name a stale one.
     """
 
     factor: float = 4.0
-    least: float = 1e-3
+    least: float = 1e-4
+    share: float = 0.2
     first: float = 1.0
     unmoved: float = 0.1
     history: int = 8
@@ -92,8 +95,7 @@ class SyncCheck:
         stale = self._stale(version, answer, wanted, distance)
         if stale is not None:
             return f"Stale weights: {stale} The sync did not take effect."
-        limit = self.limits.first if self.floor is None else max(self.limits.factor * self.floor, self.limits.least)
-        if distance <= limit:
+        if distance <= self._limit(wanted):
             return None
         for name, scores in others.items():
             if _distance(answer, _flat(scores)) < distance / 2:
@@ -102,18 +104,25 @@ class SyncCheck:
             return "Another model (wrong name or folder given to the engine), or a tokenizer that differs."
         return "The weights arrived in part or are another run's: a partial file, a wrong adapter, or two trainers."
 
+    def _limit(self, wanted: list[float]) -> float:
+        """The largest distance that is no fault, nats."""
+        if self.floor is None or self._engine is None:
+            return self.limits.first
+        moved = _distance(wanted, self._trainer[self._engine[0]])
+        return max(self.limits.factor * self.floor, self.limits.least, self.limits.share * moved)
+
     def _stale(self, version: int, answer: list[float], wanted: list[float], distance: float) -> str | None:
         """Says which older version the engine answers with, if that can be told from the noise."""
         if self._engine is None or self._engine[0] == version:
             return None
         before, old_answer = self._engine
         moved = _distance(wanted, self._trainer[before])
-        if moved > self.limits.least / 10 and _distance(answer, old_answer) < self.limits.unmoved * moved:
+        if moved > self.limits.least and _distance(answer, old_answer) < self.limits.unmoved * moved:
             return f"its answers did not move, the trainer's moved by {moved:.2g} nats since version {before}."
         floor = self.floor or 0.0
         nearest = min(self._trainer, key=lambda old: _distance(answer, self._trainer[old]))
         gap = _distance(answer, self._trainer[nearest])
-        if distance > max(self.limits.factor * floor, 1e-5) and gap < distance / 2:
+        if distance > max(self.limits.factor * floor, self.limits.least) and gap < distance / 2:
             return f"it answers with version {nearest}."
         return None
 

@@ -7,7 +7,7 @@ NCCL path on a GPU, a shared folder or the LoRA adapter alone anywhere (:class:`
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,9 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         **kwargs: TRL's.
     """
 
-    version: int = 0
-    """Version of the weights of the next sync; the trainer sets it to its global step."""
+    llm: Any
     last_sync: SyncReport | None = None
+    """What the last sync took."""
 
     def __init__(self, *args: Any, settings: EngineSettings, folder: Path, **kwargs: Any) -> None:
         self.settings = settings
@@ -48,12 +48,23 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         self._adapters: AdapterFolder | None = None
         self._server: ServerEngine | None = None
         self._on_server = False
+        self._watcher: Callable[[TRLEngine], None] | None = None
+        self._step: Callable[[], int] = lambda: 0
         super().__init__(*args, **kwargs)
         if self._uses_adapter and self.source.adapter() is None:
             raise ValueError(
                 "engine.transfer must not be 'adapter' here: that takes a PEFT model with plain LoRA on linear layers "
                 "(no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
             )
+
+    def watch(self, watcher: Callable[[TRLEngine], None], *, step: Callable[[], int]) -> None:
+        """Call ``watcher`` after every sync; ``step()`` is the version of the trainer's weights."""
+        self._watcher, self._step = watcher, step
+
+    @property
+    def version(self) -> int:
+        """Version of the trainer's weights now."""
+        return self._step()
 
     @property
     def source(self) -> _Source:
@@ -82,8 +93,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             super()._init_vllm()
         if self._uses_adapter:
             self._adapters = AdapterFolder()
-            llm: Any = self.llm
-            self.llm = _WithAdapter(llm, self._adapters)
+            self.llm = _WithAdapter(self.llm, self._adapters)
 
     def _default_arguments(self) -> dict[str, Any]:
         """On CPU load the engine in the trainer's dtype: vLLM's "auto" would read float32 as bfloat16, slowly."""
@@ -110,7 +120,6 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
                 weight_rounding=self.settings.weight_rounding,
                 patience=self.settings.patience(start_timeout=self.server_timeout),
             )
-            self._server.bind(self.source)
         self.accelerator.wait_for_everyone()
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -139,18 +148,32 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             super().sync_weights()
             kind = "nccl" if self.mode == "server" else "memory"
         self.last_sync = SyncReport(version=self.version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+        if self._watcher is not None:
+            self._watcher(self)
 
     def _sync_server(self) -> None:
+        """All ranks gather, the main one sends; if it fails, all raise."""
         takes_adapter = [self._server is not None and self._server.takes_adapter]
         broadcast_object_list(takes_adapter, from_process=0)
+        outcome: list[Any] = [None]
         if self._server is not None:
-            self._sent = self._server.sync_weights(self.version)
-        elif takes_adapter[0] and self.source.adapter() is not None:
-            pass  # gathering was all there was to do
-        else:
+            outcome = [self._send(self._server)]
+        elif not takes_adapter[0] or self.source.adapter() is None:
             for _ in self.source.merged():
                 pass
-        self.accelerator.wait_for_everyone()
+        broadcast_object_list(outcome, from_process=0)
+        if isinstance(outcome[0], EngineError):
+            raise outcome[0]
+
+    def _send(self, server: ServerEngine) -> EngineError | None:
+        source = self.source
+        server.bind(source)
+        try:
+            self._sent = server.sync_weights(self.version)
+        except EngineError as error:
+            source.finish()
+            return error
+        return None
 
     def _own_adapter(self) -> Adapter:
         adapter = self.source.adapter()
@@ -159,10 +182,16 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         return adapter
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
-        """The engine's log-probs of a probe (temperature 1); None on ranks without one, and on TRL's NCCL path."""
+        """The engine's log-probs of a probe (temperature 1); None on ranks that do not talk to it."""
         if self.mode == "colocate":
             return score_in_process(self.llm, ids)
-        return None if self._server is None else self._server.score(ids)
+        if self._server is not None:
+            return self._server.score(ids)
+        if not self.accelerator.is_main_process:
+            return None
+        rows = [list(row) for row in ids]
+        answer = self.vllm_client.get_sequence_logprobs(rows, prompt_lengths=[1] * len(rows), top_logprobs=1)
+        return [[place[0] for place in row] for row in answer["actual_logprobs"]]
 
     # ---------------------------------------------------------------------------------------------------- sampling
 
@@ -212,9 +241,16 @@ class _Source:
     def __init__(self, engine: TRLEngine) -> None:
         self._engine = engine
         self.is_main = bool(engine.accelerator.is_main_process)
+        self._open: Iterator[tuple[str, Tensor]] = iter(())
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        return self._engine._iter_named_params()
+        self._open = self._engine._iter_named_params()
+        return self._open
+
+    def finish(self) -> None:
+        """Gather what is left of :meth:`merged`, for which the other ranks wait."""
+        for _ in self._open:
+            pass
 
     def adapter(self) -> Adapter | None:
         return ModelWeights(self._engine.model).adapter()
