@@ -241,8 +241,9 @@ class OffPolicyGRPOModule(LightningModule):
             **self.measuring.close(self.objective, self.device),
             "grad_norm": gradient_norm(self.policy),
             "learning_rate": float(optimizer.param_groups[0]["lr"]),
-            "num_tokens": float(self.generation.num_tokens),
         }
+        if "reward" in logs:  # as TRL: only where completions were made
+            logs["num_tokens"] = float(self.generation.num_tokens)
         self.step_logs = logs
         self.log_dict(logs, on_step=True, on_epoch=False, batch_size=1)
 

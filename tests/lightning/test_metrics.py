@@ -1,0 +1,57 @@
+"""The torchmetrics of a step: merged over micro-batches, equal to the stats of the whole, and under TRL's names."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import trl_offpolicy as op
+from lightning_module.metrics import CompletionMetric, StatsMetric
+
+
+def batch(rows, seed):
+    random = torch.Generator().manual_seed(seed)
+    old = -torch.rand(rows, 5, generator=random)
+    return op.PolicyBatch(
+        per_token_logps=old,
+        sampling_per_token_logps=old + 0.3 * torch.randn(rows, 5, generator=random),
+        completion_mask=torch.ones(rows, 5).bool(),
+        advantages=torch.ones(rows),
+        group_ids=torch.arange(rows) // 2 + 10 * seed,
+    )
+
+
+def stats_of(one):
+    return op.presets.get("paper/tis").objective(one).stats
+
+
+def test_it_computes_what_merged_stats_compute():
+    metric, parts = StatsMetric(), [stats_of(batch(rows, seed)) for seed, rows in enumerate([4, 2, 6])]
+    for part in parts:
+        metric.update(part)
+    assert metric.compute() == pytest.approx(parts[0].merge(parts[1]).merge(parts[2]).compute())
+    assert "offpolicy/mismatch/kl_k1_ci95" in metric.compute()
+
+
+def test_a_group_that_comes_later_is_added():
+    metric, mask = StatsMetric(), torch.ones(1, 1).bool()
+    metric.update(stats_of(batch(4, 0)))
+    metric.update(op.correction_stats.noise_floor(torch.zeros(1, 1), torch.ones(1, 1), mask))
+    assert metric.has("noise_floor") and metric.compute()["offpolicy/noise_floor/kl_k1"] == pytest.approx(-1.0)
+    metric.reset()
+    assert metric.compute() == {} and not metric.has("noise_floor")
+
+
+def test_completions_under_the_names_of_trl():
+    metric = CompletionMetric(["first", "second"])
+    by_function = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, math.nan], [2.0, math.nan]])
+    lengths, ended = torch.tensor([3, 5, 4, 8]), torch.tensor([True, False, True, False])
+    metric.update(by_function, by_function.nansum(1), lengths, ended, num_generations=2)
+    values = metric.compute()
+    assert values["reward"] == 1.25 and values["reward_std"] == pytest.approx(torch.tensor([1.0, 0, 2, 2]).std().item())
+    assert values["frac_reward_zero_std"] == 0.5
+    assert (values["completions/min_length"], values["completions/max_length"]) == (3, 8)
+    assert values["completions/clipped_ratio"] == 0.5 and values["completions/mean_terminated_length"] == 3.5
+    assert values["rewards/first/mean"] == 1.25 and values["rewards/second/mean"] == 0.0

@@ -1,0 +1,79 @@
+"""What users write becomes an objective, and comes back from a checkpoint as the same one."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+import trl_offpolicy as op
+from lightning_module.spec import hyperparameters, plain, resolve
+
+CORRECTION = op.Correction(
+    weight=op.TruncateWeight(level="token", max_weight=3.0), keep=(op.RatioBand(level="sequence_mean", low=0.9, high=1.1),)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        CORRECTION,
+        {"weight": {"type": "truncate", "level": "token", "max_weight": 3.0},
+         "keep": [{"type": "ratio_band", "level": "sequence_mean", "low": 0.9, "high": 1.1}]},
+        {"preset": "paper/tis", "options": {"max_weight": 3.0},
+         "correction": {"keep": [{"type": "ratio_band", "level": "sequence_mean", "low": 0.9, "high": 1.1}]}},
+    ],
+)  # fmt: skip
+def test_object_mapping_and_preset_say_the_same(said):
+    preset = resolve(said)
+    assert preset.correction == CORRECTION
+    assert resolve(plain(said)).correction == CORRECTION
+    assert resolve(yaml.safe_load(yaml.safe_dump(plain(said)))).correction == CORRECTION
+
+
+@pytest.mark.parametrize("name", ["paper/tis", "paper/icepop", "paper/geometric-mask", "measure"])
+def test_presets_survive_a_checkpoint(name):
+    preset = op.presets.get(name)
+    again = resolve(plain(preset))
+    assert (again.correction or op.Correction()) == (preset.correction or op.Correction())
+    assert again.objective.policy_loss == preset.objective.policy_loss
+
+
+def test_objective_as_mapping_or_object():
+    by_mapping = resolve("paper/tis", {"policy_loss": {"type": "cispo", "high": 5.0}, "entropy_coef": 0.1}).objective
+    by_object = resolve("paper/tis", op.Objective(policy_loss=op.losses.CISPO(high=5.0), entropy_coef=0.1)).objective
+    assert by_mapping == by_object
+    assert by_mapping.correction == op.presets.get("paper/tis").correction
+
+
+def test_advantages_and_defaults():
+    assert type(resolve(None).advantages).__name__ == "GRPO"
+    assert type(resolve("paper/tis", None, "rloo").advantages).__name__ == "RLOO"
+    assert resolve(None, default="paper/tis").name == "paper/tis"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("paper/tos", "Did you mean 'paper/tis'"),
+        ({"weight": {"type": "truncat"}}, r"correction.weight.type must be one of"),
+        ({"preset": "paper/tis", "optons": {}}, r"correction.optons must be one of"),
+        (3, "correction must be a preset's name"),
+    ],
+)
+def test_mistakes_are_named(said, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(said)
+
+
+def test_a_quantity_set_twice_is_an_error():
+    with pytest.raises(ValueError, match="advantages and correction.advantages"):
+        resolve({"preset": "measure", "advantages": "rloo"}, None, "grpo")
+    with pytest.raises(ValueError, match="correction must be None with an Objective that has one"):
+        resolve("paper/tis", op.Objective(correction=CORRECTION))
+
+
+def test_hyperparameters_are_plain_and_leave_out_what_is_not():
+    given = {"model": "folder", "reward_funcs": [len, lambda **_: []], "correction": CORRECTION, "engine": object()}
+    kept = hyperparameters(given)
+    assert kept == {"model": "folder", "correction": plain(CORRECTION)}
+    assert hyperparameters({**given, "reward_funcs": yaml.safe_load})["reward_funcs"] == ["yaml:safe_load"]
