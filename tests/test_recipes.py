@@ -13,7 +13,7 @@ import yaml
 
 from trl_offpolicy import Objective
 from trl_offpolicy.config import OffPolicyGRPOConfig
-from trl_offpolicy.presets.parsing import parse_objective
+from trl_offpolicy.presets.parsing import parse_advantages, parse_objective
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,3 +50,18 @@ def test_lines_of_the_objectives_readme_are_objectives() -> None:
     assert len(lines) == 5
     for line in lines:
         parse_objective({"policy_loss": line}, where="objective", base=Objective())
+    estimators = [yaml.safe_load(line)["advantages"] for line in re.findall(r"^ +advantages: .*$", text, re.MULTILINE)]
+    assert len(estimators) == 3 and all(parse_advantages(line, where="advantages") for line in estimators)
+
+
+def test_comments_of_the_objectives_recipe_are_options(tmp_path: Path) -> None:
+    """Each line that is commented out, put in force, is a configuration of its own."""
+    text = (ROOT / "recipes" / "objectives" / "config.yaml").read_text()
+    plain = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True}
+    options = re.findall(r"^ +# (?:proximal|advantages): .*$", text, re.MULTILINE)
+    assert len(options) == 2
+    for line in options:
+        spec = yaml.safe_load(text.replace(line, line.replace("# ", "", 1)))["offpolicy"]
+        preset = OffPolicyGRPOConfig(str(tmp_path), **plain, offpolicy=spec).preset
+        assert (preset.advantages is not None) == ("advantages" in line)
+        assert (preset.objective.proximal != Objective().proximal) == ("proximal" in line)
