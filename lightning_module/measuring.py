@@ -35,6 +35,10 @@ class Measuring:
         self._since = time.monotonic()
         self._steps = 0
 
+    def start(self) -> None:
+        """The first step begins."""
+        self._since = time.monotonic()
+
     def add_loss(self, loss: Tensor, stats: Stats, rows: int) -> None:
         """One micro-batch of so many rows; its loss is scaled so that those of an optimizer step add up."""
         loss = loss.detach().float()
@@ -53,7 +57,7 @@ class Measuring:
     def add_sync(self, **values: float) -> None:
         """One sync of weights."""
         for name, value in values.items():
-            self.sync.setdefault(name, MeanMetric()).update(value)
+            self.sync.setdefault(name, MeanMetric().set_dtype(torch.float64)).update(value)
 
     def end_step(self) -> Tensor:
         """(3,) float64: tokens without a finite log-prob, KL summed over tokens, tokens; of one optimizer step.

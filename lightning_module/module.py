@@ -160,6 +160,7 @@ class OffPolicyGRPOModule(LightningModule):
         if self._restored is not None:
             self.generation.load_state_dict(self._restored)
             self._restored = None
+        self.measuring.start()
 
     def on_validation_start(self) -> None:
         """``trainer.validate`` alone needs an engine too."""

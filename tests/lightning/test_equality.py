@@ -24,6 +24,7 @@ PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(32)]})
 NOT_COMPARED = {"step", "time", "step_time", "epoch"}
 ENGINE_ONLY = {"offpolicy/rollout/sync_seconds", "offpolicy/rollout/sync_bytes"}
 
+BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's
     "aligned": ({"gradient_accumulation_steps": 1}, {}, {}),
     "accumulated": ({"gradient_accumulation_steps": 2}, {}, {"steps_per_generation": 2}),
@@ -43,8 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
             "gradient_accumulation_steps": 1,
             "offpolicy": {
                 "preset": "paper/tis",
-                "correction": {"keep": [{"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}, {"type": "group_rejection"}],
-                               "normalize": "kept"},
+                "correction": {"keep": [BAND, {"type": "group_rejection"}], "normalize": "kept"},
             },
         },
         {},

@@ -9,8 +9,9 @@ import trl_offpolicy as op
 from lightning_module.spec import hyperparameters, plain, resolve
 
 CORRECTION = op.Correction(
-    weight=op.TruncateWeight(level="token", max_weight=3.0), keep=(op.RatioBand(level="sequence_mean", low=0.9, high=1.1),)
-)  # fmt: skip
+    weight=op.TruncateWeight(level="token", max_weight=3.0),
+    keep=(op.RatioBand(level="sequence_mean", low=0.9, high=1.1),),
+)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_mistakes_are_named(said, message):
 
 
 def test_a_quantity_set_twice_is_an_error():
-    with pytest.raises(ValueError, match="advantages and correction.advantages"):
+    with pytest.raises(ValueError, match=r"advantages and correction\.advantages"):
         resolve({"preset": "measure", "advantages": "rloo"}, None, "grpo")
     with pytest.raises(ValueError, match="correction must be None with an Objective that has one"):
         resolve("paper/tis", op.Objective(correction=CORRECTION))

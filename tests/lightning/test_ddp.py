@@ -1,0 +1,144 @@
+"""Two real processes through Lightning's own DDP strategy, compared with one process on the same completions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def train(folder: Path, *, devices: int, strategy: Any = "auto", resume: Path | None = None) -> None:
+    """Two steps of 8 completions in all; every rank leaves what it saw in ``folder``."""
+    import lightning.pytorch as pl
+    from lightning_runs import Watch, data, module, trainer
+    from tiny_models import tiny_prompts
+
+    from lightning_module import RunFolder
+
+    pl.seed_everything(1, verbose=False)
+    watch = Watch()
+    ours = module(Echo(), optimizer=partial(torch.optim.SGD, lr=0.1), correction=CORRECTION, correct_threshold=0.5)
+    owner = trainer(
+        folder, devices=devices, strategy=strategy, max_steps=2 if resume is None else 4,
+        callbacks=[watch, RunFolder(str(folder / "run"), report=False)],
+    )  # fmt: skip
+    sizes = {"micro_batch_size": 8 // devices, "val_dataset": tiny_prompts(5), "val_batch_size": 2}
+    owner.fit(ours, data(**sizes), ckpt_path=resume, weights_only=True if resume else None)
+    held_out = owner.validate(ours, data(**sizes), verbose=False)[0]
+    owner.save_checkpoint(folder / "last.ckpt")
+    seen = {"logs": watch.logs, "weights": watch.weights, "losses": watch.losses, "held_out": held_out,
+            "world": owner.world_size}  # fmt: skip
+    torch.save(seen, folder / f"rank-{owner.global_rank}.pt")
+
+
+CORRECTION = {
+    "preset": "paper/tis",
+    "correction": {
+        "keep": [
+            {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4},
+            {"type": "group_rejection"},
+        ],
+        "normalize": "kept",
+    },
+}
+
+
+def Echo() -> Any:
+    """An engine whose completions depend on the prompt alone, so that one and two processes sample the same."""
+    from lightning_runs import Played
+    from trainer_runs import Engine
+
+    class Repeat(Played):
+        def generate(self, prompt_ids: Any, sampling: Any, *, n: int = 1) -> Any:
+            prompts, completions, logprobs = [], [], []
+            for ids in prompt_ids:
+                words = Engine(shift=0.1, noise=0.3)
+                words.random.manual_seed(sum(ids) + (self.version or 0))
+                for _ in range(n):
+                    prompts.append(list(ids))
+                    completions.append(words._words())
+                    logprobs.append(words._score(self.source.model, prompts[-1], completions[-1]))
+            self.calls.append({"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs})
+            return super().generate(prompt_ids, sampling, n=n)
+
+    return Repeat([])
+
+
+def start(folder: Path, **options: Any) -> None:
+    """Run :func:`train` in a process of its own; Lightning starts the second one."""
+    folder.mkdir()
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-W", "ignore", __file__, str(folder), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def loaded(folder: Path, rank: int) -> dict[str, Any]:
+    seen: dict[str, Any] = torch.load(folder / f"rank-{rank}.pt", weights_only=False)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ddp")
+    start(folder / "two", devices=2, strategy="ddp")
+    torch.set_num_threads(1)
+    (folder / "one").mkdir()
+    train(folder / "one", devices=1)
+    return folder
+
+
+def test_two_processes_train_as_one(runs: Path) -> None:
+    """Weights, loss and every logged number, wide scope (groups, normaliser over all ranks) included."""
+    one, ranks = loaded(runs / "one", 0), [loaded(runs / "two", rank) for rank in range(2)]
+    assert [rank["world"] for rank in ranks] == [2, 2] and one["world"] == 1
+    for step in range(2):
+        for name, value in one["weights"][step].items():
+            assert torch.equal(ranks[0]["weights"][step][name], ranks[1]["weights"][step][name])
+            assert torch.allclose(ranks[0]["weights"][step][name], value, atol=2e-6), name
+        for rank in ranks:
+            same_numbers(rank["logs"][step], one["logs"][step])
+    assert ranks[0]["losses"][0] != ranks[1]["losses"][0]  # each trained on rows of its own
+
+
+def same_numbers(logs: dict[str, float], expected: dict[str, float]) -> None:
+    skip = {"step_time", "offpolicy/rollout/sync_seconds"}
+    assert set(logs) == set(expected) and len(logs) > 100
+    for key in set(logs) - skip:
+        assert logs[key] == pytest.approx(expected[key], abs=2e-5, rel=2e-5), key
+
+
+def test_held_out_numbers_are_those_of_all_ranks(runs: Path) -> None:
+    one, ranks = loaded(runs / "one", 0)["held_out"], [loaded(runs / "two", rank)["held_out"] for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    assert 0 < one["eval_pass@1"] <= 1 and ranks[0] == pytest.approx(one)
+
+
+def test_the_run_folder_of_two_ranks_is_one(runs: Path) -> None:
+    lines = (runs / "two" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == [1, 2]
+    parts = sorted(path.name for path in (runs / "two" / "run" / "rollouts.parquet").glob("part-*"))
+    assert parts == [f"part-000000{step}-000{rank}.parquet" for step in range(2) for rank in range(2)]
+
+
+def test_a_checkpoint_holds_the_state_of_every_rank(runs: Path) -> None:
+    state = torch.load(runs / "two" / "last.ckpt", weights_only=True)["offpolicy"]
+    assert len(state["ranks"]) == 2
+    first, second = (rank["random"]["torch"] for rank in state["ranks"])
+    assert len(first) == len(second)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    options = json.loads(sys.argv[2])
+    train(Path(sys.argv[1]), **options)
