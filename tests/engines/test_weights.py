@@ -1,0 +1,107 @@
+"""The trainer's weights as an engine wants them: names, merging, nothing changed in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from trl_offpolicy.engines.weights import ModelWeights, plain_name
+
+
+def state(model):
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def adapted(model, **options):
+    defaults = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    peft = get_peft_model(model, LoraConfig(**{**defaults, **options}))
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    return peft
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_plain_model_gives_its_own_weights(fresh_model, kind):
+    model = fresh_model(kind)
+    merged = dict(ModelWeights(model).merged())
+    assert list(merged) == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(merged[name], value) for name, value in model.named_parameters())
+
+
+def test_lora_is_merged_as_peft_merges_it_and_the_model_is_left_alone(fresh_model):
+    model = adapted(fresh_model())
+    before = state(model)
+    merged = {name: value.clone() for name, value in ModelWeights(model).merged()}
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+    expected = dict(model.merge_and_unload().named_parameters())
+    assert set(merged) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value.data, atol=1e-6, rtol=1e-6)
+    changed = [name for name in merged if not torch.equal(merged[name], fresh_model().get_parameter(name))]
+    assert len(changed) == 4  # two layers, two modules
+
+
+def test_a_thousand_syncs_do_not_wear_the_weights(fresh_model):
+    """TRL merges and unmerges in place: in low precision the base weights drift."""
+    model = adapted(fresh_model()).to(torch.bfloat16)
+    before = state(model)
+    for _ in range(20):
+        for _ in ModelWeights(model).merged():
+            pass
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
+def test_tied_weights_are_sent_once():
+    from tiny_models import tiny_model
+
+    model = tiny_model()
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    names = [name for name, _ in ModelWeights(model).merged()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_an_adapter_stands_alone_only_if_it_is_all_of_the_policy(fresh_model):
+    adapter = ModelWeights(adapted(fresh_model())).adapter()
+    assert adapter is not None
+    assert len(adapter.tensors) == 8 and all(name.startswith("base_model.model.") for name in adapter.tensors)
+    assert adapter.config["target_modules"] == ["down_proj", "q_proj"]
+    assert ModelWeights(fresh_model()).adapter() is None
+    for options in (
+        {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["lm_head"]},
+        {"use_dora": True},
+        {"bias": "all"},
+    ):
+        assert ModelWeights(adapted(fresh_model(), **options)).adapter() is None
+
+
+def test_modules_to_save_replace_the_original(fresh_model):
+    model = adapted(fresh_model(), modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.zero_()
+    merged = dict(ModelWeights(model).merged())
+    assert merged["lm_head.weight"].abs().max() == 0
+    assert set(merged) == {name for name, _ in fresh_model().named_parameters()}
+
+
+def test_dora_cannot_be_merged_and_says_so(fresh_model):
+    with pytest.raises(NotImplementedError, match="plain LoRA"):
+        dict(ModelWeights(adapted(fresh_model(), use_dora=True)).merged())
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("base_model.model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("_orig_mod.model.norm.weight", "model.norm.weight"),
+        ("model.layers.0._checkpoint_wrapped_module.mlp.weight", "model.layers.0.mlp.weight"),
+        ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head.weight"),
+    ],
+)
+def test_plain_names(name, plain):
+    assert plain_name(name) == plain
