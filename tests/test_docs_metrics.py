@@ -12,6 +12,8 @@ import torch
 
 import trl_offpolicy as op
 from trl_offpolicy.correction_stats import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
+from trl_offpolicy.engines.filtered_scoring import FINALIZERS
+from trl_offpolicy.engines.sync_check import SYNC_METRICS
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
 from trl_offpolicy.metrics import RATIO_METRICS, WEIGHT_METRICS
@@ -60,6 +62,8 @@ def batch():
         completion_mask=torch.ones(4, 6).bool(),
         advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
         rewards=torch.tensor([1.0, 0.0, 0.75, 0.25]),
+        policy_versions=torch.zeros(4, dtype=torch.long),
+        current_version=1,
     )
 
 
@@ -82,7 +86,8 @@ def emitted():
     )
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
-    return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats}
+    by_engine = {f"offpolicy/rollout/{name}" for name in (*SYNC_METRICS, *FINALIZERS)}
+    return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats} | by_engine
 
 
 def test_every_emitted_key_is_on_the_page():
@@ -91,7 +96,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12
+    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12 + 8
 
 
 @pytest.mark.parametrize("preset", op.presets.names())

@@ -24,6 +24,7 @@ from trl_offpolicy.objective_terms import (
     shifted,
 )
 from trl_offpolicy.proximal import Average, AveragedProximal, Proximal, RecomputedProximal
+from trl_offpolicy.rollout_stats import rollout_stats
 from trl_offpolicy.types import (
     SCOPES,
     CorrectionOutput,
@@ -201,7 +202,7 @@ class Objective:
             per_token_loss=per_token,
             weights=corrected.weights,
             keep_mask=corrected.keep_mask,
-            stats=corrected.stats.union(loss_stats(batch, parts)),
+            stats=corrected.stats.union(loss_stats(batch, parts)).union(rollout_stats(batch, corrected.weights)),
             average=average,
         )
 

@@ -27,7 +27,7 @@ from trl_offpolicy.stats import Group, Stats
 logger = logging.getLogger(__name__)
 
 _LAYOUT = Layout(sums=("tokens", "outside"))
-_FINALIZERS = {"outside_fraction": fraction("outside", "tokens")}
+FINALIZERS = {"outside_fraction": fraction("outside", "tokens")}
 _NO_IMAGES = "must be neutral with images (their scoring under a truncated distribution is not implemented)"
 
 
@@ -97,7 +97,7 @@ class FilteredScoring:
         if self._outside is None:
             return Stats({})
         values = moments(_LAYOUT, [mask.sum(), (self._outside & mask).sum()])
-        return Stats({"rollout#support": Group(values, _FINALIZERS)})
+        return Stats({"rollout#support": Group(values, FINALIZERS)})
 
 
 def filtered_scoring(args: Any) -> FilteredScoring:

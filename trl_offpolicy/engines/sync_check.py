@@ -9,6 +9,9 @@ from statistics import fmean, median
 
 from trl_offpolicy.engines.engine import SyncError
 
+SYNC_METRICS = ("sync_agreement", "sync_seconds", "sync_bytes")
+"""``rollout/*`` keys that a trainer logs at every sync."""
+
 Scores = Sequence[Sequence[float]]
 
 

@@ -1,0 +1,59 @@
+"""The diagnostics of the rollouts themselves: ``rollout/*``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.diagnostics import fraction
+from trl_offpolicy.functional.moments import Layout, Moments, moments
+from trl_offpolicy.stats import Group, Stats
+from trl_offpolicy.types import PolicyBatch
+
+_LENGTH = Layout(sums=("responses", "tokens"))
+_LAG = Layout(sums=("tokens", "lag"), maxima=("lag_max",))
+_REWARD = Layout(sums=("weight", "weighted_reward"))
+
+
+def _lag_max(m: Moments) -> Tensor:
+    return m["lag_max"].clamp(min=0.0)
+
+
+@torch.no_grad()
+def rollout_stats(batch: PolicyBatch, weights: Tensor) -> Stats:
+    """Lengths; the lag where versions are known; the reweighted reward where rewards are.
+
+    Args:
+        batch: the rollouts.
+        weights: (B, T) applied importance weights.
+    """
+    counts = batch.mask.sum(-1)
+    groups = {
+        "rollout": Group(
+            moments(_LENGTH, [(counts > 0).sum(), counts.sum()]),
+            {"response_length_mean": fraction("tokens", "responses")},
+        )
+    }
+    if batch.policy_versions is not None and batch.current_version is not None:
+        groups["rollout#lag"] = _lag(batch.current_version - batch.policy_versions, batch.mask)
+    if batch.rewards is not None:
+        groups["rollout#reward"] = _reward(batch, weights, counts)
+    return Stats(groups)
+
+
+def _lag(lag: Tensor, mask: Tensor) -> Group:
+    by_token = (lag if lag.dim() == 2 else lag.unsqueeze(1)).expand_as(mask)
+    top = torch.where(mask, by_token.double(), -torch.inf).flatten()
+    maximum = torch.cat([top, top.new_full((1,), -torch.inf)]).amax()
+    values = moments(_LAG, [mask.sum(), torch.where(mask, by_token, 0).sum()], [maximum])
+    return Group(values, {"version_lag_mean": fraction("lag", "tokens"), "version_lag_max": _lag_max})
+
+
+def _reward(batch: PolicyBatch, weights: Tensor, counts: Tensor) -> Group:
+    """A response counts with its mean weight; those without a reward or a token do not."""
+    assert batch.rewards is not None
+    mean = torch.where(batch.mask, weights.expand_as(batch.mask).float(), 0.0).sum(-1) / counts.clamp(min=1)
+    usable = (counts > 0) & (batch.rewards.abs() < torch.inf)
+    weight = torch.where(usable, mean, 0.0)
+    total = (weight * torch.where(usable, batch.rewards.float(), 0.0)).sum()
+    return Group(moments(_REWARD, [weight.sum(), total]), {"reward_reweighted": fraction("weighted_reward", "weight")})
