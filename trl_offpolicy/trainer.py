@@ -34,7 +34,7 @@ from trl_offpolicy.presets.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.recording import RolloutRecorder
 from trl_offpolicy.staging import Stages
 from trl_offpolicy.stats import Stats
-from trl_offpolicy.trainer_checks import check_before_loading, stages_of
+from trl_offpolicy.trainer_checks import check_before_loading, leaves_out_old, stages_of
 from trl_offpolicy.trl_names import trl_names
 from trl_offpolicy.trl_sync import kept_on_fault, watch_sync
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
@@ -61,14 +61,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         has_rollout_func = kwargs.get("rollout_func") is not None
         preset = resolve_preset(args, has_rollout_func=has_rollout_func)
         self.objective: Objective = preset.objective
-        check_before_loading(
-            args, self.objective, has_rollout_func=has_rollout_func, peft_config=kwargs.get("peft_config")
-        )
+        peft_config = kwargs.get("peft_config")
+        check_before_loading(args, self.objective, has_rollout_func=has_rollout_func, peft_config=peft_config)
         self._stages = stages_of(args, preset)
-        scores_old = self._stages is not None and self._stages.needs_old
         has_sampler = args.use_vllm or has_rollout_func
-        # TRL's own pass for the old log-probs: left out where it is made here or where nothing reads it
-        self._leave_out_old = scores_old or (has_sampler and not self.objective.proximal.reads_old)
+        self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._filtered = filtered_scoring(args)
         folder = Path(args.output_dir)
         with trl_engine(cast("dict[str, Any] | None", args.engine), folder=folder / "engine_weights"):
@@ -202,10 +199,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _high_entropy_mask(self, inputs: dict[str, Any], entropies: Tensor) -> Tensor | None:
         if self.top_entropy_quantile >= 1.0:
             return None
-        mask: Tensor = self.get_high_entropy_mask(
-            entropies, trl_batches.trainable(inputs), 1 - self.top_entropy_quantile
-        )
-        return mask
+        mask = trl_batches.trainable(inputs)
+        return cast("Tensor", self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile))
 
     def _current_objective(self) -> Objective:
         """The objective of the loss step, with the coefficients of this moment."""

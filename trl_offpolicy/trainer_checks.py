@@ -82,3 +82,9 @@ def stages_of(args: OffPolicyGRPOConfig, preset: Preset) -> Stages | None:
             reader,
         )
     return stages
+
+
+def leaves_out_old(objective: Objective, stages: Stages | None, *, has_sampler: bool) -> bool:
+    """True if TRL's own pass for the old log-probs is not wanted: it is made here, or nothing reads them."""
+    made_here = stages is not None and stages.needs_old
+    return made_here or (has_sampler and not objective.proximal.reads_old)
