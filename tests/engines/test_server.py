@@ -106,6 +106,20 @@ def test_an_adapter_on_replaced_base_weights_is_refused(
         second.sync_weights(0)
 
 
+def test_an_adapter_of_another_base_model_is_found_at_the_first_sync(
+    server: Server, fresh_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    server_reset(server)
+    other = fresh_model()
+    nudge(other, 0.3)
+    model = adapted(other)
+    engine = engine_of(server, tmp_path / "w", transfer="adapter")
+    engine.bind(ModelWeights(model))
+    engine.sync_weights(0)
+    with pytest.raises(SyncError, match="Another model"):
+        SyncCheck().observe(0, engine=engine.score(PROBE), trainer=score_with(model, PROBE, pad_token_id=0))
+
+
 def test_an_adapter_sends_a_fraction_of_the_bytes(
     server: Server, fresh_model: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -126,6 +140,17 @@ def test_no_route_that_changes_anything_answers_without_the_key(server: Server, 
     assert requests.post(server.url + route, json={}, timeout=10).status_code == 401
 
 
+@pytest.mark.slow
+def test_a_server_that_reports_raw_log_probs_is_refused(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    flags = ("--max-model-len", "64", "--", "--max-num-seqs", "16", "--logprobs-mode", "raw_logprobs")
+    running = Server(model_folder(), tmp_path / "log", flags=flags).start()
+    try:
+        with pytest.raises(EngineError, match="reports raw_logprobs"):
+            ServerEngine(running.url, folder=tmp_path / "w", patience=QUICK)
+    finally:
+        running.kill()
+
+
 def test_two_trainers_on_one_server_are_an_error(
     server: Server, fresh_model: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -138,6 +163,7 @@ def test_two_trainers_on_one_server_are_an_error(
         first.generate(PROMPTS, SHORT)
 
 
+@pytest.mark.slow
 def test_a_model_of_another_shape_is_refused(
     model_folder: Callable[..., Path], fresh_model: Callable[..., Any], tmp_path: Path
 ) -> None:

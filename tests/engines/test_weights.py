@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -105,3 +111,19 @@ def test_dora_cannot_be_merged_and_says_so(fresh_model):
 )
 def test_plain_names(name, plain):
     assert plain_name(name) == plain
+
+
+def test_sharded_weights_are_gathered_and_merged_on_every_rank():
+    script = Path(__file__).with_name("sharded_run.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(ranks) == 2
+    for rank in ranks:
+        for kind in ("full", "lora"):
+            assert rank[kind]["difference"] < 1e-6 and rank[kind]["adapter"] == 0
+            assert rank[kind]["sharded"] == 1.0
+            assert 0.4 < rank[kind]["local_share"] < 0.6

@@ -70,11 +70,7 @@ class ServerEngine:
         self.client.wait_until_up()
         self.model = self._base_model()
         self._routes = set(self.client.get("/openapi.json")["paths"])
-        if "/weight_info" not in self._routes:
-            raise EngineError(
-                f"The vLLM server at {self.client.base_url} does not serve /weight_info, by which the version of its "
-                "weights is known. Start it with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
-            )
+        self._require_ready()
 
     def bind(self, source: WeightSource) -> None:
         """Say whose weights :meth:`sync_weights` takes."""
@@ -242,6 +238,21 @@ class ServerEngine:
             )
         logger.warning("The server was started anew: sending version %s again.", self.version)
         self._load(self._sent)
+
+    def _require_ready(self) -> None:
+        """The server was started so that its weights can be replaced and its log-probs compared."""
+        if "/weight_info" not in self._routes:
+            raise EngineError(
+                f"The vLLM server at {self.client.base_url} does not serve /weight_info, by which the version of its "
+                "weights is known. Start it with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
+            )
+        config = self.client.get("/server_info", config_format="json")["vllm_config"]
+        mode = config.get("model_config", {}).get("logprobs_mode", "processed_logprobs")
+        if mode != "processed_logprobs":
+            raise EngineError(
+                f"The vLLM server at {self.client.base_url} reports {mode}: log-probs of another distribution than the "
+                "one it samples from. Start it with `trl-offpolicy serve`, or with --logprobs-mode processed_logprobs."
+            )
 
     def _base_model(self) -> str:
         models = self.client.get("/v1/models")["data"]
