@@ -22,4 +22,5 @@ def main(args: Sequence[str] | None = None) -> LightningCLI:
         args=None if args is None else list(args),
         seed_everything_default=42,
         save_config_kwargs={"overwrite": True},
+        parser_kwargs={"prog": "python -m lightning_module"},
     )

@@ -180,7 +180,8 @@ class OffPolicyGRPOModule(LightningModule):
         result = self.stages.late(policy, self._reduction(batch, inputs, batch_idx))
         if result.average is not None:
             inputs["past_average"] = result.average  # comes back with its rows on the next pass
-        self.measuring.add_loss(result.loss, result.stats, len(policy.mask))
+        stats = result.stats.union(self.scorer.support_stats(scores, policy.mask))
+        self.measuring.add_loss(result.loss, stats, len(policy.mask))
         self._measure_noise_floor(inputs, policy)
         record = recorded_rows(inputs, policy, result) if batch.iteration == 0 else None
         # Lightning divides by accumulate_grad_batches, which the reduction has seen to already

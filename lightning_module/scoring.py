@@ -10,16 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from trl_offpolicy.engines.engine import Sampling
+from trl_offpolicy.functional.diagnostics import fraction
+from trl_offpolicy.functional.moments import Layout, moments
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import Truncation
+from trl_offpolicy.stats import Group, Stats
+
+_LAYOUT = Layout(sums=("tokens", "outside"))
+_FINALIZERS = {"outside_fraction": fraction("outside", "tokens")}
 
 
 class Scores(NamedTuple):
-    """(B, T) float32 each: log-probs and entropies in nats, with gradient, and sum of squared probabilities."""
+    """(B, T) each: log-probs and entropies in nats, with gradient; sum of squared probabilities; outside of the cut."""
 
     logps: Tensor
     entropies: Tensor
     sum_sq_probs: Tensor
+    outside: Tensor
 
 
 class Scorer:
@@ -56,6 +63,13 @@ class Scorer:
         ]
         return Scores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
+    def support_stats(self, scores: Scores, mask: Tensor) -> Stats:
+        """``rollout/outside_fraction``: share of the tokens in ``mask`` (B, T) that the trainer alone would have cut."""
+        if not self.truncation:
+            return Stats({})
+        counts = moments(_LAYOUT, [mask.sum(), (scores.outside & mask).sum()])
+        return Stats({"rollout#support": Group(counts, _FINALIZERS)})
+
     def _forward(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int) -> Scores:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with _head_in_place(model, self, ids[:, -length:]) as found:
@@ -63,11 +77,10 @@ class Scorer:
                 input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=length + 1
             ).logits
         head = found[0]
-        columns = (column.view(len(ids), length) for column in (head.log_probs, head.entropies, head.sum_sq_probs))
-        logps, entropies, sums = columns
+        logps, entropies, sums, outside = (column.view(len(ids), length) for column in head)
         if output.shape[-1] == 2:  # unchanged on its way out, and known to the hooks of sharded models
             logps, entropies = output.unbind(-1)
-        return Scores(logps, entropies, sums)
+        return Scores(logps, entropies, sums, outside)
 
 
 @contextmanager
@@ -98,7 +111,7 @@ def _head_in_place(model: Any, scorer: Scorer, targets: Tensor) -> Iterator[list
         found.append(result)
         if options != _NO_CHANGE:  # the model will bend what it takes for logits
             return result.log_probs.view(*targets.shape, 1)
-        return torch.stack([result.log_probs, result.entropies], dim=-1).view(*targets.shape, 2)
+        return torch.stack([result.log_probs.view(targets.shape), result.entropies.view(targets.shape)], dim=-1)
 
     head.forward = score  # type: ignore[method-assign, assignment]
     try:

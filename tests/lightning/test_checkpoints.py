@@ -17,12 +17,13 @@ from lightning_module import OffPolicyGRPOModule
 
 STEPS = 6
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
+ADAPTIVE = {"type": "adaptive", "coef": 0.1, "target": 0.01, "horizon": 99}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {  # module, data, trainer, stop
     "at_a_generation": ({}, {}, {}, 3),
     "inside_a_generation": ({}, {"steps_per_generation": 2, "num_iterations": 2}, {}, 3),
     "end_of_an_epoch": ({}, {"shuffle": True}, {"limit_train_batches": 3}, 3),
     "adapter_and_kl": (
-        {"adapter": LORA, "objective": {"kl": {"coef": {"type": "adaptive", "coef": 0.1, "target": 0.01, "horizon": 99}}}},
+        {"adapter": LORA, "objective": {"kl": {"coef": ADAPTIVE}}},
         {"num_iterations": 2}, {"accumulate_grad_batches": 1}, 3,
     ),
 }  # fmt: skip

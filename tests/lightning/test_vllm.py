@@ -1,0 +1,53 @@
+"""A real vLLM engine in a Lightning run: after every sync its log-probs are the trainer's; a missed sync stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder: Path, *options: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "lightning" / "vllm_run.py"), str(folder), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+@pytest.mark.vllm
+def test_engine_and_trainer_agree_after_every_sync(tmp_path: Path) -> None:
+    seen = run(tmp_path)
+    assert len(seen["mismatch"]) == 3 and max(seen["mismatch"]) < 1e-4  # float32 both; weights move by 0.01 a step
+    assert min(seen["agreement"]) > 0.9999 and min(seen["bytes"]) > 250_000
+    assert min(seen["moved"]) > 1e-3 and 0 <= seen["eval_reward"] <= 6
+    assert not seen["stopped"] and not seen["trl"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_an_adapter_is_merged_for_the_engine(tmp_path: Path) -> None:
+    seen = run(tmp_path, "--lora")
+    assert max(seen["mismatch"]) < 1e-4 and min(seen["agreement"]) > 0.9999
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_rounded_weights_are_a_mismatch_that_is_no_fault(tmp_path: Path) -> None:
+    seen = run(tmp_path, "--rounding", "int8")
+    assert min(seen["mismatch"]) > 1e-3 and not seen["stopped"] and max(seen["agreement"]) < 0.9999
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_sync_that_did_not_take_effect_stops_the_run(tmp_path: Path) -> None:
+    seen = run(tmp_path, "--no-sync")
+    assert "Stale weights" in seen["stopped"] and len(seen["mismatch"]) == 1
