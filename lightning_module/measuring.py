@@ -57,7 +57,10 @@ class Measuring:
     def add_sync(self, **values: float) -> None:
         """One sync of weights."""
         for name, value in values.items():
-            self.sync.setdefault(name, MeanMetric().set_dtype(torch.float64)).update(value)
+            if name not in self.sync:
+                self.sync[name] = MeanMetric()
+                self.sync[name].set_dtype(torch.float64)
+            self.sync[name].update(value)
 
     def end_step(self) -> Tensor:
         """(3,) float64: tokens without a finite log-prob, KL summed over tokens, tokens; of one optimizer step.

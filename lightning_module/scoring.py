@@ -64,7 +64,7 @@ class Scorer:
         return Scores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def support_stats(self, scores: Scores, mask: Tensor) -> Stats:
-        """``rollout/outside_fraction``: share of the tokens in ``mask`` (B, T) that the trainer alone would have cut."""
+        """``rollout/outside_fraction``: share of the tokens in ``mask`` (B, T) that the trainer would have cut."""
         if not self.truncation:
             return Stats({})
         counts = moments(_LAYOUT, [mask.sum(), (scores.outside & mask).sum()])
