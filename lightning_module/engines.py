@@ -73,6 +73,11 @@ def build_engine(
     return ColocateEngine(**{"model": model_name, "dtype": dtype, **options})
 
 
+def in_this_process(engine: Engine) -> bool:
+    """True for vLLM beside the model, of which a process can build one only."""
+    return isinstance(engine, ColocateEngine)
+
+
 @contextmanager
 def engine_numerics(device: torch.device) -> Iterator[None]:
     """Outside of the trainer's precision: an engine in this process must not inherit autocast or a default dtype."""

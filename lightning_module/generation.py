@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module import models
-from lightning_module.engines import build_engine, engine_numerics, prove
+from lightning_module.engines import build_engine, engine_numerics, in_this_process, prove
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate
 from lightning_module.scoring import Scorer
@@ -59,7 +61,7 @@ class Generation:
         self.num_tokens = 0
         self._groups = 0
         self._buffer: RolloutBuffer | None = None
-        self._position = 0
+        self._position = self._window = 0
         self._synced: int | None = None
         self._reference: nn.Module | None = None  # here, where it is neither saved nor sharded nor trained
         self._check = SyncCheck()
@@ -77,8 +79,9 @@ class Generation:
         return self._prompts
 
     def start(self) -> None:
-        """Build the engine, once."""
+        """Build the engine, once; give it the weights and prove them anew in every run."""
         module = self._module
+        self._synced, self._check = None, SyncCheck()
         if self.engine is not None:
             return
         model = module.settings["model"]
@@ -93,12 +96,15 @@ class Generation:
                 run=run,
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
-        self._synced, self._check = None, SyncCheck()
+        if in_this_process(self.engine):
+            atexit.register(self.engine.close)
 
     def close(self) -> None:
-        """Free the engine."""
-        if self.engine is not None:
-            self.engine.close()
+        """Free an engine that was built here, but for vLLM in this process, which cannot be built a second time."""
+        built = isinstance(self._module.settings["engine"], str | Mapping)
+        if self.engine is None or not built or in_this_process(self.engine):
+            return
+        self.engine.close()
         self.engine = None
 
     def keep_reference(self) -> None:
@@ -116,7 +122,7 @@ class Generation:
         assert self.engine is not None
         if self._synced == version:
             return
-        with models.whole_weights(module, module.policy):
+        with models.whole_weights(module.trainer.strategy.model):
             report = self.engine.sync_weights(version)
         module.trainer.strategy.barrier("weights")
         self._synced = version
@@ -135,17 +141,22 @@ class Generation:
 
     def sample(self, prompts: Sequence[Mapping[str, Any]], count: int) -> Sampled:
         """``count`` completions of each prompt with the weights of now, and their rewards. Collective."""
-        module, assert_engine = self._module, self.engine
-        assert assert_engine is not None
+        module, engine = self._module, self.engine
+        assert engine is not None
         ids = self.prompts.encode([row["prompt"] for row in prompts])
         with torch.no_grad(), nullcontext() if self._is_trainer else engine_numerics(module.device):
             self._sync(ids)
-            rollouts = assert_engine.generate(ids, module.sampling, n=count)
+            rollouts = engine.generate(ids, module.sampling, n=count)
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
         repeated = [row for row in prompts for _ in range(count)]
         completions = self.prompts.decode(rollouts.completion_ids, repeated)
         by_function = module.rewards(
-            repeated, completions, rollouts.completion_ids, trainer_state=self._trainer_state(), log_metric=self._ignore
+            repeated,
+            completions,
+            rollouts.completion_ids,
+            trainer_state=self._trainer_state(),
+            log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
+            log_extra=_ignore,
         )
         by_function = by_function.to(module.device)
         ended = [bool(row) and row[-1] in self.prompts.ends for row in rollouts.completion_ids]
@@ -163,10 +174,6 @@ class Generation:
         return SimpleNamespace(
             global_step=trainer.global_step, epoch=trainer.current_epoch, max_steps=trainer.max_steps
         )
-
-    @staticmethod
-    def _ignore(name: str, value: float) -> None:
-        """TRL's ``log_metric``; a reward's own numbers go to ``self.log`` of a subclass."""
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -263,8 +270,6 @@ class Generation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; with another number of ranks the rollouts in use are sampled again."""
-        from dataclasses import replace
-
         module, kl = self._module, self._module.objective.kl
         self.num_tokens, self._groups = state["num_tokens"], state["groups"]
         if kl is not None and kl.state_dict():
@@ -276,3 +281,7 @@ class Generation:
         set_random_state(mine["random"])
         if mine["rollouts"] is not None:
             self._buffer = RolloutBuffer.restored(mine["rollouts"], module.device)
+
+
+def _ignore(name: str, value: object) -> None:
+    """TRL's ``log_extra`` (columns of its printed table of completions), and ``log_metric`` in validation."""

@@ -28,7 +28,7 @@ class Measuring:
         self.stats = StatsMetric()
         self.completions = CompletionMetric(reward_names)
         self.loss = MeanMetric()
-        self.sync: dict[str, MeanMetric] = {}
+        self.means: dict[str, MeanMetric] = {}
         self._step_loss: Tensor | None = None
         self._step: Tensor | None = None
         self._responses = self.responses = 0
@@ -55,12 +55,19 @@ class Measuring:
         return self.stats.has("noise_floor")
 
     def add_sync(self, **values: float) -> None:
-        """One sync of weights."""
+        """One sync of weights; all ranks say the same names."""
         for name, value in values.items():
-            if name not in self.sync:
-                self.sync[name] = MeanMetric()
-                self.sync[name].set_dtype(torch.float64)
-            self.sync[name].update(value)
+            self._add_mean(f"{PREFIX}rollout/{name}", value)
+
+    def add_reward_metric(self, name: str, value: float) -> None:
+        """TRL's ``log_metric`` for reward functions: the mean, under the name itself; said on all ranks or on none."""
+        self._add_mean(name, value)
+
+    def _add_mean(self, name: str, value: float) -> None:
+        if name not in self.means:
+            self.means[name] = MeanMetric()
+            self.means[name].set_dtype(torch.float64)
+        self.means[name].update(value)
 
     def end_step(self) -> Tensor:
         """(3,) float64: tokens without a finite log-prob, KL summed over tokens, tokens; of one optimizer step.
@@ -80,12 +87,12 @@ class Measuring:
         named: dict[str, float] = {"loss": float(self.loss.compute()), "step_time": self._seconds()}
         named |= self.completions.compute() if self.completions.update_called else {}
         named |= {**values, **trl_names(objective, values)} if values else {}
-        for name, metric in self.sync.items():
-            named[f"{PREFIX}rollout/{name}"] = float(metric.to(device).compute())
+        for name, metric in sorted(self.means.items()):
+            named[name] = float(metric.to(device).compute())
         used: list[Any] = [self.stats, self.completions, self.loss]
         for metric in used:
             metric.reset()
-        self.sync.clear()
+        self.means.clear()
         return named
 
     def _seconds(self) -> float:

@@ -100,21 +100,25 @@ def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
     base._is_fsdp_managed_module = True  # transformers' generate then keeps the ranks together
 
 
-def whole_weights(owner: nn.Module, policy: nn.Module) -> AbstractContextManager[Any]:
+def whole_weights(wrapped: nn.Module | None) -> AbstractContextManager[Any]:
     """A context in which the policy can be read by name: gathers what FSDP1 has flattened.
 
     FSDP2 and ZeRO-3 parameters are gathered one module at a time where they are read, so nothing is to do for them.
 
     Args:
-        owner: what the strategy has wrapped.
-        policy: whose weights are read.
+        wrapped: the strategy's model.
     """
+    if wrapped is None or not is_flattened(wrapped):
+        return nullcontext()
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    if not any(isinstance(module, FullyShardedDataParallel) for module in (owner, *policy.modules())):
-        return nullcontext()
-    root = owner if isinstance(owner, FullyShardedDataParallel) else policy
-    return FullyShardedDataParallel.summon_full_params(root, writeback=False)
+    context: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(wrapped, writeback=False)
+    return context
+
+
+def is_flattened(wrapped: nn.Module) -> bool:
+    """True under FSDP1."""
+    return any(type(module).__name__ == "FullyShardedDataParallel" for module in wrapped.modules())
 
 
 def zero3_gathered(policy: nn.Module) -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_module import models
@@ -142,7 +143,7 @@ class OffPolicyGRPOModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW, or what ``optimizer`` makes, and a schedule by optimizer steps."""
         trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        return optimizer_and_schedule(trained, self.settings, total_steps=int(self.trainer.estimated_stepping_batches))
+        return optimizer_and_schedule(trained, self.settings, total_steps=self.trainer.estimated_stepping_batches)
 
     def configure_callbacks(self) -> list[Callback]:
         """Write the run folder, unless there is a callback for it already, or no logger."""
@@ -239,9 +240,10 @@ class OffPolicyGRPOModule(LightningModule):
             self.objective = replace(self.objective, kl=kl.updated(total / tokens, responses))
 
     def _log_step(self, optimizer: torch.optim.Optimizer) -> None:
+        wrapped = self.trainer.strategy.model or self
         logs = {
             **self.measuring.close(self.objective, self.device),
-            "grad_norm": gradient_norm(self.policy),
+            "grad_norm": gradient_norm(self.policy, flattened=models.is_flattened(wrapped)),
             "learning_rate": float(optimizer.param_groups[0]["lr"]),
         }
         if "reward" in logs:  # as TRL: only where completions were made
@@ -261,7 +263,8 @@ class OffPolicyGRPOModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters, controllers, rollouts in use and random states; with an adapter keep only what is trained."""
         checkpoint[_STATE] = self.generation.state_dict()
-        if self.settings["adapter"] is not None and "state_dict" in checkpoint:
+        alone = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)  # others save their own way
+        if self.settings["adapter"] is not None and alone:
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}
             weights = checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: value for name, value in weights.items() if name in trained}

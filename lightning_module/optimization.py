@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from trl_offpolicy.functional.collective import sum_ranks
 
-def optimizer_and_schedule(parameters: list[nn.Parameter], settings: Mapping[str, Any], *, total_steps: int) -> Any:
+
+def optimizer_and_schedule(parameters: list[nn.Parameter], settings: Mapping[str, Any], *, total_steps: float) -> Any:
     """What ``configure_optimizers`` returns.
 
     Args:
         parameters: those that learn.
         settings: ``optimizer``, ``learning_rate``, ``weight_decay``, ``lr_scheduler``, ``warmup_steps``.
-        total_steps: optimizer steps of the run.
+        total_steps: optimizer steps of the run; infinite for one without an end, which some schedules cannot have.
     """
     from transformers import get_scheduler
 
@@ -28,7 +30,10 @@ def optimizer_and_schedule(parameters: list[nn.Parameter], settings: Mapping[str
     else:
         optimizer = make(parameters)
     schedule = get_scheduler(
-        settings["lr_scheduler"], optimizer, num_warmup_steps=settings["warmup_steps"], num_training_steps=total_steps
+        settings["lr_scheduler"],
+        optimizer,
+        num_warmup_steps=settings["warmup_steps"],
+        num_training_steps=None if math.isinf(total_steps) else int(total_steps),
     )
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -41,10 +46,16 @@ def window_size(trainer: Any, batch_idx: int) -> int:
     return max(min(size, int(left)), 1)
 
 
-def gradient_norm(policy: nn.Module) -> float:
-    """Norm of all gradients before clipping, over all shards."""
+def gradient_norm(policy: nn.Module, *, flattened: bool = False) -> float:
+    """Norm of all gradients before clipping, over all shards.
+
+    Args:
+        policy: its parameters have gradients; DTensors are whole here.
+        flattened: FSDP1: every rank holds a plain part. All ranks call it.
+    """
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
     if not gradients:
         return math.nan  # ZeRO-3 keeps them to itself
     norm: Any = torch.nn.utils.get_total_norm(gradients)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return float(sum_ranks(norm.square()).sqrt() if flattened else norm)

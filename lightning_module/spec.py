@@ -115,7 +115,7 @@ def plain(value: Any) -> Any:
     Example:
         >>> import trl_offpolicy as op
         >>> plain(op.Correction(weight=op.TruncateWeight(level="token", max_weight=2.0)))
-        {'weight': {'type': 'truncate', 'level': 'token', 'max_weight': 2.0}}
+        {'weight': {'type': 'truncate', 'max_weight': 2.0}}
     """
     if isinstance(value, Preset):
         correction = {} if value.correction is None else plain(value.correction)

@@ -217,3 +217,23 @@ def test_completions_end_where_the_model_says(tmp_path: Path) -> None:
     ours = module()
     fit(tmp_path, ours, max_steps=1)
     assert ours.generation.prompts.ends == (EOS,)
+
+
+def test_a_reward_function_logs_numbers_of_its_own(tmp_path: Path) -> None:
+    def noting(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+        log_metric("my/number", 3.0)
+        log_extra("column", ["a"] * len(completions))
+        return [0.0] * len(completions)
+
+    watch = fit(tmp_path, module(OwnMismatch(), reward_funcs=noting), max_steps=2)
+    assert [logs["my/number"] for logs in watch.logs] == [3.0, 3.0]
+
+
+def test_fit_and_validate_one_after_the_other(tmp_path: Path) -> None:
+    """The second run gives the engine the weights of the first, and the engine that a user brought stays open."""
+    engine = OwnMismatch()
+    ours, prompts = module(engine, learning_rate=0.05), data(val_dataset=tiny_prompts(2))
+    owner = trainer(tmp_path, max_steps=2, limit_val_batches=0)
+    owner.fit(ours, prompts)
+    trainer(tmp_path).validate(ours, prompts, verbose=False)
+    assert engine.synced == [0, 1, 0] and ours.generation.engine is engine

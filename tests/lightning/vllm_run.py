@@ -12,6 +12,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lightning_runs import Watch, data, module, trainer
 from tiny_models import save_tiny_model, tiny_prompts
 
-from lightning_module.engines import ColocateEngine
+from lightning_module import engines
 from trl_offpolicy.engines.engine import SyncError, SyncReport
 
 
@@ -37,11 +38,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.no_sync:
 
-        def stay(self: ColocateEngine, version: int) -> SyncReport:
+        def stay(self: Any, version: int) -> SyncReport:
             self.version = version
             return SyncReport(version=version, kind="memory", bytes=0, seconds=0.0)
 
-        ColocateEngine.sync_weights = stay  # type: ignore[method-assign]
+        engines.ColocateEngine.sync_weights = stay  # type: ignore[method-assign, attr-defined]
     engine = {"type": "vllm", "max_model_len": 64, "seed": 3, "weight_rounding": options.rounding}
     ours = module(
         engine,
