@@ -17,9 +17,9 @@ from trainer_runs import GENERATIONS, Engine, records, rollouts
 
 import trl_offpolicy as op
 from trl_offpolicy.advantages import AdvantageInputs
+from trl_offpolicy.batches import trainable
 from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES, parse_advantages
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
-from trl_offpolicy.trl_batches import trainable
 
 Build = Callable[..., OffPolicyGRPOTrainer]
 

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from trl_offpolicy import trl_batches
+from trl_offpolicy import batches
 from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset, run_description
 from trl_offpolicy.controllers import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
@@ -101,9 +101,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mode = self._mode
         generations = self.num_generations if mode == "train" else self.num_generations_eval
-        output |= trl_batches.row_fields(
+        output |= batches.row_fields(
             output,
-            None if self._rewards is None else trl_batches.total_rewards(self._rewards, self.reward_weights),
+            None if self._rewards is None else batches.total_rewards(self._rewards, self.reward_weights),
             rank=self.accelerator.process_index,
             generations=generations,
             first_group=self._groups_seen[mode],
@@ -120,11 +120,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if stages.advantages is not None:
             assert self._rewards is not None
             rank = self.accelerator.process_index
-            inputs = trl_batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank)
+            inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank)
         if stages.needs_old:
             old, sums = self._score_old(output, mode, with_sums=stages.needs_sum_sq_probs)
             output["old_per_token_logps"] = old
-            batch = trl_batches.policy_batch(output, old, version=self.state.global_step, sum_sq_probs=sums)
+            batch = batches.policy_batch(output, old, version=self.state.global_step, sum_sq_probs=sums)
             decided = stages.decide(batch, inputs)
         else:
             assert inputs is not None
@@ -135,8 +135,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._add_stats(mode, decided.stats)
         if "advantages" in decided.rows:
             # TRL has put its own into the table of completions
-            by_row = trl_batches.row_advantages(output["advantages"], trl_batches.trainable(output))
-            trl_batches.replace_last(self._logs["advantages"], self.accelerator.gather(by_row).tolist())
+            by_row = batches.row_advantages(output["advantages"], batches.trainable(output))
+            batches.replace_last(self._logs["advantages"], self.accelerator.gather(by_row).tolist())
 
     def _score_old(self, output: dict[str, Any], mode: str, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
         """(B, T) log-probs of the old policy and, if wanted, the sums of its squared probabilities; no gradient."""
@@ -164,7 +164,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             inputs["completion_ids"].size(1),
             batch_size,
             **wanted,
-            **{name: inputs.get(name) for name in trl_batches.MODEL_INPUTS},
+            **{name: inputs.get(name) for name in batches.MODEL_INPUTS},
         )
 
     # ---------------------------------------------------------------------------------------------------------- loss
@@ -174,7 +174,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        batch = trl_batches.policy_batch(
+        batch = batches.policy_batch(
             inputs,
             logps,
             version=self.state.global_step,
@@ -199,7 +199,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _high_entropy_mask(self, inputs: dict[str, Any], entropies: Tensor) -> Tensor | None:
         if self.top_entropy_quantile >= 1.0:
             return None
-        mask = trl_batches.trainable(inputs)
+        mask = batches.trainable(inputs)
         return cast("Tensor", self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile))
 
     def _current_objective(self) -> Objective:
@@ -229,7 +229,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _reduction(self, inputs: dict[str, Any], mode: str) -> Reduction:
         train = mode == "train"
         accumulation = self.current_gradient_accumulation_steps if train else 1
-        return trl_batches.loss_reduction(
+        return batches.loss_reduction(
             inputs,
             accumulation=accumulation,
             share=accumulation / self.args.steps_per_generation if train else 1.0,
@@ -255,7 +255,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         every = self.args.noise_floor_steps
         if mode != "train" or not every or self.state.global_step % every or "noise_floor" in self._stats[mode].groups:
             return
-        if (again := trl_batches.in_other_batches(inputs)) is None:
+        if (again := batches.in_other_batches(inputs)) is None:
             return
         with torch.no_grad():
             logps = self._score(model, again[0], batch_size=again[1])[0][: len(batch.mask)]
@@ -272,7 +272,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         window = self.args.steps_per_generation * self.num_iterations
         if self._recorder is None or mode != "train" or self._step % window >= self.args.steps_per_generation:
             return
-        self._recorder.add(self.state.global_step, **trl_batches.recorded_rows(inputs, batch, result))
+        self._recorder.add(self.state.global_step, **batches.recorded_rows(inputs, batch, result))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce the stats over ranks with one collective, add them under TRL's and this kit's names, and log."""

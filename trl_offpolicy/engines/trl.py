@@ -18,9 +18,9 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
+from trl_offpolicy.engines.colocate import reload_in_process, score_in_process
 from trl_offpolicy.engines.engine import EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
-from trl_offpolicy.engines.in_process import reload_in_process, score_in_process
 from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.server import ServerEngine
