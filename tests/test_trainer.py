@@ -98,6 +98,8 @@ def test_every_diagnostic_reaches_metrics_jsonl(
         completion_mask=torch.ones(1, 1),
         advantages=torch.ones(1),
         rewards=torch.ones(1),
+        policy_versions=torch.zeros(1, dtype=torch.long),
+        current_version=0,
     )
     expected = set(trainer.objective(batch).stats)
     assert len(expected) > 90 + 20 * (old is not None)
