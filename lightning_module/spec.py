@@ -12,10 +12,9 @@ from trl_offpolicy.advantages import GRPO, AdvantageEstimator
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets import parsing
-from trl_offpolicy.presets.parsing import near, parse_advantages, parse_correction, parse_objective
+from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
 from trl_offpolicy.presets.preset import Preset, make_preset
 
-_SPEC_KEYS = ("preset", "framework", "options", "correction", "objective", "advantages")
 _TYPES = {
     cls: name
     for table in (
@@ -70,28 +69,14 @@ def _chosen(correction: Any, default: str) -> tuple[Preset, Any, Any]:
     if not isinstance(correction, Mapping):
         raise ValueError(f"correction must be a preset's name, a mapping or a Correction, but got {correction!r}.")
     spec = dict(correction)
-    if spec and not set(spec) & set(_SPEC_KEYS):
+    if spec and not set(spec) & set(presets.MAPPING_KEYS):
         made = parse_correction(spec, where="correction")
         return make_preset("own", made, citation="-", notes="given in the configuration"), None, None
-    if unknown := [key for key in spec if key not in _SPEC_KEYS]:
-        raise ValueError(f"correction.{unknown[0]} must be one of {list(_SPEC_KEYS)}.{near(unknown[0], _SPEC_KEYS)}")
-    chosen = _named(spec)
+    chosen = presets.from_mapping(spec, where="correction")
     if spec.get("correction"):
         own = parse_correction(spec["correction"], where="correction.correction", base=chosen.correction)
         chosen = replace(chosen, objective=replace(chosen.objective, correction=own))
     return chosen, spec.get("objective"), spec.get("advantages")
-
-
-def _named(spec: Mapping[str, Any]) -> Preset:
-    framework, options = spec.get("framework"), spec.get("options") or {}
-    if framework is None:
-        return presets.get(spec.get("preset") or "measure", **options)
-    if spec.get("preset") is not None:
-        raise ValueError("correction.preset and correction.framework both name the correction; set one.")
-    if framework not in presets.FRAMEWORKS:
-        known = sorted(presets.FRAMEWORKS)
-        raise ValueError(f"correction.framework must be one of {known}, but got {framework!r}.{near(framework, known)}")
-    return presets.FRAMEWORKS[framework](**options)
 
 
 def _with_objective(chosen: Preset, objective: Objective, *, said: bool) -> Preset:

@@ -11,7 +11,7 @@ from trl import GRPOConfig
 from trl_offpolicy import presets
 from trl_offpolicy.advantages import AdvantageEstimator
 from trl_offpolicy.objectives import Objective
-from trl_offpolicy.presets.parsing import near, parse_advantages, parse_correction, parse_objective
+from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.trl import TRLOptions
 from trl_offpolicy.terms import OffPolicySequenceMask
@@ -28,7 +28,6 @@ _OBJECTIVE_SOURCE = {
     "entropy_coef": ("entropy_coef",),
 }
 _ADVANTAGE_SOURCE = {"advantages": ("scale_rewards", "multi_objective_aggregation")}
-_OFFPOLICY_KEYS = ("preset", "framework", "options", "correction", "objective", "advantages")
 _PRESET_OBJECTIVE = ("policy_loss", "aggregation", "kl_on", "kl_weighted", "denominator", "mode", "proximal")
 
 
@@ -131,10 +130,7 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
     base = presets.from_trl(**options)
     spec = args.offpolicy if args.offpolicy is not None else ("paper/tis" if args.use_vllm else "measure")
     spec = {"preset": spec} if isinstance(spec, str) else dict(spec)
-    for key in spec:
-        if key not in _OFFPOLICY_KEYS:
-            raise ValueError(f"offpolicy.{key} must be one of {list(_OFFPOLICY_KEYS)}.{near(key, _OFFPOLICY_KEYS)}")
-    chosen = _chosen(spec)
+    chosen = presets.from_mapping(spec, where="offpolicy")
     objective = _with_preset(args, base.objective, chosen.objective)
     overrides = spec.get("objective") or {}
     _refuse_double(args, overrides, where="offpolicy.objective.")
@@ -151,19 +147,6 @@ def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: dict[str, Any])
         where = "offpolicy." if said else "the preset's "
         _refuse_double(args, {"advantages": estimator}, where=where, sources=_ADVANTAGE_SOURCE)
     return estimator
-
-
-def _chosen(spec: dict[str, Any]) -> Preset:
-    """The named preset, or the one that another framework's options describe."""
-    framework, options = spec.get("framework"), spec.get("options") or {}
-    if framework is None:
-        return presets.get(spec.get("preset") or "measure", **options)
-    if spec.get("preset") is not None:
-        raise ValueError("offpolicy.preset and offpolicy.framework both name the correction; set one.")
-    if framework not in presets.FRAMEWORKS:
-        known = sorted(presets.FRAMEWORKS)
-        raise ValueError(f"offpolicy.framework must be one of {known}, but got {framework!r}.{near(framework, known)}")
-    return presets.FRAMEWORKS[framework](**options)
 
 
 def _with_preset(args: OffPolicyGRPOConfig, objective: Objective, chosen: Objective) -> Objective:

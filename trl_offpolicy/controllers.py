@@ -22,6 +22,9 @@ from trl_offpolicy.types import PolicyBatch
 if TYPE_CHECKING:
     from trl import GRPOConfig
 
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "offpolicy_state.json"

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from trl_offpolicy.presets.areal import from_areal
 from trl_offpolicy.presets.catalog import BUILDERS, groups
@@ -24,12 +25,14 @@ from trl_offpolicy.presets.verl import from_verl
 
 __all__ = [
     "FRAMEWORKS",
+    "MAPPING_KEYS",
     "Difference",
     "Preset",
     "UnknownOptionError",
     "describe",
     "diff",
     "from_areal",
+    "from_mapping",
     "from_openrlhf",
     "from_skyrl",
     "from_slime",
@@ -49,6 +52,9 @@ FRAMEWORKS: dict[str, Callable[..., Preset]] = {
     "verl": from_verl,
 }
 """Frameworks whose own option names are understood."""
+
+MAPPING_KEYS = ("preset", "framework", "options", "correction", "objective", "advantages")
+"""Keys of the mapping in which a user says the method: ``offpolicy`` in TRL, ``correction`` in Lightning."""
 
 
 def names() -> list[str]:
@@ -74,6 +80,29 @@ def get(name: str, **options: object) -> Preset:
                 f"{option} is not an option of preset {name!r}, which has {list(known)}.{near(option, known)}"
             )
     return BUILDERS[name](**options)
+
+
+def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
+    """The preset of ``spec``, or the one that another framework's options describe; its overrides are not read.
+
+    Args:
+        spec: has keys of :data:`MAPPING_KEYS`.
+        where: name of the mapping in error messages.
+
+    Raises:
+        ValueError: an unknown key, preset, framework or option.
+    """
+    if unknown := [key for key in spec if key not in MAPPING_KEYS]:
+        raise ValueError(f"{where}.{unknown[0]} must be one of {list(MAPPING_KEYS)}.{near(unknown[0], MAPPING_KEYS)}")
+    framework, options = spec.get("framework"), spec.get("options") or {}
+    if framework is None:
+        return get(spec.get("preset") or "measure", **options)
+    if spec.get("preset") is not None:
+        raise ValueError(f"{where}.preset and {where}.framework both name the correction; set one.")
+    if framework not in FRAMEWORKS:
+        known = sorted(FRAMEWORKS)
+        raise ValueError(f"{where}.framework must be one of {known}, but got {framework!r}.{near(framework, known)}")
+    return FRAMEWORKS[framework](**options)
 
 
 def describe(name: str) -> str:
