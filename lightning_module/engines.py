@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_module.models import is_adapted, without_adapter, zero3_gathered
+from trl_offpolicy.engines.client import Patience
 from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling
 from trl_offpolicy.engines.hf_generate import TransformersEngine, score_with
@@ -41,6 +43,7 @@ def build_engine(
     pad_token_id: int,
     eos_token_ids: Sequence[int],
     run: str,
+    folder: Path,
 ) -> Engine:
     """The engine that ``spec`` names; further keys are the engine's own arguments.
 
@@ -51,6 +54,7 @@ def build_engine(
         pad_token_id: for left padding.
         eos_token_ids: end a completion.
         run: name of the run, the same on all ranks.
+        folder: where a server finds the weights, unless ``spec`` says.
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
@@ -66,7 +70,9 @@ def build_engine(
             **options,
         )
     if kind == "server":
-        return ServerEngine(**{"run": run, **options})
+        if isinstance(options.get("patience"), Mapping):
+            options["patience"] = Patience(**options["patience"])
+        return ServerEngine(**{"run": run, "folder": folder, **options})
     if model_name is None and "model" not in options:
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
     dtype = str(next(policy().parameters()).dtype).removeprefix("torch.")

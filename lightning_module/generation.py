@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,6 +95,7 @@ class Generation:
                 pad_token_id=self.prompts.pad,
                 eos_token_ids=self.prompts.ends,
                 run=run,
+                folder=Path(module.trainer.default_root_dir) / "engine_weights",
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):

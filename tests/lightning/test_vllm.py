@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.servers import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,3 +53,20 @@ def test_rounded_weights_are_a_mismatch_that_is_no_fault(tmp_path: Path) -> None
 def test_a_sync_that_did_not_take_effect_stops_the_run(tmp_path: Path) -> None:
     seen = run(tmp_path, "--no-sync")
     assert "Stale weights" in seen["stopped"] and len(seen["mismatch"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_server_gets_the_weights_or_the_adapter_from_one_or_two_ranks(
+    tmp_path: Path, model_folder: Callable[..., Path]
+) -> None:
+    server = Server(model_folder(), tmp_path / "log", lora_rank=8).start()
+    try:
+        for name, options in (("lora", ("--lora",)), ("one", ()), ("two", ("--devices", "2"))):
+            seen = run(tmp_path / name, "--server", server.url, "--model", str(model_folder()), *options)
+            assert seen["ranks"] == (2 if name == "two" else 1) and not seen["stopped"]
+            assert len(seen["mismatch"]) == 3 and max(seen["mismatch"]) < 1e-4
+            assert min(seen["agreement"]) > 0.9999 and min(seen["moved"]) > 1e-3
+            assert (max(seen["bytes"]) < 100_000) == (name == "lora")
+    finally:
+        server.kill()

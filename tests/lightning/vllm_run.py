@@ -1,6 +1,7 @@
 """Train a tiny model for three steps under Lightning with a real vLLM engine in this process; prints one JSON line.
 
     python tests/lightning/vllm_run.py FOLDER [--lora] [--no-sync] [--rounding int8]
+    ... [--server URL --model FOLDER] [--devices 2]     # with a server in place of the engine in this process
 
 A process of its own: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its first weights.
 """
@@ -35,6 +36,9 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--rounding")
+    parser.add_argument("--server")
+    parser.add_argument("--model")
+    parser.add_argument("--devices", type=int, default=1)
     options = parser.parse_args()
     if options.no_sync:
 
@@ -44,9 +48,11 @@ def main() -> None:
 
         engines.ColocateEngine.sync_weights = stay  # type: ignore[method-assign, attr-defined]
     engine = {"type": "vllm", "max_model_len": 64, "seed": 3, "weight_rounding": options.rounding}
+    if options.server:
+        engine = {"type": "server", "base_url": options.server, "patience": {"timeout": 60.0, "retries": 1}}
     ours = module(
         engine,
-        model=str(save_tiny_model(options.folder / "model")),
+        model=options.model or str(save_tiny_model(options.folder / "model")),
         tokenizer=None,
         reward_funcs=spread,
         correction="paper/tis",
@@ -57,12 +63,17 @@ def main() -> None:
     )
     watch = Watch()
     held_out = {"val_dataset": tiny_prompts(2), "val_batch_size": 2}
-    owner = trainer(options.folder, callbacks=[watch], max_steps=3, val_check_interval=3, num_sanity_val_steps=1)
+    ranks = {"devices": options.devices, "strategy": "ddp"} if options.devices > 1 else {}
+    owner = trainer(
+        options.folder, callbacks=[watch], max_steps=3, val_check_interval=3, num_sanity_val_steps=1, **ranks
+    )
     stopped = ""
     try:
         owner.fit(ours, data(micro_batch_size=8, **held_out))
     except SyncError as error:
         stopped = str(error)
+    if not owner.is_global_zero:
+        return
     logs = watch.logs
     print(
         json.dumps(
@@ -72,6 +83,7 @@ def main() -> None:
                 "bytes": [row.get("offpolicy/rollout/sync_bytes") for row in logs],
                 "moved": [row["grad_norm"] for row in logs],
                 "eval_reward": float(owner.callback_metrics.get("eval_reward", torch.nan)),
+                "ranks": owner.world_size,
                 "stopped": stopped,
                 "trl": "trl" in sys.modules,
             }
