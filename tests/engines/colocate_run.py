@@ -85,6 +85,8 @@ def main() -> None:
     )  # fmt: skip
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
+    if not trainer.accelerator.is_main_process:
+        return
     moved = max(float((value - before[name]).abs().max()) for name, value in trainer.model.named_parameters())
     rows = [json.loads(line) for line in (options.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     llm_config = trainer.vllm_generation.llm.llm_engine.vllm_config.model_config
@@ -95,6 +97,7 @@ def main() -> None:
                 "agreement": [row[AGREEMENT] for row in rows if AGREEMENT in row],
                 "bytes": [row[BYTES] for row in rows if BYTES in row],
                 "moved": moved,
+                "ranks": trainer.accelerator.num_processes,
                 "dtype": str(llm_config.dtype),
                 "max_model_len": llm_config.max_model_len,
                 "enforce_eager": llm_config.enforce_eager,

@@ -19,9 +19,9 @@ AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about
 pytestmark = pytest.mark.vllm
 
 
-def start(*flags: str) -> subprocess.CompletedProcess[str]:
+def start(*flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, str(SCRIPT), mkdtemp(), *flags]
+    command = [sys.executable, *launcher, str(SCRIPT), mkdtemp(), *flags]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
@@ -82,3 +82,13 @@ def test_the_adapter_alone_gives_the_same_policy_for_a_fraction_of_the_bytes() -
     assert min(alone["agreement"]) > 1 - AGREE
     assert alone["moved"] > 0.01
     assert max(alone["bytes"]) < merged["bytes"][0] / 4
+
+
+@pytest.mark.slow
+def test_two_processes_each_with_an_engine() -> None:
+    done = start(launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)  # of the main rank: the metrics are those of both
+    assert result["ranks"] == 2
+    assert len(result["mismatch"]) == 3 and max(result["mismatch"]) < AGREE
+    assert min(result["agreement"]) > 1 - AGREE

@@ -57,6 +57,14 @@ def test_a_sync_that_did_not_take_effect_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_two_ranks_each_with_an_engine(tmp_path: Path) -> None:
+    seen = run(tmp_path, "--devices", "2")
+    assert seen["ranks"] == 2 and len(seen["mismatch"]) == 3
+    assert max(seen["mismatch"]) < 1e-4 and min(seen["agreement"]) > 0.9999
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_a_server_gets_the_weights_or_the_adapter_from_one_or_two_ranks(
     tmp_path: Path, model_folder: Callable[..., Path]
 ) -> None:
