@@ -88,7 +88,7 @@ def test_the_adapter_alone_gives_the_same_policy_for_a_fraction_of_the_bytes() -
 def test_two_processes_each_with_an_engine() -> None:
     done = start(launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"))
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)  # of the main rank: the metrics are those of both
+    result = json.loads(done.stdout.splitlines()[-1])  # of the main rank: the metrics are those of both
     assert result["ranks"] == 2
     assert len(result["mismatch"]) == 3 and max(result["mismatch"]) < AGREE
     assert min(result["agreement"]) > 1 - AGREE
