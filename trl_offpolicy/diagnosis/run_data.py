@@ -1,22 +1,26 @@
-"""Reading ``metrics.jsonl`` and ``run.json`` of a run folder, also of one that crashed half-way."""
+"""Reading the metrics and ``run.json`` of a run, also of one that crashed half-way or of another framework."""
 
 from __future__ import annotations
 
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
+
+from trl_offpolicy.diagnosis.names import translate
 
 METRICS_FILE = "metrics.jsonl"
+STATE_FILE = "trainer_state.json"
 RUN_FILE = "run.json"
+STEP_KEYS = ("step", "global_step", "training/global_step", "trainer/global_step", "train/step", "_step")
 EVAL_PREFIX = "eval_"
 END_OF_RUN_PREFIX = "train_"
 """TRL's last row holds ``train_runtime``, ``train_loss`` and the like: one number for the whole run."""
 
-_BOOKKEEPING = frozenset({"step", "time", "epoch", "num_tokens"})
+_BOOKKEEPING = frozenset({*STEP_KEYS, "time", "epoch", "num_tokens"})
 
 
 class Series(NamedTuple):
@@ -69,33 +73,71 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: str | Path) -> MetricsLog:
-    """Read the training rows of ``run_dir/metrics.jsonl``.
+    """Read the training rows of a run.
 
     Evaluation keys (``eval_*``) and the end-of-run keys (``train_*``) are left out. A line that is no JSON
-    object with an integer ``step``, such as the last line of a crashed run, is skipped with a warning and
-    counted.
+    object with an integer step, such as the last line of a crashed run, is skipped with a warning and
+    counted. Other frameworks' metric names get ours beside them (:func:`~.names.translate`).
+
+    Args:
+        run_dir: a folder with ``metrics.jsonl`` (else the newest ``trainer_state.json`` below it, else its only
+            ``*.jsonl``), or such a file.
 
     Raises:
         FileNotFoundError: the folder or its ``metrics.jsonl`` is missing.
         ValueError: the file holds no training row.
     """
-    path = _existing_folder(run_dir) / METRICS_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"run_dir must contain {METRICS_FILE}, but got {path.parent}.")
+    path = metrics_file(run_dir)
     rows: dict[int, dict[str, float]] = {}
     skipped: list[int] = []
     repeated = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            record = _parse_line(line)
-            if record is None:
-                skipped += [number] if line.strip() else []
-            elif row := _training_numbers(record):
-                repeated += _add_row(rows, int(record["step"]), row)
+    for number, record in _records(path):
+        step = None if record is None else _step(record)
+        if record is None or step is None:
+            skipped.append(number)
+        elif row := _training_numbers(record):
+            repeated += _add_row(rows, step, {**row, "step": step})
     _warn_about_lines(path, skipped)
     if not rows:
         raise ValueError(f"{path} must hold at least one training row, but got 0.")
-    return MetricsLog(tuple(rows[step] for step in sorted(rows)), len(skipped), repeated)
+    return MetricsLog(tuple(translate(rows[step]) for step in sorted(rows)), len(skipped), repeated)
+
+
+def metrics_file(run_dir: str | Path) -> Path:
+    """The file that holds the metrics of a run; see :func:`read_metrics`.
+
+    Raises:
+        FileNotFoundError: there is none, or more than one may be meant.
+    """
+    path = Path(run_dir)
+    if path.is_file():
+        return path
+    folder = _existing_folder(path)
+    if (folder / METRICS_FILE).is_file():
+        return folder / METRICS_FILE
+    states = sorted(folder.glob(f"**/{STATE_FILE}"), key=lambda found: found.stat().st_mtime)
+    if states:
+        return states[-1]
+    others = sorted(folder.glob("*.jsonl"))
+    if len(others) == 1:
+        return others[0]
+    got = f"{folder} with {', '.join(one.name for one in others)}" if others else str(folder)
+    raise FileNotFoundError(f"run_dir must contain {METRICS_FILE} or {STATE_FILE}, but got {got}.")
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Numbered JSON objects of a JSON-lines file, or of the history in a ``trainer_state.json``; None for others."""
+    if path.suffix == ".json":
+        state = json.loads(path.read_text(encoding="utf-8"))
+        history = state.get("log_history") if isinstance(state, dict) else None
+        if not isinstance(history, list):
+            raise ValueError(f"{path} must hold a log_history, but got none.")
+        yield from enumerate((_object(entry) for entry in history), 1)
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, _parse_line(line)
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
@@ -123,15 +165,25 @@ def _existing_folder(run_dir: str | Path) -> Path:
 
 def _parse_line(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        return _object(json.loads(line))
     except ValueError:
         return None
-    if not isinstance(record, dict) or not _is_number(record.get("step")):
+
+
+def _object(record: Any) -> dict[str, Any] | None:
+    """The record as one flat object; verl nests the metrics under ``data``."""
+    if not isinstance(record, dict):
         return None
-    return record if float(record["step"]).is_integer() else None
+    nested = record.get("data")
+    return {**record, **nested} if isinstance(nested, dict) else record
 
 
-def _is_number(value: object) -> bool:
+def _step(record: Mapping[str, Any]) -> int | None:
+    value = next((record[key] for key in STEP_KEYS if key in record), None)
+    return int(value) if _is_number(value) and float(value).is_integer() else None
+
+
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -1,0 +1,187 @@
+"""What may be wrong, how to make sure, and the smallest fix, with a snippet for the training configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Branch = Literal["A", "B", "C", "D", "E", "F"]
+"""Of the decision tree: A engine mismatch, B staleness, C moderate drift, D variance of the weights, E saturated
+clip, F growing length."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that goes wrong.
+
+    Args:
+        title: short name for people.
+        branch: of the decision tree that leads here.
+        meaning: what happens.
+        confirm: how to make sure before changing anything.
+        fix: the smallest change that helps, then the next ones.
+        snippet: YAML for a recipe's ``config.yaml``; empty where the fix is not a setting of the trainer.
+    """
+
+    title: str
+    branch: Branch
+    meaning: str
+    confirm: str
+    fix: str
+    snippet: str = ""
+
+
+_PROBE = "Run the zero-update test: trl-offpolicy probe --model MODEL --engine-dtype DTYPE."
+
+CAUSES: dict[str, Cause] = {
+    # ------------------------------------------------------------------------------ branches of the decision tree
+    "engine_mismatch": Cause(
+        "engine mismatch",
+        "A",
+        "Engine and trainer give the same tokens different probabilities at the same weights: precision, kernels, "
+        "sampling settings, routing, or weights that did not arrive.",
+        _PROBE + " If it is clean, the weights of the engine are not the trainer's: look at rollout/sync_agreement.",
+        "First the system: the same dtype on both sides, no quantisation, the same temperature and truncation, then "
+        "tensor parallelism and kernels. Correct what is left. A correction hides this fault, it does not remove it.",
+        "offpolicy: measure   # while you look for the cause\nengine: {dtype: float16}   # and fp16: true\n",
+    ),
+    "policy_staleness": Cause(
+        "policy staleness",
+        "B",
+        "The weights have moved since the rollouts were sampled: several optimizer steps or iterations a generation, "
+        "or a queue.",
+        "mismatch/* is clean on fresh rollouts while staleness/* or total/* grows with rollout/version_lag_mean.",
+        "Fewer optimizer steps a generation (steps_per_generation, num_iterations), shorter queues; then correct the "
+        "rest with three policies: rejection by geometric mean and truncated token weights.",
+        "num_iterations: 1\noffpolicy: paper/geometric-mask   # the mask at 0.99 to 1.01 and token weights up to 2\n",
+    ),
+    "token_drift": Cause(
+        "moderate token drift",
+        "C",
+        "Some tokens have ratios far from 1, but most samples still count.",
+        "chi2_token above 0.3, ESS at least 0.5, chi2_sequence not exploding.",
+        "Reject outlying sequences by their geometric mean: the gradient of what is kept stays as it is.",
+        "offpolicy: skyrl/geometric-mask   # geometric mean in 0.99 to 1.01\n",
+    ),
+    "weight_variance": Cause(
+        "variance of the weights",
+        "D",
+        "A few samples carry most of the weight; the gradient is noise.",
+        "ESS below 0.5, or chi2_token above 1, or gradient/noise rising after weights were switched on.",
+        "Filter before reweighting: a token band gives weight 0 outside [0.5, 5]. If it drops more than 10 to 25 %, "
+        "fix the system instead: less lag, more syncs, the precision.",
+        "offpolicy: verl/decoupled_token_icepop\n",
+    ),
+    "clip_saturation": Cause(
+        "saturated clip",
+        "E",
+        "More than a fifth of the units are clipped: their gradient is 0.",
+        "loss/clip_region_fraction above 0.2 and rising.",
+        "Less update pressure: one iteration, half the learning rate; then a loss that does not depend on the length "
+        "(GSPO, GMPO). Do not widen the clip.",
+        "num_iterations: 1\nlearning_rate: 5.0e-7   # half of yours\nimportance_sampling_level: sequence\n",
+    ),
+    "length_surge": Cause(
+        "length surge",
+        "F",
+        "Responses grow by more than a fifth within 100 steps; this comes tens of steps before a collapse "
+        "(arXiv 2602.01826).",
+        "rollout/length_surge above 1.2, often with rising KL and clip fraction.",
+        "Halve the learning rate when it happens and reject by geometric mean. If the length keeps growing, look at "
+        "the reward: length bonus, missing end of sequence.",
+        "control: {policy: act, controllers: {length_guard: {}}}\noffpolicy: skyrl/geometric-mask\n",
+    ),
+    "nonfinite": Cause(
+        "log-probs that are not finite",
+        "A",
+        "Tokens without a finite log-prob on one side are left out of every diagnostic.",
+        "mismatch/nonfinite_fraction above 0; the recorded rollouts show which tokens.",
+        "Look for tokens that the engine cannot score (NaN) or gives probability 0 (a mask or grammar that the "
+        "trainer does not apply). Drop them until then.",
+        "offpolicy: {preset: paper/tis, correction: {nonfinite: drop}}\n",
+    ),
+    # ------------------------------------------------------------------------- faults that the attribution tells apart
+    "temperature": Cause(
+        "temperature mismatch",
+        "A",
+        "The engine samples at another temperature than the trainer scores with, or reports log-probs before the "
+        "temperature.",
+        "Compare the temperature of the engine's requests with the trainer's; logprobs_mode must be "
+        "processed_logprobs.",
+        "One temperature for both sides.",
+        "temperature: 1.0\n",
+    ),
+    "truncated_sampling": Cause(
+        "truncated sampling",
+        "A",
+        "The engine samples under top-p, top-k or min-p and the trainer scores under the whole distribution: every "
+        "ratio is the kept mass, below 1.",
+        "Ratios never exceed 1; they go away with top_p: 1, top_k: 0, min_p: 0.",
+        "Say the truncation in the training configuration: this trainer cuts its own distribution alike. Or switch it "
+        "off.",
+        "top_p: 1.0\ntop_k: 0\n",
+    ),
+    "stale_weights": Cause(
+        "stale engine weights",
+        "A",
+        "The engine samples with older weights than it says: a sync failed or did not take effect.",
+        "rollout/sync_agreement falls; after a restart of the engine the mismatch is gone.",
+        "Sync before every generation and prove it.",
+        "engine: {check_sync: true}\n",
+    ),
+    "wrong_adapter": Cause(
+        "wrong adapter",
+        "A",
+        "The engine samples with the base model or another adapter.",
+        "Scoring with the adapter switched off agrees with the engine.",
+        "Name the adapter in the request, or merge it into the weights at each sync.",
+        "engine: {transfer: memory}\n",
+    ),
+    "precision": Cause(
+        "precision",
+        "A",
+        "The engine computes or stores weights in another precision (bf16, fp16, fp8, int8, int4).",
+        "The mismatch goes away with engine and trainer in the same dtype.",
+        "Same dtype on both sides, fp16 rather than bf16 (Qi et al. 2025); where the engine must be quantised, "
+        "correct with truncated token weights.",
+        "engine: {dtype: float16}   # and fp16: true\noffpolicy: paper/tis\n",
+    ),
+    "dropout": Cause(
+        "dropout left on",
+        "A",
+        "The trainer scores with dropout: its own log-probs differ from one forward to the next.",
+        "The noise floor (the same text scored twice) is as large as the mismatch.",
+        "Switch dropout off, also the adapter's.",
+        "disable_dropout: true   # and lora_dropout: 0.0\n",
+    ),
+    "misalignment": Cause(
+        "misaligned tokens",
+        "A",
+        "The trainer scores other tokens than were sampled: log-probs shifted by one, or text that was tokenised "
+        "again.",
+        "Decode both sides' ids; the engine's log-probs match the trainer's neighbours, or differ from one token on.",
+        "Train on the ids that the engine returned, never on text tokenised again.",
+    ),
+    "prompt_difference": Cause(
+        "different prompts",
+        "A",
+        "Engine and trainer see different prompts: another chat template, a missing system prompt or special token.",
+        "Compare the prompt's ids on both sides; the mismatch is largest at the first tokens of a response.",
+        "Render the prompt once and send its ids to the engine.",
+    ),
+    "routing": Cause(
+        "expert routing",
+        "A",
+        "The router of a mixture of experts chooses other experts in the engine than in the trainer.",
+        "Nearly all tokens agree and a few jump; routing/flip_fraction above 0.",
+        "Mask the jumps with a token band; for production replay the engine's routing.",
+        "offpolicy: paper/icepop\n",
+    ),
+    "tool_tokens": Cause(
+        "tool tokens in the loss",
+        "A",
+        "Text that no policy sampled (tool output) counts as trainable; its sampling log-prob is a placeholder, 0.",
+        "Runs of tokens whose sampling log-prob is exactly 0.",
+        "Leave tool output out of completion_mask (TRL: tool_mask).",
+    ),
+}

@@ -1,0 +1,95 @@
+"""Every number that a verdict depends on, in one place, with where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+TREE = "Liu 2026, Off-Policy Drift in LLM RL, decision tree"
+ESCALATION = "Liu 2026, Off-Policy Drift in LLM RL, when to escalate from RS to IS to systems fix"
+PRACTICE = "Liu 2026, Off-Policy Drift in LLM RL, practical recommendations"
+YAO = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+OURS = "this kit"
+
+
+def _number(default: float, meaning: str, source: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "source": source})
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Operational defaults, not laws: calibrate them on a run with ``offpolicy: measure``.
+
+    ``meaning`` and ``source`` of each are in the metadata of its field; ``trl-offpolicy doctor --thresholds`` prints
+    them. KL in nats a token; fractions in [0, 1].
+
+    Raises:
+        ValueError: a value is not a positive finite number, or a pair is in the wrong order.
+    """
+
+    pearson_healthy: float = _number(0.99, "correlation of the two probabilities from which nothing is wrong", TREE)
+    pearson_broken: float = _number(0.95, "below it the engine is at fault", TREE)
+    kl_healthy: float = _number(0.02, "KL (k3) up to which drift means nothing", TREE)
+    kl_high: float = _number(0.05, "above it at equal weights the engine is at fault", TREE)
+    log_ppl_high: float = _number(0.1, "|log perplexity ratio| that is far from 0; the source gives no number", OURS)
+    prob_diff_high: float = _number(0.5, "largest difference of a token's two probabilities", YAO)
+    chi2_moderate: float = _number(0.3, "token chi-square from which rejection helps", TREE)
+    chi2_high: float = _number(1.0, "token chi-square at which weights blow up", TREE)
+    chi2_sequence_high: float = _number(
+        10.0, "sequence chi-square that explodes: raw weights of sequences would count for a tenth", OURS
+    )
+    chi2_reject: float = _number(2.0, "token chi-square up to which rejection alone works", ESCALATION)
+    chi2_systems: float = _number(4.0, "token chi-square above which no correction works", ESCALATION)
+    ess_healthy: float = _number(0.5, "effective sample size below which weights blow up", TREE)
+    ess_broken: float = _number(0.3, "below it after rejection the system must be fixed", ESCALATION)
+    dropped_high: float = _number(0.1, "share of sequences or tokens rejected", ESCALATION)
+    dropped_broken: float = _number(0.25, "share rejected at which the system must be fixed", ESCALATION)
+    clip_high: float = _number(0.2, "share of clipped units", TREE)
+    clip_rising: float = _number(1.1, "last half of the window over its first half that counts as rising", OURS)
+    length_surge: float = _number(1.2, "mean response length over that of length_window steps before", TREE)
+    length_window: float = _number(100.0, "optimizer steps over which a length surge is measured", TREE)
+    floor_factor: float = _number(2.0, "times the noise floor up to which a distance says nothing", OURS)
+    logp_diff_spike: float = _number(1.0, "largest |log-ratio| (a factor of e) beside a small mean", OURS)
+    length_trap: float = _number(
+        2.0, "times as often dropped: the longest quarter of responses against the shortest, or the reverse", OURS
+    )
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"{one.name} must be a positive number, but got {value!r}.")
+        for low, high in _ORDERED:
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(
+                    f"{low} must not exceed {high}, but got {getattr(self, low):g} and {getattr(self, high):g}."
+                )
+
+
+_ORDERED = (
+    ("pearson_broken", "pearson_healthy"),
+    ("kl_healthy", "kl_high"),
+    ("chi2_moderate", "chi2_high"),
+    ("chi2_high", "chi2_reject"),
+    ("chi2_reject", "chi2_systems"),
+    ("ess_broken", "ess_healthy"),
+    ("dropped_high", "dropped_broken"),
+)
+
+
+def thresholds_from(values: Mapping[str, float]) -> Thresholds:
+    """The defaults with some replaced.
+
+    Raises:
+        ValueError: a name is not a threshold, or a value does not fit.
+
+    Example:
+        >>> thresholds_from({"kl_high": 0.1}).kl_high
+        0.1
+    """
+    known = [one.name for one in fields(Thresholds)]
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise ValueError(f"thresholds must be among {', '.join(known)}, but got {', '.join(unknown)}.")
+    return replace(Thresholds(), **values)
