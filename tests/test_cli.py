@@ -37,7 +37,7 @@ def test_report_output_option(run_dir: Path, tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda run: run / "absent", "run_dir must be an existing folder, but got "),
-        (lambda run: run.parent, "run_dir must contain metrics.jsonl, but got "),
+        (lambda run: run.parent, "run_dir must contain metrics.jsonl or trainer_state.json, but got "),
     ],
 )
 def test_bad_run_folder_is_one_line_and_status_2(

@@ -12,12 +12,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trl_offpolicy.diagnosis.thresholds import Thresholds
 
 Runner = Callable[[argparse.Namespace], int]
 Command = Callable[[argparse.ArgumentParser], Runner]
 
 BAD_INPUT = 2
 MISSING_PACKAGE = 1
+FOUND = 3
 
 
 def report(parser: argparse.ArgumentParser) -> Runner:
@@ -36,6 +41,51 @@ def report(parser: argparse.ArgumentParser) -> Runner:
         print_summary(summary)
         print(path)
         return 0
+
+    return run
+
+
+def doctor(parser: argparse.ArgumentParser) -> Runner:
+    """Say what is wrong with a run and the smallest change that helps (also verl, TRL, SkyRL and slime logs)."""
+    from trl_offpolicy.diagnosis.verdict import WINDOW
+
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder, metrics.jsonl or trainer_state.json")
+    parser.add_argument(
+        "--window", metavar="N", type=int, default=WINDOW, help="judge the last N logged steps (%(default)s)"
+    )
+    parser.add_argument(
+        "--threshold",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="move a limit; --threshold help lists them",
+    )
+    parser.add_argument(
+        "--with", dest="others", metavar="PACKAGE", action="append", default=[], help="ask rldoctor or rlprobe as well"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--fail-on", choices=("notice", "warning", "critical"), help=f"exit with {FOUND} from this severity on"
+    )
+
+    def run(args: argparse.Namespace) -> int:
+        import json
+
+        from trl_offpolicy.diagnosis.doctor import examine, print_examination
+        from trl_offpolicy.diagnosis.tree import SEVERITIES
+
+        if "help" in args.threshold:
+            _print_thresholds()
+            return 0
+        if args.window < 1:
+            raise ValueError(f"--window must be at least 1, but got {args.window}.")
+        seen = examine(args.run_dir, _thresholds(args.threshold), window=args.window, others=args.others)
+        if args.json:
+            print(json.dumps(seen.as_dict(), indent=2))
+        else:
+            print_examination(seen)
+        reached = SEVERITIES.index(seen.diagnosis.verdict)
+        return FOUND if args.fail_on and reached >= SEVERITIES.index(args.fail_on) else 0
 
     return run
 
@@ -93,7 +143,30 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
     return run
 
 
-COMMANDS: dict[str, Command] = {"report": report, "presets": presets, "serve": serve}
+COMMANDS: dict[str, Command] = {"doctor": doctor, "report": report, "presets": presets, "serve": serve}
+
+
+def _thresholds(pairs: Sequence[str]) -> Thresholds:
+    """The defaults with ``NAME=VALUE`` replaced."""
+    from trl_offpolicy.diagnosis.thresholds import thresholds_from
+
+    values = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        try:
+            values[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--threshold must be NAME=VALUE with a number, but got {pair}.") from None
+    return thresholds_from(values)
+
+
+def _print_thresholds() -> None:
+    from dataclasses import fields
+
+    from trl_offpolicy.diagnosis.thresholds import Thresholds
+
+    for one in fields(Thresholds):
+        print(f"{one.name:<20} {one.default:<6g} {one.metadata['meaning']} [{one.metadata['source']}]")
 
 
 def _print_presets() -> None:

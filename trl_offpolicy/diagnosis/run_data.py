@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from trl_offpolicy.diagnosis.names import translate
+from trl_offpolicy.diagnosis.names import frameworks, translate
 
 METRICS_FILE = "metrics.jsonl"
 STATE_FILE = "trainer_state.json"
@@ -40,11 +40,13 @@ class MetricsLog:
             how the recorder writes them) are kept here as non-finite numbers.
         skipped_lines: lines that held no JSON object with an integer ``step``.
         repeated_rows: rows whose step came again later (a resumed run); the later row counts.
+        frameworks: whose metric names were logged.
     """
 
     rows: tuple[dict[str, float], ...]
     skipped_lines: int = 0
     repeated_rows: int = 0
+    frameworks: tuple[str, ...] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -100,7 +102,12 @@ def read_metrics(run_dir: str | Path) -> MetricsLog:
     _warn_about_lines(path, skipped)
     if not rows:
         raise ValueError(f"{path} must hold at least one training row, but got 0.")
-    return MetricsLog(tuple(translate(rows[step]) for step in sorted(rows)), len(skipped), repeated)
+    return MetricsLog(
+        rows=tuple(translate(rows[step]) for step in sorted(rows)),
+        skipped_lines=len(skipped),
+        repeated_rows=repeated,
+        frameworks=frameworks(key for row in rows.values() for key in row),
+    )
 
 
 def metrics_file(run_dir: str | Path) -> Path:

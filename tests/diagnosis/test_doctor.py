@@ -1,0 +1,172 @@
+"""The doctor on run folders of this kit and on logs of other frameworks, and its command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trl_offpolicy.cli import main
+from trl_offpolicy.diagnosis.antipatterns import find_antipatterns
+from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.diagnosis.names import NAMES, frameworks, translate
+from trl_offpolicy.diagnosis.thresholds import Thresholds
+
+MISMATCH = {"offpolicy/mismatch/kl_k3": 0.2, "offpolicy/mismatch/prob_pearson": 0.9}
+
+
+def rows(metrics: dict[str, float], steps: int = 12) -> list[dict[str, Any]]:
+    return [{"step": step, "reward": 0.5, "completions/mean_length": 20.0, **metrics} for step in range(1, steps + 1)]
+
+
+def completion(length: int, *, kept: bool) -> dict[str, Any]:
+    return {
+        "step": 1,
+        "completion_ids": list(range(length)),
+        "completion_mask": [True] * length,
+        "sampling_per_token_logps": [-1.0] * length,
+        "old_per_token_logps": [-1.1] * length,
+        "keep_mask": [kept] * length,
+    }
+
+
+def names(readings: dict[str, float], info: dict[str, Any] | None = None) -> list[str]:
+    return [one.name for one in find_antipatterns(readings, info or {}, Thresholds())]
+
+
+def test_a_faulty_run_gets_cause_fix_and_snippet(write_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(rows(MISMATCH))
+    assert main(["doctor", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "verdict: critical" in out and "engine mismatch (branch A, since step 1)" in out
+    assert "correlation of the two probabilities 0.9000 (limit 0.9500)" in out and "dtype: float16" in out
+
+
+def test_json_says_the_same(write_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(rows(MISMATCH))
+    assert main(["doctor", str(folder), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["verdict"] == "critical" and seen["findings"][0]["cause"] == "engine_mismatch"
+    assert seen["findings"][0]["evidence"]["mismatch/kl_k3"] == pytest.approx(0.2)
+
+
+def test_exit_status_for_scripts(write_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_run(rows({"offpolicy/mismatch/kl_k3": 0.03})))  # a notice
+    assert main(["doctor", folder, "--fail-on", "warning"]) == 0
+    assert main(["doctor", folder, "--fail-on", "notice"]) == 3
+    assert main(["doctor", folder, "--fail-on", "notice", "--threshold", "kl_healthy=0.04"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", folder, "--threshold", "kl=1"]) == 2
+    assert "thresholds must be among" in capsys.readouterr().err
+    assert main(["doctor", folder, "--threshold", "kl_high=high"]) == 2
+    assert "NAME=VALUE" in capsys.readouterr().err
+    assert main(["doctor", folder, "--with", "nobody"]) == 2
+    assert "others must be among rldoctor, rlprobe, but got nobody" in capsys.readouterr().err
+    assert main(["doctor", folder, "--threshold", "help"]) == 0
+    assert "Liu 2026" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("framework", "metrics", "cause"),
+    [
+        ("verl", {"training/rollout_actor_probs_pearson_corr": 0.9, "rollout_corr/k3_kl": 0.1}, "engine_mismatch"),
+        ("verl", {"rollout_corr/chi2_token": 0.5, "rollout_corr/rollout_is_eff_sample_size": 0.9}, "token_drift"),
+        ("verl", {"rollout_corr/rollout_is_eff_sample_size": 0.2}, "weight_variance"),
+        ("slime", {"train/k3_kl": 0.1, "train/kl": 0.09}, "engine_mismatch"),
+        ("slime", {"train/chi2_token": 1.5}, "weight_variance"),
+        ("TRL", {"clip_ratio/region_mean": 0.4}, "clip_saturation"),
+        ("SkyRL", {"policy/clip_ratio": 0.4}, "clip_saturation"),
+    ],
+)
+def test_logs_of_other_frameworks(tmp_path: Path, framework: str, metrics: dict[str, float], cause: str) -> None:
+    path = tmp_path / "log.jsonl"
+    lines = [{"step": s, "data": metrics} if framework == "verl" else {"step": s, **metrics} for s in range(1, 9)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    seen = examine(path)
+    assert seen.frameworks[0] == framework and [one.cause for one in seen.diagnosis.findings] == [cause]
+    assert examine(tmp_path).diagnosis == seen.diagnosis  # the only *.jsonl of the folder
+
+
+def test_a_trainer_state_of_the_hugging_face_trainer(tmp_path: Path) -> None:
+    state = {"log_history": [*rows({"clip_ratio/region_mean": 0.4}), {"step": 12, "train_runtime": 3.0}]}
+    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text(json.dumps(state))
+    seen = examine(tmp_path)
+    assert seen.metrics.parent.name == "checkpoint-12" and seen.diagnosis.findings[0].cause == "clip_saturation"
+
+
+def test_our_own_names_win_over_translated_ones() -> None:
+    row = translate({"offpolicy/mismatch/kl_k3": 0.1, "rollout_corr/k3_kl": 0.3, "train/k3_kl": 0.2})
+    assert row["offpolicy/mismatch/kl_k3"] == 0.1
+    assert translate({"x/is_ratio_mean": 1.5})["offpolicy/weight/mean"] == 1.5
+    assert frameworks(["step", "loss"]) == ()
+
+
+def test_every_translated_name_is_one_of_ours() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for table in NAMES.values():
+        for name in table.values():
+            assert f"`{name.rsplit('/', 1)[-1]}`" in page or name in ("reward", "grad_norm"), name
+
+
+def test_antipatterns() -> None:
+    correction = "Correction(weight=TruncateWeight(max_weight=5.0, level='sequence', min_weight=None), keep=())"
+    low = {"weight_applied/ess_sequence": 0.3}
+    assert names(low, {"correction": correction}) == ["sequence weights because they sound principled"]
+    assert names(low, {"correction": correction.replace("sequence'", "token'")}) == []
+    assert names({"weight_applied/ess_sequence": 0.6}, {"correction": correction}) == []
+    assert names({"total/kl_k3": 0.01}) == ["KL read as policy learning"]
+    assert names({"total/kl_k3": 0.01, "mismatch/kl_k3": 0.01}) == []
+    clipped = {"loss/clip_region_fraction": 0.3}
+    assert names(clipped, {"objective": "Objective(policy_loss=PPOClip(low=0.2, high=0.4))"}) == [
+        "clip widened against a high clip fraction"
+    ]
+    assert names(clipped, {"objective": "Objective(policy_loss=PPOClip(low=0.2, high=0.2))"}) == []
+    assert names({"rollout/length_surge": 1.5}) == ["length surge taken for a reward issue"]
+    assert names({"rollout/length_surge": 1.5}, {"control": {"controllers": {"length_guard": {}}}}) == []
+    assert names({"mismatch/kl_k3": 0.01, "mismatch/logp_diff_max": 3.0}) == ["largest difference averaged away"]
+    assert names({"mismatch/kl_k3": 0.01, "mismatch/prob_diff_max": 0.9}) == ["largest difference averaged away"]
+    assert names({"mismatch/kl_k3": 0.2, "mismatch/logp_diff_max": 3.0}) == []
+
+
+@pytest.mark.parametrize(("long_ones_dropped", "word"), [(True, "Long"), (False, "Short")])
+def test_the_length_trap_is_shown_by_quarter(write_run: Any, long_ones_dropped: bool, word: str) -> None:
+    part = [completion(n, kept=(n > 30) != long_ones_dropped or n % 4 == 0) for n in range(1, 61)]
+    seen = examine(write_run(rows({"offpolicy/mismatch/kl_k3": 0.001}), [part]))
+    assert seen.lengths is not None and seen.lengths.longest == (15, 30, 45, 60)
+    (trap,) = [one for one in seen.antipatterns if one.name == "length trap"]
+    assert trap.seen.startswith(word) and "up to 60" in trap.seen
+
+
+def test_no_length_trap_where_every_length_is_dropped_alike(write_run: Any) -> None:
+    part = [completion(n, kept=n % 3 == 0) for n in range(1, 61)]
+    seen = examine(write_run(rows({"offpolicy/mismatch/kl_k3": 0.001}), [part]))
+    assert seen.antipatterns == () and seen.lengths is not None
+    few = examine(write_run(rows({"offpolicy/mismatch/kl_k3": 0.001}), [part[:20]]))
+    assert few.lengths is None
+
+
+def test_second_opinions_of_the_real_packages(write_run: Any) -> None:
+    """Entropy falling to nothing is not ours to see; rldoctor and rlprobe read our rows and see it."""
+    pytest.importorskip("rl_doctor")
+    pytest.importorskip("rlprobe")
+    falling = [
+        {**row, "entropy": 4.0 * math.exp(-step / 15), "loss": 0.0, "reward_std": 0.1, "grad_norm": 1.0}
+        for step, row in enumerate(rows({"offpolicy/mismatch/kl_k3": 0.001}, steps=120))
+    ]
+    seen = examine(write_run(falling), others=("rldoctor", "rlprobe"))
+    assert seen.diagnosis.verdict == "ok"
+    ours, theirs = seen.opinions
+    assert ours.package == "rldoctor" and any("ntropy" in title for _, title, _ in ours.findings)
+    assert theirs.package == "rlprobe" and any("ENTROPY_COLLAPSE" in title for _, title, _ in theirs.findings)
+
+
+def test_a_package_that_is_missing_is_named(
+    write_run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "rl_doctor", None)
+    assert main(["doctor", str(write_run(rows(MISMATCH))), "--with", "rldoctor"]) == 1
+    assert "rl_doctor is not installed" in capsys.readouterr().err

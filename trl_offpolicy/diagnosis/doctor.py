@@ -1,0 +1,153 @@
+"""The doctor: everything that a finished or running run's files say about how off-policy it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_offpolicy.diagnosis.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
+from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
+from trl_offpolicy.diagnosis.rollouts import read_rollouts
+from trl_offpolicy.diagnosis.run_data import metrics_file, read_metrics, read_run_info
+from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.verdict import WINDOW, Diagnosis, Finding, diagnose
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH = 100
+COLOURS = {"ok": "green", "notice": "cyan", "warning": "yellow", "critical": "red"}
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What :func:`examine` found.
+
+    Args:
+        metrics: the file that was read.
+        frameworks: whose metric names it holds.
+        diagnosis: the decision tree's.
+        antipatterns: habits that hide the fault.
+        lengths: share of responses dropped by quarter of length; None without enough recorded rollouts.
+        opinions: of other packages.
+    """
+
+    metrics: Path
+    frameworks: tuple[str, ...]
+    diagnosis: Diagnosis
+    antipatterns: tuple[AntiPattern, ...]
+    lengths: LengthShares | None
+    opinions: tuple[Opinion, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "metrics": str(self.metrics),
+            "frameworks": list(self.frameworks),
+            **self.diagnosis.as_dict(),
+            "antipatterns": [asdict(one) for one in self.antipatterns],
+            "dropped_by_length": None if self.lengths is None else asdict(self.lengths),
+            "opinions": [asdict(one) for one in self.opinions],
+        }
+
+
+def examine(
+    run_dir: str | Path,
+    thresholds: Thresholds | None = None,
+    *,
+    window: int = WINDOW,
+    others: Sequence[str] = (),
+) -> Examination:
+    """Read a run and judge it.
+
+    Args:
+        run_dir: a run folder, or a metrics file of this kit, TRL, verl, SkyRL or slime
+            (:func:`~.run_data.metrics_file`).
+        thresholds: None takes the defaults.
+        window: the last logged steps that count.
+        others: packages to ask as well, of :data:`~.other_doctors.OTHER_DOCTORS`.
+
+    Raises:
+        FileNotFoundError: no metrics there.
+        ValueError: no training row, or an unknown name in ``others``.
+        ModuleNotFoundError: a package in ``others`` is not installed.
+    """
+    unknown = [name for name in others if name not in OTHER_DOCTORS]
+    if unknown:
+        raise ValueError(f"others must be among {', '.join(OTHER_DOCTORS)}, but got {', '.join(unknown)}.")
+    limits = thresholds or Thresholds()
+    path = metrics_file(run_dir)
+    log = read_metrics(path)
+    rollouts = read_rollouts(path.parent)
+    found = diagnose(log, limits, window=window)
+    return Examination(
+        metrics=path,
+        frameworks=log.frameworks,
+        diagnosis=found,
+        antipatterns=find_antipatterns(found.readings, read_run_info(path.parent), limits, rollouts),
+        lengths=None if rollouts is None else length_shares(rollouts),
+        opinions=tuple(OTHER_DOCTORS[name](path) for name in others),
+    )
+
+
+def print_examination(seen: Examination, console: Console | None = None) -> None:
+    """Verdict, findings with fix and snippet, anti-patterns, and what could not be judged."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    out = console or Console(highlight=False)
+    if console is None and not out.is_terminal:
+        out = Console(highlight=False, width=_WIDTH)  # a log file wraps little
+    found = seen.diagnosis
+    span = "" if found.steps is None else f", steps {found.steps[0]} to {found.steps[1]}"
+    out.print(f"[bold]{escape(str(seen.metrics))}[/] ({escape(', '.join(seen.frameworks) or 'no known names')}{span})")
+    out.print(f"verdict: [bold {COLOURS[found.verdict]}]{found.verdict}[/]  {escape(_headline(found))}\n")
+    for finding in found.findings:
+        _print_finding(out, finding)
+    for one in seen.antipatterns:
+        out.print(f"[yellow]anti-pattern[/] [bold]{escape(one.name)}[/]")
+        _print_fields(out, {"seen": one.seen, "instead": one.instead})
+    if seen.lengths is not None and any(seen.lengths.dropped) and seen.lengths.longest[0] < seen.lengths.longest[-1]:
+        out.print(f"Dropped responses by quarter of length: {escape(str(seen.lengths))} tokens.\n")
+    for opinion in seen.opinions:
+        out.print(f"[bold]{opinion.package}[/]: {escape(opinion.headline)}")
+        for severity, title, advice in opinion.findings:
+            _print_fields(out, {severity: title, "advice": advice})
+    if found.unknown:
+        out.print(f"Not judged, because nothing was logged for it: {escape(', '.join(found.unknown))}.")
+
+
+def _headline(found: Diagnosis) -> str:
+    if found.findings:
+        return f"{len(found.findings)} finding{'s' if len(found.findings) > 1 else ''}"
+    return found.line().split("  ", 1)[1]
+
+
+def _print_finding(out: Console, finding: Finding) -> None:
+    from rich.markup import escape
+
+    about = finding.about
+    since = "" if finding.since is None else f", since step {finding.since}"
+    out.print(
+        f"[{COLOURS[finding.severity]}]{finding.severity}[/] [bold]{escape(about.title)}[/] "
+        f"(branch {about.branch}{since})"
+    )
+    fields = {"seen": finding.symptom, "means": about.meaning, "check": about.confirm, "fix": about.fix}
+    _print_fields(out, fields | {"yaml": about.snippet.rstrip()})
+
+
+def _print_fields(out: Console, fields: dict[str, str]) -> None:
+    """Labels with their texts, wrapped beside them; empty ones are left out."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in fields.items():
+        if text:
+            grid.add_row(f"  {label}", escape(text))
+    out.print(grid)
+    out.print()
