@@ -5,14 +5,9 @@ from typing import Any
 
 import pytest
 
-from trl_offpolicy.diagnosis.plots import (
-    STEP_FIGURES,
-    draw_step_figures,
-    new_figure,
-    running_mean,
-    spread_axis,
-)
+from trl_offpolicy.diagnosis.plots import new_figure, spread_axis
 from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.diagnosis.step_plots import STEP_FIGURES, draw_step_figures, interval_band, running_mean
 
 
 def _log(**metrics: list[float]) -> MetricsLog:
@@ -42,6 +37,13 @@ def test_figures_draw_what_was_logged_and_name_the_rest() -> None:
 def test_total_group_is_drawn_where_mismatch_is_absent() -> None:
     panels = draw_step_figures(_log(**{"offpolicy/total/kl_k1": [0.1]}))
     assert "k1 before" in panels[1].svg
+
+
+def test_bands_stand_around_the_values_that_have_an_interval() -> None:
+    nan = float("nan")
+    band = interval_band(_log(x=[1.0, 2.0, 3.0], x_ci95=[0.5, nan, 1.0]), "x")
+    assert band == ([0, 2], [0.5, 2.0], [1.5, 4.0])
+    assert interval_band(_log(x=[1.0]), "x") is None
 
 
 def test_svg_is_well_formed_scales_and_loads_nothing() -> None:

@@ -22,6 +22,7 @@ def test_report_holds_every_part_and_loads_nothing(write_run: Any, rollout_parts
     assert path == run / "report.html"
     headings = re.findall(r"<h2>(.*?)</h2>", html)
     expected = [
+        "Findings",
         "Summary",
         "Over the steps",
         "Tokens and sequences",
@@ -73,3 +74,26 @@ def test_importing_the_diagnosis_loads_no_plotting_or_table_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_report_says_what_is_wrong_and_shows_the_length_trap(write_run: Any) -> None:
+    rows = [{**row, "offpolicy/mismatch/kl_k3": 0.2, "offpolicy/mismatch/kl_k3_ci95": 0.05} for row in METRICS]
+    tokens = [
+        {
+            "step": 1,
+            "completion_ids": [1] * n,
+            "completion": "text",
+            "prompt": "prompt",
+            "completion_mask": [True] * n,
+            "sampling_per_token_logps": [-1.0] * n,
+            "old_per_token_logps": [-1.1] * n,
+            "keep_mask": [n < 31 or n % 5 == 0] * n,
+        }
+        for n in range(1, 61)
+    ]
+    info = {"correction": "Correction(weight=None, keep=(RatioBand(low=0.5, high=2.0, level='sequence'),))"}
+    html = write_report(write_run(rows, [tokens], info)).read_text(encoding="utf-8")
+    assert 'Verdict over steps 1 to 4: <strong class="critical">critical</strong>' in html
+    assert "engine mismatch" in html and "<pre>offpolicy: measure" in html
+    assert "length trap" in html and "grows with its length" in html and "Dropped responses by length" in html
+    assert "Shaded: 95 % interval" in html

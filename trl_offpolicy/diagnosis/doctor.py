@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
-from trl_offpolicy.diagnosis.rollouts import read_rollouts
-from trl_offpolicy.diagnosis.run_data import metrics_file, read_metrics, read_run_info
+from trl_offpolicy.diagnosis.rollouts import Rollouts, read_rollouts
+from trl_offpolicy.diagnosis.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict import WINDOW, Diagnosis, Finding, diagnose
 
@@ -77,18 +77,32 @@ def examine(
     unknown = [name for name in others if name not in OTHER_DOCTORS]
     if unknown:
         raise ValueError(f"others must be among {', '.join(OTHER_DOCTORS)}, but got {', '.join(unknown)}.")
-    limits = thresholds or Thresholds()
     path = metrics_file(run_dir)
-    log = read_metrics(path)
-    rollouts = read_rollouts(path.parent)
-    found = diagnose(log, limits, window=window)
+    log, rollouts = read_metrics(path), read_rollouts(path.parent)
+    info = read_run_info(path.parent)
+    opinions = tuple(OTHER_DOCTORS[name](path) for name in others)
+    return judge(log, rollouts, info, thresholds or Thresholds(), path=path, window=window, opinions=opinions)
+
+
+def judge(
+    log: MetricsLog,
+    rollouts: Rollouts | None,
+    info: Mapping[str, Any],
+    thresholds: Thresholds,
+    *,
+    path: Path,
+    window: int = WINDOW,
+    opinions: tuple[Opinion, ...] = (),
+) -> Examination:
+    """:func:`examine` on what was read already."""
+    found = diagnose(log, thresholds, window=window)
     return Examination(
         metrics=path,
         frameworks=log.frameworks,
         diagnosis=found,
-        antipatterns=find_antipatterns(found.readings, read_run_info(path.parent), limits, rollouts),
+        antipatterns=find_antipatterns(found.readings, info, thresholds, rollouts),
         lengths=None if rollouts is None else length_shares(rollouts),
-        opinions=tuple(OTHER_DOCTORS[name](path) for name in others),
+        opinions=opinions,
     )
 
 

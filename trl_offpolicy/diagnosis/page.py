@@ -18,10 +18,10 @@ from trl_offpolicy.diagnosis.summary import (
 
 STYLE = """
 :root { --ground: #fff; --ink: #1b1f24; --soft: #5b6470; --rule: #d8dde3; --panel: #f6f7f9; --mark: #ffe2a8;
-  --blue: #0072b2; --orange: #d55e00; --green: #009e73; --grey: #7a828c; color-scheme: light dark; }
+  --blue: #0072b2; --orange: #d55e00; --green: #009e73; --grey: #7a828c; --red: #b3261e; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) { :root { --ground: #15181c; --ink: #e4e7eb; --soft: #a2abb6;
   --rule: #363d46; --panel: #1e2228; --mark: #6b4a00; --blue: #56b4e9; --orange: #ff9147; --green: #35c79b;
-  --grey: #98a1ac; } }
+  --grey: #98a1ac; --red: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 46rem; background: var(--ground); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -49,6 +49,9 @@ code, pre { font: .85rem/1.45 ui-monospace, SFMono-Regular, Menlo, "DejaVu Sans 
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); padding: .6rem .7rem;
   margin: .2rem 0 .6rem; }
 .context td { padding-top: 0; padding-bottom: .6rem; overflow-wrap: anywhere; }
+.ok, .notice, .warning, .critical { font-weight: 700; }
+.ok { color: var(--green); } .notice { color: var(--blue); }
+.warning { color: var(--orange); } .critical { color: var(--red); }
 mark { background: var(--mark); color: inherit; padding: 0 .1em; }
 article { padding: .7rem 0 .2rem; }
 article + article { border-top: 1px solid var(--rule); }

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from trl_offpolicy.diagnosis import page
+from trl_offpolicy.diagnosis.doctor import judge
+from trl_offpolicy.diagnosis.doctor_page import render_findings
 from trl_offpolicy.diagnosis.examples import Decode, render_examples, render_top_tokens
-from trl_offpolicy.diagnosis.plots import draw_step_figures
 from trl_offpolicy.diagnosis.rollout_stats import kl_k1
 from trl_offpolicy.diagnosis.rollouts import Rollouts, read_rollouts
 from trl_offpolicy.diagnosis.run_data import read_metrics, read_run_info
 from trl_offpolicy.diagnosis.statement import describe_run
+from trl_offpolicy.diagnosis.step_plots import draw_step_figures
 from trl_offpolicy.diagnosis.summary import format_number, summarize_log
+from trl_offpolicy.diagnosis.thresholds import Thresholds
 
 REPORT_FILE = "report.html"
 
@@ -35,9 +38,12 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
     summary = summarize_log(log, run_dir)
     rollouts = read_rollouts(run_dir)
     path = Path(run_dir) / REPORT_FILE if output is None else Path(output)
+    info = read_run_info(run_dir)
+    seen = judge(log, rollouts, info, Thresholds(), path=Path(run_dir))
     sections = [
-        page.render_run_info(read_run_info(run_dir)),
+        page.render_run_info(info),
         page.render_note(describe_run(summary), "lead"),
+        render_findings(seen),
         page.render_section("Summary", page.render_summary(summary)),
         page.render_section("Over the steps", *map(page.render_panel, draw_step_figures(log))),
         *_rollout_sections(rollouts, decode),

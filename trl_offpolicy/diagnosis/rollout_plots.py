@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trl_offpolicy.diagnosis import rollout_stats as stats
+from trl_offpolicy.diagnosis.antipatterns import LengthShares, length_shares
 from trl_offpolicy.diagnosis.plots import (
     BLUE,
     GREEN,
@@ -46,6 +47,7 @@ def draw_rollout_figures(rollouts: Rollouts) -> list[Panel]:
             draw_by_position(stats.mean_by_position(rollouts)),
             draw_by_probability(stats.mean_by_probability(rollouts)),
             draw_sequences(stats.sequence_points(rollouts)),
+            *draw_length_shares(length_shares(rollouts)),
         ]
 
 
@@ -159,6 +161,27 @@ def draw_sequences(points: stats.SequencePoints) -> Panel:
         f"correction selects by length. At most {MAX_POINTS} points of each kind are drawn."
     )
     return Panel(title, to_svg(figure, title), caption)
+
+
+def draw_length_shares(shares: LengthShares | None) -> list[Panel]:
+    """Share of responses dropped by quarter of length: the length trap. Nothing where nothing was dropped."""
+    if shares is None or not any(shares.dropped):
+        return []
+    title = "Dropped responses by length"
+    figure, axes = new_figure(height=3.0)
+    starts = (1, *(length + 1 for length in shares.longest[:-1]))
+    labels = [f"{min(low, high)}-{high}" for low, high in zip(starts, shares.longest, strict=True)]
+    axes.bar(range(4), [100 * share for share in shares.dropped], color=ORANGE, width=0.7)
+    axes.set_xticks(range(4), labels)
+    axes.grid(visible=False, axis="x")
+    axes.set_xlabel("response length (trainable tokens), quarters of the responses")
+    axes.set_ylabel("dropped, %")
+    caption = (
+        "Share of the responses that the correction dropped as a whole, by quarter of length. Alike = the correction "
+        "does not select by length. Rising = the length trap: products of ratios grow with the length and the longest "
+        "responses are lost."
+    )
+    return [Panel(title, to_svg(figure, title), caption)]
 
 
 def _left_out(means: stats.BinnedMean) -> str:
