@@ -64,7 +64,7 @@ CAUSES: dict[str, Cause] = {
         "offpolicy: skyrl/geometric-mask   # geometric mean in 0.99 to 1.01\n",
     ),
     "weight_variance": Cause(
-        "variance of the weights",
+        "weight variance",
         "D",
         "A few samples carry most of the weight; the gradient is noise.",
         "ESS below 0.5, or chi2_token above 1, or gradient/noise rising after weights were switched on.",
@@ -92,7 +92,7 @@ CAUSES: dict[str, Cause] = {
         "control: {policy: act, controllers: {length_guard: {}}}\noffpolicy: skyrl/geometric-mask\n",
     ),
     "nonfinite": Cause(
-        "log-probs that are not finite",
+        "non-finite log-probs",
         "A",
         "Tokens without a finite log-prob on one side are left out of every diagnostic.",
         "mismatch/nonfinite_fraction above 0; the recorded rollouts show which tokens.",

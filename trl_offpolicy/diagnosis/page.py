@@ -113,8 +113,8 @@ def render_summary(summary: RunSummary) -> str:
     )
     body = "".join(map(_summary_row, summary.rows))
     return (
-        f'<div class="scroll"><table><caption>{escape(table_caption(summary))}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<p class="note">{escape(table_caption(summary))}</p>'
     )
 
 

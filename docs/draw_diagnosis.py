@@ -1,0 +1,132 @@
+"""Draw the decision tree of docs/diagnosis.md and write its tables: ``python docs/draw_diagnosis.py``.
+
+Tree, causes and thresholds are read off ``trl_offpolicy.diagnosis``; nothing about them stands here.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+from drawing import Pictures, write
+from drawing import picture as register
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.plots import BLUE, GREY, ORANGE
+from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.tree import TREE, Step
+
+PAGE = Path(__file__).resolve().parent / "diagnosis.md"
+PICTURES: Pictures = {}
+picture = partial(register, PICTURES)
+COLOURS = {"critical": ORANGE, "warning": BLUE, "notice": GREY}
+WRAP = 40
+"""Letters a line of the fix."""
+LINE = 0.30
+"""Inches a line of text."""
+
+
+def symptom_lines(step: Step) -> list[str]:
+    """One line a symptom, with its limit; ``and`` before what must hold as well."""
+    limits = Thresholds()
+    lines = [f"{one.metric} {one.sign} {one.limit(limits):g}" for one in step.any_of]
+    return lines + [f"and {one.metric} {one.sign} {one.limit(limits):g}" for one in step.all_of]
+
+
+def first_fix(step: Step) -> list[str]:
+    """The first sentence of the fix, wrapped."""
+    return textwrap.wrap(CAUSES[step.cause].fix.split(". ")[0].split("; ")[0].rstrip(".") + ".", WRAP)
+
+
+def draw_step(axes: Axes, step: Step, top: float) -> float:
+    """One branch: symptoms, arrow, cause, fix; returns where the next one starts, in lines."""
+    about = CAUSES[step.cause]
+    symptoms = symptom_lines(step)
+    fix = first_fix(step)
+    height = max(len(symptoms), len(fix), 2)
+    for i, text in enumerate(symptoms):
+        axes.text(0.0, top + i + 0.5, text, va="center", fontsize=7.5, family="monospace")
+    middle = top + height / 2
+    axes.annotate("", (0.46, middle), (0.42, middle), arrowprops={"arrowstyle": "->", "color": GREY})
+    axes.text(0.47, middle - 0.45, about.title, va="center", fontsize=8.5, weight="bold", color=COLOURS[step.severity])
+    axes.text(0.47, middle + 0.45, f"{step.severity}, branch {about.branch}", va="center", fontsize=7.5, color=GREY)
+    for i, text in enumerate(fix):
+        axes.text(0.73, middle + i - (len(fix) - 1) / 2, text, va="center", fontsize=7.5)
+    axes.plot([0, 1], [top + height + 0.25] * 2, linestyle="-", color=GREY, linewidth=0.4, alpha=0.6)
+    return top + height + 0.5
+
+
+def total_lines() -> float:
+    """Height of the tree in lines, the heading included."""
+    return 1.5 + sum(
+        max(len(symptom_lines(step)), len(textwrap.wrap(CAUSES[step.cause].fix.split(". ")[0].split("; ")[0], WRAP)), 2)
+        + 0.5
+        for step in TREE
+    )
+
+
+@picture("The decision tree: symptom, cause, fix", height=LINE * 0.62 * total_lines())
+def diagnosis_tree(figure: Figure) -> None:
+    """One row a branch, in the order in which the tree is walked."""
+    axes = figure.subplots()
+    axes.set_axis_off()
+    axes.set(xlim=(0, 1.04), ylim=(total_lines(), 0))
+    for x, text in ((0.0, "symptom (any of, offpolicy/...)"), (0.47, "cause"), (0.73, "smallest fix")):
+        axes.text(x, 0.6, text, va="center", fontsize=8.5, color=GREY)
+    top = 1.5
+    for step in TREE:
+        top = draw_step(axes, step, top)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def threshold_table() -> str:
+    """Every limit with its default, meaning and source."""
+    rows = [
+        (f"`{one.name}`", f"{one.default:g}", one.metadata["meaning"], one.metadata["source"])
+        for one in fields(Thresholds)
+    ]
+    return table(("threshold", "default", "meaning", "source"), rows)
+
+
+def cause_sections() -> str:
+    """Each cause with meaning, confirmation, fix and snippet."""
+    parts = []
+    for name, about in CAUSES.items():
+        snippet = f"\n\n```yaml\n{about.snippet.rstrip()}\n```" if about.snippet else ""
+        parts.append(
+            f"### {about.title} (`{name}`, branch {about.branch})\n\n{about.meaning}\n\n"
+            f"- **Check**: {about.confirm}\n- **Fix**: {about.fix}{snippet}"
+        )
+    return "\n\n".join(parts)
+
+
+MAPS = {"thresholds": threshold_table, "causes": cause_sections}
+
+
+def main() -> None:
+    """Write the picture, and the tables between their markers on the page."""
+    write(PICTURES)
+    text = PAGE.read_text()
+    for name, make in MAPS.items():
+        between = re.compile(rf"(<!-- {name} -->\n).*(<!-- end of {name} -->)", flags=re.DOTALL)
+        text = between.sub(partial(_between, make()), text)
+    PAGE.write_text(text)
+
+
+def _between(made: str, marks: re.Match[str]) -> str:
+    return f"{marks[1]}{made}\n{marks[2]}"
+
+
+if __name__ == "__main__":
+    main()
