@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import trl_offpolicy as op
+from trl_offpolicy.control import CONTROL_METRICS
 from trl_offpolicy.correction_stats import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
 from trl_offpolicy.engines.filtered_scoring import FINALIZERS
 from trl_offpolicy.engines.sync_check import SYNC_METRICS
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
+from trl_offpolicy.gradient_stats import GRADIENT_METRICS
 from trl_offpolicy.metrics import RATIO_METRICS, WEIGHT_METRICS
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
@@ -87,7 +89,9 @@ def emitted():
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
     by_engine = {f"offpolicy/rollout/{name}" for name in (*SYNC_METRICS, *FINALIZERS)}
-    return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats} | by_engine
+    by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
+    by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS}
+    return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats} | by_engine | by_gradient | by_control
 
 
 def test_every_emitted_key_is_on_the_page():
@@ -96,7 +100,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12 + 8
+    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12 + 8 + 4 + 10
 
 
 @pytest.mark.parametrize("preset", op.presets.names())

@@ -17,6 +17,8 @@ from trainer_runs import GENERATIONS, Engine, records, rollouts
 
 from trl_offpolicy import PolicyBatch, objectives
 from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.control import CONTROL_METRICS
+from trl_offpolicy.gradient_stats import GRADIENT_METRICS
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 COLUMNS = {
@@ -74,7 +76,8 @@ def test_sampling_from_the_trainer_itself_leaves_no_mismatch_metrics(
     trainer.train()
     for row in records(trainer):
         keys = {key for key in row if key.startswith("offpolicy/")}
-        assert keys and all(key.startswith(("offpolicy/loss/", "offpolicy/rollout/")) for key in keys)
+        groups = {key.split("/")[1] for key in keys}
+        assert groups == {"loss", "rollout", "gradient", "control"}
         assert row["entropy"] == row["offpolicy/loss/entropy"] > 0
 
 
@@ -102,6 +105,8 @@ def test_every_diagnostic_reaches_metrics_jsonl(
         current_version=0,
     )
     expected = set(trainer.objective(batch).stats)
+    expected |= {f"offpolicy/gradient/{name}" for name in GRADIENT_METRICS}
+    expected |= {f"offpolicy/control/{name}" for name in CONTROL_METRICS[:-3]}  # no controller runs
     assert len(expected) > 90 + 20 * (old is not None)
     rows = records(trainer)
     assert [row["step"] for row in rows] == [1, 2]

@@ -228,9 +228,9 @@ def test_intervals_are_logged_and_evaluation_groups_do_not_collide(build: Build)
     for row in records(trainer):
         assert row["offpolicy/mismatch/kl_k3_ci95"] > 0
         assert 0 < row["offpolicy/weight_applied/ess_token_ci95"] < 1
-    assert trainer._groups_seen == {"train": 4, "eval": 0}
+    assert trainer._row_counter.seen == {"train": 4, "eval": 0}
     trainer.evaluate()
-    assert trainer._groups_seen["eval"] > 0 and trainer._groups_seen["train"] == 4
+    assert trainer._row_counter.seen["eval"] > 0 and trainer._row_counter.seen["train"] == 4
 
 
 @pytest.mark.parametrize("name", ["quatro", "oapl"])

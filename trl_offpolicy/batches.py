@@ -93,6 +93,28 @@ def row_fields(
     return fields
 
 
+class RowCounter:
+    """Counts the prompt groups of a run of ``trl.GRPOTrainer``, so that each has a number of its own."""
+
+    def __init__(self) -> None:
+        self.seen = {"train": 0, "eval": 0}
+
+    def fields(self, trainer: Any, inputs: dict[str, Any], by_function: Tensor | None) -> dict[str, Tensor]:
+        """:func:`row_fields` of a generation batch; ``by_function`` are the (N, K) rewards of all ranks, or None."""
+        mode = "train" if trainer.model.training else "eval"
+        generations = trainer.num_generations if mode == "train" else trainer.num_generations_eval
+        first = self.seen[mode]
+        self.seen[mode] += len(inputs["advantages"]) * trainer.accelerator.num_processes // generations
+        return row_fields(
+            inputs,
+            None if by_function is None else total_rewards(by_function, trainer.reward_weights),
+            rank=trainer.accelerator.process_index,
+            generations=generations,
+            first_group=first,
+            version=trainer.state.global_step,
+        )
+
+
 def advantage_inputs(
     inputs: dict[str, Any], by_function: Tensor, reward_weights: Tensor, *, rank: int
 ) -> AdvantageInputs:

@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 from trl_offpolicy import presets
 from trl_offpolicy.advantages import AdvantageEstimator
+from trl_offpolicy.control import ControlSpec, parse_control
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
 from trl_offpolicy.presets.preset import Preset
@@ -47,11 +48,14 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             :class:`~trl_offpolicy.engines.settings.EngineSettings`.
         record_rollouts: write every rollout to ``rollouts.parquet`` in ``output_dir``.
         write_report: print the summary and write ``report.html`` at the end of training.
+        control: ``warn`` prints a line for every new finding, ``stop`` also ends the run when it is critical, ``act``
+            runs the controllers; or a mapping ``{policy: act, controllers: {length_guard: {...}}, thresholds: {...}}``
+            (:func:`~trl_offpolicy.control.parse_control`). None or ``off``: nobody watches.
         noise_floor_steps: every so many optimizer steps one micro-batch is scored a second time in another batch
             size; ``offpolicy/noise_floor/*`` is what the trainer differs from itself. 0 = never.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control"]
 
     offpolicy: dict[str, Any] | str | None = field(
         default=None,
@@ -73,6 +77,14 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     )
     write_report: bool = field(
         default=True, metadata={"help": "At the end of training print the summary and write report.html in output_dir."}
+    )
+    control: dict[str, Any] | str | None = field(
+        default="warn",
+        metadata={
+            "help": "Watching the run: warn (a line for every new finding), stop (also end it, with a checkpoint), act "
+            "(run the controllers), off; or a mapping with the keys policy, controllers, thresholds, patience, risk, "
+            "gradient_cosine."
+        },
     )
     noise_floor_steps: int = field(
         default=100,
@@ -103,10 +115,16 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
         if not isinstance(self.noise_floor_steps, int) or self.noise_floor_steps < 0:
             raise ValueError(f"noise_floor_steps must be a whole number >= 0, but got {self.noise_floor_steps!r}.")
+        parse_control(self.control)
         objective = resolve_preset(self).objective  # a wrong option fails here, not after the model is loaded
         if objective.kl is not None and self.beta == 0.0:  # type: ignore[has-type]
             self._beta_of_kl = objective.kl.beta
             self.beta = objective.kl.beta  # or TRL would not load the reference model
+
+    @property
+    def control_spec(self) -> ControlSpec | None:
+        """What ``control`` says; None = nobody watches."""
+        return parse_control(self.control)
 
     @property
     def preset(self) -> Preset:

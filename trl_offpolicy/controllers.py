@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from trl_offpolicy.functional.kl import MAX_KL_ERROR
 from trl_offpolicy.kl import AdaptiveKL, KLPenalty
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
-
-if TYPE_CHECKING:
-    from trl import GRPOConfig
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -114,18 +111,37 @@ def check_horizon(kl: KLPenalty | None, responses: int) -> None:
         )
 
 
-def save_state(folder: Path, kl: KLPenalty | None) -> None:
-    """Put the coefficient into a checkpoint, if it moves."""
-    if kl is not None and adapts(kl):
-        (folder / STATE_FILE).write_text(json.dumps({"kl": kl.state_dict()}))
+class Stateful(Protocol):
+    """Something that goes into a checkpoint; an empty state does not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from them."""
 
 
-def load_state(folder: Path, kl: KLPenalty | None) -> KLPenalty | None:
-    """The penalty with the coefficient of a checkpoint; as configured where that has none, which is said."""
+def save_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> None:
+    """Put the coefficient into a checkpoint, if it moves, and the state of the control, if it has one."""
+    state: dict[str, Any] = {} if kl is None or not adapts(kl) else {"kl": kl.state_dict()}
+    if control is not None and (controlled := control.state_dict()):
+        state["control"] = controlled
+    if state:
+        (folder / STATE_FILE).write_text(json.dumps(state))
+
+
+def load_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> KLPenalty | None:
+    """The penalty with the coefficient of a checkpoint; as configured where that has none, which is said.
+
+    ``control`` goes on from its state there, if there is one.
+    """
+    file = folder / STATE_FILE
+    saved: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    if control is not None and "control" in saved:
+        control.load_state_dict(saved["control"])
     if kl is None or not adapts(kl):
         return kl
-    file = folder / STATE_FILE
-    if not file.is_file():
+    if "kl" not in saved:
         logger.warning("%s has no %s: the KL coefficient starts again at %g.", folder, STATE_FILE, kl.beta)
         return kl
-    return kl.restored(json.loads(file.read_text())["kl"])
+    return kl.restored(saved["kl"])

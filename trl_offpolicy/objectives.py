@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
+from trl_offpolicy.gradient_stats import gradient_stats
 from trl_offpolicy.kl import KLPenalty
 from trl_offpolicy.losses import LossInputs, PolicyLoss, PPOClip
 from trl_offpolicy.objective_stats import LossParts, loss_stats
@@ -25,6 +26,7 @@ from trl_offpolicy.objective_terms import (
 )
 from trl_offpolicy.proximal import Average, AveragedProximal, Proximal, RecomputedProximal
 from trl_offpolicy.rollout_stats import rollout_stats
+from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import (
     SCOPES,
     CorrectionOutput,
@@ -202,9 +204,14 @@ class Objective:
             per_token_loss=per_token,
             weights=corrected.weights,
             keep_mask=corrected.keep_mask,
-            stats=corrected.stats.union(loss_stats(batch, parts)).union(rollout_stats(batch, corrected.weights)),
+            stats=self._stats(batch, corrected, parts),
             average=average,
         )
+
+    @staticmethod
+    def _stats(batch: PolicyBatch, corrected: CorrectionOutput, parts: LossParts) -> Stats:
+        stats = corrected.stats.union(loss_stats(batch, parts)).union(rollout_stats(batch, corrected.weights))
+        return stats.union(gradient_stats(batch, corrected.weights, corrected.keep_mask))
 
     def _centred(self, batch: PolicyBatch) -> tuple[PolicyBatch, Average | None]:
         """The batch with the proximal log-probs, and the average that the next step on its rows goes on from."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RECORDS = ("run.json", "metrics.jsonl", "rollouts.parquet", "report.html")
+RECORDS = ("run.json", "metrics.jsonl", "actions.jsonl", "rollouts.parquet", "report.html")
 
 
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
@@ -29,7 +29,8 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
         for path in present:
             shutil.move(path, archive / path.name)
     elif resumed_step > 0:
-        _cut_metrics(folder / "metrics.jsonl", resumed_step)
+        for name in ("metrics.jsonl", "actions.jsonl"):
+            _cut_lines(folder / name, resumed_step)
         for part in (folder / "rollouts.parquet").glob("part-*.parquet"):
             if int(part.name.split("-")[1]) >= resumed_step:
                 part.unlink()
@@ -46,7 +47,7 @@ def _new_folder(path: Path) -> Path:
     return target
 
 
-def _cut_metrics(path: Path, step: int) -> None:
+def _cut_lines(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []

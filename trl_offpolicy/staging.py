@@ -62,6 +62,16 @@ class Stages:
         """That forward must also say how concentrated the policy was."""
         return self.advantages is not None and "sum_sq_probs" in self.advantages.requires
 
+    def with_correction(self, correction: Correction) -> Stages:
+        """With another correction in the loss step.
+
+        Raises:
+            ValueError: part of the correction is decided on the generation batch.
+        """
+        if self.early is not None:
+            raise ValueError(f"correction must be of row scope to be replaced in training, but got {self.early!r}.")
+        return replace(self, late=replace(self.late, correction=correction))
+
     def estimate(self, inputs: AdvantageInputs) -> Decided:
         """Advantages alone, where nothing else :attr:`needs_old` log-probs. Called by all ranks."""
         assert self.advantages is not None

@@ -23,6 +23,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl_offpolicy import batches
 from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset, run_description
+from trl_offpolicy.control_callback import supervise
 from trl_offpolicy.controllers import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
 from trl_offpolicy.correction_stats import noise_floor
 from trl_offpolicy.engines.filtered_scoring import filtered_scoring
@@ -61,8 +62,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         has_rollout_func = kwargs.get("rollout_func") is not None
         preset = resolve_preset(args, has_rollout_func=has_rollout_func)
         self.objective: Objective = preset.objective
-        peft_config = kwargs.get("peft_config")
-        check_before_loading(args, self.objective, has_rollout_func=has_rollout_func, peft_config=peft_config)
+        peft = kwargs.get("peft_config")
+        check_before_loading(args, self.objective, has_rollout_func=has_rollout_func, peft_config=peft)
         self._stages = stages_of(args, preset)
         has_sampler = args.use_vllm or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
@@ -75,13 +76,14 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._window = StepWindow()
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
-        self._groups_seen = {"train": 0, "eval": 0}
+        self._row_counter = batches.RowCounter()
         recorder = partial(RolloutRecorder, folder / "rollouts.parquet", self._tokenizer.decode)
         self._recorder = recorder(self.accelerator.process_index) if args.record_rollouts else None
         info = run_description(args, preset, getattr(self.model.config, "_name_or_path", ""))
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
             self.add_callback(ShortProgressCallback)
         self.add_callback(RunFolderCallback(info, report=args.write_report, decode=self._tokenizer.decode))
+        self._control = supervise(self, args.control_spec, has_sampler=has_sampler)
 
     @property
     def _mode(self) -> str:
@@ -99,19 +101,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         aligned = as_if_aligned(self.args) if self._leave_out_old else nullcontext()
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        mode = self._mode
-        generations = self.num_generations if mode == "train" else self.num_generations_eval
-        output |= batches.row_fields(
-            output,
-            None if self._rewards is None else batches.total_rewards(self._rewards, self.reward_weights),
-            rank=self.accelerator.process_index,
-            generations=generations,
-            first_group=self._groups_seen[mode],
-            version=self.state.global_step,
-        )
-        self._groups_seen[mode] += len(output["advantages"]) * self.accelerator.num_processes // generations
+        output |= self._row_counter.fields(self, output, self._rewards)
         if self._stages is not None:
-            self._decide(output, self._stages, mode)
+            self._decide(output, self._stages, self._mode)
         return output
 
     def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
@@ -291,9 +283,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_state(folder, self._kl)
+            save_state(folder, self._kl, self._control)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._kl = load_state(Path(checkpoint), self._kl)
+            self._kl = load_state(Path(checkpoint), self._kl, self._control)

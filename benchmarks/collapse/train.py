@@ -1,0 +1,174 @@
+"""Runs that are made to collapse, and runs that are not: real GRPO at laptop scale with the kit's own objective.
+
+    python benchmarks/collapse/train.py OUT [--only NAME ...] [--seeds 0 1 2] [--steps 100]
+
+Each run writes ``OUT/<name>-<seed>/metrics.jsonl`` with the keys that the trainers log, one row a generation (two
+optimizer steps), and ``learner_reward``: that of the learner itself on held-out prompts, which is what collapses. One
+thread; half a minute a run. What becomes of a run is decided by ``evaluate.py``, not by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from sorting import Answers, Sorter, prompts, reward, sample, token_logps, warm_start
+from torch import nn
+
+import trl_offpolicy as op
+from trl_offpolicy.engines.rounding import round_integer
+from trl_offpolicy.gradient_stats import gradient_variance
+from trl_offpolicy.recording import append_metrics
+from trl_offpolicy.stats import Stats
+
+GROUPS, GENERATIONS, MINIBATCHES = 16, 8, 2
+WARM_UP_STEPS = 45
+QUESTIONS = prompts(128, torch.Generator().manual_seed(1))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run does.
+
+    Args:
+        objective: the loss.
+        bits: to which the sampler's weights are rounded at every sync; None = not at all.
+        learning_rate: of Adam.
+        lag: generations by which the sampler's weights are behind; -1 = it is never synced.
+        length_bonus: reward a token beside the task's: the reward that is hacked.
+    """
+
+    objective: op.Objective
+    bits: int | None = None
+    learning_rate: float = 1e-4
+    lag: int = 0
+    length_bonus: float = 0.0
+
+
+PLAIN = op.Objective(policy_loss=op.losses.PPOClip(), correction=op.Correction())
+TIS = op.Objective(policy_loss=op.losses.PPOClip(), correction=op.Correction(weight=op.TruncateWeight(max_weight=2.0)))
+PPO_IS = op.Objective(policy_loss=op.losses.PPOIS(), correction=op.Correction())
+NO_CLIP = op.Objective(policy_loss=op.losses.GPG(), correction=op.Correction())
+
+SETTINGS = {
+    "float": Setting(PLAIN, learning_rate=5e-4),
+    "int4": Setting(PLAIN, bits=4),
+    "int4_tis": Setting(TIS, bits=4),
+    "lag2_tis": Setting(TIS, bits=8, lag=2),
+    "int3_ppo_is": Setting(PPO_IS, bits=3),
+    "too_fast": Setting(NO_CLIP, learning_rate=2e-3),
+    "never_synced": Setting(NO_CLIP, bits=8, lag=-1, learning_rate=5e-4),
+    "lag8_fast": Setting(NO_CLIP, bits=8, lag=8, learning_rate=1e-3),
+    "length_hack": Setting(PLAIN, learning_rate=3e-4, length_bonus=0.15),
+}
+
+
+def rounded(model: Sorter, bits: int | None) -> Sorter:
+    """A copy for the sampler, every linear weight rounded."""
+    copy = deepcopy(model).requires_grad_(False)
+    for module in copy.modules():
+        if bits is not None and isinstance(module, nn.Linear):
+            module.weight.data = round_integer(module.weight.data, bits=bits)
+    return copy
+
+
+def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """GRPO's: centred and scaled in each group."""
+    by_group = rewards.view(-1, GENERATIONS)
+    return ((by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def update(
+    model: Sorter,
+    optimizer: torch.optim.Optimizer,
+    answers: Answers,
+    rows: dict[str, torch.Tensor],
+    setting: Setting,
+) -> tuple[Stats, float]:
+    """One optimizer step on some rows; its diagnostics and gradient norm."""
+    ids, mask = answers.ids[rows["index"]], answers.mask[rows["index"]]
+    logps = token_logps(model, ids)
+    batch = op.PolicyBatch(
+        per_token_logps=logps,
+        old_per_token_logps=rows["old"],
+        sampling_per_token_logps=answers.logps[rows["index"]],
+        completion_mask=mask,
+        advantages=rows["advantages"],
+        rewards=rows["rewards"],
+        group_ids=rows["index"] // GENERATIONS,
+    )
+    result = setting.objective(batch)
+    optimizer.zero_grad()
+    result.loss.backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.step()
+    return result.stats, norm
+
+
+def generation(
+    model: Sorter, behind: Sorter, setting: Setting, optimizer: torch.optim.Optimizer, generator: torch.Generator
+) -> dict[str, float]:
+    """Sample from ``behind`` (rounded), learn in two optimizer steps; what the trainers would log."""
+    questions = prompts(GROUPS, generator).repeat_interleave(GENERATIONS, dim=0)
+    answers = sample(rounded(behind, setting.bits), questions, generator)
+    task = reward(answers)
+    rewards = task + setting.length_bonus * answers.mask.sum(1)
+    with torch.no_grad():
+        old = token_logps(behind, answers.ids)
+    advantages = group_advantages(rewards)
+    merged, norms = Stats({}), []
+    for index in torch.randperm(len(rewards), generator=generator).chunk(MINIBATCHES):
+        rows = {"index": index, "old": old[index], "advantages": advantages[index], "rewards": rewards[index]}
+        stats, norm = update(model, optimizer, answers, rows, setting)
+        merged, norms = merged.merge(stats), [*norms, norm]
+    held_out = reward(sample(model, QUESTIONS, torch.Generator().manual_seed(0)))
+    logs = {"reward": float(task.mean()), "learner_reward": float(held_out.mean())}
+    logs |= {"grad_norm": norms[-1], **merged.compute()}
+    return logs | gradient_variance(logs, responses=len(rewards) // MINIBATCHES)
+
+
+def train(setting: Setting, seed: int, *, steps: int, start: Sorter, folder: Path) -> None:
+    """A run of so many generations."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    model = deepcopy(start)
+    optimizer = torch.optim.Adam(model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.95))
+    past: deque[Sorter] = deque(maxlen=max(setting.lag, 0) + 1)
+    for step in range(steps):
+        if setting.lag >= 0 or not past:
+            past.append(deepcopy(model).requires_grad_(False))
+        try:
+            logs = generation(model, past[0], setting, optimizer, generator)
+        except (ValueError, RuntimeError) as error:  # weights that are no longer finite
+            print(f"{folder.name}: ended after {step} generations: {str(error)[:80]}", flush=True)
+            return
+        append_metrics(folder / "metrics.jsonl", MINIBATCHES * (step + 1), logs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    start = Sorter()
+    warm_start(start, steps=WARM_UP_STEPS, generator=torch.Generator().manual_seed(0))
+    for seed in args.seeds:
+        for name in args.only:
+            began = time.monotonic()
+            folder = args.out / f"{name}-{seed}"
+            train(SETTINGS[name], seed, steps=args.steps, start=start, folder=folder)
+            print(f"{folder.name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Watching a run while it trains and acting on what is seen: thresholds to actions, without any trainer.
+
+``trl_offpolicy.control_callback`` applies it in TRL, ``lightning_module.control`` in Lightning.
+"""
+
+from trl_offpolicy.control.actions import ACTIONS_FILE, Action, append_actions, read_actions
+from trl_offpolicy.control.controllers import Controller, ESSStep, LengthGuard
+from trl_offpolicy.control.escalation import Escalation
+from trl_offpolicy.control.learning_rate import LearningRateScale
+from trl_offpolicy.control.resync import Resync
+from trl_offpolicy.control.risk import Risk, collapse_risk
+from trl_offpolicy.control.spec import ControlSpec, parse_control
+from trl_offpolicy.control.supervisor import CONTROL_METRICS, ControlState, Outcome, Supervisor
+
+__all__ = [
+    "ACTIONS_FILE",
+    "CONTROL_METRICS",
+    "Action",
+    "ControlSpec",
+    "ControlState",
+    "Controller",
+    "ESSStep",
+    "Escalation",
+    "LearningRateScale",
+    "LengthGuard",
+    "Outcome",
+    "Resync",
+    "Risk",
+    "Supervisor",
+    "append_actions",
+    "collapse_risk",
+    "parse_control",
+    "read_actions",
+]

@@ -1,0 +1,129 @@
+"""Collapse risk: one number in [0, 1] from five parts that each say what they saw. No fitted model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from trl_offpolicy.control.controllers import LENGTH_KEYS
+from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.stats import PREFIX
+
+RECENT = 5
+"""Logged rows whose median is "now"."""
+BASELINE = 50
+"""Logged rows before those that it is compared with."""
+PARTS = ("chi2", "ess", "clip", "length", "gradient")
+
+
+@dataclass(frozen=True)
+class Risk:
+    """The score, and its parts by name; a part whose metrics were not logged is 0.
+
+    Args:
+        score: 1 - product over the parts of (1 - part): one alarm is enough, several add up.
+        parts: each in [0, 1].
+    """
+
+    score: float
+    parts: Mapping[str, float]
+
+
+def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk:
+    """How likely a run is to collapse soon, by the last rows of its log.
+
+    "Now" is the median of the last 5 rows. A part is 0 up to a first number, 1 from a second on, and linear in the
+    logarithm between them:
+
+    - chi2: 95th percentile of the responses' chi-square (``total`` where it was logged, else ``mismatch``), from
+      ``chi2_moderate`` to ``chi2_systems``;
+    - ess: 1 / ESS of the applied weights, else of the raw ones, else of the weights that the ratios would give
+      (1 + chi2_token), from 1 / ``ess_healthy`` to 1 / ``ess_broken`` squared;
+    - clip: share of clipped units, from ``clip_high`` to three times that, or 3 to 10 times its own baseline;
+    - length: the mean response length over that of ``length_window`` steps ago, up or down, from ``length_surge`` to
+      its square;
+    - gradient: its norm over the median of the 50 rows before, from 3 to 10.
+
+    Args:
+        log: the rows so far, the newest last; about 60 are looked at, and the lengths of ``length_window`` steps.
+        thresholds: of the diagnosis; None = the defaults.
+
+    Reference: the features are those of Liu 2026, "Off-Policy Drift in LLM RL", problem 2, and the gradient norm; the
+    ramps are this kit's, chosen on the runs of ``benchmarks/collapse``.
+    """
+    limits = thresholds or Thresholds()
+    parts = {
+        "chi2": _chi2(log, limits),
+        "ess": _ess(log, limits),
+        "clip": _clip(log, limits),
+        "length": _length(log, limits),
+        "gradient": _gradient(log),
+    }
+    return Risk(1.0 - math.prod(1.0 - part for part in parts.values()), parts)
+
+
+def ramp(value: float, low: float, high: float) -> float:
+    """0 up to ``low``, 1 from ``high`` on, linear in the logarithm between.
+
+    Example:
+        >>> [round(ramp(value, 1.0, 100.0), 2) for value in (0.0, 1.0, 10.0, 1000.0)]
+        [0.0, 0.0, 0.5, 1.0]
+    """
+    if value <= low:
+        return 0.0
+    return 1.0 if value >= high else math.log(value / low) / math.log(high / low)
+
+
+def _group(log: MetricsLog) -> str:
+    return f"{PREFIX}total" if log.has(f"{PREFIX}total/chi2_token") else f"{PREFIX}mismatch"
+
+
+def _now(values: Sequence[float]) -> float | None:
+    return median(values[-RECENT:]) if values else None
+
+
+def _chi2(log: MetricsLog, limits: Thresholds) -> float:
+    now = _now(log.series(f"{_group(log)}/chi2_token_p95").values)
+    return 0.0 if now is None else ramp(now, limits.chi2_moderate, limits.chi2_systems)
+
+
+def _ess(log: MetricsLog, limits: Thresholds) -> float:
+    key = log.first_logged([f"{PREFIX}weight_applied/ess_sequence", f"{PREFIX}weight/ess_sequence"])
+    if key is not None:
+        now = _now(log.series(key).values)
+        inverse = None if now is None else 1 / max(now, 1e-6)
+    else:
+        now = _now(log.series(f"{_group(log)}/chi2_token").values)
+        inverse = None if now is None else 1 + max(now, 0.0)
+    return 0.0 if inverse is None else ramp(inverse, 1 / limits.ess_healthy, 1 / limits.ess_broken**2)
+
+
+def _clip(log: MetricsLog, limits: Thresholds) -> float:
+    key = log.first_logged([f"{PREFIX}loss/clip_region_fraction", "clip_ratio/region_mean"])
+    now = None if key is None else _now(log.series(key).values)
+    return 0.0 if now is None else ramp(now, limits.clip_high, 3 * limits.clip_high)
+
+
+def _length(log: MetricsLog, limits: Thresholds) -> float:
+    key = log.first_logged(LENGTH_KEYS)
+    steps, values, _ = log.series(key) if key else ([], [], 0)
+    earlier = [value for at, value in zip(steps, values, strict=True) if at <= steps[-1] - limits.length_window]
+    now, before = _now(values), _now(earlier)
+    if now is None or before is None or min(now, before) <= 0:
+        return 0.0
+    return ramp(max(now / before, before / now), limits.length_surge, limits.length_surge**2)
+
+
+def _gradient(log: MetricsLog) -> float:
+    return ramp(_over_baseline(log.series("grad_norm").values, max), 3.0, 10.0)
+
+
+def _over_baseline(values: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> float:
+    """The last rows over the median of those before; 0 while there are fewer than 10 of those."""
+    recent, before = values[-RECENT:], values[-RECENT - BASELINE : -RECENT]
+    if len(before) < 10 or (base := median(before)) <= 0:
+        return 0.0
+    return reduce(recent) / base

@@ -1,0 +1,147 @@
+"""The ``control`` option: who watches a run, and what may be done about what is seen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from trl_offpolicy.control.controllers import Controller, ESSStep, LengthGuard
+from trl_offpolicy.control.escalation import Escalation
+from trl_offpolicy.control.resync import Resync
+from trl_offpolicy.diagnosis.thresholds import Thresholds, thresholds_from
+from trl_offpolicy.presets.parsing import near, parse_tagged
+from trl_offpolicy.types import check_number, check_positive
+
+logger = logging.getLogger(__name__)
+
+Policy = Literal["warn", "stop", "act"]
+CONTROLLERS: Mapping[str, type] = {cls.name: cls for cls in (LengthGuard, ESSStep, Escalation, Resync)}
+_KEYS = ("policy", "controllers", "thresholds", "patience", "risk", "gradient_cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlSpec:
+    """What ``control`` says.
+
+    Args:
+        policy: ``warn`` prints a line for every new finding; ``stop`` also ends the run, with a checkpoint, when it is
+            critical; ``act`` also runs the controllers.
+        controllers: with ``act``.
+        named: the controllers were named one by one; one that cannot work then is an error.
+        thresholds: of the diagnosis.
+        patience: ``stop``: logging steps in a row with a critical verdict or a high risk.
+        risk: ``stop``: collapse risk that counts as high.
+        gradient_cosine: log the cosine between the gradients of consecutive optimizer steps; keeps a copy of one.
+    """
+
+    policy: Policy = "warn"
+    controllers: tuple[Controller, ...] = ()
+    named: bool = False
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    patience: int = 3
+    risk: float = 0.5
+    gradient_cosine: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(Policy):
+            raise ValueError(f"policy must be one of {list(get_args(Policy))}, but got {self.policy!r}.")
+        if self.controllers and self.policy != "act":
+            raise ValueError(f"controllers must be absent with policy {self.policy!r}; only 'act' runs them.")
+        check_positive(patience=self.patience)
+        check_number("risk", self.risk)
+        if not 0 < self.risk <= 1:
+            raise ValueError(f"risk must lie in (0, 1], but got {self.risk}.")
+        if not isinstance(self.gradient_cosine, bool):
+            raise ValueError(f"gradient_cosine must be true or false, but got {self.gradient_cosine!r}.")
+
+    def without(self, missing: Mapping[str, str]) -> ControlSpec:
+        """Leave out controllers that cannot work in a run, which is said.
+
+        Args:
+            missing: what each of them would need, by name.
+
+        Raises:
+            ValueError: it was asked for by name.
+        """
+        for item in self.controllers:
+            if item.name in missing and self.named:
+                raise ValueError(f"control.controllers must not name {item.name}, which needs {missing[item.name]}.")
+            if item.name in missing:
+                logger.warning("control: act leaves out %s, which needs %s.", item.name, missing[item.name])
+        return replace(self, controllers=tuple(item for item in self.controllers if item.name not in missing))
+
+    @property
+    def escalation(self) -> Escalation | None:
+        """The controller of that name."""
+        return next((item for item in self.controllers if isinstance(item, Escalation)), None)
+
+    @property
+    def history(self) -> int:
+        """Optimizer steps that must be remembered."""
+        return max([200, *(2 * int(getattr(item, "window", 0)) for item in self.controllers)])
+
+
+def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:
+    """``warn``, ``stop``, ``act``, a mapping with these keys, or None (also ``off`` and False): nobody watches.
+
+    ``{policy: act, controllers: {length_guard: {surge: 1.5}}, thresholds: {kl_high: 0.1}, patience: 3, risk: 0.5}``.
+    ``act`` without ``controllers`` runs all of them; with it, those named. An entry without options may be null.
+
+    Raises:
+        ValueError: naming the field.
+
+    Example:
+        >>> parse_control({"policy": "act", "controllers": {"length_guard": {"window": 50}}}).controllers[0].window
+        50
+    """
+    if spec is None or spec is False or spec == "off":
+        return None
+    if isinstance(spec, ControlSpec):
+        return spec
+    values = {"policy": spec} if isinstance(spec, str) else spec
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} must be warn, stop, act, off or a mapping, but got {spec!r}.")
+    for key in values:
+        if key not in _KEYS:
+            raise ValueError(f"{where}.{key} is not an option; known are {list(_KEYS)}.{near(str(key), _KEYS)}")
+    given = dict(values)
+    policy = given.get("policy", "act" if "controllers" in given else "warn")
+    named = given.pop("controllers", None)
+    given["named"] = named is not None
+    if named is None and policy == "act":
+        named = list(CONTROLLERS)
+    try:
+        given["thresholds"] = _thresholds(given.get("thresholds"))
+        given |= {"policy": policy, "controllers": _controllers(named, where=f"{where}.controllers")}
+        return ControlSpec(**given)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        raise ValueError(message if message.startswith(where) else f"{where}.{message}") from None
+
+
+def _thresholds(given: Any) -> Thresholds:
+    if given is None or isinstance(given, Thresholds):
+        return given or Thresholds()
+    if not isinstance(given, Mapping):
+        raise ValueError(f"thresholds must be a mapping, but got {given!r}.")
+    return thresholds_from(given)
+
+
+def _controllers(named: Any, *, where: str) -> tuple[Controller, ...]:
+    if named is None:
+        return ()
+    if isinstance(named, list | tuple):
+        named = dict.fromkeys(named)
+    if not isinstance(named, Mapping):
+        raise ValueError(f"{where} must be a list of names or a mapping of name to options, but got {named!r}.")
+    made = []
+    for name, options in named.items():
+        if name not in CONTROLLERS:
+            known = list(CONTROLLERS)
+            raise ValueError(f"{where} must name some of {known}, but got {name!r}.{near(str(name), known)}")
+        if not isinstance(options, Mapping | None):
+            raise ValueError(f"{where}.{name} must be a mapping of options or null, but got {options!r}.")
+        made.append(parse_tagged({"type": name, **(options or {})}, CONTROLLERS, where=f"{where}.{name}"))
+    return tuple(made)

@@ -1,0 +1,198 @@
+"""From a logged row to what is said and done: verdict, collapse risk, controllers. Knows no trainer.
+
+:meth:`Supervisor.observe` is a pure function of a state and a row. Every rank that sees the same row decides the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from trl_offpolicy.control.actions import Action
+from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE
+from trl_offpolicy.control.escalation import CORRECTION_LEVEL, LEVELS
+from trl_offpolicy.control.risk import collapse_risk
+from trl_offpolicy.control.spec import ControlSpec
+from trl_offpolicy.diagnosis.run_data import EVAL_PREFIX, MetricsLog
+from trl_offpolicy.diagnosis.tree import SEVERITIES
+from trl_offpolicy.diagnosis.verdict import WINDOW, Diagnosis, diagnose
+from trl_offpolicy.stats import PREFIX
+
+CONTROL_METRICS = (
+    "verdict", "collapse_risk", "risk_chi2", "risk_ess", "risk_clip", "risk_length", "risk_gradient",
+    "learning_rate_scale", "correction_level", "resyncs",
+)  # fmt: skip
+"""``offpolicy/control/<name>``."""
+
+_FEWEST_ROWS = 30
+
+
+@dataclass(frozen=True)
+class ControlState:
+    """What a run remembers between logging steps; goes into a checkpoint as :meth:`as_dict`.
+
+    Args:
+        rows: the last logged rows.
+        controllers: the state of each, by name.
+        said: ``cause:severity`` of what was printed, with the step at which it was last seen.
+        alarms: logging steps in a row that would end a run with policy ``stop``.
+    """
+
+    rows: tuple[dict[str, float], ...] = ()
+    controllers: Mapping[str, Any] = field(default_factory=dict)
+    said: Mapping[str, int] = field(default_factory=dict)
+    alarms: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        states = {name: asdict(state) for name, state in self.controllers.items()}
+        return {"rows": list(self.rows), "controllers": states, "said": dict(self.said), "alarms": self.alarms}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a logging step led to.
+
+    Args:
+        lines: to print.
+        actions: to list in ``actions.jsonl``.
+        metrics: to log.
+        learning_rate_scale: from the next step on.
+        correction_level: from the next step on; at most the top of the ladder.
+        resync: the next generation must wait for a sync of its own.
+        stop: why the run should end with a checkpoint; empty = it should not.
+    """
+
+    lines: tuple[str, ...] = ()
+    actions: tuple[Action, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    learning_rate_scale: float = 1.0
+    correction_level: int = 0
+    resync: bool = False
+    stop: str = ""
+
+
+@dataclass(frozen=True)
+class Supervisor:
+    """Watches a run by the rules of ``spec``."""
+
+    spec: ControlSpec
+
+    def start(self) -> ControlState:
+        """The state of a new run."""
+        return ControlState(controllers={item.name: item.start() for item in self.spec.controllers})
+
+    def restore(self, state: Mapping[str, Any]) -> ControlState:
+        """From :meth:`ControlState.as_dict`. A controller that the checkpoint does not know begins anew."""
+        started = self.start()
+        known = state["controllers"]
+        controllers = {
+            name: type(new)(**known[name]) if name in known else new for name, new in started.controllers.items()
+        }
+        return ControlState(tuple(state["rows"]), controllers, dict(state["said"]), state["alarms"])
+
+    def settings(self, state: ControlState) -> Outcome:
+        """What is in force: the settings alone."""
+        scale = math.prod(getattr(item, "scale", 1.0) for item in state.controllers.values())
+        level = getattr(state.controllers.get("escalation"), "level", 0)
+        return Outcome(learning_rate_scale=scale, correction_level=min(level, len(LEVELS) - 2))
+
+    def observe(self, state: ControlState, step: int, logs: Mapping[str, Any]) -> tuple[ControlState, Outcome]:
+        """One logging step.
+
+        Args:
+            state: before it.
+            step: optimizer steps so far.
+            logs: what was logged, as the trainer has it; rows of an evaluation are not for this.
+        """
+        state = replace(state, rows=self._remember(state.rows, step, logs))
+        log = MetricsLog(state.rows)
+        diagnosis, risk = diagnose(log, self.spec.thresholds), collapse_risk(log, self.spec.thresholds)
+        state, lines = self._say(state, step, diagnosis)
+        state, actions = self._act(state, log, step)
+        state, stop = self._judge(state, diagnosis, risk.score, actions, step)
+        if stop is not None:
+            actions = (*(action for action in actions if action.what != "stop"), stop)
+        in_force = self.settings(state)
+        metrics = {
+            "verdict": float(SEVERITIES.index(diagnosis.verdict)),
+            "collapse_risk": risk.score,
+            **{f"risk_{name}": value for name, value in risk.parts.items()},
+            **self._settings_logged(state, in_force),
+        }
+        return state, replace(
+            in_force,
+            lines=(*lines, *(action.line() for action in actions)),
+            actions=actions,
+            metrics={f"{PREFIX}control/{name}": value for name, value in metrics.items()},
+            resync=any(action.what == "resync" for action in actions),
+            stop="" if stop is None else stop.why,
+        )
+
+    def _settings_logged(self, state: ControlState, in_force: Outcome) -> dict[str, float]:
+        """Those that a controller may move."""
+        moved = {item.setting for item in self.spec.controllers}
+        values = {
+            LEARNING_RATE_SCALE: in_force.learning_rate_scale,
+            CORRECTION_LEVEL: float(getattr(state.controllers.get("escalation"), "level", 0)),
+            "resync": float(getattr(state.controllers.get("resync"), "asked", 0)),
+        }
+        return {("resyncs" if name == "resync" else name): value for name, value in values.items() if name in moved}
+
+    def _remember(
+        self, rows: tuple[dict[str, float], ...], step: int, logs: Mapping[str, Any]
+    ) -> tuple[dict[str, float], ...]:
+        """The rows that are still needed, the new one last; intervals are not."""
+        row: dict[str, float] = {"step": step}
+        for key, value in logs.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if number and key != "step" and not key.endswith("_ci95") and not key.startswith(EVAL_PREFIX):
+                row[key] = float(value)
+        kept = [item for item in rows if item["step"] < step]
+        recent = [item for item in kept if item["step"] >= step - self.spec.history]
+        return (*(recent if len(recent) >= _FEWEST_ROWS else kept[-_FEWEST_ROWS:]), row)
+
+    def _say(self, state: ControlState, step: int, diagnosis: Diagnosis) -> tuple[ControlState, tuple[str, ...]]:
+        """A line for each finding that is new; one that was away for a window of readings is new again."""
+        first = len(state.rows) == 1
+        steps = [int(row["step"]) for row in state.rows[-WINDOW:]]
+        said = {name: at for name, at in state.said.items() if at >= steps[0]}
+        lines = [f"step {step}: {diagnosis.line()}"] if first else []
+        for finding in diagnosis.findings:
+            name = f"{finding.cause}:{finding.severity}"
+            if name not in said:
+                lines.append(
+                    f"step {step}: {finding.severity}  {finding.about.title}: {finding.symptom}. Fix: {finding.fix}"
+                )
+            said[name] = step
+        if not diagnosis.findings and not first and state.said and not said:
+            lines.append(f"step {step}: {diagnosis.line()}")
+        return replace(state, said=said), tuple(lines[1:] if first and diagnosis.findings else lines)
+
+    def _act(self, state: ControlState, log: MetricsLog, step: int) -> tuple[ControlState, tuple[Action, ...]]:
+        controllers, actions = dict(state.controllers), []
+        for item in self.spec.controllers:
+            controllers[item.name], action = item.step(controllers[item.name], log, step)
+            actions += [] if action is None else [action]
+        return replace(state, controllers=controllers), tuple(actions)
+
+    def _judge(
+        self, state: ControlState, diagnosis: Diagnosis, risk: float, actions: tuple[Action, ...], step: int
+    ) -> tuple[ControlState, Action | None]:
+        """Whether the run should end."""
+        asked = next((action for action in actions if action.what == "stop"), None)
+        escalation = self.spec.escalation
+        if asked is None and escalation is not None and escalation.systems == "stop":
+            top = next((a for a in actions if a.what == CORRECTION_LEVEL and a.after == len(LEVELS) - 1), None)
+            asked = None if top is None else Action(step, escalation.name, "stop", 0, 1, top.why)
+        if self.spec.policy != "stop":
+            return state, asked
+        alarm = diagnosis.verdict == "critical" or risk >= self.spec.risk
+        state = replace(state, alarms=state.alarms + 1 if alarm else 0)
+        if state.alarms < self.spec.patience:
+            return state, None
+        critical = diagnosis.line() if diagnosis.verdict == "critical" else f"collapse risk {risk:.2f}"
+        why = f"{critical} ({state.alarms} logging steps in a row)"
+        return replace(state, alarms=0), Action(step, "verdict", "stop", 0, 1, why)
