@@ -143,7 +143,21 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
     return run
 
 
-COMMANDS: dict[str, Command] = {"doctor": doctor, "report": report, "presets": presets, "serve": serve}
+def probe(parser: argparse.ArgumentParser) -> Runner:
+    """Zero-update test: sample with the engine, score with the trainer, say how far they differ, why, what to do."""
+    from trl_offpolicy.diagnosis import probe_cli
+
+    probe_cli.add_arguments(parser)
+    return probe_cli.run
+
+
+COMMANDS: dict[str, Command] = {
+    "probe": probe,
+    "doctor": doctor,
+    "report": report,
+    "presets": presets,
+    "serve": serve,
+}
 
 
 def _thresholds(pairs: Sequence[str]) -> Thresholds:

@@ -1,0 +1,203 @@
+"""From evidence to a cause: tests in order, what the sides declare, and what testing with the model has shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trl_offpolicy.diagnosis.attribution.declarations import Statement, differences, excluded
+from trl_offpolicy.diagnosis.attribution.evidence import Level, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.features import Features, extract
+from trl_offpolicy.diagnosis.attribution.hypotheses import REFERENCE, at_fault, residual
+from trl_offpolicy.diagnosis.attribution.signatures import (
+    DIFFUSE,
+    MEMBERS,
+    OTHER_WEIGHTS,
+    Limits,
+    Signature,
+    read_signatures,
+)
+
+REMOVED = 0.2
+"""Residual / mismatch up to which a tested hypothesis is the cause."""
+REDUCED = 0.7
+"""The same for precision: an engine's rounding errors are only in part those of a simulation."""
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Why engine and trainer differ.
+
+    Args:
+        cause: name in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`; "none" = no mismatch above the noise floor,
+            "unknown" = none of the tests explains it, "other_weights" = one of three that log-probs do not tell apart.
+        coarse: the same with stale weights, wrong adapter and policy staleness as "other_weights".
+        confidence: 0 to 1: margin of the deciding test over its limit; no probability.
+        runner_up: the next best cause, or None.
+        reasons: sentences with the numbers.
+        features: of the log-probs.
+        level: what was observed.
+        detail: what exactly, e.g. "temperature 0.9" or "int8 weights"; may be empty.
+    """
+
+    cause: str
+    coarse: str
+    confidence: float
+    runner_up: str | None
+    reasons: tuple[str, ...]
+    features: Features
+    level: Level
+    detail: str = ""
+
+
+def coarse_of(cause: str) -> str:
+    """Coarse class of a cause.
+
+    Example:
+        >>> coarse_of("stale_weights"), coarse_of("dropout")
+        ('other_weights', 'dropout')
+    """
+    return OTHER_WEIGHTS if cause in MEMBERS else cause
+
+
+def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribution:
+    """The most likely cause of a mismatch at the level that ``evidence`` allows.
+
+    Log-probs: the first test of :data:`.signatures.TESTS` that passes; "unknown" if none does. Declarations: a
+    declared difference decides between causes that look alike, causes that the declarations exclude fall away. Model:
+    the hypothesis that removes the mismatch is the cause.
+
+    Args:
+        evidence: see :meth:`.evidence.TokenEvidence.at_level` for leaving something out.
+        limits: of the tests.
+    """
+    features = extract(evidence)
+    signatures = read_signatures(features, limits)
+    passed = [s for s in signatures if s.score >= 0.5]
+    ranked = sorted(signatures, key=lambda s: -s.score)
+    first = passed[0] if passed else Signature("unknown", 1 - ranked[0].score, "no test explains the mismatch")
+    if first.cause == "none":
+        return _answer(evidence, features, first, ranked)
+    if evidence.tested:
+        found = _tested(evidence, features, first, ranked)
+        if found is not None:
+            return found
+    if evidence.engine is None or evidence.trainer is None:
+        return _answer(evidence, features, first, ranked)
+    return _declared(evidence, features, signatures, first, ranked)
+
+
+def _answer(
+    evidence: TokenEvidence, features: Features, chosen: Signature, ranked: Sequence[Signature], *,
+    reasons: tuple[str, ...] = (), detail: str = "",
+) -> Attribution:  # fmt: skip
+    runner = next((s.cause for s in ranked if s.cause not in (chosen.cause, "none") and s.score > 0.01), None)
+    return Attribution(
+        cause=chosen.cause,
+        coarse=coarse_of(chosen.cause),
+        confidence=min(max(chosen.score, 0.0), 1.0),
+        runner_up=runner,
+        reasons=(chosen.reason, *reasons),
+        features=features,
+        level=evidence.level,
+        detail=detail or _detail(chosen.cause, features),
+    )
+
+
+def _detail(cause: str, features: Features) -> str:
+    slope = features.temperature_slope
+    if cause == "temperature" and math.isfinite(slope) and slope < 0.9:
+        return f"about {1 / (1 - slope):.3g} times the trainer's temperature"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ what was declared
+
+
+def _declared(
+    evidence: TokenEvidence, features: Features, signatures: Sequence[Signature], first: Signature,
+    ranked: Sequence[Signature],
+) -> Attribution:  # fmt: skip
+    """A cause with a trace of its own stands; among those that look alike, declarations decide."""
+    assert evidence.engine is not None and evidence.trainer is not None
+    stated = differences(evidence.engine, evidence.trainer)
+    ruled_out = excluded(evidence.engine, evidence.trainer)
+    if first.cause not in (*DIFFUSE, "unknown") and first.cause not in ruled_out:
+        reasons = (stated[first.cause].text,) if first.cause in stated else ()
+        return _answer(evidence, features, first, ranked, reasons=reasons)
+    certain = [s for s in stated.values() if s.certain]
+    best = max(certain, key=lambda s: _support(s.cause, signatures), default=None)
+    if best is not None:
+        score = max(0.5, _support(best.cause, signatures))
+        return _answer(evidence, features, Signature(best.cause, score, best.text), ranked, reasons=(first.reason,))
+    return _undeclared(evidence, features, signatures, stated, ruled_out, ranked)
+
+
+def _support(cause: str, signatures: Sequence[Signature]) -> float:
+    """Largest score of the cause's tests."""
+    return max((s.score for s in signatures if s.cause == coarse_of(cause)), default=0.0)
+
+
+def _undeclared(
+    evidence: TokenEvidence, features: Features, signatures: Sequence[Signature], stated: dict[str, Statement],
+    ruled_out: frozenset[str], ranked: Sequence[Signature],
+) -> Attribution:  # fmt: skip
+    """Both sides say the same: what is left can only have gone wrong in silence, such as a sync that failed."""
+    for signature in signatures:
+        if signature.score < 0.5 or signature.cause == "none":
+            continue
+        if signature.cause == OTHER_WEIGHTS or signature.cause in ruled_out & {"precision", "prompt_difference"}:
+            text = "both sides declare the same weights, so a sync has failed or not taken effect"
+            chosen = Signature("stale_weights", signature.score, text)
+            return _answer(evidence, features, chosen, ranked, reasons=(signature.reason,))
+        if signature.cause not in ruled_out:
+            reasons = (stated[signature.cause].text,) if signature.cause in stated else ()
+            return _answer(evidence, features, signature, ranked, reasons=reasons)
+    unknown = Signature("unknown", 1 - ranked[0].score, "no test that the declarations allow explains the mismatch")
+    return _answer(evidence, features, unknown, ranked)
+
+
+# --------------------------------------------------------------------------------------------------- what was tested
+
+
+def _tested(
+    evidence: TokenEvidence, features: Features, first: Signature, ranked: Sequence[Signature]
+) -> Attribution | None:
+    """The hypothesis that removes the mismatch; None if none does."""
+    if REFERENCE in evidence.tested and at_fault(evidence, evidence.tested[REFERENCE]) == "trainer":
+        return _trainer_fault(evidence, features, first, ranked)
+    left = {name: _left(evidence, name) for name in evidence.tested if name != REFERENCE}
+    if not left:
+        return None
+    best = min(left, key=lambda name: left[name])
+    _, cause, detail = best.split(":", 2)
+    if left[best] > (REDUCED if cause == "precision" else REMOVED):
+        return None
+    sentence = (
+        f"scoring the same tokens with {cause.replace('_', ' ')} {detail} leaves {left[best]:.1%} of the mismatch"
+    )
+    chosen = Signature(cause, 1 - left[best] / 2, sentence)
+    return _answer(evidence, features, chosen, ranked, reasons=(first.reason,), detail=detail)
+
+
+def _left(evidence: TokenEvidence, name: str) -> float:
+    """Share of the mismatch that a hypothesis leaves, the noise floor not counted."""
+    left, whole = residual(evidence, name)
+    return left / whole if whole > 0 else math.inf
+
+
+def _trainer_fault(
+    evidence: TokenEvidence, features: Features, first: Signature, ranked: Sequence[Signature]
+) -> Attribution | None:
+    """Plain scoring agrees with the engine: the trainer's log-probs are of something else."""
+    reason = "plain scoring of the same tokens agrees with the engine, not with the trainer"
+    prompts = {name: _left(evidence, name) for name in evidence.tested if name.startswith("trainer:prompt_difference")}
+    best = min(prompts, key=lambda name: prompts[name], default=None)
+    if best is not None and prompts[best] <= REMOVED:
+        text = f"the trainer's log-probs are those of the prompts with {best.split(':', 2)[2]}"
+        chosen = Signature("prompt_difference", 1 - prompts[best] / 2, text)
+        return _answer(evidence, features, chosen, ranked, reasons=(reason,), detail=best.split(":", 2)[2])
+    if first.cause in ("dropout", "misalignment"):
+        return _answer(evidence, features, first, ranked, reasons=(reason,))
+    return _answer(evidence, features, Signature("prompt_difference", 0.5, reason), ranked, reasons=(first.reason,))

@@ -1,0 +1,140 @@
+"""What attribution looks at: arrays over tokens, and what both sides say about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+Level = Literal["logps", "logps+config", "logps+model"]
+"""What is observed: log-probs of both sides; also what both sides declare; also other log-probs of the same tokens,
+computed under hypotheses with the model at hand."""
+LEVELS: tuple[Level, ...] = ("logps", "logps+config", "logps+model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What one side says about itself; None = it does not say.
+
+    Args:
+        dtype: that it computes in, "float32", "bfloat16", ...
+        quantization: of its weights, "int8", "fp8", ...; "none" = declared to have none.
+        temperature: that its log-probs are of.
+        top_p: likewise; 1 = off.
+        top_k: likewise; 0 = off.
+        min_p: likewise; 0 = off.
+        adapter: name or hash of the adapter; "none" = declared to have none.
+        weight_version: number of the weights (engine: that sampled; trainer: that scored).
+        prompt_hash: hash of the prompt ids that it saw.
+        dropout: largest dropout probability that was active.
+        experts: experts of a mixture-of-experts model; 0 = dense.
+        tools: the completions hold text that no policy sampled.
+    """
+
+    dtype: str | None = None
+    quantization: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    adapter: str | None = None
+    weight_version: int | None = None
+    prompt_hash: str | None = None
+    dropout: float | None = None
+    experts: int | None = None
+    tools: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEvidence:
+    """One batch of B completions padded to T tokens, nothing of it needing torch.
+
+    Args:
+        sampling_per_token_logps: (B, T) log mu as the engine gave it, nats.
+        old_per_token_logps: (B, T) log pi_old of the trainer, nats.
+        completion_mask: (B, T) bool, True = trainable token.
+        rescored_per_token_logps: (B, T) the trainer's log-probs of the same text from a second forward in another
+            batch layout, NaN where it was not scored again: the noise floor.
+        entropies: (B, T) entropy of the trainer's distribution, nats.
+        token_ids: (B, T) ids.
+        group_ids: (B,) prompt group.
+        engine: what the engine declares; None = nothing.
+        trainer: what the trainer declares; None = nothing.
+        tested: log-probs (B, T) of the same tokens under hypotheses, by ``cause:detail``; NaN where not scored.
+
+    Raises:
+        ValueError: a shape that does not fit, or no observed token.
+    """
+
+    sampling_per_token_logps: Floats
+    old_per_token_logps: Floats
+    completion_mask: Bools
+    rescored_per_token_logps: Floats | None = None
+    entropies: Floats | None = None
+    token_ids: Array | None = None
+    group_ids: Array | None = None
+    engine: Declared | None = None
+    trainer: Declared | None = None
+    tested: Mapping[str, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = self.sampling_per_token_logps.shape
+        if len(shape) != 2:
+            raise ValueError(f"sampling_per_token_logps must have shape (B, T), but got {shape}.")
+        arrays = {item.name: getattr(self, item.name) for item in fields(self)}
+        arrays |= {f"tested[{name!r}]": value for name, value in self.tested.items()}
+        for name, value in arrays.items():
+            wanted = shape[:1] if name == "group_ids" else shape
+            if isinstance(value, np.ndarray) and value.shape != wanted:
+                raise ValueError(f"{name} must have shape {wanted}, but got {value.shape}.")
+        if not self.observed.any():
+            raise ValueError("completion_mask must leave a token with finite log-probs on both sides, but got none.")
+
+    @property
+    def observed(self) -> Bools:
+        """(B, T) trainable tokens with finite log-probs on both sides."""
+        finite = np.isfinite(self.sampling_per_token_logps) & np.isfinite(self.old_per_token_logps)
+        observed: Bools = self.completion_mask.astype(bool) & finite
+        return observed
+
+    @property
+    def level(self) -> Level:
+        """The most that is observed."""
+        if self.tested:
+            return "logps+model"
+        return "logps" if self.engine is None and self.trainer is None else "logps+config"
+
+    def at_level(self, level: Level) -> TokenEvidence:
+        """The same evidence with what lies beyond ``level`` taken away.
+
+        Raises:
+            ValueError: an unknown level.
+        """
+        if level not in LEVELS:
+            raise ValueError(f"level must be one of {list(LEVELS)}, but got {level!r}.")
+        if level == "logps+model":
+            return self
+        blind: dict[str, Any] = {"engine": None, "trainer": None} if level == "logps" else {}
+        return replace(self, tested={}, **blind)
+
+
+def padded(rows: Any, *, width: int | None = None, fill: float = np.nan) -> Floats:
+    """(B, T) float64 of rows of unequal length.
+
+    Example:
+        >>> padded([[1.0], [2.0, 3.0]])
+        array([[ 1., nan],
+               [ 2.,  3.]])
+    """
+    width = max((len(row) for row in rows), default=0) if width is None else width
+    out = np.full((len(rows), width), fill, np.float64)
+    for place, row in enumerate(rows):
+        out[place, : len(row)] = row
+    return out

@@ -1,0 +1,265 @@
+"""Numbers that tell causes apart, from log-probs alone; pure functions of :class:`.evidence.TokenEvidence`.
+
+a = log mu of the engine, b = log pi_old of the trainer, d = b - a of a token, all in nats; H = the entropy of the
+trainer's distribution. z = d / (1 - p), p = e^b: noise of equal size on every logit moves the log-prob of a token by
+about 1 - p times that, so z of rounding errors has about the same spread at every token, whatever its probability.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
+from trl_offpolicy.diagnosis.statement import SAME_POLICY_KL
+
+Array = NDArray[Any]
+MAX_LOG_RATIO = 20.0
+TOP_SHARE = 0.02
+"""The tokens with the largest |d| whose share of the mismatch is looked at."""
+LEAST_DOUBT = 0.05
+"""z is left out where 1 - p is smaller: there d / (1 - p) is rounding."""
+EARLY_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Features:
+    """Scale-free numbers about one batch; NaN where they cannot be computed.
+
+    Args:
+        tokens: observed tokens.
+        k3: KL(mu || old), nats a token.
+        floor: the noise floor, nats a token.
+        self_ratio: k3 / k3 between two scorings of the trainer, on the same tokens; NaN without a second one.
+        drift: mean of d / its root mean square; -1 = all alike and negative.
+        positive: share of tokens (a count) with d above the noise.
+        bulk: median |d| / root mean square of d; near 0 = a few tokens make it all.
+        top_tokens: share of the k3 in the top 2 % of tokens.
+        spikes: kurtosis of z; about 3 to 5 for rounding errors.
+        temperature_fit: R^2 of d = s (b + H); NaN without entropies.
+        temperature_slope: s; 1 - 1 / T at small mismatch.
+        surprise_fit: R^2 of d on a and a^2: what of it follows from the token's log-prob.
+        unit_fit: R^2 of d = s a.
+        clipped: share of tokens (a count) at the smallest a.
+        forced: share of the k3 at tokens whose a is exactly 0 although the trainer is not sure of them.
+        shift: median |a[t] - b[t + s]| of the best s = +-1 / median |d|, in the rows that disagree.
+        onset: share of disagreeing rows that agree up to a token and hardly ever after it.
+        disagreeing_rows: share of rows (a count) that hold disagreement well above the noise.
+        early: mean square of z in the first three tokens / that in all tokens.
+        by_token: correlation of z of equal tokens in different prompt groups (intra-class).
+    """
+
+    tokens: int
+    k3: float
+    floor: float
+    self_ratio: float
+    drift: float
+    positive: float
+    bulk: float
+    top_tokens: float
+    spikes: float
+    temperature_fit: float
+    temperature_slope: float
+    surprise_fit: float
+    unit_fit: float
+    clipped: float
+    forced: float
+    shift: float
+    onset: float
+    disagreeing_rows: float
+    early: float
+    by_token: float
+
+
+def kl_k3(log_ratio: Array) -> float:
+    """Mean of e^d - 1 - d over finite entries, d clamped to +-20: KL(mu || old) in nats.
+
+    Example:
+        >>> round(kl_k3(np.array([0.0, 0.1, np.nan])), 6)
+        0.002585
+    """
+    d = np.clip(log_ratio[np.isfinite(log_ratio)], -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return float(np.mean(token_k3(d))) if d.size else float("nan")
+
+
+def token_k3(d: Array) -> Array:
+    """e^d - 1 - d of each entry; by its series where the difference would lose all digits."""
+    return np.where(np.abs(d) < 1e-4, d * d / 2, np.expm1(d) - d)
+
+
+def extract(evidence: TokenEvidence) -> Features:
+    """All features of a batch."""
+    seen = evidence.observed
+    a = np.where(seen, evidence.sampling_per_token_logps, np.nan)
+    d = np.clip(np.where(seen, evidence.old_per_token_logps, np.nan) - a, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    b, noise = a + d, noise_rms(evidence)
+    flat, log_mu, size = d[seen], a[seen], token_k3(d[seen])
+    rms = float(np.sqrt(np.mean(flat**2))) or 1e-30
+    fit, slope = _temperature(evidence, b, d)
+    rows = disagreeing_rows(d, noise)
+    z = _scaled(b, d)
+    return Features(
+        tokens=int(seen.sum()),
+        k3=float(size.mean()),
+        floor=noise_level(evidence),
+        self_ratio=self_ratio(evidence),
+        drift=float(flat.mean()) / rms,
+        positive=float(np.mean(flat > 4 * noise)),
+        bulk=float(np.median(np.abs(flat))) / rms,
+        top_tokens=_top_share(size, TOP_SHARE),
+        spikes=_kurtosis(z),
+        temperature_fit=fit,
+        temperature_slope=slope,
+        surprise_fit=_r_squared(flat, np.stack([np.ones_like(log_mu), log_mu, log_mu**2], 1)),
+        unit_fit=_r_squared(flat, log_mu[:, None], centred=False),
+        clipped=float(np.mean(log_mu <= log_mu.min() + 1e-9)),
+        forced=float(size[(log_mu == 0.0) & (flat < -1e-3)].sum() / max(size.sum(), 1e-60)),
+        shift=_shift(a[rows], b[rows], d[rows]),
+        onset=_onset(d[rows], noise),
+        disagreeing_rows=float(rows.sum()) / max(1, int(seen.any(1).sum())),
+        early=_early(z),
+        by_token=_by_token(z, evidence),
+    )
+
+
+def floor_k3(evidence: TokenEvidence) -> float:
+    """KL k3 between two scorings of the trainer; NaN without a second one."""
+    if evidence.rescored_per_token_logps is None:
+        return float("nan")
+    again = evidence.rescored_per_token_logps - evidence.old_per_token_logps
+    return kl_k3(again[evidence.observed])
+
+
+def noise_level(evidence: TokenEvidence) -> float:
+    """The noise floor, KL k3 in nats: between two scorings, and at least what this kit calls the same policy.
+
+    Two scorings on a CPU can agree to the last bit; :data:`~trl_offpolicy.diagnosis.statement.SAME_POLICY_KL` is what
+    float32 arithmetic in another order makes of the same weights.
+    """
+    floor = floor_k3(evidence)
+    return max(SAME_POLICY_KL, floor if np.isfinite(floor) else 0.0)
+
+
+def noise_rms(evidence: TokenEvidence) -> float:
+    """Root mean square of the noise of d, nats."""
+    return float(np.sqrt(2 * noise_level(evidence)))
+
+
+def self_ratio(evidence: TokenEvidence) -> float:
+    """KL k3 of engine and trainer / that of the trainer's two scorings, on the tokens that were scored twice.
+
+    Dropout is drawn anew in each scoring: the trainer is further from itself (two draws) than from the engine (one),
+    about 0.5. Without dropout the engine differs at least as much as another batch layout. NaN without a second one.
+    """
+    if evidence.rescored_per_token_logps is None:
+        return float("nan")
+    both = evidence.observed & np.isfinite(evidence.rescored_per_token_logps)
+    again = kl_k3((evidence.rescored_per_token_logps - evidence.old_per_token_logps)[both])
+    return kl_k3((evidence.old_per_token_logps - evidence.sampling_per_token_logps)[both]) / max(again, 1e-30)
+
+
+def disagreeing_rows(d: Array, noise: float) -> Array:
+    """(B,) bool: rows with a |d| far above the noise, and above a thousandth of the largest row's."""
+    largest = np.nanmax(np.where(np.isnan(d), 0.0, np.abs(d)), axis=1)
+    rows: Array = largest > max(20 * noise, 1e-3 * largest.max())
+    return rows
+
+
+def _scaled(b: Array, d: Array) -> Array:
+    """Z = d / (1 - p), NaN where the trainer is sure of the token."""
+    doubt = -np.expm1(np.minimum(b, 0.0))
+    use = doubt > LEAST_DOUBT
+    return np.where(use, d / np.where(use, doubt, 1.0), np.nan)
+
+
+def _kurtosis(z: Array) -> float:
+    values = z[np.isfinite(z)]
+    if values.size < 4 or not values.var():
+        return float("nan")
+    return float(np.mean((values - values.mean()) ** 4) / values.var() ** 2)
+
+
+def _top_share(size: Array, share: float) -> float:
+    count = max(1, round(share * size.size))
+    return float(np.sort(size)[-count:].sum() / max(size.sum(), 1e-60))
+
+
+def _r_squared(y: Array, columns: Array, *, centred: bool = True) -> float:
+    solution, *_ = np.linalg.lstsq(columns, y, rcond=None)
+    total = np.sum((y - y.mean()) ** 2) if centred else np.sum(y**2)
+    return float(1 - np.sum((y - columns @ solution) ** 2) / max(total, 1e-60))
+
+
+def _temperature(evidence: TokenEvidence, b: Array, d: Array) -> tuple[float, float]:
+    """R^2 and slope of d on b + H without a constant: log p^(1/T) = b / T - log Z moves by (1/T - 1)(b + H)."""
+    if evidence.entropies is None:
+        return float("nan"), float("nan")
+    x = b + evidence.entropies
+    use = np.isfinite(x) & np.isfinite(d)
+    if not use.any() or not np.any(x[use]):
+        return float("nan"), float("nan")
+    slope = float(np.sum(x[use] * d[use]) / np.sum(x[use] ** 2))
+    return _r_squared(d[use], x[use][:, None], centred=False), slope
+
+
+def _shift(a: Array, b: Array, d: Array) -> float:
+    """How well one side fits the other moved by a token; near 0 = it does, 1 or more = it does not."""
+    if not len(d) or d.shape[1] < 3:
+        return float("nan")
+    moved = (np.abs(a[:, :-1] - b[:, 1:]), np.abs(a[:, 1:] - b[:, :-1]))
+    if not all(np.isfinite(gap).any() for gap in moved):
+        return float("nan")
+    return float(min(np.nanmedian(gap) for gap in moved)) / max(float(np.nanmedian(np.abs(d))), 1e-30)
+
+
+def _onset(d: Array, noise: float) -> float:
+    """Share of rows at the noise up to a token, and with differences of order one from there on."""
+    found = []
+    for row in d:
+        size = np.abs(row[np.isfinite(row)])
+        far = np.flatnonzero(size > max(20 * noise, 0.02))
+        if far.size and len(size) - far[0] >= 3:
+            after, before = size[far[0] :], size[: far[0]]
+            found.append(np.median(after) > 0.25 and (not before.size or before.max() < 20 * noise + 1e-4))
+        else:
+            found.append(False)
+    return float(np.mean(found)) if found else 0.0
+
+
+def _early(z: Array) -> float:
+    first = z[:, :EARLY_TOKENS]
+    if not np.isfinite(first).any() or not np.nansum(z**2):
+        return float("nan")
+    return float(np.nanmean(first**2) / np.nanmean(z**2))
+
+
+def _by_token(z: Array, evidence: TokenEvidence) -> float:
+    """Mean product of standardised z over pairs of equal tokens of different prompt groups (rows without groups).
+
+    Within a group contexts are alike, and any difference, rounding too, comes again. Beyond three standard
+    deviations z is cut, so that single tokens do not decide.
+    """
+    if evidence.token_ids is None or not np.nanstd(z):
+        return float("nan")
+    rows = np.arange(len(z)) if evidence.group_ids is None else np.asarray(evidence.group_ids)
+    seen = np.isfinite(z)
+    values = np.clip((z[seen] - np.nanmean(z)) / np.nanstd(z), -3, 3)
+    values = (values - values.mean()) / (values.std() or 1e-30)
+    labels = np.stack([evidence.token_ids[seen], np.broadcast_to(rows[:, None], z.shape)[seen]], 1)
+    pairs, total = _pair_sums(values, labels[:, 0])
+    _, joint = np.unique(labels, axis=0, return_inverse=True)
+    inside, inside_total = _pair_sums(values, joint.ravel())
+    return (total - inside_total) / (pairs - inside) if pairs > inside else float("nan")
+
+
+def _pair_sums(values: Array, labels: Array) -> tuple[float, float]:
+    """Number of pairs with equal labels, and the sum of their products."""
+    _, index = np.unique(labels, return_inverse=True)
+    index = index.ravel()
+    count = np.bincount(index)
+    sums = np.bincount(index, weights=values)
+    squares = np.bincount(index, weights=values**2)
+    return float(np.sum(count * (count - 1)) / 2), float(np.sum(sums**2 - squares) / 2)

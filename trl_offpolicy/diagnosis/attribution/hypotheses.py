@@ -1,0 +1,231 @@
+"""With the model at hand causes are tested: the same tokens are scored again as each cause would have it.
+
+A cause that removes the mismatch is no longer a guess. First the tokens are scored plainly. If that agrees with the
+engine, the trainer is at fault, and its log-probs are compared with other prompts; if it agrees with the trainer, the
+engine is, and its log-probs are compared with other temperatures, truncations, weights and precisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.features import disagreeing_rows, kl_k3, noise_rms
+from trl_offpolicy.diagnosis.attribution.precision import rounded_weights, simulated_dtype
+from trl_offpolicy.diagnosis.attribution.scoring import Head, Ids, TokenScores, score_completions
+from trl_offpolicy.functional.truncated_sampling import Truncation
+
+Inside = Callable[[], AbstractContextManager[Any]]
+Side = Literal["engine", "trainer"]
+REFERENCE = "reference"
+"""Name of the plain scoring."""
+EXPLAINED = 0.02
+"""Residual / mismatch at which the search stops: nothing else can do much better."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model and what can be changed about it.
+
+    Args:
+        model: the trainer's, in eval mode and with the trainer's weights.
+        prompt_ids: (B,) prompts as the engine got them.
+        completion_ids: (B,) completions as the engine returned them.
+        weights: contexts in which the model holds other weights, by ``cause:detail``, e.g. "wrong_adapter:no adapter".
+        precisions: contexts in which it computes otherwise, by ``precision:detail``; None = the usual ones.
+        prompts: other renderings of the prompts, by name.
+        rows: completions that are scored under each hypothesis.
+    """
+
+    model: Any
+    prompt_ids: Ids
+    completion_ids: Ids
+    weights: Mapping[str, Inside] = field(default_factory=dict)
+    precisions: Mapping[str, Inside] | None = None
+    prompts: Mapping[str, Ids] = field(default_factory=dict)
+    rows: int = 8
+
+    def score(self, rows: Sequence[int], *, prompts: Ids | None = None, inside: Inside = nullcontext,
+              heads: Sequence[Head] = (Head(),), width: int) -> list[TokenScores]:  # fmt: skip
+        """Scores (B, ``width``) of some completions; NaN in the other rows."""
+        chosen = [(prompts or self.prompt_ids)[row] for row in rows]
+        with inside():
+            found = score_completions(self.model, chosen, [self.completion_ids[row] for row in rows], heads=heads)
+        return [TokenScores(*(self._placed(x, rows, width) for x in vars(scores).values())) for scores in found]
+
+    def _placed(self, values: Floats, rows: Sequence[int], width: int) -> Floats:
+        out = np.full((len(self.completion_ids), width), np.nan)
+        out[np.asarray(rows), : values.shape[1]] = values[:, :width]
+        return out
+
+
+def run_hypotheses(
+    evidence: TokenEvidence, bench: Bench, *, note: Callable[[str], None] | None = None
+) -> TokenEvidence:
+    """The evidence with ``tested`` filled: as many hypotheses as it takes to explain the mismatch.
+
+    Args:
+        evidence: of the batch that ``bench`` holds.
+        bench: the model.
+        note: told what is being tested.
+    """
+    say = note or (lambda _text: None)
+    rows = _telling_rows(evidence, bench.rows)
+    width = evidence.completion_mask.shape[1]
+    say("plain scoring")
+    (plain,) = bench.score(rows, width=width)
+    tested: dict[str, Floats] = {REFERENCE: plain.logps}
+    if at_fault(evidence, plain.logps) == "trainer":
+        _test_prompts(evidence, bench, rows, tested, say)
+    else:
+        _test_engine(evidence, bench, rows, plain, tested, say)
+    return replace(evidence, tested=tested)
+
+
+def at_fault(evidence: TokenEvidence, reference: Floats) -> Side:
+    """Whose log-probs are further from the plain scoring."""
+    engine = kl_k3(_masked(evidence, reference - evidence.sampling_per_token_logps))
+    trainer = kl_k3(_masked(evidence, reference - evidence.old_per_token_logps))
+    return "trainer" if trainer > engine else "engine"
+
+
+def residual(evidence: TokenEvidence, name: str) -> tuple[float, float]:
+    """(KL k3 that is left under a tested hypothesis, KL k3 without it), both over the tokens that it was tested on.
+
+    A hypothesis on the engine is compared with the engine's log-probs, one on the trainer with the trainer's.
+    """
+    values = evidence.tested[name]
+    on_engine = not name.startswith("trainer:")
+    side = evidence.sampling_per_token_logps if on_engine else evidence.old_per_token_logps
+    whole = evidence.old_per_token_logps - evidence.sampling_per_token_logps
+    whole = np.where(np.isfinite(values) | np.isneginf(values), whole, np.nan)
+    gap = np.where(np.isneginf(values), -20.0, values - side)
+    return kl_k3(_masked(evidence, gap)), kl_k3(_masked(evidence, whole))
+
+
+def _masked(evidence: TokenEvidence, values: Array) -> Array:
+    return np.where(evidence.observed, values, np.nan)
+
+
+def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
+    """The rows with most disagreement, and (a quarter) some that are spread over the batch."""
+    gap = _masked(evidence, evidence.old_per_token_logps - evidence.sampling_per_token_logps)
+    size = np.nansum(np.clip(gap, -20, 20) ** 2, axis=1)
+    order = np.argsort(-size, kind="stable").tolist()
+    spread = np.linspace(0, len(size) - 1, max(1, count // 4)).astype(int).tolist()
+    chosen = [*spread, *(row for row in order if row not in spread)][:count]
+    return sorted(set(chosen))
+
+
+def _test_prompts(
+    evidence: TokenEvidence, bench: Bench, rows: list[int], tested: dict[str, Floats], say: Callable[[str], None]
+) -> None:
+    width = evidence.completion_mask.shape[1]
+    for detail, prompts in bench.prompts.items():
+        name = f"trainer:prompt_difference:{detail}"
+        say(name)
+        tested[name] = bench.score(rows, prompts=prompts, width=width)[0].logps
+        if _explained(evidence, tested, name):
+            return
+
+
+def _test_engine(
+    evidence: TokenEvidence, bench: Bench, rows: list[int], plain: TokenScores, tested: dict[str, Floats],
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Cheap ones first: shifts need no forward, all sampling options share one."""
+    width = evidence.completion_mask.shape[1]
+    tested |= _shifts(evidence, plain.logps)
+    heads = sampling_candidates(evidence, plain)
+    if heads:
+        say("temperature and truncation")
+        scores = bench.score(rows, heads=list(heads.values()), width=width)
+        tested |= {f"engine:{name}": found.logps for name, found in zip(heads, scores, strict=True)}
+    if any(_explained(evidence, tested, name) for name in tested if name != REFERENCE):
+        return
+    changed = {**bench.weights, **(usual_precisions(bench.model) if bench.precisions is None else bench.precisions)}
+    for name, inside in changed.items():
+        say(name)
+        tested[f"engine:{name}"] = bench.score(rows, inside=inside, width=width)[0].logps
+        if _explained(evidence, tested, f"engine:{name}"):
+            return
+    for detail, prompts in bench.prompts.items():
+        name = f"engine:prompt_difference:{detail}"
+        say(name)
+        tested[name] = bench.score(rows, prompts=prompts, width=width)[0].logps
+        if _explained(evidence, tested, name):
+            return
+
+
+def _explained(evidence: TokenEvidence, tested: dict[str, Floats], name: str) -> bool:
+    left, whole = residual(replace(evidence, tested=tested), name)
+    return left <= EXPLAINED * whole
+
+
+def usual_precisions(model: Any) -> dict[str, Inside]:
+    """Precisions that engines run in."""
+    simulated: dict[str, Inside] = {
+        f"precision:{name}": lambda name=name: simulated_dtype(model, name)  # type: ignore[misc]
+        for name in ("bf16", "fp16")
+    }
+    rounded: dict[str, Inside] = {
+        f"precision:{name} weights": lambda name=name: rounded_weights(model, name)  # type: ignore[misc]
+        for name in ("int8", "fp8", "int4")
+    }
+    return {**simulated, **rounded}
+
+
+def _shifts(evidence: TokenEvidence, reference: Floats) -> dict[str, Floats]:
+    """The trainer's log-probs moved by a token, in the rows that disagree."""
+    gap = _masked(evidence, evidence.old_per_token_logps - evidence.sampling_per_token_logps)
+    rows = disagreeing_rows(np.clip(gap, -20, 20), noise_rms(evidence))
+    found = {}
+    for step, detail in ((1, "engine one token late"), (-1, "engine one token early")):
+        moved = np.roll(reference, step, axis=1)
+        moved[:, 0 if step == 1 else -1] = np.nan
+        found[f"engine:misalignment:{detail}"] = np.where(rows[:, None], moved, reference)
+    return found
+
+
+def sampling_candidates(evidence: TokenEvidence, plain: TokenScores) -> dict[str, Head]:
+    """The temperature, top-p, top-k and min-p that fit the engine's log-probs best, to be tested.
+
+    Temperature: slope of d on b + H. Truncation: d is minus the log of the kept mass, which top-p keeps at its value
+    or above; no sampled token has a rank of k or more, nor less than min-p of the largest probability.
+    """
+    use = evidence.observed & np.isfinite(plain.logps)
+    d = (plain.logps - evidence.sampling_per_token_logps)[use]
+    if not d.size:
+        return {}
+    found: dict[str, Head] = {}
+    x = (plain.logps + plain.entropies)[use]
+    slope = float(np.sum(x * d) / max(np.sum(x * x), 1e-30))
+    if 1e-7 < abs(slope) < 0.75:
+        guess = 1.0 / (1.0 - slope)
+        for factor in (1.0, 1.1, 0.9):  # the slope is 1 - 1 / T to first order
+            value = 1.0 + (guess - 1.0) * factor
+            found[f"temperature:{value:.6g}"] = Head(value)
+    mass = float(np.exp(np.clip(d, -5, 0)).min())
+    if mass < 1 - 1e-6:
+        found |= _truncations(plain, use, mass)
+    return found
+
+
+def _truncations(plain: TokenScores, use: Array, mass: float) -> dict[str, Head]:
+    found = {}
+    for value in dict.fromkeys((round(mass, 2), round(mass - 0.005, 3), mass)):
+        if 0 < value < 1:
+            found[f"truncated_sampling:top_p {value:.4g}"] = Head(1.0, Truncation(top_p=value))
+    ranks = int(plain.ranks[use].max()) + 1
+    if ranks < 1000:
+        found[f"truncated_sampling:top_k {ranks}"] = Head(1.0, Truncation(top_k=ranks))
+    smallest = float(np.exp((plain.logps - plain.top_logps)[use].min()))
+    for value in dict.fromkeys((round(smallest, 2), smallest)):
+        if 1e-3 < value < 1:
+            found[f"truncated_sampling:min_p {value:.4g}"] = Head(1.0, Truncation(min_p=value))
+    return found

@@ -1,0 +1,73 @@
+"""A model that computes as if in another precision, for as long as a context lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding, round_weights
+
+SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11, "tf32": 11}
+
+
+@contextmanager
+def rounded_weights(model: Any, rounding: WeightRounding | str) -> Iterator[None]:
+    """Linear weights rounded as :func:`~trl_offpolicy.engines.rounding.round_weights` does; put back at the end."""
+    modules = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    before = {name: module.weight.data for name, module in modules.items()}
+    try:
+        for name, weight in round_weights(before.items(), parse_rounding(rounding)):
+            modules[name].weight.data = weight
+        yield
+    finally:
+        for name, module in modules.items():
+            module.weight.data = before[name]
+
+
+@contextmanager
+def rounded_activations(model: Any, bits: int) -> Iterator[None]:
+    """What linear layers, norms and attention put out is rounded to ``bits`` significant binary digits.
+
+    8 is bfloat16, 11 is float16 (its range is not limited here). Sums inside a layer stay float32, as on a GPU.
+    """
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output: _rounded(output, bits))
+        for module in model.modules()
+        if isinstance(module, nn.Linear) or "Norm" in type(module).__name__ or "Attention" in type(module).__name__
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def simulated_dtype(model: Any, name: str) -> Iterator[None]:
+    """Weights and activations of a float32 model as in ``bf16`` or ``fp16``."""
+    with rounded_weights(model, name), rounded_activations(model, SIGNIFICANT_BITS[name]):
+        yield
+
+
+def _rounded(output: Any, bits: int) -> Any:
+    if isinstance(output, tuple):
+        return (_rounded(output[0], bits), *output[1:])
+    return round_significant(output, bits) if isinstance(output, Tensor) else output
+
+
+def round_significant(values: Tensor, bits: int) -> Tensor:
+    """Round float32 to ``bits`` significant binary digits, half away from zero.
+
+    Example:
+        >>> round_significant(torch.tensor([1.0, 1.1, -3.3]), 3)
+        tensor([ 1.0000,  1.0000, -3.5000])
+    """
+    cut = 24 - bits
+    if cut <= 0:
+        return values
+    raw = values.float().contiguous().view(torch.int32)
+    return ((raw + (1 << (cut - 1))) & ~((1 << cut) - 1)).view(torch.float32).to(values.dtype)

@@ -1,0 +1,166 @@
+"""What each cause looks like in log-probs: an ordered list of tests over features, with all limits in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trl_offpolicy.diagnosis.attribution.features import Features
+
+OTHER_WEIGHTS = "other_weights"
+"""Coarse cause: log-probs alone do not tell stale weights, another adapter and a moved policy apart."""
+MEMBERS = ("stale_weights", "wrong_adapter", "policy_staleness")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the tests; the tuning seeds of ``benchmarks/faults`` chose them.
+
+    Args:
+        floor_factor: times the noise floor up to which there is no mismatch.
+        self_ratio: below it the trainer differs more from itself than from the engine.
+        forced: share of the mismatch at tokens that the engine was certain of.
+        unit_fit: R^2 above which log-probs differ by a factor.
+        clipped: share of tokens at the smallest log-prob.
+        positive: share of positive d up to which the support is truncated.
+        drift: mean / root mean square of d below which it is.
+        shift: residual after a shift by one below which tokens are shifted.
+        onset: share of rows that break off at a token.
+        temperature_fit: R^2 above which the sharpness explains all.
+        surprise_fit: the same where entropies are absent.
+        bulk: median / root mean square of d below which most tokens agree.
+        top_tokens: share of the top tokens above which they make the mismatch.
+        early: first tokens / all tokens, above which the prompt differs.
+        by_token: correlation of equal tokens above which the weights differ.
+        spikes: kurtosis of z up to which it is rounding.
+    """
+
+    floor_factor: float = 2.0
+    self_ratio: float = 0.8
+    forced: float = 0.5
+    unit_fit: float = 0.98
+    clipped: float = 0.05
+    positive: float = 0.02
+    drift: float = -0.3
+    shift: float = 0.3
+    onset: float = 0.5
+    temperature_fit: float = 0.85
+    surprise_fit: float = 0.5
+    bulk: float = 0.06
+    top_tokens: float = 0.7
+    early: float = 4.0
+    by_token: float = 0.18
+    spikes: float = 5.2
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A test that speaks for a cause.
+
+    Args:
+        cause: what it speaks for.
+        score: 0 to 1; 0.5 is at the limit.
+        reason: what was seen, with the numbers.
+    """
+
+    cause: str
+    score: float
+    reason: str
+
+
+def above(value: float, limit: float) -> float:
+    """0.5 at the limit, towards 1 above it (0.88 at twice the limit); 0 for NaN."""
+    return 0.0 if math.isnan(value) else 0.5 + 0.5 * math.tanh((value - limit) / max(abs(limit), 1e-30))
+
+
+def below(value: float, limit: float) -> float:
+    """0.5 at the limit, towards 1 below it; 0 for NaN."""
+    return 0.0 if math.isnan(value) else 0.5 + 0.5 * math.tanh((limit - value) / max(abs(limit), 1e-30))
+
+
+Test = Callable[[Features, Limits], Signature]
+
+
+def _none(f: Features, limits: Limits) -> Signature:
+    score = below(f.k3, limits.floor_factor * f.floor)
+    return Signature("none", score, f"KL {f.k3:.2g} nats a token, noise floor {f.floor:.2g}")
+
+
+def _dropout(f: Features, limits: Limits) -> Signature:
+    score = below(f.self_ratio, limits.self_ratio) if f.floor > limits.floor_factor * 1e-10 else 0.0
+    text = f"the trainer differs from itself {1 / max(f.self_ratio, 1e-9):.2g} times as much as from the engine"
+    return Signature("dropout", score, text)
+
+
+def _tool_tokens(f: Features, limits: Limits) -> Signature:
+    text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
+    return Signature("tool_tokens", above(f.forced, limits.forced), text)
+
+
+def _arithmetic(f: Features, limits: Limits) -> Signature:
+    """Log-probs in another unit, or clipped: no cause of the table, so it is told as unknown."""
+    unit = above(f.unit_fit, limits.unit_fit) if f.unit_fit > limits.unit_fit else 0.0
+    if unit:
+        return Signature("unknown", 1.0, "the log-probs differ by a constant factor (another unit?)")
+    return Signature(
+        "unknown", above(f.clipped, limits.clipped), f"{f.clipped:.0%} of the log-probs at one lower bound"
+    )
+
+
+def _truncated(f: Features, limits: Limits) -> Signature:
+    score = min(below(f.positive, limits.positive), below(f.drift, limits.drift))
+    return Signature("truncated_sampling", score, f"old / sampling hardly ever exceeds 1 ({f.positive:.1%} of tokens)")
+
+
+def _shifted(f: Features, limits: Limits) -> Signature:
+    text = f"moved by one token the log-probs differ {f.shift:.2g} times as much as in place"
+    return Signature("misalignment", min(below(f.shift, limits.shift), above(f.onset, limits.onset)), text)
+
+
+def _temperature(f: Features, limits: Limits) -> Signature:
+    if math.isnan(f.temperature_fit):
+        score, fit = above(f.surprise_fit, limits.surprise_fit), f.surprise_fit
+    else:
+        score, fit = above(f.temperature_fit, limits.temperature_fit), f.temperature_fit
+    return Signature("temperature", score, f"{fit:.0%} of the mismatch follows from how sharp the distribution is")
+
+
+def _routing(f: Features, limits: Limits) -> Signature:
+    score = min(below(f.bulk, limits.bulk), above(f.top_tokens, limits.top_tokens))
+    return Signature("routing", score, f"most tokens agree; 2 % of them make {f.top_tokens:.0%} of the mismatch")
+
+
+def _prompt_start(f: Features, limits: Limits) -> Signature:
+    text = f"the first tokens differ {f.early:.2g} times as much as the average token"
+    return Signature("prompt_difference", above(f.early, limits.early), text)
+
+
+def _other_weights(f: Features, limits: Limits) -> Signature:
+    text = f"equal tokens differ alike in different prompts (correlation {f.by_token:.2f})"
+    return Signature(OTHER_WEIGHTS, above(f.by_token, limits.by_token), text)
+
+
+def _precision(f: Features, limits: Limits) -> Signature:
+    score = min(below(f.spikes, limits.spikes), below(abs(f.drift), -limits.drift))
+    return Signature("precision", score, f"differences like rounding errors: kurtosis {f.spikes:.2g}, no direction")
+
+
+def _prompt_rows(f: Features, limits: Limits) -> Signature:
+    """Neither rounding (spikes) nor weights (equal tokens do not differ alike): it depends on the context."""
+    score = min(above(f.spikes, limits.spikes), below(f.by_token, limits.by_token))
+    return Signature("prompt_difference", score, "uneven differences that depend on the context, not on the token")
+
+
+TESTS: Sequence[Test] = (
+    _dropout, _none, _tool_tokens, _arithmetic, _truncated, _shifted, _temperature, _routing, _prompt_start,
+    _other_weights, _precision, _prompt_rows,
+)  # fmt: skip
+"""In this order: what leaves the clearest trace first."""
+DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")
+"""Causes that look alike when small; what the sides declare decides between them."""
+
+
+def read_signatures(features: Features, limits: Limits | None = None) -> list[Signature]:
+    """The result of every test, in order."""
+    return [test(features, limits or Limits()) for test in TESTS]
