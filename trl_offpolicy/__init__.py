@@ -3,6 +3,8 @@
 ``import trl_offpolicy as op`` needs torch only. The trainer is ``trl_offpolicy.trainer.OffPolicyGRPOTrainer``.
 """
 
+from typing import Any
+
 from trl_offpolicy import advantages, losses, presets, proximal
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
@@ -28,6 +30,42 @@ from trl_offpolicy.terms import (
 from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction
 
 __version__ = "0.1.0"
+
+
+def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True, write_report: bool = True) -> Any:
+    """Measure, record and diagnose a stock ``trl.GRPOTrainer``; one line in an existing script.
+
+    Its logs get the ``offpolicy/*`` metrics, its output folder ``run.json``, ``metrics.jsonl``, ``rollouts.parquet``
+    and at the end ``report.html``; findings are printed when they are new. Loss and gradients are untouched, and no
+    forward is added: current log-probs are those of TRL's loss; where its batch has no old ones (aligned steps without
+    TRL's correction) the current policy is the old one. ``policy_versions`` are the steps at which TRL generated.
+
+    TRL's own correction, if on, stays on and is TRL's: ``mismatch/*`` are the raw ratios, ``weight/*`` and
+    ``weight_applied/*`` what TRL multiplies its loss with. Nothing is corrected here; that takes
+    ``trl_offpolicy.trainer.OffPolicyGRPOTrainer``. Without log-probs of an engine (``use_vllm`` off and no
+    ``rollout_func``) there is no mismatch to measure, which is said.
+
+    TRL's vLLM in the trainer's process does not survive its own weight sync on CPU: build the trainer inside
+    ``with trl_offpolicy.engines.trl.trl_engine({}, folder=...)`` there, or use a ``rollout_func``.
+
+    Args:
+        trainer: a ``trl.GRPOTrainer``, before ``train()``.
+        control: ``warn`` prints findings, ``stop`` also ends the run, with a checkpoint, when it is critical; a mapping
+            as in ``docs/control.md``; None or ``off``: nobody watches. ``act`` is refused.
+        record_rollouts: write every rollout.
+        write_report: print the summary and write the report at the end.
+
+    Returns:
+        An :class:`~trl_offpolicy.stock.Observer`, whose ``detach()`` undoes it.
+
+    Raises:
+        TypeError: ``trainer`` is no ``trl.GRPOTrainer``.
+        ValueError: it is this kit's own, it is attached already, or ``control`` would change the run.
+    """
+    from trl_offpolicy.stock import Observer
+
+    return Observer(trainer, control=control, record_rollouts=record_rollouts, write_report=write_report)
+
 
 __all__ = [
     "AdaptiveKL",
@@ -57,6 +95,7 @@ __all__ = [
     "Stats",
     "TruncateWeight",
     "advantages",
+    "attach",
     "losses",
     "presets",
     "proximal",

@@ -40,6 +40,7 @@ class Setting:
         bits: to which the sampler's weights are rounded at every sync; None = not at all.
         learning_rate: of Adam.
         lag: generations by which the sampler's weights are behind; -1 = it is never synced.
+        warm_up: generations over which the learning rate rises from 0.
         length_bonus: reward a token beside the task's: the reward that is hacked.
     """
 
@@ -47,6 +48,7 @@ class Setting:
     bits: int | None = None
     learning_rate: float = 1e-4
     lag: int = 0
+    warm_up: int = 0
     length_bonus: float = 0.0
 
 
@@ -61,7 +63,7 @@ SETTINGS = {
     "int4_tis": Setting(TIS, bits=4),
     "lag2_tis": Setting(TIS, bits=8, lag=2),
     "int3_ppo_is": Setting(PPO_IS, bits=3),
-    "too_fast": Setting(NO_CLIP, learning_rate=2e-3),
+    "warming_up": Setting(NO_CLIP, learning_rate=3e-3, warm_up=100),
     "never_synced": Setting(NO_CLIP, bits=8, lag=-1, learning_rate=5e-4),
     "lag8_fast": Setting(NO_CLIP, bits=8, lag=8, learning_rate=1e-3),
     "length_hack": Setting(PLAIN, learning_rate=3e-4, length_bonus=0.15),
@@ -143,6 +145,8 @@ def train(setting: Setting, seed: int, *, steps: int, start: Sorter, folder: Pat
     for step in range(steps):
         if setting.lag >= 0 or not past:
             past.append(deepcopy(model).requires_grad_(False))
+        for group in optimizer.param_groups:
+            group["lr"] = setting.learning_rate * min(1.0, (step + 1) / max(setting.warm_up, 1))
         try:
             logs = generation(model, past[0], setting, optimizer, generator)
         except (ValueError, RuntimeError) as error:  # weights that are no longer finite

@@ -123,4 +123,4 @@ def rows_by_version(policy_versions: Tensor) -> dict[int, Tensor]:
         {2: tensor([1]), 3: tensor([0, 2])}
     """
     versions = policy_versions if policy_versions.dim() == 1 else policy_versions.amax(-1)
-    return {int(version): (versions == version).nonzero().squeeze(1) for version in versions.unique()}
+    return {int(version): (versions == version).nonzero().squeeze(1) for version in sorted(set(versions.tolist()))}
