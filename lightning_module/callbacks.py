@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
+from lightning_module.control import run_folder
 from lightning_module.module import OffPolicyGRPOModule
 from lightning_module.streams import MicroStep
 from trl_offpolicy.callbacks import RunFolderCallback
@@ -21,9 +22,6 @@ _NO_CONTROL: Any = None  # transformers' callbacks take a TrainerControl, which 
 
 class RunFolder(Callback):
     """Writes ``run.json``, ``metrics.jsonl``, ``rollouts.parquet`` and ``report.html`` as the TRL trainer does.
-
-    Reactive controllers and online diagnosis belong beside it: a callback that reads ``module.step_logs`` in
-    ``on_train_batch_end``, assigns ``module.objective``, and keeps its state in ``state_dict``.
 
     Args:
         folder: None = the logger's folder (``trainer.log_dir``).
@@ -41,7 +39,7 @@ class RunFolder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the folder; a resumed run drops what came after its checkpoint."""
         assert isinstance(pl_module, OffPolicyGRPOModule)
-        folder = self.folder or trainer.log_dir or trainer.default_root_dir
+        folder = str(run_folder(trainer))
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         decode = pl_module.generation.prompts.tokenizer.decode

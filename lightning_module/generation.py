@@ -109,12 +109,16 @@ class Generation:
         self.engine.close()
         self.engine = None
 
+    def forget_sync(self) -> None:
+        """The next generation syncs the weights again, and proves it, whatever the engine has."""
+        self._synced = None
+
     def keep_reference(self) -> None:
         """Remember the weights of now for a KL penalty."""
         self._reference = models.reference_of(self._module.policy)
 
     @property
-    def _is_trainer(self) -> bool:
+    def is_trainer(self) -> bool:
         """The engine is the trainer's own model: it samples in the trainer's precision, and nothing is to prove."""
         return isinstance(self.engine, TransformersEngine)
 
@@ -128,7 +132,7 @@ class Generation:
             report = self.engine.sync_weights(version)
         module.trainer.strategy.barrier("weights")
         self._synced = version
-        if self._is_trainer:
+        if self.is_trainer:
             return
         agreement = {}
         if module.settings["sync_check"]:
@@ -146,7 +150,7 @@ class Generation:
         module, engine = self._module, self.engine
         assert engine is not None
         ids = self.prompts.encode([row["prompt"] for row in prompts])
-        with torch.no_grad(), nullcontext() if self._is_trainer else engine_numerics(module.device):
+        with torch.no_grad(), nullcontext() if self.is_trainer else engine_numerics(module.device):
             self._sync(ids)
             rollouts = engine.generate(ids, module.sampling, n=count)
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
@@ -243,7 +247,7 @@ class Generation:
 
     def _misaligned(self, step: MicroStep) -> bool:
         """True if an optimizer step falls between micro-batches of this generation batch, and something reads old."""
-        reads = self._is_trainer or self._module.objective.proximal.reads_old
+        reads = self.is_trainer or self._module.objective.proximal.reads_old
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
     def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_module import models
+from lightning_module.control import Control
 from lightning_module.engines import check_sampling, engine_type
 from lightning_module.generation import Generation
 from lightning_module.measuring import Measuring
@@ -59,6 +60,7 @@ class OffPolicyGRPOModule(LightningModule):
         warmup_steps: of the schedule.
         gradient_checkpointing: trade time for memory.
         correct_threshold: a reward of at least this is a correct answer, for ``eval_pass@1``; None = not reported.
+        control: who watches the run, as in the TRL trainer (``docs/control.md``).
         noise_floor_steps: score one micro-batch twice every so many optimizer steps; 0 = never.
         sync_check: prove every sync of weights on a probe.
 
@@ -90,6 +92,7 @@ class OffPolicyGRPOModule(LightningModule):
         correct_threshold: float | None = None,
         noise_floor_steps: int = 100,
         sync_check: bool = True,
+        control: Any = "warn",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -109,6 +112,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.generation = Generation(self)
         self.validation = Validation(self)
         self.strict_loading = adapter is None
+        self.control = Control(control)
         self.policy = None
         self.step_logs: dict[str, float] = {}
         """Numbers of the last logging step, for callbacks."""
@@ -158,6 +162,7 @@ class OffPolicyGRPOModule(LightningModule):
 
     def on_train_start(self) -> None:
         """After a resume: go on with the rollouts in use and the random numbers of the checkpoint."""
+        self.control.start(self, {} if self._restored is None else self._restored.get("control", {}))
         if self._restored is not None:
             self.generation.load_state_dict(self._restored)
             self._restored = None
@@ -225,6 +230,7 @@ class OffPolicyGRPOModule(LightningModule):
         if float(sums[0]) > 0:
             raise ValueError(NONFINITE_CURRENT)
         self._move_kl(sums)
+        self.control.compare_gradient(self)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.trainer.fast_dev_run or (every and (self.trainer.global_step + 1) % every == 0):  # type: ignore[attr-defined]
             self._log_step(optimizer)
@@ -244,12 +250,17 @@ class OffPolicyGRPOModule(LightningModule):
         logs = {
             **self.measuring.close(self.objective, self.device),
             "grad_norm": gradient_norm(self.policy, flattened=models.is_flattened(wrapped)),
-            "learning_rate": float(optimizer.param_groups[0]["lr"]),
+            "learning_rate": self.control.learning_rate(optimizer),
         }
         if "reward" in logs:  # as TRL: only where completions were made
             logs["num_tokens"] = float(self.generation.num_tokens)
+        logs |= self.control.observe(self, logs)
         self.step_logs = logs
         self.log_dict(logs, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After an optimizer step: end the run, if the control says so."""
+        self.control.end_step(self.trainer)
 
     # ----------------------------------------------------------------------------------------------------- validation
 
@@ -262,7 +273,7 @@ class OffPolicyGRPOModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters, controllers, rollouts in use and random states; with an adapter keep only what is trained."""
-        checkpoint[_STATE] = self.generation.state_dict()
+        checkpoint[_STATE] = {**self.generation.state_dict(), "control": self.control.state_dict()}
         alone = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)  # others save their own way
         if self.settings["adapter"] is not None and alone:
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}

@@ -73,7 +73,7 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hook into the optimizer; take the last rows of a run that goes on."""
-        if kwargs.get("optimizer") is not None:
+        if self.spec.moves_learning_rate and kwargs.get("optimizer") is not None:
             self._scale.attach(kwargs["optimizer"])
         file = Path(args.output_dir) / METRICS_FILE
         if state.global_step > 0 and not self.state.rows and file.is_file():

@@ -45,6 +45,11 @@ class LearningRateScale:
             handle.remove()
         self._handles, self._whole = [], None
 
+    def in_force(self, optimizer: Any) -> float:
+        """The learning rate of the first group that a step uses, asked inside of one or between two."""
+        rate = float(optimizer.param_groups[0]["lr"])
+        return rate if self._whole is not None else rate * self.value
+
     def _lower(self, optimizer: Optimizer, *_: Any) -> None:
         self._restore(optimizer)  # a step that raised half-way
         if self.value != 1.0:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from trl_offpolicy.control.controllers import Controller, ESSStep, LengthGuard
+from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, Controller, ESSStep, LengthGuard
 from trl_offpolicy.control.escalation import Escalation
 from trl_offpolicy.control.resync import Resync
 from trl_offpolicy.diagnosis.thresholds import Thresholds, thresholds_from
@@ -76,6 +76,11 @@ class ControlSpec:
     def escalation(self) -> Escalation | None:
         """The controller of that name."""
         return next((item for item in self.controllers if isinstance(item, Escalation)), None)
+
+    @property
+    def moves_learning_rate(self) -> bool:
+        """Whether a controller may."""
+        return any(item.setting == LEARNING_RATE_SCALE for item in self.controllers)
 
     @property
     def history(self) -> int:

@@ -1,0 +1,163 @@
+"""Control of tiny Lightning runs: a forced surge of the length, an end with a checkpoint, a swapped correction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning_runs import OwnMismatch, data, module, trainer
+from tiny_models import EOS, FIRST_WORD, VOCABULARY
+
+import trl_offpolicy as op
+from lightning_module import OffPolicyGRPOModule, RunFolder
+from trl_offpolicy.control import read_actions
+from trl_offpolicy.diagnosis import read_metrics
+from trl_offpolicy.engines.engine import Rollouts, Sampling
+
+GUARD = {"policy": "act", "controllers": {"length_guard": {"window": 2}}}
+LENGTHS = [2, 2, 2, 4, 4, 4, 4, 4]
+SCALES = [1.0, 1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 1.0]
+
+
+class Lengths(OwnMismatch):
+    """Responses of a length, and log-probs with a noise, that the version of the weights determines."""
+
+    def __init__(self, lengths: Sequence[int], noises: Sequence[float] = (0.0,) * 8) -> None:
+        super().__init__()
+        self.lengths, self.noises = lengths, noises
+        self.words._words = self._words  # type: ignore[method-assign]
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
+        self.calls, self.prompts = [], []
+        self.words.noise = self.noises[self.version or 0]
+        return super().generate(prompt_ids, sampling, n=n)
+
+    def _words(self) -> list[int]:
+        count = self.lengths[self.version or 0] - 1
+        drawn = torch.randint(FIRST_WORD, len(VOCABULARY), (count,), generator=self.words.random)
+        return [*drawn.tolist(), EOS]
+
+
+class Rates(pl.Callback):
+    """The learning rates that the optimizer steps with: a hook of its own, after those of the control."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+        self._hooked = False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = trainer.optimizers[0]
+        if not self._hooked:
+            optimizer.register_step_pre_hook(lambda *_: self.seen.append(optimizer.param_groups[0]["lr"]))
+            self._hooked = True
+
+
+def fit(
+    folder: Path, ours: OffPolicyGRPOModule, *, ckpt: Path | None = None, save: int | None = None, **options: Any
+) -> tuple[pl.Trainer, list[float]]:
+    """Train with a run folder; the trainer and the learning rates that were used."""
+    rates = Rates()
+    callbacks: list[pl.Callback] = [RunFolder(str(folder), report=False), rates]
+    if save:
+        callbacks.append(pl.callbacks.ModelCheckpoint(folder / "saved", every_n_train_steps=save, save_top_k=-1))
+    owner = trainer(folder, callbacks=callbacks, enable_checkpointing=save is not None, **{"max_steps": 8, **options})
+    owner.fit(ours, data(), ckpt_path=None if ckpt is None else str(ckpt))
+    return owner, rates.seen
+
+
+def column(folder: Path, key: str) -> list[float | None]:
+    return [row.get(f"offpolicy/control/{key}") for row in read_metrics(folder).rows]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_surge_halves_the_learning_rate_and_a_level_length_gives_it_back(tmp_path: Path, schedule: str) -> None:
+    options = {"lr_scheduler": schedule, "learning_rate": 1e-3}
+    _, scheduled = fit(tmp_path / "plain", module(Lengths(LENGTHS), control="off", **options))
+    _, seen = fit(tmp_path / "run", module(Lengths(LENGTHS), control=GUARD, **options))
+    assert column(tmp_path / "run", "learning_rate_scale") == SCALES
+    in_force = [1.0, *SCALES[:-1]]  # a change holds from the next step on
+    assert seen == pytest.approx([rate * scale for rate, scale in zip(scheduled, in_force, strict=True)])
+    assert [row["learning_rate"] for row in read_metrics(tmp_path / "run").rows] == pytest.approx(seen)
+    actions = read_actions(tmp_path / "run" / "actions.jsonl")
+    assert [(a.step, a.what, a.before, a.after) for a in actions] == [
+        (4, "learning_rate_scale", 1.0, 0.5),
+        (6, "learning_rate_scale", 0.5, 1.0),
+    ]
+
+
+def test_a_resumed_run_decides_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    first = module(Lengths(LENGTHS), control=GUARD)
+    fit(tmp_path, first, save=5)
+    actions = read_actions(tmp_path / "actions.jsonl")
+    (saved,) = (tmp_path / "saved").glob("*step=5*.ckpt")
+    state = torch.load(saved, weights_only=False)
+    assert state["offpolicy"]["control"]["controllers"] == {"length_guard": {"scale": 0.5, "changed": 4}}
+    assert state["optimizer_states"][0]["param_groups"][0]["lr"] == 1e-3  # the schedule's, not halved
+    _, seen = fit(tmp_path, module(Lengths(LENGTHS), control=GUARD), ckpt=saved)
+    assert column(tmp_path, "learning_rate_scale") == SCALES
+    assert seen == pytest.approx([0.5e-3, 1e-3, 1e-3])
+    assert read_actions(tmp_path / "actions.jsonl") == actions
+
+
+def test_stop_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noisy = module(OwnMismatch(noise=1.0), control={"policy": "stop", "patience": 3})
+    owner, _ = fit(tmp_path, noisy)
+    assert owner.global_step == 3 and owner.should_stop
+    path = tmp_path / "checkpoints" / "stopped-step=3.ckpt"
+    assert f"the run ends here with the checkpoint {path}" in capsys.readouterr().out
+    (action,) = read_actions(tmp_path / "actions.jsonl")
+    assert (action.what, action.step) == ("stop", 3)
+    again, _ = fit(tmp_path, module(OwnMismatch(), control="stop"), ckpt=path, max_steps=5)
+    assert again.global_step == 5 and [row["step"] for row in read_metrics(tmp_path).rows] == [1, 2, 3, 4, 5]
+
+
+def test_warn_says_a_finding_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    owner, _ = fit(tmp_path, module(OwnMismatch(noise=1.0)), max_steps=4)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[control]")]
+    assert said and len(said) == len({line.partition(":")[2].partition(":")[0] for line in said})
+    assert column(tmp_path, "verdict") == [3.0] * 4 and owner.global_step == 4
+    assert column(tmp_path, "learning_rate_scale") == [None] * 4
+
+
+def test_escalation_changes_the_correction_in_use_and_comes_back(tmp_path: Path) -> None:
+    limits = {"chi2": [0.001, 0.002, 1e6], "dropped": [0.999, 1.0], "ess": 1e-9, "pearson": -1.0}
+    spec = {"controllers": {"escalation": {**limits, "patience": 1, "calm": 1, "low": 0.5, "high": 2.0}}}
+    engine = Lengths([4] * 8, [0.3] * 3 + [0.0] * 5)
+    ours = module(engine, control=spec, correction="measure")
+    fit(tmp_path, ours, max_steps=6)
+    assert column(tmp_path, "correction_level") == [1, 2, 2, 1, 0, 0]
+    rows = read_metrics(tmp_path).rows
+    weighing = ["offpolicy/weight_applied/ess_sequence" in row for row in rows]
+    assert weighing == [False, False, True, True, False, False]
+    assert ["offpolicy/keep/dropped_sequence_fraction" in row for row in rows] == [False, *[True] * 4, False]
+    assert ours.objective.correction == op.presets.get("measure").correction
+
+
+def test_resync_has_the_weights_sent_again(tmp_path: Path) -> None:
+    """Two generations at the same weights: without it one sync is enough for both."""
+    ours = module(Lengths([4] * 8, [3.0] * 8), control={"controllers": {"resync": {"patience": 1}}})
+    forgotten: list[int] = []
+    original = ours.generation.forget_sync
+    ours.generation.forget_sync = lambda: (forgotten.append(ours.trainer.global_step), original())  # type: ignore[method-assign,assignment]
+    owner, _ = fit(tmp_path, ours)
+    assert [(a.step, a.what) for a in read_actions(tmp_path / "actions.jsonl")] == [(1, "resync"), (2, "stop")]
+    assert forgotten == [0] and owner.global_step == 2
+
+
+def test_controllers_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must not name resync, which needs an engine with weights of its own"):
+        fit(tmp_path, module(control={"controllers": ["resync"]}))
+    with pytest.raises(ValueError, match=r"control\.polcy is not an option"):
+        module(control={"polcy": "act"})
+
+
+def test_the_gradient_cosine_is_logged_on_demand(tmp_path: Path) -> None:
+    ours = module(OwnMismatch(), control={"gradient_cosine": True})
+    fit(tmp_path, ours, max_steps=3)
+    values = [row.get("offpolicy/gradient/cosine_previous") for row in read_metrics(tmp_path).rows]
+    assert values[0] is None and all(value is not None and -1 < value < 1 for value in values[1:])
