@@ -155,6 +155,7 @@ def recorded_rows(inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveO
         "completion_mask": batch.mask,
         "sampling_per_token_logps": batch.sampling_per_token_logps,
         "old_per_token_logps": old,
+        "entropies": batch.entropies if batch.old_per_token_logps is None else None,  # those of old
         "weights": result.weights,
         "keep_mask": result.keep_mask,
         "reward": batch.rewards,

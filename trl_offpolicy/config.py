@@ -200,15 +200,3 @@ def _refuse_double(
         both = [name for name in names if key in overrides and getattr(args, name) != defaults[name]]
         if both:
             raise ValueError(f"{where}{key} and {', '.join(both)} set the same quantity; set one.")
-
-
-def run_description(args: OffPolicyGRPOConfig, preset: Preset, model_name: str) -> dict[str, Any]:
-    """What ``run.json`` says about the method."""
-    return {
-        "model": model_name,
-        "preset": preset.name,
-        "correction": repr(preset.correction),
-        "objective": repr(replace(preset.objective, correction=None)),
-        "advantages": "TRL's" if preset.advantages is None else repr(preset.advantages),
-        "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
-    }

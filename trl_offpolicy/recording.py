@@ -129,7 +129,14 @@ class RolloutRecorder:
         return rows
 
 
-_TOKEN_COLUMNS = ("completion_mask", "sampling_per_token_logps", "old_per_token_logps", "weights", "keep_mask")
+_TOKEN_COLUMNS = (
+    "completion_mask",
+    "sampling_per_token_logps",
+    "old_per_token_logps",
+    "entropies",
+    "weights",
+    "keep_mask",
+)
 
 
 def _schema() -> Any:
@@ -149,6 +156,7 @@ def _schema() -> Any:
             "completion_mask": bools,
             "sampling_per_token_logps": floats,
             "old_per_token_logps": floats,
+            "entropies": floats,
             "weights": floats,
             "keep_mask": bools,
         }

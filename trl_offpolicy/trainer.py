@@ -22,7 +22,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from trl_offpolicy import batches
 from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
-from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset, run_description
+from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.control_callback import supervise
 from trl_offpolicy.controllers import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
 from trl_offpolicy.correction_stats import noise_floor
@@ -33,6 +33,7 @@ from trl_offpolicy.objective_terms import NONFINITE_CURRENT
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.recording import RolloutRecorder
+from trl_offpolicy.run_description import run_description
 from trl_offpolicy.staging import Stages
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trainer_checks import check_before_loading, leaves_out_old, stages_of
@@ -79,7 +80,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._row_counter = batches.RowCounter()
         recorder = partial(RolloutRecorder, folder / "rollouts.parquet", self._tokenizer.decode)
         self._recorder = recorder(self.accelerator.process_index) if args.record_rollouts else None
-        info = run_description(args, preset, getattr(self.model.config, "_name_or_path", ""))
+        info = run_description(args, preset, self.accelerator.unwrap_model(self.model))
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
             self.add_callback(ShortProgressCallback)
         self.add_callback(RunFolderCallback(info, report=args.write_report, decode=self._tokenizer.decode))

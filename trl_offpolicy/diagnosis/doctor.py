@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
+from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
+from trl_offpolicy.diagnosis.attribution.recorded import recorded_evidence
+from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
 from trl_offpolicy.diagnosis.rollouts import Rollouts, read_rollouts
 from trl_offpolicy.diagnosis.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
@@ -32,6 +35,8 @@ class Examination:
         antipatterns: habits that hide the fault.
         lengths: share of responses dropped by quarter of length; None without enough recorded rollouts.
         opinions: of other packages.
+        attribution: likely cause of an engine mismatch, from the recorded tokens; None where there is no mismatch or
+            no token was recorded.
     """
 
     metrics: Path
@@ -40,6 +45,7 @@ class Examination:
     antipatterns: tuple[AntiPattern, ...]
     lengths: LengthShares | None
     opinions: tuple[Opinion, ...]
+    attribution: Attribution | None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -50,6 +56,7 @@ class Examination:
             "antipatterns": [asdict(one) for one in self.antipatterns],
             "dropped_by_length": None if self.lengths is None else asdict(self.lengths),
             "opinions": [asdict(one) for one in self.opinions],
+            "attribution": None if self.attribution is None else asdict(self.attribution),
         }
 
 
@@ -103,7 +110,15 @@ def judge(
         antipatterns=find_antipatterns(found.readings, info, thresholds, rollouts),
         lengths=None if rollouts is None else length_shares(rollouts),
         opinions=opinions,
+        attribution=_attribution(found, rollouts, info),
     )
+
+
+def _attribution(found: Diagnosis, rollouts: Rollouts | None, info: Mapping[str, Any]) -> Attribution | None:
+    if rollouts is None or not any(one.cause == "engine_mismatch" for one in found.findings):
+        return None
+    evidence = recorded_evidence(rollouts, info, steps=found.steps)
+    return None if evidence is None else attribute(evidence)
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:
@@ -120,6 +135,9 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
     out.print(f"verdict: [bold {COLOURS[found.verdict]}]{found.verdict}[/]  {escape(_headline(found))}\n")
     for finding in found.findings:
         _print_finding(out, finding)
+    if seen.attribution is not None:
+        out.print("[bold]why engine and trainer differ[/], from the recorded tokens")
+        _print_fields(out, describe_attribution(seen.attribution))
     for one in seen.antipatterns:
         out.print(f"[yellow]anti-pattern[/] [bold]{escape(one.name)}[/]")
         _print_fields(out, {"seen": one.seen, "instead": one.instead})
@@ -131,6 +149,22 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
             _print_fields(out, {severity: title, "advice": advice})
     if found.unknown:
         out.print(f"Not judged, because nothing was logged for it: {escape(', '.join(found.unknown))}.")
+
+
+def describe_attribution(found: Attribution) -> dict[str, str]:
+    """Label and text of what the attribution says, with check and fix of the cause."""
+    about = CAUSES.get(found.cause)
+    name = about.title if about is not None else found.cause.replace("_", " ")
+    observed = {"logps": "log-probs alone", "logps+config": "log-probs and configuration"}.get(found.level, found.level)
+    runner = "" if found.runner_up is None else f"; next: {found.runner_up.replace('_', ' ')}"
+    detail = f", {found.detail}" if found.detail else ""
+    fields = {
+        "likely": f"{name}{detail} (from {observed}, margin {found.confidence:.2f}{runner})",
+        "because": "; ".join(found.reasons),
+    }
+    if about is None:
+        return fields
+    return fields | {"check": about.confirm, "fix": about.fix, "yaml": about.snippet.rstrip()}
 
 
 def _headline(found: Diagnosis) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from trl_offpolicy.diagnosis.doctor import Examination
+from trl_offpolicy.diagnosis.doctor import Examination, describe_attribution
 from trl_offpolicy.diagnosis.page import render_note, render_section
 from trl_offpolicy.diagnosis.verdict import Finding
 
@@ -16,6 +16,9 @@ def render_findings(seen: Examination) -> str:
     span = "" if found.steps is None else f" over steps {found.steps[0]} to {found.steps[1]}"
     verdict = f'<p>Verdict{span}: <strong class="{found.verdict}">{found.verdict}</strong>.</p>'
     parts = [verdict, *map(_finding, found.findings)]
+    if seen.attribution is not None:
+        title = "<h3>Why engine and trainer differ, from the recorded tokens</h3>"
+        parts.append(f"<article>{title}{_fields(describe_attribution(seen.attribution))}</article>")
     for one in seen.antipatterns:
         title = f'<h3><span class="warning">anti-pattern</span> {escape(one.name)}</h3>'
         parts.append(f"<article>{title}{_fields({'seen': one.seen, 'instead': one.instead})}</article>")
@@ -37,5 +40,5 @@ def _finding(finding: Finding) -> str:
 
 
 def _fields(fields: Mapping[str, str]) -> str:
-    rows = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in fields.items())
+    rows = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in fields.items() if v)
     return f'<table class="header"><tbody>{rows}</tbody></table>'

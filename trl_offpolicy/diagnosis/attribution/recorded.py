@@ -1,0 +1,76 @@
+"""Evidence from a run's recorded rollouts: what :func:`~.attribute.attribute` needs, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
+from trl_offpolicy.diagnosis.rollouts import Rollouts, fetch_rows
+
+MOST_ROWS = 256
+"""Completions looked at: the last ones."""
+_EXTRAS = ("completion_ids", "group_id", "entropies")
+
+
+def recorded_evidence(
+    rollouts: Rollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
+) -> TokenEvidence | None:
+    """The last recorded completions as evidence; None where no token has both log-probs.
+
+    Args:
+        rollouts: of the run.
+        info: ``run.json``; what it says under ``declared`` is the evidence's declaration.
+        steps: optimizer steps (first, last) that are judged; None = all. Rollouts are recorded at the step before
+            their metrics are logged, so that step counts as well.
+    """
+    wanted = np.unique(rollouts.row)
+    if steps is not None:
+        wanted = wanted[(rollouts.steps[wanted] >= steps[0] - 1) & (rollouts.steps[wanted] <= steps[1])]
+    wanted = wanted[-MOST_ROWS:]
+    if not wanted.size:
+        return None
+    token = np.isin(rollouts.row, wanted)
+    row, position = np.searchsorted(wanted, rollouts.row[token]), rollouts.position[token]
+    shape = (len(wanted), int(position.max()) + 1)
+    sampling, log_ratio = rollouts.sampling_logp[token], rollouts.log_ratio[token]
+    extras = _extras(rollouts, wanted, shape)
+    return TokenEvidence(
+        sampling_per_token_logps=_scattered(sampling, row, position, shape),
+        old_per_token_logps=_scattered(sampling + log_ratio.astype(np.float64), row, position, shape),
+        completion_mask=np.isfinite(_scattered(sampling, row, position, shape)),
+        engine=_declared(info, "engine"),
+        trainer=_declared(info, "trainer"),
+        **extras,
+    )
+
+
+def _declared(info: Mapping[str, Any], side: str) -> Declared | None:
+    said = (info.get("declared") or {}).get(side)
+    known = {item.name for item in fields(Declared)}
+    return None if said is None else Declared(**{name: value for name, value in said.items() if name in known})
+
+
+def _scattered(values: Any, row: Any, position: Any, shape: tuple[int, int]) -> Any:
+    out = np.full(shape, np.nan)
+    out[row, position] = values
+    return out
+
+
+def _extras(rollouts: Rollouts, wanted: Any, shape: tuple[int, int]) -> dict[str, Any]:
+    """Token ids, prompt groups and entropies, those that every row has."""
+    records = fetch_rows(rollouts, wanted.tolist(), _EXTRAS)
+    columns = {name: [records[int(row)][name] for row in wanted] for name in _EXTRAS}
+    known = {name: values for name, values in columns.items() if all(value is not None for value in values)}
+    extras: dict[str, Any] = {}
+    if "completion_ids" in known:
+        ids = padded([ids[: shape[1]] for ids in known["completion_ids"]], width=shape[1], fill=-1)
+        extras["token_ids"] = ids.astype(np.int64)
+    if "group_id" in known:
+        extras["group_ids"] = np.asarray(known["group_id"], np.int64)
+    if "entropies" in known:
+        extras["entropies"] = padded([row[: shape[1]] for row in known["entropies"]], width=shape[1])
+    return extras
