@@ -114,6 +114,17 @@ def test_nonfinite_values_and_missing_metrics_are_left_out() -> None:
     assert seen.line().startswith("ok?")
 
 
+def test_what_the_interval_leaves_open_is_no_finding() -> None:
+    """20 rows of KL 0.06 +- 0.02 make a mean of 0.06 +- 0.0045; a single one may as well lie below 0.05."""
+    noisy = {"mismatch__kl_k3": 0.06, "mismatch__kl_k3_ci95": 0.02}
+    assert causes(log(1, **noisy)) == [("engine_mismatch", "notice")]
+    (finding,) = diagnose(log(20, **noisy)).findings
+    assert finding.severity == "critical" and "KL k3 at equal weights 0.06 ± 0.004 (limit 0.05)" in finding.symptom
+    wide = {"mismatch__kl_k3": 0.06, "mismatch__kl_k3_ci95": lambda step: math.nan if step == 3 else 0.5}
+    assert causes(log(20, **wide)) == [("engine_mismatch", "critical")]  # an interval is missing: the mean decides
+    assert causes(log(20, weight_applied__ess_token=0.45, weight_applied__ess_token_ci95=0.3)) == []
+
+
 def test_the_worst_comes_first() -> None:
     seen = diagnose(log(mismatch__nonfinite_fraction=0.1, staleness__kl_k3=0.03, mismatch__kl_k3=0.2))
     assert [one.severity for one in seen.findings] == ["critical", "warning", "notice"]

@@ -144,11 +144,11 @@ class Supervisor:
     def _remember(
         self, rows: tuple[dict[str, float], ...], step: int, logs: Mapping[str, Any]
     ) -> tuple[dict[str, float], ...]:
-        """The rows that are still needed, the new one last; intervals are not."""
+        """The rows that are still needed, the new one last."""
         row: dict[str, float] = {"step": step}
         for key, value in logs.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and key != "step" and not key.endswith("_ci95") and not key.startswith(EVAL_PREFIX):
+            if number and key != "step" and not key.startswith(EVAL_PREFIX):
                 row[key] = float(value)
         kept = [item for item in rows if item["step"] < step]
         recent = [item for item in kept if item["step"] >= step - self.spec.history]

@@ -17,7 +17,9 @@ Severity = Literal["ok", "notice", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "notice", "warning", "critical")
 Readings = Mapping[str, float]
 """Metric name without ``offpolicy/`` -> value over the window that is judged; finite. Beside the logged ones:
-``rising/<metric>`` (last half over first half of the window) and ``floor/kl_k3`` (times the noise floor)."""
+``rising/<metric>`` (last half over first half of the window) and ``floor/kl_k3`` (times the noise floor);
+``<metric>_ci95`` is the half-width of the 95 % interval of that value."""
+INTERVAL = "_ci95"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,15 @@ class Symptom:
         return self.threshold if isinstance(self.threshold, float) else float(getattr(thresholds, self.threshold))
 
     def holds(self, readings: Readings, thresholds: Thresholds) -> bool:
-        """False also where the metric was not logged."""
+        """Beyond the limit, by more than the half-width of its 95 % interval where there is one.
+
+        False also where the metric was not logged.
+        """
         value = readings.get(self.metric)
         if value is None:
             return False
-        limit = self.limit(thresholds)
-        return value < limit if self.sign == "<" else value > limit
+        limit, half_width = self.limit(thresholds), readings.get(f"{self.metric}{INTERVAL}", 0.0)
+        return value + half_width < limit if self.sign == "<" else value - half_width > limit
 
 
 @dataclass(frozen=True)

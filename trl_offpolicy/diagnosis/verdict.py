@@ -11,7 +11,7 @@ from trl_offpolicy.diagnosis.causes import CAUSES, Cause
 from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.summary import format_number
 from trl_offpolicy.diagnosis.thresholds import Thresholds
-from trl_offpolicy.diagnosis.tree import SEVERITIES, TREE, Readings, Severity, Symptom
+from trl_offpolicy.diagnosis.tree import INTERVAL, SEVERITIES, TREE, Readings, Severity, Symptom
 
 WINDOW = 20
 """Logged steps that a verdict looks at: the last ones."""
@@ -141,13 +141,26 @@ def read(rows: Sequence[dict[str, float]], window: int, thresholds: Thresholds) 
     """What the tree looks at: means over the last ``window`` rows (extremes for maxima), and what is derived."""
     last = rows[-window:]
     names = {key for row in last for key in row if key.startswith("offpolicy/")}
-    found: dict[str, float] = {}
+    found = _intervals(last, [name for name in names if name.endswith(INTERVAL)])
     for name in names:
+        if name.endswith(INTERVAL):
+            continue
         values = [row[name] for row in last if math.isfinite(row.get(name, math.nan))]
         if values:
             reduce = next((how for end, how in _EXTREMES.items() if name.endswith(end)), _mean)
             found[name.removeprefix("offpolicy/")] = float(reduce(values))
     return found | _derived(found, last) | _surge(rows, thresholds)
+
+
+def _intervals(rows: Sequence[dict[str, float]], names: Sequence[str]) -> dict[str, float]:
+    """Half-widths of the means, rows taken as independent; left out unless each row with a value has one."""
+    found = {}
+    for name in names:
+        rows_with = [row for row in rows if math.isfinite(row.get(name.removesuffix(INTERVAL), math.nan))]
+        widths = [row.get(name, math.nan) for row in rows_with]
+        if widths and all(map(math.isfinite, widths)):
+            found[name.removeprefix("offpolicy/")] = math.sqrt(math.fsum(w**2 for w in widths)) / len(widths)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -191,7 +204,9 @@ def _surge(rows: Sequence[dict[str, float]], thresholds: Thresholds) -> dict[str
 
 def _sentence(symptom: Symptom, readings: Readings, thresholds: Thresholds) -> str:
     limit, value = format_number(symptom.limit(thresholds)), format_number(readings[symptom.metric])
-    return f"{symptom.label} {value} (limit {limit})"
+    half_width = readings.get(f"{symptom.metric}{INTERVAL}")
+    interval = "" if half_width is None else f" ± {half_width:.1g}"
+    return f"{symptom.label} {value}{interval} (limit {limit})"
 
 
 def _since(log: MetricsLog, symptom: Symptom, thresholds: Thresholds) -> int | None:
