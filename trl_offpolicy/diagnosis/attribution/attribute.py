@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from trl_offpolicy.diagnosis.attribution.declarations import Statement, differences, excluded
 from trl_offpolicy.diagnosis.attribution.evidence import Level, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
-from trl_offpolicy.diagnosis.attribution.hypotheses import REFERENCE, at_fault, residual
+from trl_offpolicy.diagnosis.attribution.hypotheses import REFERENCE, at_fault, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (
+    CLEAR,
     DIFFUSE,
     MEMBERS,
     OTHER_WEIGHTS,
@@ -20,7 +21,7 @@ from trl_offpolicy.diagnosis.attribution.signatures import (
 )
 
 REMOVED = 0.2
-"""Residual / mismatch up to which a tested hypothesis is the cause."""
+"""Share of the mismatch left up to which a tested hypothesis is the cause."""
 REDUCED = 0.7
 """The same for precision: an engine's rounding errors are only in part those of a simulation."""
 
@@ -79,7 +80,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     first = passed[0] if passed else Signature("unknown", 1 - ranked[0].score, "no test explains the mismatch")
     if first.cause == "none":
         return _answer(evidence, features, first, ranked)
-    if evidence.tested:
+    if evidence.tested and not (passed and first.cause in CLEAR):
         found = _tested(evidence, features, first, ranked)
         if found is not None:
             return found
@@ -123,7 +124,7 @@ def _declared(
     assert evidence.engine is not None and evidence.trainer is not None
     stated = differences(evidence.engine, evidence.trainer)
     ruled_out = excluded(evidence.engine, evidence.trainer)
-    if first.cause not in (*DIFFUSE, "unknown") and first.cause not in ruled_out:
+    if first.cause not in (*DIFFUSE, "unknown"):
         reasons = (stated[first.cause].text,) if first.cause in stated else ()
         return _answer(evidence, features, first, ranked, reasons=reasons)
     certain = [s for s in stated.values() if s.certain]
@@ -164,16 +165,20 @@ def _undeclared(
 def _tested(
     evidence: TokenEvidence, features: Features, first: Signature, ranked: Sequence[Signature]
 ) -> Attribution | None:
-    """The hypothesis that removes the mismatch; None if none does."""
+    """The hypothesis that removes the mismatch; None if none does.
+
+    A rougher router alone goes before a rougher whole model, which flips the same experts.
+    """
     if REFERENCE in evidence.tested and at_fault(evidence, evidence.tested[REFERENCE]) == "trainer":
         return _trainer_fault(evidence, features, first, ranked)
-    left = {name: _left(evidence, name) for name in evidence.tested if name != REFERENCE}
+    left = {name: left_share(evidence, name) for name in evidence.tested if name != REFERENCE}
     if not left:
         return None
-    best = min(left, key=lambda name: left[name])
+    best = min(left, key=lambda name: (not (":routing:" in name and left[name] <= REMOVED), left[name]))
     _, cause, detail = best.split(":", 2)
     if left[best] > (REDUCED if cause == "precision" else REMOVED):
         return None
+    cause = _member(evidence, cause)
     sentence = (
         f"scoring the same tokens with {cause.replace('_', ' ')} {detail} leaves {left[best]:.1%} of the mismatch"
     )
@@ -181,10 +186,12 @@ def _tested(
     return _answer(evidence, features, chosen, ranked, reasons=(first.reason,), detail=detail)
 
 
-def _left(evidence: TokenEvidence, name: str) -> float:
-    """Share of the mismatch that a hypothesis leaves, the noise floor not counted."""
-    left, whole = residual(evidence, name)
-    return left / whole if whole > 0 else math.inf
+def _member(evidence: TokenEvidence, cause: str) -> str:
+    """Which of the causes with other weights: older weights are staleness where the lag is declared, and so on."""
+    if cause not in MEMBERS or evidence.engine is None or evidence.trainer is None:
+        return cause
+    stated = differences(evidence.engine, evidence.trainer)
+    return next((name for name in MEMBERS if name in stated), cause)
 
 
 def _trainer_fault(
@@ -192,7 +199,9 @@ def _trainer_fault(
 ) -> Attribution | None:
     """Plain scoring agrees with the engine: the trainer's log-probs are of something else."""
     reason = "plain scoring of the same tokens agrees with the engine, not with the trainer"
-    prompts = {name: _left(evidence, name) for name in evidence.tested if name.startswith("trainer:prompt_difference")}
+    prompts = {
+        name: left_share(evidence, name) for name in evidence.tested if name.startswith("trainer:prompt_difference")
+    }
     best = min(prompts, key=lambda name: prompts[name], default=None)
     if best is not None and prompts[best] <= REMOVED:
         text = f"the trainer's log-probs are those of the prompts with {best.split(':', 2)[2]}"

@@ -263,3 +263,16 @@ def _pair_sums(values: Array, labels: Array) -> tuple[float, float]:
     sums = np.bincount(index, weights=values)
     squares = np.bincount(index, weights=values**2)
     return float(np.sum(count * (count - 1)) / 2), float(np.sum(sums**2 - squares) / 2)
+
+
+def rank_correlation(x: Array, y: Array) -> float:
+    """Spearman's correlation; NaN where one side does not vary.
+
+    Example:
+        >>> rank_correlation(np.array([1.0, 2.0, 9.0]), np.array([0.1, 0.2, 0.3]))
+        1.0
+    """
+    if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
+        return float("nan")
+    first, second = (np.argsort(np.argsort(v, kind="stable"), kind="stable") for v in (x, y))
+    return float(round(np.corrcoef(first, second)[0, 1], 12))

@@ -15,17 +15,31 @@ from typing import Any, Literal
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import disagreeing_rows, kl_k3, noise_rms
-from trl_offpolicy.diagnosis.attribution.precision import rounded_weights, simulated_dtype
+from trl_offpolicy.diagnosis.attribution.features import (
+    MAX_LOG_RATIO,
+    disagreeing_rows,
+    extract,
+    kl_k3,
+    noise_rms,
+    rank_correlation,
+)
+from trl_offpolicy.diagnosis.attribution.precision import (
+    SIGNIFICANT_BITS,
+    rounded_routers,
+    rounded_weights,
+    routers,
+    simulated_dtype,
+)
 from trl_offpolicy.diagnosis.attribution.scoring import Head, Ids, TokenScores, score_completions
+from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS, OTHER_WEIGHTS, read_signatures
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 Inside = Callable[[], AbstractContextManager[Any]]
 Side = Literal["engine", "trainer"]
 REFERENCE = "reference"
 """Name of the plain scoring."""
-EXPLAINED = 0.02
-"""Residual / mismatch at which the search stops: nothing else can do much better."""
+EXPLAINED = 0.03
+"""Share of the mismatch left at which the search stops: nothing else can do much better."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +108,35 @@ def at_fault(evidence: TokenEvidence, reference: Floats) -> Side:
     return "trainer" if trainer > engine else "engine"
 
 
-def residual(evidence: TokenEvidence, name: str) -> tuple[float, float]:
-    """(KL k3 that is left under a tested hypothesis, KL k3 without it), both over the tokens that it was tested on.
+def left_share(evidence: TokenEvidence, name: str) -> float:
+    """Share of the mismatch (KL k3) that is left under a tested hypothesis, over the tokens that it was tested on.
 
-    A hypothesis on the engine is compared with the engine's log-probs, one on the trainer with the trainer's.
+    A hypothesis on the engine is compared with the engine's log-probs, one on the trainer with the trainer's. Other
+    weights and precisions may also be held in part only (a tenth of an update, rounding half as coarse): with g the
+    change of the log-probs under the hypothesis and d = old - mu, 1 - R^2 of d = s g, s > 0, counts where it is
+    smaller. R^2 is that of values or of ranks, whichever is smaller, so that one token cannot decide.
     """
     values = evidence.tested[name]
-    on_engine = not name.startswith("trainer:")
-    side = evidence.sampling_per_token_logps if on_engine else evidence.old_per_token_logps
-    whole = evidence.old_per_token_logps - evidence.sampling_per_token_logps
-    whole = np.where(np.isfinite(values) | np.isneginf(values), whole, np.nan)
-    gap = np.where(np.isneginf(values), -20.0, values - side)
-    return kl_k3(_masked(evidence, gap)), kl_k3(_masked(evidence, whole))
+    use = evidence.observed & (np.isfinite(values) | np.isneginf(values))
+    mu, old = evidence.sampling_per_token_logps[use], evidence.old_per_token_logps[use]
+    scored = np.where(np.isneginf(values[use]), old - MAX_LOG_RATIO, values[use])
+    whole = kl_k3(old - mu)
+    if not use.any() or not whole:
+        return float("inf")
+    on_trainer = name.startswith("trainer:")
+    left = kl_k3(scored - (old if on_trainer else mu)) / whole
+    if not on_trainer and name.split(":")[1] in (*MEMBERS, "precision"):
+        return min(left, 1 - _fit_in_part(old - scored, old - mu))
+    return left
+
+
+def _fit_in_part(change: Array, d: Array) -> float:
+    """Smaller one of R^2 of values through 0 and of ranks; 0 where they point in opposite directions."""
+    along = float(change @ d)
+    ranks = rank_correlation(change, d)
+    if along <= 0 or not ranks > 0:
+        return 0.0
+    return min(along**2 / max(float(change @ change) * float(d @ d), 1e-60), ranks**2)
 
 
 def _masked(evidence: TokenEvidence, values: Array) -> Array:
@@ -138,7 +169,7 @@ def _test_engine(
     evidence: TokenEvidence, bench: Bench, rows: list[int], plain: TokenScores, tested: dict[str, Floats],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Cheap ones first: shifts need no forward, all sampling options share one."""
+    """Cheap ones first: shifts need no forward, all sampling options share one. Then what the log-probs look like."""
     width = evidence.completion_mask.shape[1]
     tested |= _shifts(evidence, plain.logps)
     heads = sampling_candidates(evidence, plain)
@@ -148,23 +179,41 @@ def _test_engine(
         tested |= {f"engine:{name}": found.logps for name, found in zip(heads, scores, strict=True)}
     if any(_explained(evidence, tested, name) for name in tested if name != REFERENCE):
         return
-    changed = {**bench.weights, **(usual_precisions(bench.model) if bench.precisions is None else bench.precisions)}
-    for name, inside in changed.items():
+    for name, change in _costly(evidence, bench):
         say(name)
-        tested[f"engine:{name}"] = bench.score(rows, inside=inside, width=width)[0].logps
+        tested[f"engine:{name}"] = bench.score(rows, width=width, **change)[0].logps
         if _explained(evidence, tested, f"engine:{name}"):
-            return
-    for detail, prompts in bench.prompts.items():
-        name = f"engine:prompt_difference:{detail}"
-        say(name)
-        tested[name] = bench.score(rows, prompts=prompts, width=width)[0].logps
-        if _explained(evidence, tested, name):
             return
 
 
 def _explained(evidence: TokenEvidence, tested: dict[str, Floats], name: str) -> bool:
-    left, whole = residual(replace(evidence, tested=tested), name)
-    return left <= EXPLAINED * whole
+    return left_share(replace(evidence, tested=tested), name) <= EXPLAINED
+
+
+def _costly(evidence: TokenEvidence, bench: Bench) -> list[tuple[str, dict[str, Any]]]:
+    """Hypotheses that take a forward each, the kind that the log-probs speak for first."""
+    precisions = usual_precisions(bench.model) if bench.precisions is None else bench.precisions
+    kinds: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        OTHER_WEIGHTS: [(name, {"inside": inside}) for name, inside in bench.weights.items()],
+        "precision": [(name, {"inside": inside}) for name, inside in precisions.items()],
+        "prompt_difference": [
+            (f"prompt_difference:{detail}", {"prompts": prompts}) for detail, prompts in bench.prompts.items()
+        ],
+    }
+    scores = {s.cause: s.score for s in read_signatures(extract(evidence))}
+    order = sorted(kinds, key=lambda kind: -scores.get(kind, 0.0))
+    routing = [(name, {"inside": inside}) for name, inside in usual_routers(bench.model).items()]
+    return routing + [pair for kind in order for pair in kinds[kind]]
+
+
+def usual_routers(model: Any) -> dict[str, Inside]:
+    """Routers in less precision; empty for a dense model."""
+    if not routers(model):
+        return {}
+    return {
+        f"routing:router in {name}": lambda name=name: rounded_routers(model, SIGNIFICANT_BITS[name])  # type: ignore[misc]
+        for name in ("bf16", "fp16")
+    }
 
 
 def usual_precisions(model: Any) -> dict[str, Inside]:

@@ -53,6 +53,25 @@ def simulated_dtype(model: Any, name: str) -> Iterator[None]:
         yield
 
 
+def routers(model: Any) -> list[Any]:
+    """The modules that choose experts; empty for a dense model."""
+    return [module for name, module in model.named_modules() if name.endswith((".gate", ".router"))]
+
+
+@contextmanager
+def rounded_routers(model: Any, bits: int) -> Iterator[None]:
+    """Routers see their input rounded to ``bits`` significant digits: some tokens go to other experts."""
+    hooks = [
+        gate.register_forward_pre_hook(lambda _module, inputs: (round_significant(inputs[0], bits), *inputs[1:]))
+        for gate in routers(model)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _rounded(output: Any, bits: int) -> Any:
     if isinstance(output, tuple):
         return (_rounded(output[0], bits), *output[1:])

@@ -47,8 +47,8 @@ class Limits:
     onset: float = 0.5
     temperature_fit: float = 0.85
     surprise_fit: float = 0.5
-    bulk: float = 0.06
-    top_tokens: float = 0.7
+    bulk: float = 0.13
+    top_tokens: float = 0.68
     early: float = 4.0
     by_token: float = 0.18
     spikes: float = 5.2
@@ -157,6 +157,8 @@ TESTS: Sequence[Test] = (
     _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
 """In this order: what leaves the clearest trace first."""
+CLEAR = ("tool_tokens", "unknown")
+"""Traces of bookkeeping, which no scoring of tokens explains better."""
 DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")
 """Causes that look alike when small; what the sides declare decides between them."""
 

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from toy_policy import ROWS, make
+
+from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute, coarse_of
+from trl_offpolicy.diagnosis.attribution.declarations import differences, excluded
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
+from trl_offpolicy.diagnosis.attribution.features import extract, kl_k3, noise_level
+from trl_offpolicy.diagnosis.attribution.signatures import TESTS, read_signatures
+
+CAUSES = (
+    "none", "temperature", "truncated_sampling", "precision", "other_weights", "dropout", "routing",
+    "prompt_difference", "misalignment", "retokenised", "tool_tokens",
+)  # fmt: skip
+SAME = Declared(
+    dtype="float32", quantization="none", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, adapter="a", weight_version=3,
+    prompt_hash="p", dropout=0.0, experts=0, tools=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_is_found_from_log_probs_alone(cause: str, seed: int) -> None:
+    found = attribute(make(cause, seed=seed))
+    assert found.cause == ("misalignment" if cause == "retokenised" else cause), found.reasons
+    assert found.level == "logps" and 0.5 <= found.confidence <= 1 and found.reasons
+
+
+def test_twenty_clean_batches_raise_no_alarm() -> None:
+    assert {attribute(make("none", seed=seed)).cause for seed in range(20, 40)} == {"none"}
+
+
+def test_temperature_is_found_without_entropies_and_its_size_is_told() -> None:
+    evidence = make("temperature")
+    assert "0.9" in attribute(evidence).detail
+    assert attribute(replace(evidence, entropies=None)).cause == "temperature"
+
+
+@pytest.mark.parametrize("cause", ["none", "truncated_sampling", "other_weights", "routing", "misalignment"])
+def test_the_order_of_the_rows_does_not_matter(cause: str) -> None:
+    evidence = make(cause)
+    order = np.random.default_rng(0).permutation(ROWS)
+    arrays = {name: value[order] for name, value in vars(evidence).items() if isinstance(value, np.ndarray)}
+    mixed = replace(evidence, **arrays)
+    one, other = asdict(extract(evidence)), asdict(extract(mixed))
+    assert one == pytest.approx(other, rel=1e-9, nan_ok=True)
+    assert attribute(evidence).cause == attribute(mixed).cause
+
+
+@pytest.mark.parametrize("cause", ["truncated_sampling", "temperature"])
+def test_with_the_sides_swapped_a_one_sided_trace_is_gone(cause: str) -> None:
+    evidence = make(cause)
+    swapped = replace(
+        evidence,
+        sampling_per_token_logps=evidence.old_per_token_logps,
+        old_per_token_logps=evidence.sampling_per_token_logps,
+    )
+    found = attribute(swapped)
+    assert found.cause != "truncated_sampling"
+    assert (
+        cause != "temperature" or found.features.temperature_slope > 0 > attribute(evidence).features.temperature_slope
+    )
+
+
+def test_padding_and_masked_tokens_do_not_count() -> None:
+    evidence = make("precision")
+    wide = {
+        name: np.pad(value, ((0, 0), (0, 5)), constant_values=np.nan if value.dtype == float else 0)
+        for name, value in vars(evidence).items()
+        if isinstance(value, np.ndarray) and value.ndim == 2
+    }
+    padded_evidence = replace(evidence, **wide)
+    assert asdict(extract(padded_evidence)) == pytest.approx(asdict(extract(evidence)), rel=1e-9, nan_ok=True)
+
+
+def test_log_probs_in_another_unit_and_clipped_ones_are_unknown() -> None:
+    clean = make("none")
+    mu = clean.sampling_per_token_logps
+    for wrong in (mu / np.log(2), np.maximum(mu, -3.0)):
+        found = attribute(replace(clean, sampling_per_token_logps=wrong))
+        assert found.cause == "unknown"
+
+
+def test_everything_at_random_is_unknown_or_of_low_confidence() -> None:
+    clean = make("none")
+    rng = np.random.default_rng(0)
+    mu = clean.sampling_per_token_logps + rng.standard_t(2, clean.completion_mask.shape) * 0.3 + 0.5
+    found = attribute(replace(clean, sampling_per_token_logps=mu))
+    assert found.cause not in ("none", "temperature", "truncated_sampling", "misalignment", "tool_tokens")
+
+
+# ---------------------------------------------------------------------------------------------------- declarations
+
+
+def _declared(cause: str, engine: Declared, trainer: Declared = SAME) -> Attribution:
+    return attribute(replace(make(cause), engine=engine, trainer=trainer))
+
+
+def test_declarations_name_which_weights() -> None:
+    assert _declared("other_weights", SAME).cause == "stale_weights"
+    assert _declared("other_weights", replace(SAME, weight_version=1)).cause == "policy_staleness"
+    assert _declared("other_weights", replace(SAME, adapter="none")).cause == "wrong_adapter"
+    assert {coarse_of(name) for name in ("stale_weights", "policy_staleness", "wrong_adapter")} == {"other_weights"}
+
+
+def test_declarations_do_not_overrule_a_clear_trace_or_a_clean_batch() -> None:
+    engine = replace(SAME, dtype="bfloat16", tools=True)
+    trainer = replace(SAME, dropout=0.1, tools=True)
+    assert _declared("temperature", engine, trainer).cause == "temperature"
+    assert _declared("tool_tokens", engine, trainer).cause == "tool_tokens"
+    assert _declared("none", engine, trainer).cause == "none"
+
+
+def test_precision_without_any_declared_difference_is_a_silent_fault() -> None:
+    assert _declared("precision", replace(SAME, dtype="bfloat16")).cause == "precision"
+    assert _declared("precision", SAME).cause == "stale_weights"
+    both = replace(SAME, dtype="bfloat16")
+    assert _declared("precision", both, both).cause == "precision"  # 16 bits on both sides: kernels
+
+
+def test_what_is_not_declared_rules_nothing_out() -> None:
+    assert differences(Declared(), Declared()) == {} and excluded(Declared(), Declared()) == frozenset()
+    assert excluded(SAME, SAME) >= {"temperature", "truncated_sampling", "precision", "dropout", "routing"}
+    assert set(differences(replace(SAME, temperature=0.7), SAME)) == {"temperature"}
+
+
+# ----------------------------------------------------------------------------------------------------------- tested
+
+
+def test_a_hypothesis_that_removes_the_mismatch_is_the_cause() -> None:
+    evidence = make("precision")
+    right, wrong = evidence.sampling_per_token_logps + 1e-5, evidence.old_per_token_logps + 1e-3
+    tested = {
+        "reference": evidence.old_per_token_logps,
+        "engine:precision:int8 weights": wrong,
+        "engine:wrong_adapter:no adapter": right,
+    }
+    found = attribute(replace(evidence, tested=tested))
+    assert (found.cause, found.detail, found.level) == ("wrong_adapter", "no adapter", "logps+model")
+    del tested["engine:wrong_adapter:no adapter"]
+    assert attribute(replace(evidence, tested=tested)).cause == "precision"  # by its trace, not by the hypothesis
+
+
+def test_a_part_of_an_update_is_recognised_and_its_opposite_is_not() -> None:
+    evidence = make("other_weights")
+    d = evidence.old_per_token_logps - evidence.sampling_per_token_logps
+    for factor, cause in ((10.0, "stale_weights"), (-10.0, "other_weights")):
+        tested = {"reference": evidence.old_per_token_logps,
+                  "engine:stale_weights:version 2": evidence.old_per_token_logps - factor * d}  # fmt: skip
+        assert attribute(replace(evidence, tested=tested)).cause == cause
+
+
+def test_where_plain_scoring_agrees_with_the_engine_the_trainer_is_at_fault() -> None:
+    evidence = make("other_weights")
+    tested = {
+        "reference": evidence.sampling_per_token_logps,
+        "engine:precision:bf16": evidence.sampling_per_token_logps,
+    }
+    assert attribute(replace(evidence, tested=tested)).cause == "prompt_difference"
+    tested["trainer:prompt_difference:no chat template"] = evidence.old_per_token_logps
+    found = attribute(replace(evidence, tested=tested))
+    assert (found.cause, found.detail) == ("prompt_difference", "no chat template")
+
+
+# -------------------------------------------------------------------------------------------------------- evidence
+
+
+def test_levels_take_away_what_lies_beyond() -> None:
+    full = replace(make("none"), engine=SAME, trainer=SAME, tested={"reference": make("none").old_per_token_logps})
+    assert [full.at_level(level).level for level in ("logps", "logps+config", "logps+model")] == [
+        "logps", "logps+config", "logps+model",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="level must be one of"):
+        full.at_level("all")  # type: ignore[arg-type]
+
+
+def test_bad_evidence_names_the_field() -> None:
+    clean = make("none")
+    with pytest.raises(ValueError, match=r"entropies must have shape \(32, 24\), but got \(32, 1\)"):
+        replace(clean, entropies=np.zeros((ROWS, 1)))
+    with pytest.raises(ValueError, match="completion_mask must leave a token"):
+        replace(clean, completion_mask=np.zeros_like(clean.completion_mask))
+    with pytest.raises(ValueError, match=r"sampling_per_token_logps must have shape \(B, T\)"):
+        TokenEvidence(
+            sampling_per_token_logps=np.zeros(3), old_per_token_logps=np.zeros(3), completion_mask=np.ones(3, bool)
+        )
+
+
+def test_small_numbers() -> None:
+    assert kl_k3(np.array([1e-6, -1e-6])) == pytest.approx(5e-13, rel=1e-6)
+    assert kl_k3(np.array([0.5, np.nan])) == pytest.approx(np.exp(0.5) - 1.5)
+    assert noise_level(make("none")) == 1e-10 and noise_level(make("dropout")) > 1e-4
+    assert padded([[1.0], [2.0, 3.0]]).shape == (2, 2)
+
+
+def test_every_test_scores_between_0_and_1_on_every_cause() -> None:
+    for cause in CAUSES:
+        signatures = read_signatures(extract(make(cause)))
+        assert len(signatures) == len(TESTS) and all(0 <= s.score <= 1 and s.reason for s in signatures)
