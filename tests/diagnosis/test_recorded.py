@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
-from trl_offpolicy.diagnosis.attribution.recorded import recorded_evidence
+from trl_offpolicy.diagnosis.attribution.recorded import attribute_run, recorded_evidence
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.diagnosis.rollouts import read_rollouts
 
@@ -78,3 +78,17 @@ def test_old_logps_alone_are_enough_evidence_without_entropies(write_run: Any) -
 def test_a_healthy_run_gets_no_attribution(write_run: Any) -> None:
     quiet = [{**row, "offpolicy/mismatch/kl_k3": 0.001} for row in metrics(3)]
     assert examine(write_run(quiet, [rows(range(3), lambda x: x / 1.3)])).attribution is None
+
+
+def test_a_mismatch_that_grew_from_nothing_is_blamed_on_weights(write_run: Any) -> None:
+    """The same late tokens: there from the start it is a setting, grown over the run it is weights."""
+    late = rows(range(5, 10), lambda x: x / 1.3)
+    grown = read_rollouts(write_run(metrics(10), [rows(range(5), lambda x: x), late]))
+    constant = read_rollouts(write_run(metrics(10), [rows(range(5), lambda x: x / 1.3), late]))
+    assert grown is not None and constant is not None
+    judged = attribute_run(grown, {}, steps=(6, 10))
+    assert judged is not None and judged.cause == "other_weights" and judged.runner_up == "temperature"
+    synced = attribute_run(grown, {"declared": {"engine": SAME | {"weight_version": 0}, "trainer": SAME}})
+    assert synced is not None and synced.cause == "stale_weights" and "KL k3 grew from" in synced.reasons[0]
+    steady = attribute_run(constant, {}, steps=(6, 10))
+    assert steady is not None and steady.cause == "temperature"

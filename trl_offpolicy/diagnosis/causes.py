@@ -129,6 +129,15 @@ CAUSES: dict[str, Cause] = {
         "Sync before every generation and prove it.",
         "engine: {check_sync: true}\n",
     ),
+    "other_weights": Cause(
+        "other weights in the engine",
+        "A",
+        "The engine samples with other weights than the trainer scores with: older ones, another adapter, or updates "
+        "in between. Log-probs alone do not tell which.",
+        "Look at rollout/sync_agreement and rollout/version_lag_mean; restart the engine and compare.",
+        "Sync before every generation and prove it; name the adapter in the request or merge it.",
+        "engine: {check_sync: true}\n",
+    ),
     "wrong_adapter": Cause(
         "wrong adapter",
         "A",

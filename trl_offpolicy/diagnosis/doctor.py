@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
-from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
-from trl_offpolicy.diagnosis.attribution.recorded import recorded_evidence
+from trl_offpolicy.diagnosis.attribution.attribute import Attribution
+from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
 from trl_offpolicy.diagnosis.rollouts import Rollouts, read_rollouts
@@ -117,8 +117,7 @@ def judge(
 def _attribution(found: Diagnosis, rollouts: Rollouts | None, info: Mapping[str, Any]) -> Attribution | None:
     if rollouts is None or not any(one.cause == "engine_mismatch" for one in found.findings):
         return None
-    evidence = recorded_evidence(rollouts, info, steps=found.steps)
-    return None if evidence is None else attribute(evidence)
+    return attribute_run(rollouts, info, steps=found.steps)
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:
@@ -154,7 +153,7 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
 def describe_attribution(found: Attribution) -> dict[str, str]:
     """Label and text of what the attribution says, with check and fix of the cause."""
     about = CAUSES.get(found.cause)
-    name = about.title if about is not None else found.cause.replace("_", " ")
+    name = found.cause.replace("_", " ") if about is None else about.title
     observed = {"logps": "log-probs alone", "logps+config": "log-probs and configuration"}.get(found.level, found.level)
     runner = "" if found.runner_up is None else f"; next: {found.runner_up.replace('_', ' ')}"
     detail = f", {found.detail}" if found.detail else ""

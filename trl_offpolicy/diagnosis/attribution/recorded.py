@@ -1,18 +1,25 @@
-"""Evidence from a run's recorded rollouts: what :func:`~.attribute.attribute` needs, without the model."""
+"""Attribution from a run's recorded rollouts, without the model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
+from trl_offpolicy.diagnosis.attribution.features import kl_k3
+from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS, OTHER_WEIGHTS
 from trl_offpolicy.diagnosis.rollouts import Rollouts, fetch_rows
 
 MOST_ROWS = 256
 """Completions looked at: the last ones."""
+GREW = 20.0
+"""Times that the mismatch must have grown since the start of the run to be blamed on weights."""
+SMALL_START = 1e-3
+"""KL k3, nats a token, that it must have begun below."""
 _EXTRAS = ("completion_ids", "group_id", "entropies")
 
 
@@ -46,6 +53,46 @@ def recorded_evidence(
         trainer=_declared(info, "trainer"),
         **extras,
     )
+
+
+def attribute_run(
+    rollouts: Rollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
+) -> Attribution | None:
+    """Why engine and trainer differ in the judged steps; None where no token has both log-probs.
+
+    Beside the tokens of those steps, the start of the run counts: settings that differ do so from the first step on,
+    weights that do not arrive only once the policy has moved.
+    """
+    evidence = recorded_evidence(rollouts, info, steps=steps)
+    if evidence is None:
+        return None
+    found, grown = attribute(evidence), growth(rollouts, steps)
+    if grown is None or found.cause in ("none", *MEMBERS):
+        return found
+    synced = evidence.engine is not None and evidence.engine.weight_version is not None
+    cause = "stale_weights" if synced else OTHER_WEIGHTS
+    says = " although both sides declare the same weights" if synced else ""
+    reason = (
+        f"KL k3 grew from {grown[0]:.1e} in the first recorded steps to {grown[1]:.1e}{says}: weights that do not "
+        "arrive do that, settings that differ do so from the start"
+    )
+    return replace(
+        found, cause=cause, coarse=OTHER_WEIGHTS, confidence=1 - grown[0] / grown[1], runner_up=found.cause,
+        reasons=(reason, *found.reasons), detail="",
+    )  # fmt: skip
+
+
+def growth(rollouts: Rollouts, steps: tuple[int, int] | None) -> tuple[float, float] | None:
+    """KL k3 of the first tenth of the recorded steps and of the judged ones, if it began small and grew a lot."""
+    at = rollouts.steps[rollouts.row]
+    known = np.unique(at)
+    early = at <= known[(len(known) - 1) // 10]
+    late = np.ones(len(at), bool) if steps is None else (at >= steps[0] - 1) & (at <= steps[1])
+    late &= at > known[len(known) // 2]
+    if not late.any():
+        return None
+    first, last = kl_k3(rollouts.log_ratio[early]), kl_k3(rollouts.log_ratio[late])
+    return (first, last) if first < min(SMALL_START, last / GREW) else None
 
 
 def _declared(info: Mapping[str, Any], side: str) -> Declared | None:
