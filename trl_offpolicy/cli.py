@@ -90,6 +90,19 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
     return run
 
 
+def demo(parser: argparse.ArgumentParser) -> Runner:
+    """Show a diagnosed faulty run: a recorded one, no model needed."""
+    parser.add_argument("--output", metavar="FILE", default="offpolicy-demo.html", help="report to write (%(default)s)")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.diagnosis.demo import show_demo
+
+        show_demo(args.output)
+        return 0
+
+    return run
+
+
 def presets(parser: argparse.ArgumentParser) -> Runner:
     """List the correction presets, explain some, or show in what two differ."""
     parser.add_argument("names", metavar="NAME", nargs="*", help="presets to explain (default: list all)")
@@ -154,6 +167,7 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
 COMMANDS: dict[str, Command] = {
     "probe": probe,
     "doctor": doctor,
+    "demo": demo,
     "report": report,
     "presets": presets,
     "serve": serve,
