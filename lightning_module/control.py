@@ -113,9 +113,8 @@ class Control:
         self._stop = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; empty with policy ``warn``, which starts again from ``metrics.jsonl``."""
-        kept = self.spec is not None and self.spec.policy != "warn" and self._supervisor is not None
-        return self.state.as_dict() if kept else {}
+        """For a checkpoint."""
+        return {} if self._supervisor is None else self.state.as_dict()
 
     def _put_in_force(self, module: OffPolicyGRPOModule, outcome: Outcome) -> None:
         self._scale.value = outcome.learning_rate_scale

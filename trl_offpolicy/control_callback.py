@@ -58,12 +58,12 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; empty with policy ``warn``, which starts again from ``metrics.jsonl``."""
-        return {} if self.spec.policy == "warn" else self.state.as_dict()
+        """For a checkpoint."""
+        return self.state.as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        if state and self.spec.policy != "warn":
+        if state:
             self.state = self.supervisor.restore(state)
             self._put_in_force(self.supervisor.settings(self.state))
 

@@ -104,14 +104,17 @@ def test_a_resumed_run_decides_as_if_it_had_not_stopped(build: Build, checkpoint
     assert seen[0] == pytest.approx(0.5 * 1e-3 * (1 - checkpoint / 8))
 
 
-def test_warn_says_a_finding_once_and_leaves_no_state(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warn_says_a_finding_once_also_across_a_resume(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = build(Engine(noise=1.0), max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[control]")]
     assert sum("critical  " in line and "Pearson" not in line for line in said) >= 1
     assert len(said) == len({line.partition(":")[2].partition(":")[0] for line in said})
     assert all(row["offpolicy/control/verdict"] == 3 for row in records(trainer))
-    assert not list(Path(trainer.args.output_dir).glob(f"**/{STATE_FILE}"))
+    again = build(Engine(noise=1.0), max_steps=6)
+    again.train(resume_from_checkpoint=True)
+    assert "[control]" not in capsys.readouterr().out
+    assert [row["step"] for row in records(again)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_stop_ends_the_run_with_a_checkpoint_to_go_on_from(build: Build, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,12 +39,13 @@ def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk
     logarithm between them:
 
     - chi2: 95th percentile of the responses' chi-square (``total`` where it was logged, else ``mismatch``), from
-      ``chi2_moderate`` to ``chi2_systems``;
+      ``chi2_moderate`` to ``chi2_reject``;
     - ess: 1 / ESS of the applied weights, else of the raw ones, else of the weights that the ratios would give
       (1 + chi2_token), from 1 / ``ess_healthy`` to 1 / ``ess_broken`` squared;
-    - clip: share of clipped units, from ``clip_high`` to three times that, or 3 to 10 times its own baseline;
-    - length: the mean response length over that of ``length_window`` steps ago, up or down, from ``length_surge`` to
-      its square;
+    - clip: share of clipped units, from ``clip_high`` to three times that;
+    - length: the mean response length over that of ``length_window`` steps ago (in a shorter run: of its start), up or
+      down, from ``length_surge`` to its square; or, from a change by 5 % on, its distance from the median of the 50
+      rows before in robust standard deviations (1.48 median absolute deviations), from 6 to 20;
     - gradient: its norm over the median of the 50 rows before, from 3 to 10.
 
     Args:
@@ -82,12 +83,13 @@ def _group(log: MetricsLog) -> str:
 
 
 def _now(values: Sequence[float]) -> float | None:
-    return median(values[-RECENT:]) if values else None
+    """The median of the last rows; with fewer than three one odd batch would decide."""
+    return median(values[-RECENT:]) if len(values) >= 3 else None
 
 
 def _chi2(log: MetricsLog, limits: Thresholds) -> float:
     now = _now(log.series(f"{_group(log)}/chi2_token_p95").values)
-    return 0.0 if now is None else ramp(now, limits.chi2_moderate, limits.chi2_systems)
+    return 0.0 if now is None else ramp(now, limits.chi2_moderate, limits.chi2_reject)
 
 
 def _ess(log: MetricsLog, limits: Thresholds) -> float:
@@ -110,11 +112,30 @@ def _clip(log: MetricsLog, limits: Thresholds) -> float:
 def _length(log: MetricsLog, limits: Thresholds) -> float:
     key = log.first_logged(LENGTH_KEYS)
     steps, values, _ = log.series(key) if key else ([], [], 0)
-    earlier = [value for at, value in zip(steps, values, strict=True) if at <= steps[-1] - limits.length_window]
-    now, before = _now(values), _now(earlier)
-    if now is None or before is None or min(now, before) <= 0:
+    if len(values) < 2 * RECENT:
         return 0.0
-    return ramp(max(now / before, before / now), limits.length_surge, limits.length_surge**2)
+    start = steps[-1] - limits.length_window
+    first = min(next(place for place, at in enumerate(steps) if at >= start), len(values) - 2 * RECENT)
+    slow = _either_way(median(values[-RECENT:]), median(values[first : first + RECENT]))
+    part = ramp(slow, limits.length_surge, limits.length_surge**2)
+    return max(part, _sudden(values))
+
+
+def _sudden(values: Sequence[float]) -> float:
+    """How far the newest rows lie outside the scatter of those before; 0 for a change of less than a twentieth."""
+    recent, before = values[-RECENT:], values[-RECENT - BASELINE : -RECENT]
+    if len(before) < 10:
+        return 0.0
+    now, base = median(recent), median(before)
+    spread = 1.4826 * median([abs(value - base) for value in before])
+    if _either_way(now, base) < 1.05:
+        return 0.0
+    return ramp(abs(now - base) / max(spread, 1e-3 * abs(base)), 6.0, 20.0)
+
+
+def _either_way(now: float, before: float) -> float:
+    """The larger of now / before and its inverse; 1 where one of them is not positive."""
+    return max(now / before, before / now) if min(now, before) > 0 else 1.0
 
 
 def _gradient(log: MetricsLog) -> float:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trl_offpolicy.control.actions import Action
-from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE
+from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, LENGTH_KEYS
 from trl_offpolicy.control.escalation import CORRECTION_LEVEL, LEVELS
 from trl_offpolicy.control.risk import collapse_risk
 from trl_offpolicy.control.spec import ControlSpec
@@ -26,7 +26,8 @@ CONTROL_METRICS = (
 )  # fmt: skip
 """``offpolicy/control/<name>``."""
 
-_FEWEST_ROWS = 30
+_WHOLE_ROWS = 60
+"""Of older ones only the response lengths are needed."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ class Supervisor:
             if number and key != "step" and not key.startswith(EVAL_PREFIX):
                 row[key] = float(value)
         kept = [item for item in rows if item["step"] < step]
-        recent = [item for item in kept if item["step"] >= step - self.spec.history]
-        return (*(recent if len(recent) >= _FEWEST_ROWS else kept[-_FEWEST_ROWS:]), row)
+        old = [item for item in kept[:-_WHOLE_ROWS] if item["step"] >= step - self.spec.history]
+        return (*map(_lengths, old), *kept[-_WHOLE_ROWS:], row)
 
     def _say(self, state: ControlState, step: int, diagnosis: Diagnosis) -> tuple[ControlState, tuple[str, ...]]:
         """A line for each finding that is new; one that was away for a window of readings is new again."""
@@ -196,3 +197,7 @@ class Supervisor:
         critical = diagnosis.line() if diagnosis.verdict == "critical" else f"collapse risk {risk:.2f}"
         why = f"{critical} ({state.alarms} logging steps in a row)"
         return replace(state, alarms=0), Action(step, "verdict", "stop", 0, 1, why)
+
+
+def _lengths(row: dict[str, float]) -> dict[str, float]:
+    return {key: row[key] for key in ("step", *LENGTH_KEYS) if key in row}
