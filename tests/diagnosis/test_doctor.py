@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from trl_offpolicy.cli import main
+from trl_offpolicy.control import parse_control
 from trl_offpolicy.diagnosis.antipatterns import find_antipatterns
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.diagnosis.names import NAMES, frameworks, translate
@@ -126,7 +127,7 @@ def test_antipatterns() -> None:
     ]
     assert names(clipped, {"objective": "Objective(policy_loss=PPOClip(low=0.2, high=0.2))"}) == []
     assert names({"rollout/length_surge": 1.5}) == ["length surge taken for a reward issue"]
-    assert names({"rollout/length_surge": 1.5}, {"control": {"controllers": {"length_guard": {}}}}) == []
+    assert names({"rollout/length_surge": 1.5}, {"control": repr(parse_control("act"))}) == []
     assert names({"mismatch/kl_k3": 0.01, "mismatch/logp_diff_max": 3.0}) == ["largest difference averaged away"]
     assert names({"mismatch/kl_k3": 0.01, "mismatch/prob_diff_max": 0.9}) == ["largest difference averaged away"]
     assert names({"mismatch/kl_k3": 0.2, "mismatch/logp_diff_max": 3.0}) == []

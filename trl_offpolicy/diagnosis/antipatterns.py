@@ -114,7 +114,7 @@ def _wide_clip(readings: Readings, info: Mapping[str, Any], thresholds: Threshol
 
 def _surge_without_guard(readings: Readings, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
     surge = readings.get("rollout/length_surge")
-    if surge is None or surge <= thresholds.length_surge or "length_guard" in str(info.get("control", "")):
+    if surge is None or surge <= thresholds.length_surge or "LengthGuard" in str(info.get("control")):
         return None
     return AntiPattern(
         "length surge taken for a reward issue",
