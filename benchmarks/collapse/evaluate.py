@@ -1,6 +1,6 @@
 """Does the collapse risk warn in time, and does it leave healthy runs alone?
 
-    python benchmarks/collapse/evaluate.py RUNS [--seeds 2 3] [--threshold 0.5]
+    python benchmarks/collapse/evaluate.py RUNS [--seeds 1 3] [--threshold 0.5] [--keep tests/control/runs --only ...]
 
 Reads what ``train.py`` wrote. A run has collapsed if its learner's reward fell by 30 % and did not come back within 100
 optimizer steps, or if its gradient norm went above 10 times its rolling median and the reward fell after that (Liu
@@ -10,6 +10,7 @@ optimizer steps, or if its gradient norm went above 10 times its rolling median 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -61,14 +62,35 @@ def by_row(runs: Sequence[Judged], horizon: int = 200) -> tuple[list[float], lis
     return before, [risk for run in runs if run.collapse is None for risk in run.risks]
 
 
+KEPT = (
+    "step", "reward", "learner_reward", "grad_norm", "offpolicy/loss/clip_region_fraction",
+    "offpolicy/rollout/response_length_mean", "offpolicy/weight_applied/ess_sequence",
+    *(f"offpolicy/{group}/{name}" for group in ("mismatch", "total") for name in ("chi2_token", "chi2_token_p95")),
+)  # fmt: skip
+
+
+def keep(folder: Path, target: Path) -> None:
+    """What the risk reads of a run, as columns with four digits: a fixture for the tests."""
+    rows = read_metrics(folder).rows
+    columns = {key: [float(f"{row[key]:.4g}") for row in rows] for key in KEPT if key in rows[0]}
+    target.mkdir(parents=True, exist_ok=True)
+    (target / f"{folder.name}.json").write_text(json.dumps(columns) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("runs", type=Path)
     parser.add_argument("--seeds", nargs="*", type=int)
     parser.add_argument("--threshold", type=float, default=0.5)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--only", nargs="*")
     args = parser.parse_args()
     folders = [path for path in sorted(args.runs.iterdir()) if (path / "metrics.jsonl").is_file()]
     wanted = [path for path in folders if args.seeds is None or int(path.name.rpartition("-")[2]) in args.seeds]
+    wanted = [path for path in wanted if args.only is None or path.name in args.only]
+    if args.keep:
+        for path in wanted:
+            keep(path, args.keep)
     runs = [judge(path, args.threshold) for path in wanted]
     print(f"{'run':<18} {'collapse':>8} {'alarm':>6} {'lead':>5} {'largest risk':>13}")
     for run in runs:
@@ -80,6 +102,8 @@ def main() -> None:
     print(f"warned before the collapse: {len(warned)} of {len(collapsed)}; lead {leads} optimizer steps")
     print(f"false alarms: {sum(run.alarm is not None for run in healthy)} of {len(healthy)} healthy runs")
     print(f"AUROC by row (collapse within 200 steps): {auroc(*by_row(runs)):.3f}")
+    before = [max([risk for step, risk in zip(r.steps, r.risks, strict=True) if step < r.collapse]) for r in collapsed]
+    print(f"AUROC by run (largest risk before the collapse): {auroc(before, [max(r.risks) for r in healthy]):.3f}")
 
 
 if __name__ == "__main__":
