@@ -15,6 +15,7 @@ from lightning_module.control import run_folder
 from lightning_module.module import OffPolicyGRPOModule
 from lightning_module.streams import MicroStep
 from trl_offpolicy.callbacks import RunFolderCallback
+from trl_offpolicy.declared import declared_sides
 from trl_offpolicy.recording import RolloutRecorder
 
 _NO_CONTROL: Any = None  # transformers' callbacks take a TrainerControl, which these do not read
@@ -106,6 +107,9 @@ _SHORT = {
 }
 
 
+_AUTOCAST = {"bf16": "bfloat16", "16": "float16"}
+
+
 def _state(trainer: Trainer) -> Any:
     """What the TRL side's callback reads of ``transformers.TrainerState``."""
     return SimpleNamespace(is_world_process_zero=trainer.is_global_zero, global_step=trainer.global_step)
@@ -122,4 +126,11 @@ def _description(trainer: Trainer, module: OffPolicyGRPOModule) -> dict[str, Any
         "advantages": repr(preset.advantages),
         "engine": given["engine"] if isinstance(given["engine"], str | dict) else type(given["engine"]).__name__,
         "trainer": f"lightning, {type(trainer.strategy).__name__}, {trainer.world_size} processes",
+        "control": repr(module.control.spec),
+        "declared": declared_sides(
+            module.policy,
+            engine=given["engine"] if isinstance(given["engine"], dict) else {},
+            autocast=next((name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key)), None),
+            sampling={name: getattr(module.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+        ),
     }

@@ -1,0 +1,45 @@
+"""What engine and trainer declare about themselves, for ``run.json``: the doctor compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def declared_sides(
+    model: nn.Module, *, engine: Mapping[str, Any] | None, autocast: str | None, sampling: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What both sides say of themselves, as fields of :class:`~.diagnosis.attribution.evidence.Declared`.
+
+    Args:
+        model: the trainer's.
+        engine: options of the engine; None = the trainer's own model generates.
+        autocast: the trainer's mixed precision, None without.
+        sampling: temperature, top_p, top_k, min_p of the engine, which this kit's trainer mirrors.
+    """
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    options = engine or {}
+    rounding = options.get("quantization") or options.get("weight_rounding")
+    kind = rounding.get("type") if isinstance(rounding, Mapping) else rounding
+    engine_dtype = options.get("dtype") or (None if torch.cuda.is_available() else dtype)
+    same = {"temperature": sampling["temperature"], "weight_version": 0}
+    same |= {"top_p": sampling["top_p"] or 1.0, "top_k": sampling["top_k"] or 0, "min_p": sampling["min_p"] or 0.0}
+    config = getattr(model, "config", None)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+    return {
+        "engine": {
+            **same,
+            "dtype": engine_dtype,
+            "quantization": kind or "none",
+        },
+        "trainer": {
+            **same,
+            "dtype": autocast or dtype,
+            "quantization": "none",
+            "dropout": max([0.0, *(one.p for one in model.modules() if isinstance(one, nn.Dropout))]),
+            "experts": int(experts),
+        },
+    }
