@@ -198,13 +198,16 @@ def _score(
         raise ValueError("The engine must return at least one token, but every completion is empty.")
     heads = [options.trainer_head]
     (scores,) = score_completions(sides.model, ids, completions, heads=heads, rows=16)
-    (again,) = score_completions(sides.model, ids, completions, heads=heads, rows=5)  # another layout: the noise
+    half = max(1, len(ids) // 2)
+    (again,) = score_completions(sides.model, ids[:half], completions[:half], heads=heads, rows=5)  # another layout
     width = scores.logps.shape[1]
+    rescored = np.full((len(ids), width), np.nan)
+    rescored[:half, : again.logps.shape[1]] = again.logps
     return TokenEvidence(
         sampling_per_token_logps=padded(logps, width=width),
         old_per_token_logps=scores.logps,
         completion_mask=np.isfinite(padded([[0.0] * len(row) for row in completions], width=width)),
-        rescored_per_token_logps=again.logps,
+        rescored_per_token_logps=rescored,
         entropies=scores.entropies,
         token_ids=padded(completions, width=width, fill=0).astype(np.int64),
         group_ids=np.repeat(np.arange(len(ids) // options.samples), options.samples),
