@@ -161,7 +161,7 @@ def test_bins_hold_every_token_once_and_their_shares_add_up() -> None:
     position = found[1].bins
     assert position[0].label == "0 to 2" and position[0].k3 > 5 * position[-1].k3
     kinds = {entry.label for entry in found[3].bins}
-    assert kinds == {"special", "word", "inside a word", "number", "punctuation", "line break", "space"}
+    assert kinds == {"special", "word", "inside a word", "number", "punctuation", "line break", "space", "other"}
 
 
 def test_rollouts_for_the_figures_hold_the_same_numbers() -> None:
