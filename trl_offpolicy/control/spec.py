@@ -123,7 +123,7 @@ def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:
         return ControlSpec(**given)
     except (TypeError, ValueError) as error:
         message = str(error)
-        raise ValueError(message if message.startswith(where) else f"{where}.{message}") from None
+        raise ValueError(message if message.startswith(f"{where}.") else f"{where}.{message}") from None
 
 
 def _thresholds(given: Any) -> Thresholds:
