@@ -62,6 +62,7 @@ SETTINGS = {
     "int4": Setting(PLAIN, bits=4),
     "int4_tis": Setting(TIS, bits=4),
     "lag2_tis": Setting(TIS, bits=8, lag=2),
+    "int3_tis": Setting(TIS, bits=3),
     "int3_ppo_is": Setting(PPO_IS, bits=3),
     "warming_up": Setting(NO_CLIP, learning_rate=3e-3, warm_up=100),
     "never_synced": Setting(NO_CLIP, bits=8, lag=-1, learning_rate=5e-4),

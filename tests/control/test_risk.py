@@ -58,7 +58,7 @@ def test_runs_that_collapse_are_seen(name: str, part: str, latest: int) -> None:
     assert max(risks[place].parts, key=lambda key: risks[place].parts[key]) == part
 
 
-@pytest.mark.parametrize("name", ["float-3", "int4_tis-1"])
+@pytest.mark.parametrize("name", ["float-3", "int3_tis-1"])
 def test_runs_that_do_not_are_left_alone(name: str) -> None:
     run = recorded(name)
     assert collapse_step(run, "learner_reward") is None
@@ -98,6 +98,12 @@ def test_parts_add_up_and_half_way_is_half() -> None:
     risk = collapse_risk(both)
     assert risk.parts["chi2"] == pytest.approx(0.5) and risk.parts["clip"] == pytest.approx(0.5)
     assert risk.score == pytest.approx(0.75)
+
+
+def test_weights_leave_staleness_to_be_seen() -> None:
+    corrected = {"weight_applied__ess_sequence": 0.9, "mismatch__chi2_token_p95": 5.0, "total__chi2_token_p95": 5.0}
+    assert collapse_risk(log(5, **corrected, staleness__chi2_token_p95=0.1)).score == 0.0
+    assert collapse_risk(log(5, **corrected, staleness__chi2_token_p95=5.0)).parts["chi2"] == 1.0
 
 
 def test_the_drift_of_both_kinds_counts_where_it_was_logged() -> None:

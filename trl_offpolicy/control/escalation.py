@@ -26,8 +26,8 @@ class Signals(NamedTuple):
     @classmethod
     def of(cls, log: MetricsLog, step: int) -> Signals:
         """Those of ``step``."""
-        group = log.ratio_group
-        row = log.rows[-1] if log.rows and int(log.rows[-1]["step"]) == step else {}
+        last = MetricsLog(log.rows[-1:])
+        group, row = last.ratio_group, last.rows[-1] if last.steps == [step] else {}
 
         def value(key: str) -> float | None:
             found = row.get(f"offpolicy/{key}")

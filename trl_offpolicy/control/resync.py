@@ -62,7 +62,8 @@ class Resync:
     def step(self, state: ResyncState, log: MetricsLog, step: int) -> tuple[ResyncState, Action | None]:
         """Count readings that are off; ask for a sync, then for a stop."""
         row = log.rows[-1]
-        pearson, agreement = row.get(f"offpolicy/{log.ratio_group}/prob_pearson"), row.get(AGREEMENT)
+        group = MetricsLog((row,)).ratio_group
+        pearson, agreement = row.get(f"offpolicy/{group}/prob_pearson"), row.get(AGREEMENT)
         if state.first < 0 and agreement is not None and agreement == agreement:
             state = replace(state, first=agreement)
         why = self._why_off(state, pearson, agreement)

@@ -38,8 +38,8 @@ def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk
     "Now" is the median of the last 5 rows. A part is 0 up to a first number, 1 from a second on, and linear in the
     logarithm between them:
 
-    - chi2: 95th percentile of the responses' chi-square (``total`` where it was logged, else ``mismatch``), from
-      ``chi2_moderate`` to ``chi2_reject``;
+    - chi2: 95th percentile of the responses' chi-square, of the drift that no weight corrects (``staleness`` where
+      weights are applied, else ``total``, else ``mismatch``), from ``chi2_moderate`` to ``chi2_reject``;
     - ess: 1 / ESS of the applied weights, else of the raw ones, else of the weights that the ratios would give
       (1 + chi2_token), from 1 / ``ess_healthy`` to 1 / ``ess_broken`` squared;
     - clip: share of clipped units, from ``clip_high`` to three times that;
@@ -79,6 +79,9 @@ def ramp(value: float, low: float, high: float) -> float:
 
 
 def _group(log: MetricsLog) -> str:
+    """The ratio that no weight corrects: current/old under weights, else all of current/sampling."""
+    if log.has(f"{PREFIX}weight_applied/ess_sequence"):
+        return f"{PREFIX}staleness"
     return f"{PREFIX}total" if log.has(f"{PREFIX}total/chi2_token") else f"{PREFIX}mismatch"
 
 

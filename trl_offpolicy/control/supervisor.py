@@ -26,8 +26,9 @@ CONTROL_METRICS = (
 )  # fmt: skip
 """``offpolicy/control/<name>``."""
 
-_WHOLE_ROWS = 60
-"""Of older ones only the response lengths are needed."""
+_WHOLE_ROWS = WINDOW + 5
+_FOR_LONG = ("step", *LENGTH_KEYS, "grad_norm")
+"""What is needed of older rows."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Supervisor:
                 row[key] = float(value)
         kept = [item for item in rows if item["step"] < step]
         old = [item for item in kept[:-_WHOLE_ROWS] if item["step"] >= step - self.spec.history]
-        return (*map(_lengths, old), *kept[-_WHOLE_ROWS:], row)
+        return (*map(_thinned, old), *kept[-_WHOLE_ROWS:], row)
 
     def _say(self, state: ControlState, step: int, diagnosis: Diagnosis) -> tuple[ControlState, tuple[str, ...]]:
         """A line for each finding that is new; one that was away for a window of readings is new again."""
@@ -199,5 +200,5 @@ class Supervisor:
         return replace(state, alarms=0), Action(step, "verdict", "stop", 0, 1, why)
 
 
-def _lengths(row: dict[str, float]) -> dict[str, float]:
-    return {key: row[key] for key in ("step", *LENGTH_KEYS) if key in row}
+def _thinned(row: dict[str, float]) -> dict[str, float]:
+    return {key: row[key] for key in _FOR_LONG if key in row}
