@@ -18,11 +18,13 @@ from cases import Case, load_cases
 from trl_offpolicy.diagnosis.attribution.attribute import attribute, coarse_of
 from trl_offpolicy.diagnosis.attribution.evidence import LEVELS
 from trl_offpolicy.diagnosis.attribution.signatures import Limits
+from trl_offpolicy.diagnosis.statement import SAME_POLICY_KL
 
 WITH_ENTROPY = "logps+entropy"
 NAMES = ("logps", WITH_ENTROPY, "logps+config", "logps+model")
 BANDS = ((0.0, 2.0, "below 2"), (2.0, 10.0, "2 to 10"), (10.0, 1e3, "10 to 1000"), (1e3, float("inf"), "above 1000"))
 """Strength: KL k3 over the noise floor."""
+MARKER = "<!-- tables of score.py -->"
 NOT_SCORED = ("precision and routing",)
 
 
@@ -57,16 +59,9 @@ def answers(cases: Sequence[Case], limits: Limits | None = None) -> list[Answer]
             if name == "logps":
                 evidence = replace(evidence, entropies=None)
             seen = attribute(evidence, limits)
-            ratio = seen.features.k3 / _reference_floor(case)
+            ratio = seen.features.k3 / SAME_POLICY_KL
             found.append(Answer(case.name, name, case.cause, seen.cause, ratio))
     return found
-
-
-def _reference_floor(case: Case) -> float:
-    """The floor of a trainer without dropout: what a second scoring would give if nothing were wrong with it."""
-    from trl_offpolicy.diagnosis.statement import SAME_POLICY_KL
-
-    return SAME_POLICY_KL
 
 
 def summarize(found: Sequence[Answer]) -> dict[str, Any]:
@@ -103,6 +98,52 @@ def summarize(found: Sequence[Answer]) -> dict[str, Any]:
     return out
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """Tables for the README: accuracy by level and strength, by cause, and the confusion matrices."""
+    bands = [text for _, _, text in BANDS if text != "below 2"]
+    lines = ["| observed | coarse | exact | 'unknown' | cases | " + " | ".join(f"{b} x floor" for b in bands)
+             + " | false alarms |", "|---" * (6 + len(bands)) + "|"]  # fmt: skip
+    for level, row in result.items():
+        strength = [f"{_percent(row['by_strength'][b]['coarse'])} ({row['by_strength'][b]['cases']})" for b in bands]
+        cells = [level, *(_percent(row[key]) for key in ("coarse", "exact", "unknown"))]
+        cells += [str(row["cases_above_twice_the_floor"]), *strength, f"{row['false_alarms']} of {row['clean_cases']}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    causes = sorted({cause for row in result.values() for cause in row["by_cause"]})
+    lines += [
+        "",
+        "| injected (coarse / exact) | cases | " + " | ".join(result) + " |",
+        "|---" * (2 + len(result)) + "|",
+    ]
+    for cause in causes:
+        known = [row["by_cause"].get(cause) for row in result.values()]
+        cells = [f"{_percent(c['coarse'])} / {_percent(c['exact'])}" if c else "-" for c in known]
+        lines.append(f"| {cause} | {max(c['cases'] for c in known if c)} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *(part for level, row in result.items() for part in _matrix(level, row["confusion"]))])
+
+
+def _matrix(level: str, confusion: dict[str, dict[str, int]]) -> list[str]:
+    answered = sorted({cause for row in confusion.values() for cause in row})
+    lines = ["", f"Confusion at {level}: injected (rows), answered (columns), coarse.", ""]
+    lines += ["| | " + " | ".join(answered) + " |", "|---" * (1 + len(answered)) + "|"]
+    return lines + [
+        f"| {truth} | " + " | ".join(str(row.get(cause, "")) for cause in answered) + " |"
+        for truth, row in confusion.items()
+    ]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def write_results(result: dict[str, Any], folder: Path) -> None:
+    """``results.json``, and the tables between the markers of README.md."""
+    (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    readme = folder / "README.md"
+    before, _, rest = readme.read_text().partition(MARKER)
+    _, _, after = rest.partition(MARKER)
+    readme.write_text(f"{before}{MARKER}\n{markdown(result)}\n{MARKER}{after}")
+
+
 def _share(values: Sequence[bool]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
 
@@ -126,7 +167,7 @@ def main() -> None:
             if not a.right and not (a.level.startswith("logps") and "config" not in a.level and a.coarse_right):
                 print(f"  {a.level:14s} {a.ratio:9.2g} {a.case:75s} -> {a.cause}")
     if args.out:
-        (args.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_results(result, args.out)
 
 
 if __name__ == "__main__":
