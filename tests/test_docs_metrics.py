@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trl_offpolicy as op
-from trl_offpolicy.control import CONTROL_METRICS
+from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
 from trl_offpolicy.correction_stats import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
 from trl_offpolicy.engines.filtered_scoring import FINALIZERS
 from trl_offpolicy.engines.sync_check import SYNC_METRICS
@@ -90,7 +90,7 @@ def emitted():
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
     by_engine = {f"offpolicy/rollout/{name}" for name in (*SYNC_METRICS, *FINALIZERS)}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
-    by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS}
+    by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
     return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats} | by_engine | by_gradient | by_control
 
 
@@ -100,7 +100,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12 + 8 + 4 + 10
+    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12 + 9 + 4 + 10
 
 
 @pytest.mark.parametrize("preset", op.presets.names())

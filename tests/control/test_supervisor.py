@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from trl_offpolicy.control import CONTROL_METRICS, ControlState, LearningRateScale, Outcome, Supervisor, parse_control
+from trl_offpolicy.control import (
+    CONTROL_METRICS,
+    LENGTH_SURGE,
+    ControlState,
+    LearningRateScale,
+    Outcome,
+    Supervisor,
+    parse_control,
+)
 from trl_offpolicy.control.supervisor import _WHOLE_ROWS
 
 GOOD = {"loss": 0.1, "offpolicy/mismatch/kl_k3": 1e-4, "offpolicy/mismatch/prob_pearson": 0.999}
@@ -168,3 +176,13 @@ def test_wrappers_are_taken_off_and_strangers_refused() -> None:
     assert weight.item() == -0.5
     with pytest.raises(TypeError, match="optimizer must be a torch optimizer or wrap one, but got str"):
         scale.attach("adam")
+
+
+def test_the_length_surge_is_logged_once_there_are_rows_to_compare() -> None:
+    watcher = supervisor()
+    state, seen = watcher.start(), []
+    for step in range(1, 41):
+        length = 10.0 if step <= 20 else 15.0
+        state, outcome = watcher.observe(state, step, {"loss": 0.0, "completions/mean_length": length})
+        seen.append(outcome.metrics.get(LENGTH_SURGE))
+    assert seen[8] is None and seen[9] == 1.0 and seen[-1] == 1.5

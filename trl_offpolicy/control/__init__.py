@@ -10,11 +10,12 @@ from trl_offpolicy.control.learning_rate import LearningRateScale
 from trl_offpolicy.control.resync import Resync
 from trl_offpolicy.control.risk import Risk, collapse_risk
 from trl_offpolicy.control.spec import ControlSpec, parse_control
-from trl_offpolicy.control.supervisor import CONTROL_METRICS, ControlState, Outcome, Supervisor
+from trl_offpolicy.control.supervisor import CONTROL_METRICS, LENGTH_SURGE, ControlState, Outcome, Supervisor
 
 __all__ = [
     "ACTIONS_FILE",
     "CONTROL_METRICS",
+    "LENGTH_SURGE",
     "Action",
     "ControlSpec",
     "ControlState",

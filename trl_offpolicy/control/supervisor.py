@@ -25,6 +25,7 @@ CONTROL_METRICS = (
     "learning_rate_scale", "correction_level", "resyncs",
 )  # fmt: skip
 """``offpolicy/control/<name>``."""
+LENGTH_SURGE = f"{PREFIX}rollout/length_surge"
 
 _WHOLE_ROWS = WINDOW + 5
 _FOR_LONG = ("step", *LENGTH_KEYS, "grad_norm")
@@ -128,7 +129,7 @@ class Supervisor:
             in_force,
             lines=(*lines, *(action.line() for action in actions)),
             actions=actions,
-            metrics={f"{PREFIX}control/{name}": value for name, value in metrics.items()},
+            metrics={f"{PREFIX}control/{name}": value for name, value in metrics.items()} | _length_surge(diagnosis),
             resync=any(action.what == "resync" for action in actions),
             stop="" if stop is None else stop.why,
         )
@@ -202,3 +203,9 @@ class Supervisor:
 
 def _thinned(row: dict[str, float]) -> dict[str, float]:
     return {key: row[key] for key in _FOR_LONG if key in row}
+
+
+def _length_surge(diagnosis: Diagnosis) -> dict[str, float]:
+    """``rollout/length_surge``, once there are rows enough to compare."""
+    surge = diagnosis.readings.get("rollout/length_surge")
+    return {} if surge is None else {LENGTH_SURGE: surge}
