@@ -23,6 +23,7 @@ Command = Callable[[argparse.ArgumentParser], Runner]
 BAD_INPUT = 2
 MISSING_PACKAGE = 1
 FOUND = 3
+"""Exit status where ``--fail-on``, ``--max-kl`` or ``--min-pearson`` asked to be told."""
 
 
 def report(parser: argparse.ArgumentParser) -> Runner:

@@ -56,7 +56,7 @@ def test_probe_names_the_cause_and_what_to_do(probe: Any, options: Any, cause: s
 
 def test_limits_decide_the_exit_status_and_are_named(probe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--temperature", "0.9", "--no-hypotheses")
-    assert probe(*options, "--max-kl", "1e-4", "--min-pearson", "0.999999")[0] == 1
+    assert probe(*options, "--max-kl", "1e-4", "--min-pearson", "0.999999")[0] == 3
     out = capsys.readouterr().out
     assert "is above --max-kl 0.0001" in out and "is below --min-pearson" in out and "temperature mismatch" in out
     assert probe(*options, "--max-kl", "1", "--min-pearson", "0.5")[0] == 0

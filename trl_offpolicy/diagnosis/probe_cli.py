@@ -8,13 +8,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_offpolicy.cli import FOUND
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from trl_offpolicy.diagnosis.probe import ProbeResult
-
-EXCEEDED = 1
-"""Exit status where the mismatch breaks --max-kl or --min-pearson."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the engine (default: 0)")
     parser.add_argument("--no-hypotheses", action="store_true", help="do not test causes with the model (faster)")
     parser.add_argument("--output", type=Path, default=Path("probe"), metavar="DIR", help="default: probe")
-    parser.add_argument("--max-kl", type=float, metavar="NATS", help=f"exit with {EXCEEDED} if KL k3 is above")
-    parser.add_argument("--min-pearson", type=float, metavar="R", help=f"exit with {EXCEEDED} if Pearson is below")
+    parser.add_argument("--max-kl", type=float, metavar="NATS", help=f"exit with {FOUND} if KL k3 is above")
+    parser.add_argument("--min-pearson", type=float, metavar="R", help=f"exit with {FOUND} if Pearson is below")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Probe, print, write; 1 where a limit is broken."""
+    """Probe, print, write; ``FOUND`` where a limit is broken."""
     from rich.console import Console
 
     from trl_offpolicy.diagnosis.probe import exceeded, run_probe
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     broken = exceeded(result, max_kl=args.max_kl, min_pearson=args.min_pearson)
     for text in broken:
         console.print(f"[bold red]{text}[/]")
-    return EXCEEDED if broken else 0
+    return FOUND if broken else 0
 
 
 def _options(args: argparse.Namespace) -> Any:
