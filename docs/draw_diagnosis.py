@@ -1,16 +1,19 @@
-"""Draw the decision tree of docs/diagnosis.md and write its tables: ``python docs/draw_diagnosis.py``.
+"""Draw the pictures of docs/diagnosis.md and write its tables: ``python docs/draw_diagnosis.py``.
 
-Tree, causes and thresholds are read off ``trl_offpolicy.diagnosis``; nothing about them stands here.
+Tree, causes and thresholds are read off ``trl_offpolicy.diagnosis``, examples off ``diagnosis_examples.json``, which
+``benchmarks/faults/examples.py`` writes; nothing about them stands here.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from drawing import Pictures, write
 from drawing import picture as register
@@ -23,6 +26,8 @@ from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.tree import TREE, Step
 
 PAGE = Path(__file__).resolve().parent / "diagnosis.md"
+EXAMPLES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("diagnosis_examples.json").read_text())
+"""Cause -> what was injected into a real model and what was found."""
 PICTURES: Pictures = {}
 picture = partial(register, PICTURES)
 COLOURS = {"critical": ORANGE, "warning": BLUE, "notice": GREY}
@@ -84,6 +89,21 @@ def diagnosis_tree(figure: Figure) -> None:
         top = draw_step(axes, step, top)
 
 
+@picture("Token probabilities of engine and trainer under eleven faults", height=6.3)
+def fault_scatter(figure: Figure) -> None:
+    """One panel a fault: probability of the same tokens in the engine and in the trainer."""
+    shown = {cause: one for cause, one in EXAMPLES.items() if "points" in one}
+    panels = list(figure.subplots(3, 4, sharex=True, sharey=True).flat)
+    for axes, (cause, one) in zip(panels, shown.items(), strict=False):
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=":")
+        axes.plot(*one["points"], "o", color=BLUE, markersize=2.2, alpha=0.6, markeredgewidth=0, linestyle="none")
+        axes.set(title=textwrap.fill(CAUSES[cause].title, 18), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1), aspect="equal")
+    for axes in panels[len(shown) :]:
+        axes.set_axis_off()
+    figure.supxlabel("probability in the engine", fontsize=9)
+    figure.supylabel("probability in the trainer", fontsize=9)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -99,6 +119,15 @@ def threshold_table() -> str:
     return table(("threshold", "default", "meaning", "source"), rows)
 
 
+def example(cause: str) -> str:
+    """What was injected, where, and what the kit said of it."""
+    one = EXAMPLES[cause]
+    size = f", KL k3 {one['kl_k3']:.2g}, correlation {one['pearson']:.4f}" if "kl_k3" in one else ""
+    said = "; ".join(f"*{text}*" for text in one["said"])
+    levels = " (from log-probs alone; then with all that is known)" if "points" in one and len(one["said"]) > 1 else ""
+    return f"- **Example**: {one['injected']} ({one['where']}){size}. Answer{levels}: {said}"
+
+
 def cause_sections() -> str:
     """Each cause with meaning, confirmation, fix and snippet."""
     parts = []
@@ -106,7 +135,7 @@ def cause_sections() -> str:
         snippet = f"\n\n```yaml\n{about.snippet.rstrip()}\n```" if about.snippet else ""
         parts.append(
             f"### {about.title} (`{name}`, branch {about.branch})\n\n{about.meaning}\n\n"
-            f"- **Check**: {about.confirm}\n- **Fix**: {about.fix}{snippet}"
+            f"- **Check**: {about.confirm}\n- **Fix**: {about.fix}\n{example(name)}{snippet}"
         )
     return "\n\n".join(parts)
 

@@ -19,13 +19,25 @@ def test_the_tables_are_those_of_the_code(name):
     assert shown == draw_diagnosis.MAPS[name]()
 
 
-def test_the_picture_is_the_one_the_script_draws():
-    there = (Path(draw_diagnosis.__file__).parent / "pictures" / "diagnosis_tree.svg").read_text()
-    again = to_svg(*draw_diagnosis.PICTURES["diagnosis_tree"])
-    texts = [re.findall(r">([^<>]+)</(?:text|tspan|title)>", svg) for svg in (there, again)]
-    assert texts[0] == texts[1]
-    for step in TREE:
-        assert CAUSES[step.cause].title in texts[0]
+def texts_of(svg: str) -> list[str]:
+    return re.findall(r">([^<>]+)</(?:text|tspan|title)>", svg)
+
+
+@pytest.mark.parametrize("name", draw_diagnosis.PICTURES)
+def test_the_pictures_are_those_the_script_draws(name):
+    there = (Path(draw_diagnosis.__file__).parent / "pictures" / f"{name}.svg").read_text()
+    assert texts_of(there) == texts_of(to_svg(*draw_diagnosis.PICTURES[name]))
+
+
+def test_the_tree_shows_every_cause_it_can_name():
+    shown = texts_of(to_svg(*draw_diagnosis.PICTURES["diagnosis_tree"]))
+    assert {CAUSES[step.cause].title for step in TREE} <= set(shown)
+
+
+def test_every_cause_has_an_example_that_names_it():
+    assert list(draw_diagnosis.EXAMPLES) == list(CAUSES)
+    for cause, one in draw_diagnosis.EXAMPLES.items():
+        assert one["right"] and any(text.startswith(CAUSES[cause].title) for text in one["said"])
 
 
 def test_the_example_prints_what_the_page_says(capsys):

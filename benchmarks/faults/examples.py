@@ -1,0 +1,158 @@
+"""A real example of every cause for docs/diagnosis.md: a case of run.py, or a short GRPO run with the fault.
+
+python benchmarks/faults/examples.py runs/faults        # after run.py, vllm_cases.py and explain.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from cases import Case, load_case
+
+from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
+from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.doctor import examine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "collapse"))
+import train
+from sorting import Answers, Sorter, warm_start
+
+OUT = Path(__file__).resolve().parents[2] / "docs" / "diagnosis_examples.json"
+SEED = 100
+POINTS = 120
+"""Tokens of a case that are kept for the figure."""
+SMOLLM2, VLLM, MOE = "smollm2-hf", "smollm2-vllm", "moe-hf"
+CASES = {
+    "temperature": (SMOLLM2, "temperature 0.9-3", "engine at temperature 0.9"),
+    "truncated_sampling": (SMOLLM2, "top_p 0.8-3", "engine with top-p 0.8"),
+    "stale_weights": (SMOLLM2, "stale_weights-lag 1-2", "engine one version behind, and it does not know"),
+    "other_weights": (SMOLLM2, "no adapter-3", "engine without the adapter"),
+    "wrong_adapter": (SMOLLM2, "another adapter-3", "engine with another adapter"),
+    "precision": (VLLM, "int8-3", "engine's weights rounded to INT8"),
+    "dropout": (SMOLLM2, "attention dropout 0.1-3", "trainer scores with attention dropout 0.1"),
+    "misalignment": (SMOLLM2, "off by +1, a quarter of the rows-1", "every fourth row's log-probs moved by one token"),
+    "prompt_difference": (SMOLLM2, "no chat template-3", "trainer scores without the chat template"),
+    "routing": (MOE, "router 6 bits-3", "engine's router sees its input in 6 bits"),
+    "tool_tokens": (SMOLLM2, "tool output, a quarter of the rows-1", "every fourth row holds a tool's output"),
+}
+"""Cause -> world, fault and strength of a case, in words. ``other_weights`` is the answer where nothing is declared."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A GRPO run that has one fault, and how many generations it is watched."""
+
+    injected: str
+    setting: train.Setting
+    generations: int = 60
+    lost_tokens: bool = False
+
+
+RUNS = {
+    "engine_mismatch": Run("engine's weights rounded to INT3", train.Setting(train.TIS, bits=3, learning_rate=5e-4)),
+    "policy_staleness": Run("rollouts 4 generations behind", train.Setting(train.TIS, lag=4, learning_rate=5e-4)),
+    "token_drift": Run(
+        "rollouts 4 generations behind, twice the learning rate", train.Setting(train.PLAIN, lag=4, learning_rate=1e-3)
+    ),
+    "weight_variance": Run("rollouts 8 generations behind, no clip", train.SETTINGS["lag8_fast"], generations=100),
+    "clip_saturation": Run(
+        "rollouts 8 generations behind, clipped", train.Setting(train.PLAIN, lag=8, learning_rate=1e-3)
+    ),
+    "length_surge": Run("a reward for every token", train.SETTINGS["length_hack"], generations=30),
+    "nonfinite": Run(
+        "engine returns no log-prob for one token in fifty", train.Setting(train.PLAIN), 10, lost_tokens=True
+    ),
+}
+
+
+def of_case(case: Case, cause: str, injected: str) -> dict[str, Any]:
+    """What was injected, how large it is, and the answers of ``attribute`` with and without what the sides declare."""
+    evidence = case.evidence
+    alone = attribute(replace(evidence, engine=None, trainer=None, tested={}))
+    best = attribute(evidence)
+    sampling, trainer = (
+        logps[evidence.observed] for logps in (evidence.sampling_per_token_logps, evidence.old_per_token_logps)
+    )
+    keep = np.linspace(0, len(sampling) - 1, min(POINTS, len(sampling))).astype(int)
+    return {
+        "where": {SMOLLM2: "SmolLM2-135M", VLLM: "SmolLM2-135M in vLLM", MOE: "a tiny Qwen3-MoE"}[case.world],
+        "injected": injected,
+        "kl_k3": float(f"{best.features.k3:.3g}"),
+        "pearson": round(float(np.corrcoef(np.exp(sampling), np.exp(trainer))[0, 1]), 4),
+        "said": [_sentence(alone), *([_sentence(best)] if best.cause != alone.cause else [])],
+        "right": cause in (alone.cause, best.cause),
+        "points": np.exp(np.stack([sampling, trainer])[:, keep]).round(4).tolist(),
+    }
+
+
+def _sentence(found: Attribution) -> str:
+    title = CAUSES[found.cause].title if found.cause in CAUSES else found.cause
+    return f"{title}: {found.reasons[0]}"
+
+
+def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
+    """What was injected, and what ``doctor`` said of the run."""
+    with losing_tokens() if run.lost_tokens else _nothing():
+        train.train(run.setting, 0, steps=run.generations, start=start, folder=folder)
+    findings = examine(folder).diagnosis.findings
+    return {
+        "where": "a small sorting model under GRPO",
+        "injected": run.injected,
+        "said": [f"{CAUSES[one.cause].title} ({one.severity}): {one.symptom}" for one in findings],
+        "right": cause in [one.cause for one in findings],
+    }
+
+
+@contextmanager
+def losing_tokens() -> Iterator[None]:
+    """NaN for every fiftieth sampling log-prob."""
+    sample = train.sample
+
+    def lossy(*args: Any) -> Answers:
+        answers = sample(*args)
+        logps = answers.logps.clone()
+        logps.view(-1)[::50] = torch.nan
+        return replace(answers, logps=logps)
+
+    with mock.patch.object(train, "sample", lossy):
+        yield
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = {}
+    for cause, (world, name, injected) in CASES.items():
+        (path,) = (args.folder / "report").glob(f"{world}-{SEED}-*{name.replace(' ', '_')}.npz")
+        found[cause] = of_case(load_case(path), cause, injected)
+    start = Sorter()
+    warm_start(start, steps=train.WARM_UP_STEPS, generator=torch.Generator().manual_seed(0))
+    with tempfile.TemporaryDirectory() as folder:
+        for cause, run in RUNS.items():
+            found[cause] = of_run(run, start, Path(folder) / cause, cause)
+            print(cause, found[cause]["said"], flush=True)
+    args.out.write_text(json.dumps({cause: found[cause] for cause in CAUSES}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
