@@ -120,9 +120,7 @@ def _description(trainer: Trainer, module: OffPolicyGRPOModule) -> dict[str, Any
     given, preset = module.settings, module.preset
     return {
         "model": module.hparams.get("model", ""),
-        "preset": preset.name,
-        "correction": repr(module.objective.correction),
-        "objective": repr(replace(module.objective, correction=None)),
+        **replace(preset, objective=module.objective).described(),
         "advantages": repr(preset.advantages),
         "engine": given["engine"] if isinstance(given["engine"], str | dict) else type(given["engine"]).__name__,
         "trainer": f"lightning, {type(trainer.strategy).__name__}, {trainer.world_size} processes",

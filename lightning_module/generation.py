@@ -95,7 +95,7 @@ class Generation:
                 pad_token_id=self.prompts.pad,
                 eos_token_ids=self.prompts.ends,
                 run=run,
-                folder=Path(module.trainer.default_root_dir) / "engine_weights",
+                folder=Path(module.trainer.default_root_dir) / "_engine_weights",
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):

@@ -21,7 +21,9 @@ from trl import ModelConfig, TrlParser, get_peft_config
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tasks import REWARDS, load_splits
 
+from trl_offpolicy.callbacks import RecipeCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.model_card import recipe_options
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 
@@ -51,6 +53,7 @@ def main() -> None:
     """Parse, train, save."""
     parser = TrlParser((RecipeArguments, OffPolicyGRPOConfig, ModelConfig))
     recipe, training, model = parser.parse_args_and_config()
+    options = recipe_options(recipe, training, model)
     if recipe.reward not in REWARDS:
         raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")
     if training.use_cpu and training.world_size == 1:
@@ -68,8 +71,12 @@ def main() -> None:
         eval_dataset=held_out if training.eval_strategy != "no" else None,
         peft_config=get_peft_config(model),
     )
+    trainer.add_callback(RecipeCallback(options))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(training.output_dir)
+    trainer.create_model_card(dataset_name=recipe.dataset_name)
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=recipe.dataset_name)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_the_folder_is_made(tmp_path):
     prepare_run_folder(tmp_path / "a" / "b", resumed_step=0)
 
     assert (tmp_path / "a" / "b").is_dir()
-    assert not (tmp_path / "a" / "b" / "previous").exists()
+    assert not (tmp_path / "a" / "b" / "_previous").exists()
 
 
 def test_a_new_run_archives_the_old_one(tmp_path):
@@ -86,8 +86,8 @@ def test_a_new_run_archives_the_old_one(tmp_path):
 
     prepare_run_folder(tmp_path, resumed_step=0)
 
-    assert {path.name for path in tmp_path.iterdir()} == {"previous", "checkpoint-3"}
-    (archive,) = (tmp_path / "previous").iterdir()
+    assert {path.name for path in tmp_path.iterdir()} == {"_previous", "checkpoint-3"}
+    (archive,) = (tmp_path / "_previous").iterdir()
     assert {path.name for path in archive.iterdir()} == {
         "metrics.jsonl",
         "run.json",
@@ -105,7 +105,7 @@ def test_runs_started_in_one_second_do_not_overwrite_each_other(tmp_path, monkey
         (tmp_path / "rollouts.parquet").mkdir()
         prepare_run_folder(tmp_path, resumed_step=0)
 
-    archives = sorted((tmp_path / "previous").iterdir())
+    archives = sorted((tmp_path / "_previous").iterdir())
     assert [path.name for path in archives] == ["20260101-000000", "20260101-000000-2", "20260101-000000-3"]
     assert [steps(path) for path in archives] == [[7], [8], [9]]
     assert all(parts(path) == [] for path in archives)
@@ -124,7 +124,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
         "part-0000001",
         "part-0000001",
     ]
-    assert not (tmp_path / "previous").exists()
+    assert not (tmp_path / "_previous").exists()
     assert (tmp_path / "run.json").exists()
 
 

@@ -200,7 +200,7 @@ def test_resuming_continues_the_records(build: Callable[..., OffPolicyGRPOTraine
     assert after[:2] == before[:2]
     assert after[2]["time"] > before[3]["time"]
     assert rollouts(first).groupby("step").size().to_dict() == dict.fromkeys(range(4), 8)
-    assert not (folder / "previous").exists()
+    assert not (folder / "_previous").exists()
 
 
 def test_a_new_run_archives_the_old_records(build: Callable[..., OffPolicyGRPOTrainer]) -> None:
@@ -209,7 +209,7 @@ def test_a_new_run_archives_the_old_records(build: Callable[..., OffPolicyGRPOTr
     folder, before = Path(first.args.output_dir), records(first)
     second = build(max_steps=1)
     second.train()
-    (archive,) = (folder / "previous").iterdir()
+    (archive,) = (folder / "_previous").iterdir()
     assert {path.name for path in archive.iterdir()} == {"run.json", "metrics.jsonl", "rollouts.parquet"}
     lines = (archive / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines][: len(before)] == before

@@ -165,11 +165,26 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
     return probe_cli.run
 
 
+def card(parser: argparse.ArgumentParser) -> Runner:
+    """Write correction, diagnosis and recipe of a run into its model card."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl")
+    parser.add_argument("--card", metavar="FILE", help="model card to write into (default: README.md in RUN_DIR)")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.model_card import write_card
+
+        print(write_card(args.run_dir, args.card))
+        return 0
+
+    return run
+
+
 COMMANDS: dict[str, Command] = {
     "probe": probe,
     "doctor": doctor,
     "demo": demo,
     "report": report,
+    "card": card,
     "presets": presets,
     "serve": serve,
 }

@@ -1,7 +1,7 @@
 """The run folder: ``run.json``, ``metrics.jsonl`` and ``rollouts.parquet`` (a folder of parts, one a step and rank).
 
 Every logging step is on disk before the next begins, so a killed run loses nothing that was finished. A new run in
-an old folder moves the old records to ``previous/<time>``; a resumed run drops what came after its checkpoint.
+an old folder moves the old records to ``_previous/<time>``; a resumed run drops what came after its checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RECORDS = ("run.json", "metrics.jsonl", "actions.jsonl", "rollouts.parquet", "report.html")
+RECIPE = "recipe.yaml"
+"""The options that reproduce the run, where the script that started it wrote them."""
+RECORDS = ("run.json", RECIPE, "metrics.jsonl", "actions.jsonl", "rollouts.parquet", "report.html")
 
 
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
@@ -25,7 +27,7 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     present = [folder / name for name in RECORDS if (folder / name).exists()]
     if resumed_step == 0 and present:
-        archive = _new_folder(folder / "previous" / time.strftime("%Y%m%d-%H%M%S"))
+        archive = _new_folder(folder / "_previous" / time.strftime("%Y%m%d-%H%M%S"))
         for path in present:
             shutil.move(path, archive / path.name)
     elif resumed_step > 0:

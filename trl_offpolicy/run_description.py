@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
@@ -17,9 +16,7 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, model: nn.Module)
     config: Any = getattr(model, "config", None)
     return {
         "model": getattr(config, "_name_or_path", ""),
-        "preset": preset.name,
-        "correction": repr(preset.correction),
-        "objective": repr(replace(preset.objective, correction=None)),
+        **preset.described(),
         "advantages": "TRL's" if preset.advantages is None else repr(preset.advantages),
         "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
         "control": repr(args.control_spec),

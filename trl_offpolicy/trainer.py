@@ -29,6 +29,7 @@ from trl_offpolicy.correction_stats import noise_floor
 from trl_offpolicy.engines.filtered_scoring import filtered_scoring
 from trl_offpolicy.engines.trl import trl_engine
 from trl_offpolicy.fused_head import as_if_aligned, sum_sq_probs
+from trl_offpolicy.model_card import write_card
 from trl_offpolicy.objective_terms import NONFINITE_CURRENT
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets.trl import GLOBAL_TOKEN_LOSSES
@@ -70,7 +71,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._filtered = filtered_scoring(args)
         folder = Path(args.output_dir)
-        with trl_engine(cast("dict[str, Any] | None", args.engine), folder=folder / "engine_weights"):
+        with trl_engine(cast("dict[str, Any] | None", args.engine), folder=folder / "_engine_weights"):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         watch_sync(self)
         self._kl = self.objective.kl  # its coefficient may move
@@ -277,6 +278,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._recorder is not None:
             self._recorder.flush()
         super().log(logs, start_time)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's card, with the correction, its citation, the diagnosis table and the recipe."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero() and (Path(self.args.output_dir) / "metrics.jsonl").exists():
+            write_card(self.args.output_dir)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

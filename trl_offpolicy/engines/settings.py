@@ -24,7 +24,7 @@ class EngineSettings:
             server loads adapters, else a folder.
         weight_rounding: round linear weights at every sync: a type such as "int8" or a mapping, see
             :func:`~trl_offpolicy.engines.rounding.parse_rounding`.
-        folder: for a server's weights; both must see it. Default: ``engine_weights`` in the run's folder.
+        folder: for a server's weights; both must see it. Default: ``_engine_weights`` in the run's folder.
         timeout: seconds for one request to a server.
         retries: further tries of a request.
         check_sync: prove after every sync, on a probe, that the weights arrived.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trl_offpolicy.advantages import AdvantageEstimator
@@ -53,6 +53,16 @@ class Preset:
         plain = Objective()
         names = [item.name for item in fields(Objective) if item.name != "correction"]
         return {name: value for name in names if (value := getattr(self.objective, name)) != getattr(plain, name)}
+
+    def described(self) -> dict[str, str]:
+        """The method as ``run.json`` and the model card tell it; the formula is that of the objective as it stands."""
+        return {
+            "preset": self.name,
+            "citation": self.citation,
+            "formula": formula_of(self.objective),
+            "correction": repr(self.correction),
+            "objective": repr(replace(self.objective, correction=None)),
+        }
 
 
 def make_preset(
