@@ -19,7 +19,7 @@ export PYTHON TORCH_CPU_INDEX
 # No usage statistics from vLLM and the Hub client.
 export DO_NOT_TRACK := 1
 
-.PHONY: help install quickstart test test-slow mutate lint learn bench model clean
+.PHONY: help install quickstart test test-slow mutate lint docs learn bench model clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ lint: .venv/.test-ready  ## ruff and mypy --strict
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy --strict $(PACKAGES)
 
+docs: .venv/.test-ready  ## build the docs site into site/ (no network; open site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 learn: model  ## train until the reward rises, and show it
 	$(RUN) recipes/quickstart/learn.py
 
@@ -55,7 +58,7 @@ model: .venv/.cpu-ready
 	@$(RUN) recipes/quickstart/prepare_model.py
 
 clean:  ## remove .venv and caches (runs/ and the prepared model stay)
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Stamps: an installation is repeated only when the list of packages changed or the last one did not finish.
@@ -63,6 +66,6 @@ clean:  ## remove .venv and caches (runs/ and the prepared model stay)
 	@scripts/setup_cpu.sh cpu
 	@touch $@
 
-.venv/.test-ready: .venv/.cpu-ready constraints/test.txt
+.venv/.test-ready: .venv/.cpu-ready constraints/test.txt constraints/docs.txt
 	@scripts/setup_cpu.sh test
 	@touch $@

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv for a machine without a GPU: `scripts/setup_cpu.sh cpu`, then `scripts/setup_cpu.sh test` for the test tools.
+# Make .venv for a machine without a GPU: `scripts/setup_cpu.sh cpu`, then `scripts/setup_cpu.sh test` for test and docs tools.
 # Called by the Makefile, which remembers what is done. Every failure ends with one sentence that says what to do.
 #   PYTHON            interpreter to use (default: the first of python3.11, python3.12, python3 that is 3.11 to 3.14)
 #   TORCH_CPU_INDEX   where the CPU build of torch is looked for when the pip configuration does not know it
@@ -190,9 +190,10 @@ setup_cpu() {
 
 setup_test() {
     local again=()
-    step 1/1 "test tools of constraints/test.txt (about 40 MB)"
+    step 1/1 "tools of constraints/test.txt and constraints/docs.txt (about 65 MB)"
     [ -e "$UNPACKING" ] && again=(--ignore-installed)
-    pip_install "test tools" "${again[@]}" --no-deps -r constraints/test.txt || explain_pip_failure constraints/test.txt
+    pip_install "test tools" "${again[@]}" --no-deps -r constraints/test.txt -r constraints/docs.txt ||
+        explain_pip_failure "constraints/test.txt and constraints/docs.txt"
 }
 
 case ${1:-} in

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ACTIONS_FILE = "actions.jsonl"
+"""File in the run folder with one action a line."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ CONTROL_METRICS = (
 )  # fmt: skip
 """``offpolicy/control/<name>``."""
 LENGTH_SURGE = f"{PREFIX}rollout/length_surge"
+"""Key of the mean response length over that of ``length_window`` steps before."""
 
 _WHOLE_ROWS = WINDOW + 5
 _FOR_LONG = ("step", *LENGTH_KEYS, "grad_norm")

@@ -84,10 +84,13 @@ class RunSummary:
 
     Args:
         rows: the lines of the table, in the order shown.
-        first_steps, last_steps, all_steps: (from, to) of first quarter, last quarter and whole run.
         n_steps: logged training steps; a quarter holds ``ceil(n_steps / 4)`` of them.
+        first_steps: (from, to) of the first quarter.
+        last_steps: (from, to) of the last quarter.
+        all_steps: (from, to) of the whole run.
         ratio_group: ``mismatch``, or ``total`` where only current/sampling was logged.
-        skipped_lines, repeated_rows: see :class:`~trl_offpolicy.diagnosis.run_data.MetricsLog`.
+        skipped_lines: see :class:`~trl_offpolicy.diagnosis.run_data.MetricsLog`.
+        repeated_rows: likewise.
     """
 
     run_dir: Path

@@ -1,0 +1,43 @@
+"""A griffe extension: roles in docstrings (``:class:`~trl_offpolicy.Correction```) become links, examples code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+ROLE = re.compile(r":(?:class|func|meth|data|mod|attr|exc):`(~?)([\w.]+)`")
+EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
+"""griffe reads sessions in a section called Examples."""
+SESSION = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
+"""A session outside of a section."""
+PACKAGES = ("trl_offpolicy", "lightning_module")
+
+
+def as_link(role: re.Match[str], scope: Object) -> str:
+    """Markdown of one role: a link where the site has the object, else its name."""
+    path = role[2]
+    shown = path.rpartition(".")[2] if role[1] else path
+    if path.partition(".")[0] not in PACKAGES:
+        path = resolve(path, scope)
+    return f'<autoref identifier="{path}" optional>`{shown}`</autoref>'
+
+
+def resolve(name: str, scope: Object) -> str:
+    """The full path of a name as the docstring's module sees it."""
+    head, _, rest = name.partition(".")
+    try:
+        return ".".join(filter(None, (scope.resolve(head), rest)))
+    except Exception:
+        return name
+
+
+class Roles(Extension):
+    """Rewrites every docstring once, when its object has been read."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Rewrite one docstring."""
+        if obj.docstring is not None:
+            text = SESSION.sub(r"```pycon\n\g<0>\n```", EXAMPLE.sub("Examples:", obj.docstring.value))
+            obj.docstring.value = ROLE.sub(lambda role: as_link(role, obj), text)

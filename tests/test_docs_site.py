@@ -1,0 +1,139 @@
+"""The docs site: it builds without a warning or a network, its links lead somewhere, nothing comes from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LOADS = {
+    "script": "src",
+    "link": "href",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "object": "data",
+    "use": "href",
+}
+"""Elements that make a browser load something, and where they say what."""
+API = {
+    "trl_offpolicy": ("advantages", "losses", "presets", "proximal"),
+    "trl_offpolicy.terms": (),
+    "trl_offpolicy.losses": ("RatioLevel", "WeightUse"),
+    "trl_offpolicy.advantages": (),
+    "trl_offpolicy.proximal": ("Average",),
+    "trl_offpolicy.presets": (),
+    "trl_offpolicy.metrics": (),
+    "trl_offpolicy.diagnosis": (),
+    "trl_offpolicy.control": (),
+    "lightning_module": (),
+}
+"""Packages whose ``__all__`` is documented, and what of it is no object of its own: modules and type aliases."""
+
+
+class Page(HTMLParser):
+    """Anchors, links and loaded files of one page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = {""}
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attributes}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in LOADS and LOADS[tag] in given:
+            self.loads.append(given[LOADS[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as ``make docs`` does, with every way out closed."""
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = "http://127.0.0.1:9"
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "http_proxy": nowhere, "https_proxy": nowhere}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return folder
+
+
+@cache
+def parsed(path: Path) -> Page:
+    return Page(path)
+
+
+def pages(site: Path) -> list[Path]:
+    found = sorted(site.rglob("*.html"))
+    assert len(found) > 20
+    return found
+
+
+def test_internal_links_lead_somewhere(site: Path) -> None:
+    broken = []
+    for page in pages(site):
+        for link in (*parsed(page).links, *parsed(page).loads):
+            target = urlsplit(link)
+            if target.scheme or page.name == "404.html":
+                continue
+            path = (page.parent / unquote(target.path)).resolve() if target.path else page
+            path = path / "index.html" if path.is_dir() else path
+            if not path.is_file() or (path.suffix == ".html" and unquote(target.fragment) not in parsed(path).anchors):
+                broken.append(f"{page.relative_to(site)}: {link}")
+    assert broken == []
+
+
+def test_external_links_are_well_formed(site: Path) -> None:
+    """Without a network only their form can be checked."""
+    found = {link for page in pages(site) for link in parsed(page).links if urlsplit(link).scheme}
+    assert [
+        link for link in found if not re.fullmatch(r"(https://[\w.-]+\.[a-z]{2,}|http://127\.0\.0\.1:\d+)(/\S*)?", link)
+    ] == []
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    """No script, style, font or picture of another host; no diagram that would fetch its renderer."""
+    for page in pages(site):
+        assert [load for load in parsed(page).loads if urlsplit(load).scheme not in ("", "data")] == [], page
+        assert 'class="mermaid"' not in page.read_text()
+        assert not re.search(r"@import|url\(['\"]?(?:https?:)?//", page.read_text())
+    for style in site.rglob("*.css"):
+        assert not re.search(r"@import\s+['\"(]*https?:|url\(['\"]?(?:https?:)?//", style.read_text()), style
+
+
+def test_every_page_of_the_checkout_is_in_the_site(site: Path) -> None:
+    sources = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    assert {path.with_suffix(".html") for path in sources} <= {path.relative_to(site) for path in pages(site)}
+    readmes = [path.parent.name for path in (ROOT / "recipes").glob("*/README.md")]
+    assert readmes and all((site / f"recipes_{name}.html").is_file() for name in readmes)
+
+
+@pytest.mark.parametrize("package", API)
+def test_public_names_are_in_the_reference(site: Path, package: str) -> None:
+    """Under any of the paths at which the name can be imported."""
+    anchors = set().union(*(parsed(page).anchors for page in (site / "api").glob("*.html")))
+    shown = {one.rpartition(".")[2] for one in anchors if one.startswith(package.partition(".")[0])}
+    names = set(import_module(package).__all__) - set(API[package])
+    assert sorted(names - shown) == []
+
+
+def test_docstrings_are_rendered(site: Path) -> None:
+    """No role and no session is left as text."""
+    for page in (site / "api").glob("*.html"):
+        text = re.sub(r"<[^>]+>", "", page.read_text())
+        assert not re.search(r":(class|func|meth|data|mod|attr):`", text), page
+    terms = (site / "api" / "presets.html").read_text()
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in terms

@@ -1,0 +1,35 @@
+"""The pictures of docs/three_policies.md and docs/which_correction.md are the script's and say what the pages say."""
+
+import re
+from pathlib import Path
+
+import draw_start
+import pytest
+from drawing import to_svg
+
+DOCS = Path(draw_start.__file__).parent
+
+
+def words(svg: str) -> list[str]:
+    return re.findall(r">([^<>]+)</(?:text|tspan|title)>", svg)
+
+
+@pytest.mark.parametrize("name", draw_start.PICTURES)
+def test_a_picture_is_the_one_the_script_draws(name: str) -> None:
+    there = (DOCS / "pictures" / f"{name}.svg").read_text()
+    assert words(there) == words(to_svg(*draw_start.PICTURES[name]))
+    assert f"pictures/{name}.svg)" in (DOCS / f"{name}.md").read_text()
+
+
+def test_every_question_of_the_picture_is_a_heading_of_the_page() -> None:
+    headings = re.findall(r"^### (\d)\. (.*)$", (DOCS / "which_correction.md").read_text(), flags=re.MULTILINE)
+    assert headings == [(str(number), question) for number, (question, _) in enumerate(draw_start.QUESTIONS, 1)]
+
+
+def test_every_configuration_of_the_table_has_its_block() -> None:
+    page = (DOCS / "which_correction.md").read_text()
+    linked = re.findall(r"^\| .* \| \[([A-Z])\]\(#", page, flags=re.MULTILINE)
+    blocks = re.findall(r"^### ([A-Z])\. .*?(?=^##)", page, flags=re.MULTILINE | re.DOTALL)
+    assert linked == blocks == list("ABCDEFG")
+    for letter in linked:
+        assert "```yaml" in re.search(rf"^### {letter}\. .*?(?=^##)", page, flags=re.MULTILINE | re.DOTALL)[0]
