@@ -18,7 +18,8 @@ Rows = TypeVar("Rows")
 class ConsecutiveCosine:
     """The cosine between the gradients of one optimizer step and the one before; keeps a copy of the last gradient.
 
-    For gradients that every rank holds whole (one process, DDP). The value waits on the device until it is asked for.
+    Gradients may be whole on every rank (one process, DDP) or DTensors (FSDP2, tensor parallel); :meth:`update` is then
+    collective. The value waits on the device until it is asked for.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -40,11 +41,14 @@ class ConsecutiveCosine:
         """With the gradients of an optimizer step, before it is taken. Scaling and clipping by norm change nothing.
 
         Raises:
-            NotImplementedError: gradients are sharded.
+            NotImplementedError: no parameter has a gradient, as under DeepSpeed, whose engine has already stepped.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if any(hasattr(gradient, "full_tensor") for gradient in gradients):
-            raise NotImplementedError("gradient_cosine must be off with sharded gradients (FSDP2, tensor parallel).")
+        if not gradients:
+            raise NotImplementedError(
+                "gradient_cosine must be off where no parameter holds its gradient before the optimizer's step "
+                "(DeepSpeed steps inside its backward)."
+            )
         if self._last is not None and len(self._last) == len(gradients):
             value = cosine(self._last, gradients)
             self._sum = value if self._sum is None else self._sum + value
@@ -64,17 +68,25 @@ class ConsecutiveCosine:
 
 
 def cosine(first: Iterable[Tensor], second: Iterable[Tensor]) -> Tensor:
-    """0-d cosine of two gradients given tensor by tensor; 0 where one of them is zero."""
-    dot = norm_first = norm_second = torch.zeros(())
+    """0-d cosine of two gradients given tensor by tensor; 0 where one of them is zero. Collective for DTensors."""
+    dots, squares_first, squares_second = [], [], []
     for a, b in zip(first, second, strict=True):
         a, b = a.detach().float(), b.detach().float()
-        dot = dot.to(a.device) + (a * b).sum()
-        norm_first, norm_second = (
-            norm_first.to(a.device) + a.square().sum(),
-            norm_second.to(a.device) + b.square().sum(),
-        )
-    norm = (norm_first * norm_second).sqrt()
+        dots.append((a * b).sum())
+        squares_first.append(a.square().sum())
+        squares_second.append(b.square().sum())
+    dot, norm = _total(dots), (_total(squares_first) * _total(squares_second)).sqrt()
     return torch.where(norm > 0, dot / norm.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    """The sum; that of sharded parts is added up over the ranks once, at the end."""
+    sharded = [part for part in parts if hasattr(part, "full_tensor")]
+    total = sum((part for part in parts if not hasattr(part, "full_tensor")), torch.zeros(()))
+    if sharded:
+        over_ranks: Tensor = sum(sharded[1:], sharded[0]).full_tensor()
+        return total.to(over_ranks.device) + over_ranks
+    return total
 
 
 def cosines_by_version(
