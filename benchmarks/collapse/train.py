@@ -10,6 +10,7 @@ thread; half a minute a run. What becomes of a run is decided by ``evaluate.py``
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import deque
 from copy import deepcopy
@@ -17,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sorting import Answers, Sorter, prompts, reward, sample, token_logps, warm_start
-from torch import nn
 
 import trl_offpolicy as op
-from trl_offpolicy.engines.rounding import round_integer
 from trl_offpolicy.gradient_stats import gradient_variance
 from trl_offpolicy.recording import append_metrics
-from trl_offpolicy.stats import Stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn, rounded
+from recipes.quantised_rollouts.sorting import Sorter, prompts, reward, sample, token_logps, warm_start
 
 GROUPS, GENERATIONS, MINIBATCHES = 16, 8, 2
 WARM_UP_STEPS = 45
@@ -71,48 +72,6 @@ SETTINGS = {
 }
 
 
-def rounded(model: Sorter, bits: int | None) -> Sorter:
-    """A copy for the sampler, every linear weight rounded."""
-    copy = deepcopy(model).requires_grad_(False)
-    for module in copy.modules():
-        if bits is not None and isinstance(module, nn.Linear):
-            module.weight.data = round_integer(module.weight.data, bits=bits)
-    return copy
-
-
-def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """GRPO's: centred and scaled in each group."""
-    by_group = rewards.view(-1, GENERATIONS)
-    return ((by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-4)).flatten()
-
-
-def update(
-    model: Sorter,
-    optimizer: torch.optim.Optimizer,
-    answers: Answers,
-    rows: dict[str, torch.Tensor],
-    setting: Setting,
-) -> tuple[Stats, float]:
-    """One optimizer step on some rows; its diagnostics and gradient norm."""
-    ids, mask = answers.ids[rows["index"]], answers.mask[rows["index"]]
-    logps = token_logps(model, ids)
-    batch = op.PolicyBatch(
-        per_token_logps=logps,
-        old_per_token_logps=rows["old"],
-        sampling_per_token_logps=answers.logps[rows["index"]],
-        completion_mask=mask,
-        advantages=rows["advantages"],
-        rewards=rows["rewards"],
-        group_ids=rows["index"] // GENERATIONS,
-    )
-    result = setting.objective(batch)
-    optimizer.zero_grad()
-    result.loss.backward()
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    optimizer.step()
-    return result.stats, norm
-
-
 def generation(
     model: Sorter, behind: Sorter, setting: Setting, optimizer: torch.optim.Optimizer, generator: torch.Generator
 ) -> dict[str, float]:
@@ -123,15 +82,12 @@ def generation(
     rewards = task + setting.length_bonus * answers.mask.sum(1)
     with torch.no_grad():
         old = token_logps(behind, answers.ids)
-    advantages = group_advantages(rewards)
-    merged, norms = Stats({}), []
-    for index in torch.randperm(len(rewards), generator=generator).chunk(MINIBATCHES):
-        rows = {"index": index, "old": old[index], "advantages": advantages[index], "rewards": rewards[index]}
-        stats, norm = update(model, optimizer, answers, rows, setting)
-        merged, norms = merged.merge(stats), [*norms, norm]
+    advantages = group_advantages(rewards, GENERATIONS)
+    rollouts = Rollouts(answers, old, rewards, advantages, group_size=GENERATIONS)
+    stats, norm = learn(model, optimizer, setting.objective, rollouts, MINIBATCHES, generator)
     held_out = reward(sample(model, QUESTIONS, torch.Generator().manual_seed(0)))
     logs = {"reward": float(task.mean()), "learner_reward": float(held_out.mean())}
-    logs |= {"grad_norm": norms[-1], **merged.compute()}
+    logs |= {"grad_norm": norm, **stats.compute()}
     return logs | gradient_variance(logs, responses=len(rewards) // MINIBATCHES)
 
 

@@ -26,7 +26,8 @@ from trl_offpolicy.diagnosis.doctor import examine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "collapse"))
 import train
-from sorting import Answers, Sorter, warm_start
+
+from recipes.quantised_rollouts.sorting import Answers, Sorter, warm_start
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "diagnosis_examples.json"
 SEED = 100

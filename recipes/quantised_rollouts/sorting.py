@@ -1,4 +1,4 @@
-"""The task and the model of the collapse runs: sort symbols, on one CPU thread, in half a minute.
+"""Task and model of the small experiments (here and in benchmarks/collapse): sort symbols, on one CPU thread.
 
 A prompt is 10 symbols out of 16 and a separator; the answer is the same symbols in order, then the end symbol. The
 reward is half the share of right positions plus half for an exact answer, and 0 without an end.
@@ -7,6 +7,7 @@ reward is half the share of right positions plus half for an exact answer, and 0
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -92,15 +93,15 @@ def token_logps(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(model: Sorter, questions: Tensor, generator: torch.Generator) -> Answers:
-    """One answer a row at temperature 1, of at most 16 tokens, with the log-probs of ``model``."""
+def sample(model: Sorter, questions: Tensor, generator: torch.Generator, *, greedy: bool = False) -> Answers:
+    """One answer a row at temperature 1 (or the likeliest token each time), at most 16 tokens, with its log-probs."""
     ids, new, logps = questions, questions, []
     cache: list[list[Tensor]] = [[] for _ in model.blocks]
     running = torch.ones(len(questions), dtype=torch.bool)
     masks = []
     for _ in range(LONGEST):
         now = model(new, cache)[:, -1].log_softmax(-1)
-        drawn = torch.multinomial(now.exp(), 1, generator=generator).squeeze(1)
+        drawn = now.argmax(1) if greedy else torch.multinomial(now.exp(), 1, generator=generator).squeeze(1)
         masks.append(running)
         logps.append(now.gather(1, drawn.unsqueeze(1)).squeeze(1))
         new = torch.where(running, drawn, PAD).unsqueeze(1)
@@ -121,13 +122,22 @@ def reward(answers: Answers) -> Tensor:
     return torch.where(ended, 0.5 * right.mean(1) + 0.5 * right.prod(1), 0.0)
 
 
-def warm_start(model: nn.Module, *, steps: int, generator: torch.Generator, learning_rate: float = 3e-3) -> None:
-    """Supervised steps until the model has an idea of the task."""
+def warm_start(
+    model: nn.Module,
+    *,
+    steps: int,
+    generator: torch.Generator,
+    learning_rate: float = 3e-3,
+    enough: Callable[[], bool] | None = None,
+) -> None:
+    """Supervised steps until the model has an idea of the task; ``enough`` is asked every tenth and may end it."""
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         questions = prompts(256, generator)
         ids = torch.cat([questions, solutions(questions)], dim=1)
         loss = -token_logps(model, ids).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if enough is not None and step % 10 == 0 and enough():
+            return
