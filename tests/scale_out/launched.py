@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS.parent / "recipes"), str(TESTS.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 import grpo
 from scale_out.fsdp2_on_cpu import allow_fsdp2_on_cpu
 from scale_out.vllm_weights import engine_weights, keep_plain_weights

@@ -24,7 +24,7 @@ STRATEGIES = {  # distributed type, wrapper, type of a trained parameter, share 
     "cpu_zero3": ("DEEPSPEED", "DeepSpeedEngine", "ds_tensor", 0.5),
     "cpu_fsdp2": ("FSDP", "FSDP", "DTensor", 0.5),
 }
-MODES: dict[str, dict[str, Any]] = {"full": {}, "lora": {**LORA, "learning_rate": 0.05}}
+MODES: dict[str, dict[str, Any]] = {"full": {}, "lora": {**LORA, "learning_rate": 0.01}}
 OF_ITS_OWN = ("rollout/sync_seconds", "noise_floor/")
 """Not a function of the data: the clock, and the rounding of one micro-batch."""
 
