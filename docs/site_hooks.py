@@ -45,15 +45,21 @@ def page_of(path: str) -> str | None:
     return outside_pages().get(path)
 
 
+def section(start: str) -> list[dict[str, str]]:
+    """The pages from one folder, each under the name of its own folder; the quickstart first."""
+    found = {Path(here).parent.name: there for here, there in outside_pages().items() if here.startswith(start)}
+    names = sorted(found, key=lambda name: (name not in ("quickstart", "benchmarks"), name))
+    return [{name.replace("_", " ").capitalize(): found[name]} for name in names]
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages of recipes and benchmarks into the navigation."""
-    pages = list(outside_pages().values())
-    sections = [
-        {title: [page for page in pages if page.startswith(start)]}
-        for title, start in (("Recipes", "recipes"), ("Measurements", "benchmarks"))
-    ]
     assert config.nav is not None
-    config.nav += [*sections, {"Project": ["contributing.md", "changelog.md"]}]
+    config.nav += [
+        {"Recipes": section("recipes/")},
+        {"Measurements": section("benchmarks/")},
+        {"Project": ["contributing.md", "changelog.md"]},
+    ]
     return config
 
 

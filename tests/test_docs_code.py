@@ -62,7 +62,10 @@ REPLACED = {
     "docs/control.md": {"GRPOTrainer(...)": "stock_trainer()"},
 }
 """What stands in for a GPU, a big model and hours: words of a page and their replacements."""
-REPLACED["docs/index.md"] = {old: REPLACED["README.md"][old] for old in (ENGINE_IN_PROCESS, "train_dataset=dataset")}
+REPLACED["docs/index.md"] = {
+    '    use_vllm=True,\n    vllm_mode="colocate"': "    **on_cpu",
+    "train_dataset=dataset": REPLACED["README.md"]["train_dataset=dataset"],
+}
 
 
 @pytest.fixture
