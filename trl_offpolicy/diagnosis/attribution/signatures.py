@@ -34,6 +34,7 @@ class Limits:
         early: first tokens / all tokens, above which the prompt differs.
         by_token: correlation of equal tokens above which the weights differ.
         spikes: kurtosis of z up to which it is rounding.
+        lean: |mean| / root mean square of d up to which it is: rounding has no direction.
     """
 
     floor_factor: float = 2.0
@@ -51,7 +52,8 @@ class Limits:
     top_tokens: float = 0.68
     early: float = 4.0
     by_token: float = 0.18
-    spikes: float = 5.2
+    spikes: float = 10.0
+    lean: float = 0.15
 
 
 @dataclass(frozen=True)
@@ -142,13 +144,14 @@ def _other_weights(f: Features, limits: Limits) -> Signature:
 
 
 def _precision(f: Features, limits: Limits) -> Signature:
-    score = min(below(f.spikes, limits.spikes), below(abs(f.drift), -limits.drift))
+    score = min(below(f.spikes, limits.spikes), below(abs(f.drift), limits.lean))
     return Signature("precision", score, f"differences like rounding errors: kurtosis {f.spikes:.2g}, no direction")
 
 
 def _prompt_rows(f: Features, limits: Limits) -> Signature:
-    """Neither rounding (spikes) nor weights (equal tokens do not differ alike): it depends on the context."""
-    score = min(above(f.spikes, limits.spikes), below(f.by_token, limits.by_token))
+    """Neither rounding (uneven or one-sided) nor weights (equal tokens do not differ alike): the context decides."""
+    uneven = max(above(f.spikes, limits.spikes), above(abs(f.drift), limits.lean))
+    score = min(uneven, below(f.by_token, limits.by_token))
     return Signature("prompt_difference", score, "uneven differences that depend on the context, not on the token")
 
 
