@@ -33,7 +33,7 @@ class RecipeArguments:
 
     dataset_name: str = field(
         default="reasoning-gym/chain_sum",
-        metadata={"help": "reasoning-gym/<task> (made on the spot, offline), or a Hub dataset with a 'prompt' column."},
+        metadata={"help": "reasoning-gym/<task> (made on the spot, offline), or a Hub dataset (or folder)."},
     )
     dataset_options: dict | None = field(
         default=None, metadata={"help": "Options of the reasoning-gym task, e.g. {max_terms: 2, max_digits: 1}."}
@@ -41,6 +41,12 @@ class RecipeArguments:
     question_template: str = field(
         default="{question}",
         metadata={"help": "The question, from {question} and the task's metadata, e.g. {expression}."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset, e.g. main."})
+    question_column: str = field(default="question", metadata={"help": "Of a dataset without a 'prompt' column."})
+    answer_column: str = field(default="answer", metadata={"help": "Of a dataset without a 'prompt' column."})
+    answer_pattern: str | None = field(
+        default=None, metadata={"help": "Regular expression whose first group is the answer, e.g. '#### (.+)'."}
     )
     system_prompt: str | None = field(default=None, metadata={"help": "System message before every question."})
     reward: str = field(default="graded_number", metadata={"help": f"Reward function: one of {sorted(REWARDS)}."})

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
 _NUMBER = re.compile(r"-?\d+")
+_DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
     """Training and held-out prompts, disjoint, in TRL's conversational format."""
     kind, _, task = recipe.dataset_name.partition("/")
     if kind != "reasoning-gym":
-        splits = load_dataset(recipe.dataset_name)
-        held_out = splits["test"] if "test" in splits else splits["train"].select(range(recipe.eval_size))
-        return splits["train"], held_out.select(range(min(recipe.eval_size, len(held_out))))
+        return _from_hub(recipe)
     rows = _reasoning_gym(task, recipe, recipe.train_size + recipe.eval_size)
     held_out = rows[: recipe.eval_size]
     seen = {row["question"] for row in held_out}
@@ -24,6 +24,43 @@ def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
     if not train:
         raise ValueError(f"train_size must leave prompts that are not held out, but got {recipe.train_size}.")
     return Dataset.from_list(train), Dataset.from_list(held_out)
+
+
+def _from_hub(recipe: Any) -> tuple[Dataset, Dataset]:
+    """Splits of a dataset on the Hub or in a folder; without a test split the first rows are held out."""
+    splits = load_dataset(recipe.dataset_name, recipe.dataset_config)
+    train, held_out = splits["train"], splits.get("test")
+    if held_out is None:
+        size = min(recipe.eval_size, len(train) - 1)
+        train, held_out = train.select(range(size, len(train))), train.select(range(size))
+    held_out = held_out.select(range(min(recipe.eval_size, len(held_out))))
+    if "prompt" in train.column_names:
+        return train, held_out
+    convert = partial(_as_prompt, recipe=recipe)
+    return train.map(convert), held_out.map(convert)
+
+
+def _as_prompt(row: dict[str, Any], recipe: Any) -> dict[str, Any]:
+    """A question and its answer in TRL's conversational format."""
+    for name in ("question_column", "answer_column"):
+        if getattr(recipe, name) not in row:
+            raise ValueError(f"{name} must be a column of {recipe.dataset_name} ({', '.join(row)}), but got "
+                             f"{getattr(recipe, name)!r}.")  # fmt: skip
+    answer = str(row[recipe.answer_column])
+    if recipe.answer_pattern is not None:
+        found = re.search(recipe.answer_pattern, answer)
+        if found is None:
+            raise ValueError(
+                f"answer_pattern must match every answer, but {recipe.answer_pattern!r} is not in {answer!r}."
+            )
+        answer = found[1]
+    question = recipe.question_template.format(question=row[recipe.question_column])
+    return {"prompt": _messages(recipe, question), "question": question, "answer": answer.strip()}
+
+
+def _messages(recipe: Any, question: str) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": recipe.system_prompt}] if recipe.system_prompt else []
+    return [*system, {"role": "user", "content": question}]
 
 
 def _reasoning_gym(task: str, recipe: Any, size: int) -> list[dict[str, Any]]:
@@ -34,9 +71,7 @@ def _reasoning_gym(task: str, recipe: Any, size: int) -> list[dict[str, Any]]:
     known: set[str] = set()
     for item in reasoning_gym.create_dataset(task, size=size, seed=0, **(recipe.dataset_options or {})):
         question = recipe.question_template.format(question=item["question"], **item["metadata"])
-        messages = [{"role": "system", "content": recipe.system_prompt}] if recipe.system_prompt else []
-        messages.append({"role": "user", "content": question})
-        row = {"prompt": messages, "question": question, "answer": str(item["answer"])}
+        row = {"prompt": _messages(recipe, question), "question": question, "answer": str(item["answer"])}
         (repeated if question in known else first).append(row)
         known.add(question)
     return first + repeated
@@ -66,4 +101,26 @@ def exact_number(completions: list[Any], answer: list[str], **_: Any) -> list[fl
     return [float(_text(c).strip() == expected) for c, expected in zip(completions, answer, strict=True)]
 
 
-REWARDS = {"graded_number": graded_number, "exact_number": exact_number}
+def final_number(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 if the last number of the reply is the answer's; thousands may be set off by commas."""
+    found = [_DECIMAL.findall(_text(c).replace(",", "")) for c in completions]
+    return [
+        float(bool(numbers) and float(numbers[-1]) == float(expected.replace(",", "")))
+        for numbers, expected in zip(found, answer, strict=True)
+    ]
+
+
+def accuracy(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
+    """TRL's ``accuracy_reward``: is the \\boxed{} answer the same mathematics as the reference (needs math_verify)."""
+    from trl.rewards import accuracy_reward
+
+    scores: list[float | None] = accuracy_reward(completions, solution=answer)
+    return scores
+
+
+REWARDS = {
+    "graded_number": graded_number,
+    "exact_number": exact_number,
+    "final_number": final_number,
+    "accuracy": accuracy,
+}

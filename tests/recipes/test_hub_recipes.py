@@ -1,0 +1,117 @@
+"""Every recipe's config.yaml: read by the script's own parser, and its entry point run on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset
+from tiny_models import WORDS, save_tiny_model, tiny_tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+import grpo
+import tasks
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {path.parent.name: path for path in sorted((ROOT / "recipes").glob("*/config.yaml"))}
+CPU = {"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "report_to": "none"}
+TINY = CPU | {
+    "dtype": "float32",
+    "vllm_mode": "colocate",
+    "engine": json.dumps({"dtype": "float32", "enforce_eager": True, "max_model_len": 64}),
+    "vllm_max_model_length": "64",
+    "num_generations": "4",
+    "per_device_train_batch_size": "4",
+    "gradient_accumulation_steps": "2",
+    "max_completion_length": "6",
+    "max_steps": "2",
+    "save_strategy": "no",
+    "eval_size": "4",
+    "reward": "final_number",
+}
+SMOKE = ("grpo_tis_gsm8k", "geo_mask_long_cot", "icepop_moe", "opsm_multi_step")
+EXPECTED = {
+    "grpo_tis_gsm8k": "weight/truncated_fraction",
+    "geo_mask_long_cot": "keep/dropped_sequence_fraction",
+    "icepop_moe": "weight_applied/ess_token",
+    "opsm_multi_step": "keep/dropped_sequence_fraction",
+}
+"""A number that the recipe's correction logs."""
+
+
+def options(values: dict[str, str]) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_script_reads_the_recipe(name: str, tmp_path: Path) -> None:
+    parser = grpo.TrlParser((grpo.RecipeArguments, grpo.OffPolicyGRPOConfig, grpo.ModelConfig))
+    given = ["--config", str(RECIPES[name]), *options(CPU | {"output_dir": str(tmp_path)})]
+    recipe, training, model = parser.parse_args_and_config(given)
+    assert recipe.reward in tasks.REWARDS and model.model_name_or_path
+    said = yaml.safe_load(RECIPES[name].read_text())
+    preset = said["offpolicy"] if isinstance(said["offpolicy"], str) else said["offpolicy"].get("preset")
+    assert training.preset.correction is not None and (preset is None or training.preset.name.startswith(preset))
+    assert recipe.answer_pattern == said.get("answer_pattern")
+
+
+def tiny_world(folder: Path, columns: tuple[str, str]) -> tuple[Path, Path]:
+    """A model with a chat template, and questions whose answers end as GSM8K's do."""
+    model = save_tiny_model(folder / "model", "qwen3_moe")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(model)
+    data = folder / "data"
+    data.mkdir()
+    rows = [{columns[0]: " ".join(WORDS[i : i + 3]), columns[1]: f"a reason #### {i}"} for i in range(32)]
+    Dataset.from_list(rows).to_json(data / "train.jsonl")
+    return model, data
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", SMOKE)
+def test_the_entry_point_runs_the_recipe_on_a_tiny_model(name: str, tmp_path: Path) -> None:
+    said = yaml.safe_load(RECIPES[name].read_text())
+    columns = (said.get("question_column", "question"), said.get("answer_column", "answer"))
+    model, data = tiny_world(tmp_path, columns)
+    changed = TINY | {"model_name_or_path": str(model), "dataset_name": str(data), "output_dir": str(tmp_path / "run")}
+    changed |= {"question_template": "{question}", "answer_pattern": "#### (.+)"}
+    config = tmp_path / "config.yaml"  # the Hub's configuration name means nothing to a folder
+    config.write_text(yaml.safe_dump({key: value for key, value in said.items() if key != "dataset_config"}))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "recipes/grpo.py"]
+    done = subprocess.run(
+        [*command, "--config", str(config), *options(changed)], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(f"offpolicy/{EXPECTED[name]}" in row for row in rows)
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert recipe["offpolicy"] == said["offpolicy"] and recipe["max_steps"] == 2
+    assert "### Reproduce" in (tmp_path / "run" / "README.md").read_text()
+
+
+def recipe_of(folder: Path, **changed: Any) -> grpo.RecipeArguments:
+    return grpo.RecipeArguments(dataset_name=str(folder), eval_size=4, **changed)
+
+
+def test_questions_and_answers_of_a_folder_become_prompts(tmp_path: Path) -> None:
+    _, data = tiny_world(tmp_path, ("problem", "answer"))
+    recipe = recipe_of(data, question_column="problem", answer_pattern="#### (.+)", system_prompt="Be brief.")
+    train, held_out = tasks.load_splits(recipe)
+    assert len(held_out) == 4 and len(train) == 28 and held_out[1]["answer"] == "1"
+    assert train[0]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "w4 w5 w6"}]
+    with pytest.raises(ValueError, match=r"question_column must be a column of .*, but got 'question'"):
+        tasks.load_splits(recipe_of(data))
+    with pytest.raises(ValueError, match="answer_pattern must match every answer"):
+        tasks.load_splits(recipe_of(data, question_column="problem", answer_pattern="= (.+)"))
+
+
+def test_the_last_number_decides() -> None:
+    replies = ["3 then 1,042.", "it is 7", "-2.50", "none"]
+    assert tasks.final_number(replies, ["1042", "8", "-2.5", "0"]) == [1.0, 0.0, 1.0, 0.0]
