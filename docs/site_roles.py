@@ -18,8 +18,11 @@ PACKAGES = ("trl_offpolicy", "lightning_module")
 def as_link(role: re.Match[str], scope: Object) -> str:
     """Markdown of one role: a link where the site has the object, else its name."""
     path = role[2]
-    shown = path.rpartition(".")[2] if role[1] else path
-    if path.partition(".")[0] not in PACKAGES:
+    shown = path.rpartition(".")[2] if role[1] else path.lstrip(".")
+    if path.startswith("."):
+        module = scope if scope.is_module else scope.module
+        path = (module.path if module.is_init_module else module.path.rpartition(".")[0]) + path
+    elif path.partition(".")[0] not in PACKAGES:
         path = resolve(path, scope)
     return f'<autoref identifier="{path}" optional>`{shown}`</autoref>'
 

@@ -10,9 +10,11 @@ from functools import cache
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from site_roles import ROLE
 
 ROOT = Path(__file__).resolve().parents[1]
 LOADS = {
@@ -128,6 +130,43 @@ def test_public_names_are_in_the_reference(site: Path, package: str) -> None:
     shown = {one.rpartition(".")[2] for one in anchors if one.startswith(package.partition(".")[0])}
     names = set(import_module(package).__all__) - set(API[package])
     assert sorted(names - shown) == []
+
+
+def exists(path: str) -> bool:
+    """``package.module.Class.method`` can be imported, or is a field of its class."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[end:]:
+            if name in getattr(found, "__dataclass_fields__", {}) or name in getattr(found, "__annotations__", {}):
+                return True
+            if not hasattr(found, name):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+def test_roles_in_docstrings_name_what_exists() -> None:
+    """The site drops a link to what it does not hold without a word."""
+    wrong, count = [], 0
+    for path in (path for package in ("trl_offpolicy", "lightning_module") for path in (ROOT / package).rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for _, name in ROLE.findall(path.read_text()):
+            count += 1
+            if name.startswith("."):
+                name = (module if path.stem == "__init__" else module.rpartition(".")[0]) + name
+            if not (exists(name) or exists(f"{module}.{name}") or any(exists(one) for one in owners(module, name))):
+                wrong.append(f"{module}: {name}")
+    assert count > 100 and wrong == []
+
+
+def owners(module: str, name: str) -> list[str]:
+    """A bare method name belongs to a class of its module."""
+    return [f"{module}.{cls}.{name}" for cls, one in vars(import_module(module)).items() if isinstance(one, type)]
 
 
 def test_docstrings_are_rendered(site: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 def declared_sides(
     model: nn.Module, *, engine: Mapping[str, Any] | None, autocast: str | None, sampling: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """What both sides say of themselves, as fields of :class:`~.diagnosis.attribution.evidence.Declared`.
+    """What both sides say of themselves, as fields of :class:`~trl_offpolicy.diagnosis.attribution.evidence.Declared`.
 
     Args:
         model: the trainer's.
