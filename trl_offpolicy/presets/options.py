@@ -15,7 +15,8 @@ Options = TypeVar("Options")
 class UnknownOptionError(TypeError, ValueError):
     """An option that the framework does not have.
 
-    A TypeError like any unknown keyword, and a ValueError like the unknown names of :func:`trl_offpolicy.presets.get` and YAML.
+    A TypeError like any unknown keyword, and a ValueError like the unknown names of
+    :func:`trl_offpolicy.presets.get` and YAML.
     """
 
 
