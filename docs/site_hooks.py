@@ -20,6 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)\s]+)\)")
 
+_NAMES = "GRPO TIS GSM8K MoE OPSM FSDP2 LoRA IcePop CoT 7B"
+SPELLED = {name.lower(): name for name in _NAMES.split()} | {"zero3": "ZeRO-3"}
+"""Words of folder names as they are written in the navigation."""
+
 
 def outside_pages() -> dict[str, str]:
     """Path in the checkout -> path in the site, of the pages that do not stand in docs/."""
@@ -49,7 +53,13 @@ def section(start: str) -> list[dict[str, str]]:
     """The pages from one folder, each under the name of its own folder; the quickstart first."""
     found = {Path(here).parent.name: there for here, there in outside_pages().items() if here.startswith(start)}
     names = sorted(found, key=lambda name: (name not in ("quickstart", "benchmarks"), name))
-    return [{name.replace("_", " ").capitalize(): found[name]} for name in names]
+    return [{label(name): found[name]} for name in names]
+
+
+def label(folder: str) -> str:
+    """``grpo_tis_gsm8k`` as GRPO TIS GSM8K."""
+    words = " ".join(SPELLED.get(word, word) for word in folder.split("_"))
+    return words[0].upper() + words[1:]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

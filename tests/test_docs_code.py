@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ ELSEWHERE = {
     ("docs/corrections.md", "python"): "test_docs_corrections.py",
     ("docs/metrics.md", "python"): "test_docs_metrics.py",
     ("docs/objectives.md", "python"): "test_docs_objectives.py",
+    ("docs/objectives.md", "yaml"): "test_docs_objectives.py",
     ("docs/diagnosis.md", "python"): "test_docs_diagnosis.py",
 }
 """Blocks that the tests of a single page run."""
@@ -154,6 +156,8 @@ def handle(block: Block, names: dict[str, Any], folder: Path) -> str:
         for spec in alternatives(block.code):
             check_yaml(spec, folder)
         return "validated"
+    if block.kind == "text":
+        return "shown"
     assert block.kind == "bash", f"{block.place}: nothing is done with {block.kind} blocks."
     return handle_commands(block)
 
@@ -185,6 +189,12 @@ def test_every_block_runs_or_is_checked(page: str, names: dict[str, Any], folder
         print(f"\n{page}: {', '.join(f'{count} {what}' for what, count in sorted(Counter(done).items()))}")
     code = "".join(block.code for block in blocks_of(page))
     assert [old for old in REPLACED.get(page, {}) if old not in code] == []
+
+
+def test_every_fence_is_seen() -> None:
+    """Each says its language (output is ``text``) and stands at the margin."""
+    fences = {page: len(re.findall(r"^ *```", (ROOT / page).read_text(), flags=re.MULTILINE)) for page in PAGES}
+    assert {page: count for page, count in fences.items() if count != 2 * len(blocks_of(page))} == {}
 
 
 def test_blocks_of_other_tests_are_tested_there() -> None:
