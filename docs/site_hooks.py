@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,13 +19,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)\s]+)\)")
 
 _NAMES = "GRPO TIS GSM8K MoE OPSM FSDP2 LoRA IcePop CoT 7B"
 SPELLED = {name.lower(): name for name in _NAMES.split()} | {"zero3": "ZeRO-3"}
 """Words of folder names as they are written in the navigation."""
 
 
+@cache
 def outside_pages() -> dict[str, str]:
     """Path in the checkout -> path in the site, of the pages that do not stand in docs/."""
     readmes = sorted(
@@ -37,6 +39,13 @@ def outside_pages() -> dict[str, str]:
     return pages | {name: name.lower() for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
 
 
+@cache
+def outside_pictures() -> list[str]:
+    """Pictures that stand beside those pages; they have the same path in the site."""
+    found = (path for folder in ("recipes", "benchmarks") for path in (ROOT / folder).rglob("*.*"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in found if path.suffix in (".svg", ".png"))
+
+
 def source_of(page: str) -> str:
     """Path in the checkout of a page of the site."""
     return {there: here for here, there in outside_pages().items()}.get(page, f"docs/{page}")
@@ -46,7 +55,7 @@ def page_of(path: str) -> str | None:
     """Path in the site of a file of the checkout; None = it is not in the site."""
     if path.startswith("docs/") and (ROOT / path).is_file() and not path.endswith((".py", ".json")):
         return path.removeprefix("docs/")
-    return outside_pages().get(path)
+    return outside_pages().get(path) or (path if path in outside_pictures() else None)
 
 
 def section(start: str) -> list[dict[str, str]]:
@@ -74,8 +83,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that do not stand in docs/."""
-    for here, there in outside_pages().items():
+    """Add the pages and pictures that do not stand in docs/."""
+    for here, there in (*outside_pages().items(), *((path, path) for path in outside_pictures())):
         files.append(File.generated(config, there, abs_src_path=str(ROOT / here)))
     return files
 
@@ -99,16 +108,17 @@ def linked(text: str, page: str) -> str:
     folder = Path(source_of(page)).parent
 
     def replace(match: re.Match[str]) -> str:
-        target = urlsplit(match[2])
+        picture, shown, link = match.groups()
+        target = urlsplit(link)
         if target.scheme or not target.path:
             return match[0]
         path = os.path.normpath(folder / target.path)
-        if not (ROOT / path).exists():
-            return match[0]  # mkdocs says that it leads nowhere
         there = page_of(path) or page_of(f"{path}/README.md")
-        if there is None:
-            return match[1] if match[1] == f"`{path}`" else f"{match[1]} (`{path}`)"
-        relative = os.path.relpath(there, Path(page).parent)
-        return f"[{match[1]}]({relative}{'#' + target.fragment if target.fragment else ''})"
+        if there is not None:
+            relative = os.path.relpath(there, Path(page).parent)
+            return f"{picture}[{shown}]({relative}{'#' + target.fragment if target.fragment else ''})"
+        if picture or not (ROOT / path).exists():
+            return match[0]  # mkdocs says that it leads nowhere
+        return shown if shown == f"`{path}`" else f"{shown} (`{path}`)"
 
     return LINK.sub(replace, text)
