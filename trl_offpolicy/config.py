@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import torch
 from trl import GRPOConfig
 
 from trl_offpolicy import presets
@@ -106,6 +107,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.device.type == "cpu":
+            self._setup_devices = torch.device("cpu")  # torch.load cannot resume on accelerate's cpu:1
         if self.vllm_importance_sampling_correction:
             raise ValueError(
                 "vllm_importance_sampling_correction must be False: it would correct a second time. Set "

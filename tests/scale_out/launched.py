@@ -94,7 +94,7 @@ def seen(trainer: Any) -> dict[str, Any]:
         "wrapper": type(trainer.model_wrapped).__name__,
         "weights": merged,
         "adapter": None if adapter is None else adapter.tensors,
-        "engine": None if engine is None else engine_weights(engine.llm),
+        "engine": None if engine is None or engine.settings.transfer == "adapter" else engine_weights(engine.llm),
         "logs": trainer.state.log_history,
         "step": trainer.state.global_step,
     }

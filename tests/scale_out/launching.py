@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 from tiny_models import save_tiny_model, tiny_prompts
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHED = Path(__file__).with_name("launched.py")
@@ -46,6 +47,8 @@ TRAINING = {
     "noise_floor_steps": 2,
     "write_report": False,
 }
+OF_ITS_OWN = ("rollout/sync_seconds", "noise_floor/")
+"""Not a function of the data: the clock, and the rounding of one micro-batch."""
 LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -112,3 +115,18 @@ def launch(made: Path, folder: Path, strategy: str | None, *, timeout: float = 5
     assert done.returncode == 0, output[-6000:]
     ranks = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
     return Run(folder, ranks, output)
+
+
+def metrics(run: Run) -> list[dict[str, float]]:
+    """The offpolicy/* values of each step that depend on the data alone."""
+    return [
+        {k: v for k, v in row.items() if k.startswith("offpolicy/") and not any(own in k for own in OF_ITS_OWN)}
+        for row in run.rows()
+    ]
+
+
+def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor], atol: float) -> None:
+    """The same names with the same tensors."""
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")

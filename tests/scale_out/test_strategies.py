@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from scale_out.launching import LORA, STEPS, Run, launch, prepare
+from scale_out.launching import LORA, STEPS, Run, assert_same, launch, metrics, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(1500)]
 
@@ -25,12 +24,9 @@ STRATEGIES = {  # distributed type, wrapper, type of a trained parameter, share 
     "cpu_fsdp2": ("FSDP", "FSDP", "DTensor", 0.5),
 }
 MODES: dict[str, dict[str, Any]] = {"full": {}, "lora": {**LORA, "learning_rate": 0.01}}
-OF_ITS_OWN = ("rollout/sync_seconds", "noise_floor/")
-"""Not a function of the data: the clock, and the rounding of one micro-batch."""
-
 Launch = Callable[[str | None, str], Run]
 CASES = [pytest.param(strategy, mode, id=f"{strategy}-{mode}") for strategy in STRATEGIES for mode in MODES]
-pytestmark_cases = pytest.mark.parametrize(("strategy", "mode"), CASES)
+each_case = pytest.mark.parametrize(("strategy", "mode"), CASES)
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     return run
 
 
-def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], atol: float) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(mine[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def metrics(run: Run) -> list[dict[str, float]]:
-    """The offpolicy/* values of each step that depend on the data alone."""
-    return [
-        {k: v for k, v in row.items() if k.startswith("offpolicy/") and not any(own in k for own in OF_ITS_OWN)}
-        for row in run.rows()
-    ]
-
-
-@pytestmark_cases
+@each_case
 def test_each_rank_holds_its_part(trained: Launch, strategy: str, mode: str) -> None:
     kind, wrapper, parameter, share = STRATEGIES[strategy]
     for rank in trained(strategy, mode).ranks:
@@ -71,7 +53,7 @@ def test_each_rank_holds_its_part(trained: Launch, strategy: str, mode: str) -> 
         assert rank["share"] == pytest.approx(share, abs=0.05)
 
 
-@pytestmark_cases
+@each_case
 def test_weights_are_those_of_one_process(trained: Launch, strategy: str, mode: str) -> None:
     run, one = trained(strategy, mode), trained(None, mode)
     start = load_file(run.folder.parent / "model" / "model.safetensors")
@@ -82,7 +64,7 @@ def test_weights_are_those_of_one_process(trained: Launch, strategy: str, mode: 
     assert_same(run.ranks[0]["weights"], run.ranks[1]["weights"], atol=0)
 
 
-@pytestmark_cases
+@each_case
 def test_metrics_are_those_of_one_process(trained: Launch, strategy: str, mode: str) -> None:
     mine, theirs = metrics(trained(strategy, mode)), metrics(trained(None, mode))
     assert len(mine) == len(theirs) == STEPS
@@ -94,14 +76,14 @@ def test_metrics_are_those_of_one_process(trained: Launch, strategy: str, mode: 
         assert not wrong, (step, wrong)
 
 
-@pytestmark_cases
+@each_case
 def test_the_noise_floor_is_measured(trained: Launch, strategy: str, mode: str) -> None:
     rows = trained(strategy, mode).rows()
     floor = [row.get("offpolicy/noise_floor/logp_diff_max") for row in rows]
     assert floor[1::2] == [None, None] and all(0 <= value < 1e-4 for value in floor[::2])
 
 
-@pytestmark_cases
+@each_case
 def test_the_engine_holds_the_gathered_weights(trained: Launch, strategy: str, mode: str) -> None:
     run = trained(strategy, mode)
     for rank in run.ranks:
@@ -109,7 +91,7 @@ def test_the_engine_holds_the_gathered_weights(trained: Launch, strategy: str, m
     assert all(row["offpolicy/rollout/sync_agreement"] > 1 - 2e-4 for row in run.rows())
 
 
-@pytestmark_cases
+@each_case
 def test_what_is_saved_are_the_weights(trained: Launch, strategy: str, mode: str) -> None:
     run = trained(strategy, mode)
     for folder in (run.folder, run.folder / f"checkpoint-{STEPS}"):
@@ -119,7 +101,7 @@ def test_what_is_saved_are_the_weights(trained: Launch, strategy: str, mode: str
             assert_same(load_file(folder / "adapter_model.safetensors"), run.ranks[0]["adapter"], atol=0)
 
 
-@pytestmark_cases
+@each_case
 def test_a_resumed_run_ends_where_the_whole_one_did(trained: Launch, strategy: str, mode: str, tmp_path: Path) -> None:
     run = trained(strategy, mode)
     left = ["checkpoint-2", "metrics.jsonl", "rollouts.parquet", "run.json"]
