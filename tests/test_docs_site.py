@@ -9,11 +9,14 @@ import sys
 from functools import cache
 from html.parser import HTMLParser
 from importlib import import_module
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from site_roles import ROLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,6 +85,26 @@ def pages(site: Path) -> list[Path]:
     found = sorted(site.rglob("*.html"))
     assert len(found) > 20
     return found
+
+
+def pinned(*files: str) -> dict[str, str]:
+    """{package: version} of lists in constraints/."""
+    lines = "\n".join((ROOT / "constraints" / file).read_text() for file in files)
+    return dict(re.findall(r"^([\w.-]+)==([^;\s]+)", lines, flags=re.MULTILINE))
+
+
+def test_the_list_of_packages_is_complete() -> None:
+    """They are installed with --no-deps: what one of them needs must stand in a list, in a version that it takes."""
+    known = {canonicalize_name(name): version for name, version in pinned("cpu.txt", "test.txt", "docs.txt").items()}
+    count = 0
+    for name in pinned("docs.txt"):
+        for requirement in map(Requirement, requires(name) or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                count += 1
+                needed = canonicalize_name(requirement.name)
+                assert needed in known, f"constraints/docs.txt lacks {requirement}, for {name}"
+                assert requirement.specifier.contains(known[needed]), f"{name} wants {requirement}"
+    assert count > 20
 
 
 def broken_links(site: Path) -> list[str]:
