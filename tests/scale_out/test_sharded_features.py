@@ -22,6 +22,13 @@ OPTIONS: dict[str, Any] = {
     "engine": {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3, "transfer": "adapter"},
 }
 
+TRUNCATED: dict[str, Any] = {  # the trainer cuts its own distribution: another head, over a gathered weight
+    "top_p": 0.8,
+    "beta": 0.0,
+    "save_strategy": "no",
+    "offpolicy": "paper/tis",
+}
+
 
 def control(*, cosine: bool) -> dict[str, Any]:
     return {"policy": "act", "controllers": GUARD, "gradient_cosine": cosine}
@@ -54,6 +61,27 @@ def test_wide_stage_control_and_adapter_are_those_of_one_process(made: Path, one
     for rank in run.ranks:
         assert_same(rank["weights"], one.ranks[0]["weights"], atol=2e-5)
     assert all(row["offpolicy/rollout/sync_agreement"] > 1 - 2e-4 for row in run.rows())
+
+
+@pytest.fixture(scope="module")
+def one_truncated(made: Path) -> Run:
+    return launch(made, made / "one_truncated", None, **TRUNCATED)
+
+
+@pytest.mark.parametrize("strategy", ["cpu_zero3", "cpu_fsdp2"])
+def test_scores_under_truncated_sampling_are_those_of_one_process(
+    made: Path, one_truncated: Run, strategy: str
+) -> None:
+    if "zero" in strategy:
+        pytest.importorskip("deepspeed")
+    run = launch(made, made / f"{strategy}_truncated", strategy, **TRUNCATED)
+    assert 0 < metrics(one_truncated)[0]["offpolicy/rollout/outside_fraction"] < 1
+    for row, expected in zip(metrics(run), metrics(one_truncated), strict=True):
+        assert row.keys() == expected.keys()
+        wrong = {k: (row[k], v) for k, v in expected.items() if row[k] != pytest.approx(v, rel=2e-3, abs=2e-5)}
+        assert not wrong
+    for rank in run.ranks:
+        assert_same(rank["weights"], one_truncated.ranks[0]["weights"], atol=2e-5)
 
 
 def test_deepspeed_cannot_show_the_cosine_and_says_so(made: Path) -> None:
