@@ -113,7 +113,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def threshold_table() -> str:
     """Every limit with its default, meaning and source."""
     rows = [
-        (f"`{one.name}`", f"{one.default:g}", one.metadata["meaning"], one.metadata["source"])
+        (f"`{one.name}`", f"{one.default:g}", one.metadata["meaning"].replace("|", r"\|"), one.metadata["source"])
         for one in fields(Thresholds)
     ]
     return table(("threshold", "default", "meaning", "source"), rows)

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from site_hooks import outside_pages
 from site_roles import ROLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,6 +86,23 @@ def pages(site: Path) -> list[Path]:
     found = sorted(site.rglob("*.html"))
     assert len(found) > 20
     return found
+
+
+def ragged(text: str) -> list[str]:
+    """Rows of tables that have more or fewer cells than their header; a ``|`` inside a cell is written ``\\|``."""
+    wrong, columns = [], 0
+    for line in re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).splitlines():
+        cells = len(re.split(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        columns = columns if columns and cells else cells
+        wrong += [line] * (cells != columns)
+    return wrong
+
+
+def test_every_row_has_the_columns_of_its_header() -> None:
+    assert ragged("| a | b |\n|---|---|\n| 1 | 2 |\n\n| a |\n|---|\n| \\| |\n") == []
+    assert ragged("| a | b |\n|---|---|\n| 1 | |x| |\n") == ["| 1 | |x| |"]
+    sources = [*(ROOT / "docs").rglob("*.md"), *(ROOT / path for path in outside_pages())]
+    assert {str(path.relative_to(ROOT)): rows for path in sources if (rows := ragged(path.read_text()))} == {}
 
 
 def pinned(*files: str) -> dict[str, str]:
