@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from docs.drawing import label, to_svg
 from recipes.quantised_rollouts.experiment import VARIANTS
-from recipes.quantised_rollouts.tables import Interval, Outcome, by_seed, interval, summarise
+from recipes.quantised_rollouts.tables import Outcome, by_seed, collapsed, interval, summarise
 from trl_offpolicy.diagnosis.plots import BLUE, GREEN, GREY, INK, ORANGE
 
 LINES = {"none": (ORANGE, "--"), "tis": (BLUE, "-"), "ppo_is": (GREY, "-.")}
@@ -18,14 +18,15 @@ SHAPES = {8: (GREEN, "^"), 4: (BLUE, "o"), 3: (ORANGE, "s"), 2: (GREY, "D")}
 
 
 def draw(runs: Sequence[Outcome]) -> str:
-    """The SVG text; colours follow the reader's light or dark mode."""
-    bits = max({run["bits"] for run in runs} - {None}, key=lambda one: (one == 4, one))
+    """The SVG text; colours follow the reader's light or dark mode. Curves and rewards are those of the fewest bits."""
+    bits = min({run["bits"] for run in runs} - {None})
 
     def panels(figure: Figure) -> None:
         axes = figure.subplot_mosaic([["sampler", "learner"], ["all", "paradox"]], height_ratios=[1, 1.15])
+        axes["learner"].sharey(axes["sampler"])
         curves(axes["sampler"], runs, bits, "sampler_reward", "reward, as logged (sampler)")
         curves(axes["learner"], runs, bits, "learner_reward", "reward of the learner itself")
-        axes["learner"].legend(loc="best")
+        axes["learner"].legend(loc="center right")
         every_variant(axes["all"], runs)
         paradox(axes["paradox"], runs, bits)
 
@@ -48,43 +49,45 @@ def curves(axes: Axes, runs: Sequence[Outcome], bits: int, key: str, title: str)
 
 
 def every_variant(axes: Axes, runs: Sequence[Outcome]) -> None:
-    """The learner's accuracy at the end, all corrections and precisions."""
-    rows, names = summarise(runs), [name for name in VARIANTS if any(run["variant"] == name for run in runs)]
+    """What rounding costs the learner at the end, all corrections and precisions, paired by seed."""
+    rows = [row for row in summarise(runs) if row["bits"] is not None and row["to_float"] is not None]
+    names = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
     present = [bits for bits in SHAPES if any(row["bits"] == bits for row in rows)]
     for place, bits in enumerate(present):
         mine = [row for row in rows if row["bits"] == bits]
-        heights = [names.index(row["variant"]) + 0.2 * (place - (len(present) - 1) / 2) for row in mine]
+        heights = [names.index(row["variant"]) + 0.22 * (place - (len(present) - 1) / 2) for row in mine]
         colour, shape = SHAPES[bits]
-        _dots(axes, [row["accuracy"] for row in mine], heights, colour, shape, f"INT{bits}")
-    reference = next((row["accuracy"].mean for row in rows if row["bits"] is None), None)
-    if reference is not None:
-        axes.axvline(reference, color=INK, linestyle=":", linewidth=1.0, label="float rollouts")
+        axes.errorbar(
+            [row["to_float"].mean for row in mine],
+            heights,
+            xerr=[_finite(row["to_float"].half) for row in mine],
+            color=colour,
+            marker=shape,
+            linestyle="none",
+            markersize=4,
+            label=f"INT{bits}",
+        )
+    axes.axvline(0.0, color=INK, linestyle=":", linewidth=1.0)
     axes.set_yticks(range(len(names)), [VARIANTS[name] for name in names])
     axes.invert_yaxis()
-    axes.legend(loc="best")
-    label(axes, "sampled exact answers", "", "accuracy of the learner, all corrections")
-
-
-def _dots(axes: Axes, values: Sequence[Interval], heights: Sequence[float], colour: str, shape: str, name: str) -> None:
-    halves = [_finite(value.half) for value in values]
-    means = [value.mean for value in values]
-    axes.errorbar(means, heights, xerr=halves, color=colour, marker=shape, linestyle="none", markersize=4, label=name)
+    axes.legend(loc="center left")
+    label(axes, "accuracy minus that with float rollouts", "", "what rounding costs the learner")
 
 
 def paradox(axes: Axes, runs: Sequence[Outcome], bits: int) -> None:
-    """One point a correction: logged reward against the learner's; on the line both agree."""
+    """One point a correction that did not collapse: logged reward against the learner's; on the line both agree."""
     rows = [row for row in summarise(runs) if row["bits"] in (bits, None)]
+    rows = [row for row in rows if not collapsed(row["accuracy"].mean, row["start_accuracy"].mean)]
     for row in rows:
         colour = INK if row["bits"] is None else SHAPES[bits][0]
-        x, y = row["sampler_reward"], row["reward"]
-        axes.errorbar(x.mean, y.mean, _finite(y.half), _finite(x.half), color=colour, marker="o", markersize=4)
+        x, y = row["sampler_reward"].mean, row["reward"].mean
+        axes.plot(x, y, color=colour, marker="o", markersize=4, linestyle="none")
         name = "float" if row["bits"] is None else VARIANTS[row["variant"]].partition(",")[0]
-        axes.annotate(name, (x.mean, y.mean), xytext=(5, -9), textcoords="offset points", fontsize=7.5)
+        axes.annotate(name, (x, y), xytext=(5, -3), textcoords="offset points", fontsize=8)
     ends = [edge for row in rows for edge in (row["sampler_reward"].mean, row["reward"].mean)]
     axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=GREY, linestyle=":", linewidth=1.0)
-    label(
-        axes, "reward, as logged (sampler)", "reward of the learner", f"INT{bits}: below the line the log is too kind"
-    )
+    axes.margins(x=0.2)
+    label(axes, "reward, as logged (sampler)", "reward of the learner", f"INT{bits}: the log against the truth")
 
 
 def _finite(half: float) -> float:

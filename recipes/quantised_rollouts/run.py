@@ -1,7 +1,7 @@
 """Quantised rollouts at laptop scale: does the correction help the learner, and what does the log say?
 
     python recipes/quantised_rollouts/run.py            # the whole table, about half an hour on two idle cores
-    python recipes/quantised_rollouts/run.py --short    # INT4, two seeds, fewer generations: two minutes
+    python recipes/quantised_rollouts/run.py --short    # INT3, two seeds, fewer generations: two minutes
 
 A small model is first taught to sort symbols, then trained by GRPO on answers of a copy whose weights were rounded to
 8, 4 or 3 bits, with no fix and under five corrections, several seeds each. Every run is written when it is done and not
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; every field of :class:`Settings` is an option."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="INT4 only, seeds 0 1, 60 generations, 2 answers")
+    parser.add_argument("--short", action="store_true", help="INT3 only, seeds 0 1, 60 generations, 2 answers")
     parser.add_argument("--out", type=Path, default=None, help="default: runs/quantised_rollouts (--short: ..._short)")
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--bits", type=int, nargs="+", choices=(8, 4, 3, 2))
@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = {item.name: getattr(args, item.name) for item in fields(Settings)}
     args.settings = replace(base, **{name: value for name, value in given.items() if value is not None})
     args.seeds = args.seeds or ([0, 1] if args.short else [0, 1, 2, 3, 4])
-    args.bits = args.bits or ([4] if args.short else [8, 4, 3])
+    args.bits = args.bits or ([3] if args.short else [8, 4, 3])
     args.out = args.out or Path("runs/quantised_rollouts_short" if args.short else "runs/quantised_rollouts")
     return args
 

@@ -104,16 +104,18 @@ def paired(mine: Mapping[int, Outcome], others: Mapping[int, Outcome], name: str
     return interval([read(mine[seed]) - read(others[seed]) for seed in shared])
 
 
-def reward_paradox(runs: Sequence[Outcome], bits: int, *, collapsed: bool) -> Interval | None:
+def reward_paradox(runs: Sequence[Outcome], bits: int, *, with_collapsed: bool) -> Interval | None:
     """Kendall's tau, over the corrections, of the sampler's logged reward and the learner's own; mean over seeds.
 
     Args:
-        collapsed: count corrections that collapsed too: learner's accuracy, mean over seeds, below half of the start's.
+        runs: the outcomes.
+        bits: the precision.
+        with_collapsed: count the corrections that collapsed (mean over seeds) too.
 
     Returns:
         None with fewer than two corrections.
     """
-    names = [v for v in VARIANTS if (mine := by_seed(runs, v, bits)) and (collapsed or not _collapsed(mine))]
+    names = [name for name in VARIANTS if (mine := by_seed(runs, name, bits)) and (with_collapsed or not _failed(mine))]
     seeds = set.intersection(*(set(by_seed(runs, name, bits)) for name in names)) if len(names) > 1 else set()
     taus = []
     for seed in sorted(seeds):
@@ -122,9 +124,14 @@ def reward_paradox(runs: Sequence[Outcome], bits: int, *, collapsed: bool) -> In
     return interval(taus) if taus else None
 
 
-def _collapsed(mine: Mapping[int, Outcome]) -> bool:
+def collapsed(accuracy: float, start: float) -> bool:
+    """Below half of what the warm start had."""
+    return accuracy < start / 2
+
+
+def _failed(mine: Mapping[int, Outcome]) -> bool:
     ends, starts = ([QUANTITIES[key](run) for run in mine.values()] for key in ("accuracy", "start_accuracy"))
-    return statistics.mean(ends) < statistics.mean(starts) / 2
+    return collapsed(statistics.mean(ends), statistics.mean(starts))
 
 
 HEADER = (
@@ -157,7 +164,7 @@ def paradox_text(runs: Sequence[Outcome], bits: Sequence[int]) -> str:
     """A line a precision."""
     lines = []
     for one in bits:
-        every, left = (reward_paradox(runs, one, collapsed=flag) for flag in (True, False))
+        every, left = (reward_paradox(runs, one, with_collapsed=flag) for flag in (True, False))
         if every is not None:
             rest = "-" if left is None else left.text(2, sign=True)
             lines.append(
