@@ -39,9 +39,9 @@ print(out.loss.item(), len(out.stats.compute()) > 50)
 BESIDE_TORCH = f"""
 import sys, time, torch
 
-before, start = set(sys.modules), time.perf_counter()
+before, start = set(sys.modules), time.process_time()
 import trl_offpolicy
-print(time.perf_counter() - start, sorted(set({HEAVY}) & (set(sys.modules) - before)))
+print(time.process_time() - start, sorted(set({HEAVY}) & (set(sys.modules) - before)))
 """
 
 
@@ -57,9 +57,9 @@ def test_it_works_with_torch_alone():
     assert run(WITH_TORCH_ALONE) == "-1.5 True"  # weights 1 and min(e, 2)
 
 
-def test_importing_it_takes_at_most_0_3_seconds_more_than_torch_and_loads_nothing_heavy():
+def test_importing_it_takes_at_most_0_3_cpu_seconds_more_than_torch_and_loads_nothing_heavy():
     seconds = []
-    for _ in range(5):  # a busy machine can only add to the time, so the shortest is the import's own
+    for _ in range(5):  # caches, and a busy machine, can only add
         taken, _, loaded = run(BESIDE_TORCH).partition(" ")
         assert loaded == "[]"
         seconds.append(float(taken))
