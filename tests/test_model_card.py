@@ -7,9 +7,11 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from tensorboardX.proto import event_pb2
 from trainer_runs import Engine, records
@@ -121,3 +123,12 @@ def read_events(path: Path) -> Iterator[event_pb2.Event]:
         (size,) = struct.unpack_from("<Q", data, at)
         yield event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
         at += 12 + size + 4
+
+
+@pytest.mark.parametrize("given", [["--accelerator_config", '{"use_configured_state": true}'],
+                                   ['--accelerator_config={"use_configured_state": true}']])  # fmt: skip
+def test_an_option_that_its_owner_turned_into_an_object_is_written_as_it_was_given(given: list[str]) -> None:
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    options = recipe_options(SimpleNamespace(accelerator_config=AcceleratorConfig()), argv=given)
+    assert yaml.safe_load(yaml.safe_dump(options)) == {"accelerator_config": {"use_configured_state": True}}

@@ -79,12 +79,15 @@ def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str,
     options: dict[str, Any] = {}
     if "--config" in given:
         options = yaml.safe_load(Path(given[given.index("--config") + 1]).read_text())
-    for word in given:
+    for place, word in enumerate(given):
         name = word.removeprefix("--").split("=")[0].replace("-", "_")
         owner = next((one for one in parsed if hasattr(one, name)), None) if word.startswith("--") else None
         if owner is not None:
             value = getattr(owner, name)
-            options[name] = getattr(value, "value", value)  # enumerations as YAML writes them
+            value = getattr(value, "value", value)  # enumerations as YAML writes them
+            if not isinstance(value, bool | int | float | str | list | dict | None):
+                value = yaml.safe_load(word.partition("=")[2] or given[place + 1])  # made into an object by its owner
+            options[name] = value
     return options
 
 
