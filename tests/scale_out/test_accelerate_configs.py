@@ -1,9 +1,11 @@
 """Every file of recipes/accelerate is what accelerate, DeepSpeed and FSDP understand.
 
-Not run here, for want of the machine: single_gpu, multi_gpu (CUDA devices; cpu_ddp runs the same code over gloo),
-zero2, zero3, fsdp2 (their cpu_ variants differ in device, precision and number of processes alone, see below),
-zero3_offload (on a CPU nothing can be moved to the host; DeepSpeed's compiled host optimizer was not tried) and fsdp1 (over gloo it trains but cannot save a full
-state dict). Their engine configurations are built instead.
+Not run here, for want of the machine; the engine configurations are built instead:
+
+- single_gpu, multi_gpu: CUDA devices; cpu_ddp runs the same code over gloo.
+- zero2, zero3, fsdp2: their cpu_ variants differ in device, precision and number of processes alone, see below.
+- zero3_offload: on a CPU nothing can be moved to the host; DeepSpeed's compiled host optimizer was not tried.
+- fsdp1: over gloo it trains but cannot save a full state dict.
 """
 
 from __future__ import annotations
