@@ -136,7 +136,7 @@ def _failed(mine: Mapping[int, Outcome]) -> bool:
 
 HEADER = (
     "rollouts", "correction", "seeds", "sampler reward", "learner reward", "accuracy, sampled",
-    "against no fix (paired)", "accuracy, greedy", "entropy", "k1 x 1e4 (windows < 0)", "mismatch k3",
+    "against no fix", "against float", "accuracy, greedy", "entropy", "k1 x 1e4 (windows < 0)", "mismatch k3",
     "ESS token / sequence",
 )  # fmt: skip
 
@@ -150,10 +150,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             VARIANTS[row["variant"]],
             str(len(row["seeds"])),
             *(row[key].text() for key in ("sampler_reward", "reward", "accuracy")),
-            "-" if row["gain"] is None else row["gain"].text(sign=True),
+            *("-" if row[key] is None else row[key].text(sign=True) for key in ("gain", "to_float")),
             *(row[key].text() for key in ("greedy_accuracy", "entropy")),
             f"{row['staleness_k1'].text(1, sign=True, scale=1e4)} ({row['negative_k1'].mean:.0%})",
-            f"{row['mismatch_k3'].mean:.4f}",
+            f"{row['mismatch_k3'].mean:.5f}",
             f"{row['ess_token'].mean:.2f} / {row['ess_sequence'].mean:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
