@@ -16,6 +16,8 @@ BENCHMARKS := $(sort $(filter-out benchmarks/allocator.py,$(wildcard benchmarks/
 MUTMUT := 3.8.1
 
 export PYTHON TORCH_CPU_INDEX
+# What DeepSpeed compiles is kept, not made again for every test.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 # No usage statistics from vLLM and the Hub client.
 export DO_NOT_TRACK := 1
 
@@ -30,7 +32,7 @@ quickstart: model  ## install, prepare the model, train with measured and correc
 test: lint  ## lint, types, fast tests and docstring examples
 	$(RUN) -m pytest tests $(PACKAGES) --doctest-modules --durations=10
 
-test-slow: .venv/.test-ready model  ## the long tests (engines, servers, recipes)
+test-slow: .venv/.slow-ready model  ## the long tests (engines, servers, several processes, recipes)
 	$(RUN) -m pytest tests -m "slow and not gpu" --durations=10
 
 mutate: .venv/.test-ready  ## mutation testing of functional/ and corrections.py (an hour; goes on where it stopped)
@@ -56,6 +58,10 @@ install: .venv/.cpu-ready  ## only install the pinned CPU environment into .venv
 
 model: .venv/.cpu-ready
 	@$(RUN) recipes/quickstart/prepare_model.py
+
+.venv/.slow-ready: .venv/.test-ready constraints/slow.txt
+	$(RUN) -m pip install --quiet --no-deps -r constraints/slow.txt
+	@touch $@
 
 clean:  ## remove .venv and caches (runs/ and the prepared model stay)
 	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

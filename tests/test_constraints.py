@@ -31,4 +31,4 @@ def test_every_pinned_package_takes_the_oldest_python(path: Path) -> None:
         seen += 1
         if wanted and not SpecifierSet(wanted).contains(f"{oldest}.0"):
             refused.append(f"{line} wants Python {wanted}")
-    assert seen > 10 and not refused
+    assert not refused and (seen > 10 or path.stem == "slow")  # those need not be installed
