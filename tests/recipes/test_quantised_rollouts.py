@@ -30,6 +30,7 @@ from recipes.quantised_rollouts.sorting import (
     Sorter,
     prompts,
     reward,
+    sample,
     solutions,
     token_logps,
 )
@@ -166,7 +167,14 @@ def test_variants_that_do_not_exist_or_lack_their_band_are_refused() -> None:
 def test_the_band_drops_what_it_is_calibrated_to(model: Sorter) -> None:
     settings = Settings(questions=200, answers=2, mask_drops=0.1)
     band = experiment.calibrated_band(model, settings, 3, seed=5)
-    assert band[0] < 1.0 < band[1]
+    questions = prompts(200, torch.Generator().manual_seed(5)).repeat_interleave(2, 0)
+    answers = sample(rounded(model, 3), questions, torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        ratios = [
+            (token_logps(model, answers.ids)[row][keep] - answers.logps[row][keep]).mean().exp().item()
+            for row, keep in enumerate(answers.mask)
+        ]
+    assert band == pytest.approx(tuple(np.quantile(ratios, [0.05, 0.95])), rel=1e-4)
     again = rollouts_of(model, 3, groups=100)  # other prompts of the same model
     with torch.no_grad():
         result = objective_of("geometric", band)(policy_batch(model, again, torch.arange(400)))
@@ -174,13 +182,13 @@ def test_the_band_drops_what_it_is_calibrated_to(model: Sorter) -> None:
 
 
 def test_raw_ess_of_known_ratios() -> None:
-    """Tokens: (2 + .5 + 1 + 1)^2 / (4 (4 + .25 + 1 + 1)); products are 1 and 1."""
-    logps = torch.full((2, 3), -1.0)
-    log_ratio = torch.tensor([[2.0, 0.5, 1.0], [1.0, 1.0, 1.0]]).log()
-    mask = torch.tensor([[True, True, False], [True, True, False]])
-    answers = Answers(torch.zeros(2, 14).long(), mask, logps)
-    token, sequence = experiment.raw_ess(Rollouts(answers, logps + log_ratio, torch.zeros(2), torch.zeros(2), 2))
-    assert token == pytest.approx(4.5**2 / (4 * 6.25)) and sequence == pytest.approx(1.0)
+    """Ratios pi_old / mu of 2 once and 1 otherwise: (sum)^2 / (n sum of squares), of tokens and of products."""
+    logps = torch.full((3, 3), -1.0)
+    log_ratio = torch.tensor([[2.0, 1.0, 9.0], [1.0, 1.0, 9.0], [1.0, 1.0, 9.0]]).log()
+    mask = torch.tensor([[True, True, False]] * 3)
+    answers = Answers(torch.zeros(3, 14).long(), mask, logps)
+    token, sequence = experiment.raw_ess(Rollouts(answers, logps + log_ratio, torch.zeros(3), torch.zeros(3), 3))
+    assert token == pytest.approx(7**2 / (6 * 9)) and sequence == pytest.approx(4**2 / (3 * 6))
 
 
 def test_k1_is_old_minus_now() -> None:
@@ -208,7 +216,8 @@ def test_learning_raises_the_reward_of_what_was_rewarded(model: Sorter) -> None:
     learn(student, optimizer, objective_of("none"), taught, 1, torch.Generator().manual_seed(0))
     with torch.no_grad():
         change = torch.where(got.answers.mask, token_logps(student, got.answers.ids) - got.old, 0.0).sum(1)
-    assert float((change * advantages).sum()) > 0
+    above = torch.tensor([-1.5, -0.5, 0.5, 1.5] * 2)  # reward over the mean of its group
+    assert float((change * above).sum()) > 0
 
 
 def test_warm_start_ends_at_its_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,10 +393,10 @@ def recorded(log_ratio: list[list[float]], steps: list[int], kept: list[int]) ->
 
 
 def test_demonstration_reads_the_rollouts_of_a_run() -> None:
-    rho = np.array([[2.0, 0.5], [1.0, 1.0]])
+    rho = np.array([[2.0, 1.0], [1.0, 1.0]])
     found = demonstration.measured(recorded(np.log(rho).tolist(), [1, 2], [2, 0]))
     assert found["kl_k3"] == pytest.approx(np.mean(rho - 1 - np.log(rho)), rel=1e-6)
-    assert found["ess"] == pytest.approx(4.5**2 / (4 * 6.25), rel=1e-6) and found["dropped"] == 0.5
+    assert found["ess"] == pytest.approx(5**2 / (4 * 7), rel=1e-6) and found["dropped"] == 0.5
 
 
 def test_demonstration_sets_the_band_from_the_first_quarter() -> None:
