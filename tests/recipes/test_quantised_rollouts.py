@@ -431,7 +431,7 @@ def test_demonstration_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line.split("|")[1:-1] for line in (tmp_path / "demonstration.md").read_text().splitlines()[2:]]
     assert [row[1].strip() for row in rows] == list(demonstration.VARIANTS.values())
-    assert all(0.001 < float(row[3]) < 1.0 and 0.1 < float(row[4]) < 1.0 for row in rows)  # k3, ESS
+    assert all(0.05 < float(row[3]) < 5.0 and 0.01 < float(row[4]) < 0.9 for row in rows)  # k3, ESS: a large mismatch
 
 
 @pytest.mark.slow
