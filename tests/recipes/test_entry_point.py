@@ -1,0 +1,53 @@
+"""``recipes/grpo.py``: every field has its help, a YAML file its ``env:``, the command line the last word."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl import GRPOConfig, ModelConfig, TrlParser
+
+from trl_offpolicy.config import OffPolicyGRPOConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("grpo_recipe", ROOT / "recipes" / "grpo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module.RecipeArguments
+
+
+def test_help_lists_every_field_and_explains_ours(arguments: Any) -> None:
+    parser = TrlParser((arguments, OffPolicyGRPOConfig, ModelConfig))
+    shown = {option: action for action in parser._actions for option in action.option_strings}
+    for kind in (arguments, OffPolicyGRPOConfig, ModelConfig):
+        assert {f"--{item.name}" for item in fields(kind) if item.init} <= shown.keys()
+    inherited = {item.name for item in (*fields(GRPOConfig), *fields(ModelConfig))}
+    ours = {item.name for item in (*fields(OffPolicyGRPOConfig), *fields(arguments))} - inherited
+    assert "offpolicy" in ours and all(len(shown[f"--{name}"].help or "") > 20 for name in ours)
+    assert "--offpolicy" in parser.format_help()  # % signs in a help text would raise here
+
+
+def test_env_of_the_yaml_is_set_and_the_command_line_wins(
+    arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TEST_VARIABLE", "before")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\nseed: 3\nlearning_rate: 1.0e-3\n"
+        "offpolicy: {preset: measure}\nenv: {SOME_TEST_VARIABLE: after}\n"
+    )
+    parser = TrlParser((arguments, OffPolicyGRPOConfig, ModelConfig))
+    _, training, _ = parser.parse_args_and_config(["--config", str(config), "--seed", "7", "--offpolicy", "paper/mis"])
+    assert os.environ["SOME_TEST_VARIABLE"] == "after"
+    assert (training.seed, training.learning_rate, training.offpolicy) == (7, 1e-3, "paper/mis")
