@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from moe_models import KINDS, moe_model
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from trl_offpolicy.engines.weights import ModelWeights, plain_name
 
@@ -29,12 +31,25 @@ def adapted(model, **options):
     return peft
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_a_plain_model_gives_its_own_weights(fresh_model, kind):
-    model = fresh_model(kind)
+def test_a_plain_model_gives_its_own_weights(fresh_model):
+    model = fresh_model()
     merged = dict(ModelWeights(model).merged())
     assert list(merged) == [name for name, _ in model.named_parameters()]
     assert all(torch.equal(merged[name], value) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixture_of_experts_gives_what_its_checkpoint_holds(kind, lora, tmp_path):
+    """vLLM passes over the stacked experts of transformers 5 without an error."""
+    model = moe_model(kind)
+    model.save_pretrained(tmp_path)
+    expected = {name: load_file(path)[name] for path in tmp_path.glob("*.safetensors") for name in load_file(path)}
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"])) if lora else model
+    merged = dict(ModelWeights(wrapped).merged())
+    buffers = {name for name in expected if name.endswith("e_score_correction_bias")}
+    assert merged.keys() == expected.keys() - buffers and sum(".experts.0." in name for name in merged) > 0
+    assert all(torch.equal(value, expected[name]) for name, value in merged.items())
 
 
 def test_lora_is_merged_as_peft_merges_it_and_the_model_is_left_alone(fresh_model):

@@ -50,9 +50,15 @@ class ModelWeights:
         self.model = model
         self.is_main = is_main
 
-    @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and full tensor of every weight. The model is never changed: nothing is merged in place."""
+        """Name and full tensor of every weight, as a checkpoint has them (the experts of a mixture one by one).
+
+        The model is never changed: nothing is merged in place.
+        """
+        return as_checkpoint(self.model, self._merged())
+
+    @torch.no_grad()
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()
         for path, module in self.model.named_modules():
             if _inside_adapter(path):
@@ -75,6 +81,26 @@ class ModelWeights:
             tensors = get_peft_model_state_dict(self.model)
             full = {name: _full(tensor).detach().clone() for name, tensor in tensors.items()}
         return Adapter(_plain(config.to_dict()), full)
+
+
+def as_checkpoint(model: Any, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Undo what transformers 5 does to the weights of a mixture of experts when it loads them.
+
+    It stacks the experts of a layer into one tensor (``experts.gate_up_proj``) and renames routers. vLLM loads a
+    checkpoint's names and passes over others without an error, so the engine would keep its old experts.
+
+    Args:
+        model: of transformers, or of PEFT around one; others pass through.
+        named: names and full tensors of the model.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not any(".experts." in name for name, _ in model.named_parameters()):
+        yield from named
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in named:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def _is_lora(module: nn.Module) -> bool:

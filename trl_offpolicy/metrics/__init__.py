@@ -5,7 +5,14 @@ numbers from :class:`~trl_offpolicy.Stats` with one collective a step; these cla
 """
 
 from trl_offpolicy.metrics.base import MomentMetric, RatioMetric, WeightMetric
-from trl_offpolicy.metrics.collections import RATIO_METRICS, WEIGHT_METRICS, ratio_metrics, weight_metrics
+from trl_offpolicy.metrics.collections import (
+    RATIO_METRICS,
+    ROUTING_METRICS,
+    WEIGHT_METRICS,
+    ratio_metrics,
+    routing_metrics,
+    weight_metrics,
+)
 from trl_offpolicy.metrics.ratio_agreement import (
     LogpDiffMax,
     LogpDiffMean,
@@ -35,12 +42,14 @@ from trl_offpolicy.metrics.ratio_perplexity import (
     PPLRatio,
     PPLSampling,
 )
+from trl_offpolicy.metrics.routing import RoutingAgreement, RoutingFlipFraction, RoutingMetric
 from trl_offpolicy.metrics.weight import ESSSequence, ESSToken, WeightMax, WeightMean, WeightMin, WeightStd
 
 __all__ = [
     "KLK1",
     "KLK3",
     "RATIO_METRICS",
+    "ROUTING_METRICS",
     "WEIGHT_METRICS",
     "Chi2Sequence",
     "Chi2Token",
@@ -66,6 +75,9 @@ __all__ = [
     "RatioMetric",
     "ResponseMaxMean",
     "ResponseMeanMean",
+    "RoutingAgreement",
+    "RoutingFlipFraction",
+    "RoutingMetric",
     "TotalVariation",
     "WeightMax",
     "WeightMean",
@@ -73,5 +85,6 @@ __all__ = [
     "WeightMin",
     "WeightStd",
     "ratio_metrics",
+    "routing_metrics",
     "weight_metrics",
 ]

@@ -36,6 +36,7 @@ from trl_offpolicy.metrics.ratio_perplexity import (
     PPLRatio,
     PPLSampling,
 )
+from trl_offpolicy.metrics.routing import RoutingAgreement, RoutingFlipFraction, RoutingMetric
 from trl_offpolicy.metrics.weight import ESSSequence, ESSToken, WeightMax, WeightMean, WeightMin, WeightStd
 
 RATIO_METRICS: Mapping[str, type[RatioMetric]] = {
@@ -74,6 +75,13 @@ WEIGHT_METRICS: Mapping[str, type[WeightMetric]] = {
     "ess_sequence": ESSSequence,
 }
 """Key of ``offpolicy/weight/<key>`` -> class."""
+
+
+ROUTING_METRICS: Mapping[str, type[RoutingMetric]] = {
+    "agreement": RoutingAgreement,
+    "flip_fraction": RoutingFlipFraction,
+}
+"""Key of ``offpolicy/routing/<key>`` -> class."""
 
 
 def ratio_metrics(prefix: str = "offpolicy/mismatch/") -> MetricCollection:
@@ -116,6 +124,25 @@ def weight_metrics(prefix: str = "offpolicy/weight/") -> MetricCollection:
         tensor(2., dtype=torch.float64)
     """
     return _collection(WEIGHT_METRICS, prefix)
+
+
+def routing_metrics(prefix: str = "offpolicy/routing/") -> MetricCollection:
+    """All routing diagnostics of a mixture of experts.
+
+    Args:
+        prefix: written before every key.
+
+    Returns:
+        One compute group, as :func:`ratio_metrics`.
+
+    Example:
+        >>> import torch
+        >>> metrics = routing_metrics()
+        >>> metrics.update(torch.tensor([[[[0, 3]]]]), torch.tensor([[[[3, 1]]]]), torch.ones(1, 1).bool())
+        >>> metrics.compute()["offpolicy/routing/agreement"]
+        tensor(0.5000, dtype=torch.float64)
+    """
+    return _collection(ROUTING_METRICS, prefix)
 
 
 def _collection(classes: Mapping[str, type[MomentMetric]], prefix: str) -> MetricCollection:

@@ -1,0 +1,19 @@
+"""Routing of mixtures of experts: record which experts a forward chose, and replay it."""
+
+from trl_offpolicy.routing.replay import Recorded, Replayed, record, replay
+from trl_offpolicy.routing.routers import GATES, Routers, find_routers
+from trl_offpolicy.routing.storage import RouteStorageError, bytes_per_token, check_routes, route_dtype
+
+__all__ = [
+    "GATES",
+    "Recorded",
+    "Replayed",
+    "RouteStorageError",
+    "Routers",
+    "bytes_per_token",
+    "check_routes",
+    "find_routers",
+    "record",
+    "replay",
+    "route_dtype",
+]
