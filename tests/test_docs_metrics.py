@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import trl_offpolicy as op
+from trl_offpolicy.async_rollouts.ahead import AHEAD_METRICS
 from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
 from trl_offpolicy.correction_stats import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
 from trl_offpolicy.engines.filtered_scoring import FINALIZERS
@@ -64,7 +65,7 @@ def batch():
         completion_mask=torch.ones(4, 6).bool(),
         advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
         rewards=torch.tensor([1.0, 0.0, 0.75, 0.25]),
-        policy_versions=torch.zeros(4, dtype=torch.long),
+        policy_versions=torch.zeros(4, 6, dtype=torch.long),
         current_version=1,
     )
 
@@ -88,7 +89,7 @@ def emitted():
     )
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
-    by_engine = {f"offpolicy/rollout/{name}" for name in (*SYNC_METRICS, *FINALIZERS)}
+    by_engine = {f"offpolicy/rollout/{name}" for name in (*SYNC_METRICS, *AHEAD_METRICS, *FINALIZERS)}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
     return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats} | by_engine | by_gradient | by_control
@@ -100,7 +101,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12 + 9 + 4 + 10
+    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10
 
 
 @pytest.mark.parametrize("preset", op.presets.names())

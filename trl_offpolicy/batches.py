@@ -21,7 +21,7 @@ _TEXT_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"
 
 _BATCH_FIELDS = (
     "old_per_token_logps", "sampling_per_token_logps", "rewards", "ref_per_token_logps", "policy_versions",
-    "group_ids", "group_rewards", "decided_weights", "decided_keep", "past_average",
+    "group_ids", "group_rewards", "decided_weights", "decided_keep", "past_average", "proximal_per_token_logps",
 )  # fmt: skip
 
 
@@ -161,8 +161,22 @@ def recorded_rows(inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveO
         "reward": batch.rewards,
         "advantage": row_advantages(batch.advantages, batch.mask),
         "group_id": batch.group_ids,
-        "policy_version": batch.policy_versions,
+        "policy_version": oldest_versions(batch),
+        "policy_versions": batch.policy_versions if versions_by_token(batch) else None,
     }
+
+
+def versions_by_token(batch: PolicyBatch) -> bool:
+    """True if the batch says of each token, not of each row, which version sampled it."""
+    return batch.policy_versions is not None and batch.policy_versions.dim() == 2
+
+
+def oldest_versions(batch: PolicyBatch) -> Tensor | None:
+    """(B,) integer: the oldest version among a row's tokens; of a row without any that of its padding."""
+    versions = batch.policy_versions
+    if versions is None or not versions_by_token(batch):
+        return versions
+    return torch.where(batch.mask, versions, versions[:, -1:]).amin(-1)
 
 
 def in_other_batches(inputs: dict[str, Any]) -> tuple[dict[str, Any], int] | None:

@@ -11,6 +11,8 @@ from trl import GRPOConfig
 
 from trl_offpolicy import presets
 from trl_offpolicy.advantages import AdvantageEstimator
+from trl_offpolicy.async_rollouts.checks import check_config
+from trl_offpolicy.async_rollouts.settings import AsyncSettings
 from trl_offpolicy.control import ControlSpec, parse_control
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
@@ -47,6 +49,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             ``quantization``, ``max_model_len``, ...), and the kit's own options, ``transfer`` (how weights reach it),
             ``weight_rounding`` (round them at every sync), ``check_sync``, ``folder``, ``timeout``, ``retries``: see
             :class:`~trl_offpolicy.engines.settings.EngineSettings`.
+        async_rollouts: sample generation batches ahead of learning, with a server: a lag (1 = the server samples the
+            next batch while the trainer learns from this one), or a mapping ``{lag: 2, partial: continue, old_logps:
+            snapshot}`` (:class:`~trl_offpolicy.async_rollouts.settings.AsyncSettings`). None: sample and learn in turn.
         record_rollouts: write every rollout to ``rollouts.parquet`` in ``output_dir``.
         write_report: print the summary and write ``report.html`` at the end of training.
         control: ``warn`` prints a line for every new finding, ``stop`` also ends the run when it is critical, ``act``
@@ -56,7 +61,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             size; ``offpolicy/noise_floor/*`` is what the trainer differs from itself. 0 = never.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control", "async_rollouts",
+    ]  # fmt: skip
 
     offpolicy: dict[str, Any] | str | None = field(
         default=None,
@@ -71,6 +78,14 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "help": "Keyword arguments for vLLM's LLM in colocate mode (dtype, enforce_eager, quantization, "
             "max_model_len, ...) and the kit's own: transfer (auto, memory, folder, adapter, nccl), weight_rounding "
             "(int8, int4, fp8, ...), check_sync, folder, timeout, retries."
+        },
+    )
+    async_rollouts: dict[str, Any] | int | str | None = field(
+        default=None,
+        metadata={
+            "help": "Sample ahead with a vLLM server: generation batches that may be in flight while the trainer "
+            "learns (a lag, 1 = one-step off-policy), or a mapping with the keys lag, partial (continue, finish), "
+            "old_logps (recompute_proximal, snapshot, ewma, refuse), ewma_decay. Default: sample and learn in turn."
         },
     )
     record_rollouts: bool = field(
@@ -120,6 +135,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             raise ValueError(f"noise_floor_steps must be a whole number >= 0, but got {self.noise_floor_steps!r}.")
         parse_control(self.control)
         objective = resolve_preset(self).objective  # a wrong option fails here, not after the model is loaded
+        if (ahead := AsyncSettings.parse(self.async_rollouts)) is not None:
+            check_config(self, ahead, objective)
         if objective.kl is not None and self.beta == 0.0:  # type: ignore[has-type]
             self._beta_of_kl = objective.kl.beta
             self.beta = objective.kl.beta  # or TRL would not load the reference model

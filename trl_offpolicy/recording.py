@@ -138,6 +138,7 @@ _TOKEN_COLUMNS = (
     "entropies",
     "weights",
     "keep_mask",
+    "policy_versions",
 )
 
 
@@ -161,6 +162,7 @@ def _schema() -> Any:
             "entropies": floats,
             "weights": floats,
             "keep_mask": bools,
+            "policy_versions": pa.list_(pa.int64()),
         }
     )
 

@@ -12,6 +12,7 @@ from trl_offpolicy.types import PolicyBatch
 
 _LENGTH = Layout(sums=("responses", "tokens"))
 _LAG = Layout(sums=("tokens", "lag"), maxima=("lag_max",))
+_CROSS = Layout(sums=("responses", "crossing"))
 _REWARD = Layout(sums=("weight", "weighted_reward"))
 
 
@@ -21,7 +22,7 @@ def _lag_max(m: Moments) -> Tensor:
 
 @torch.no_grad()
 def rollout_stats(batch: PolicyBatch, weights: Tensor) -> Stats:
-    """Lengths; the lag where versions are known; the reweighted reward where rewards are.
+    """Lengths; the lag where versions are known; rows of several versions; the reweighted reward where rewards are.
 
     Args:
         batch: the rollouts.
@@ -36,6 +37,8 @@ def rollout_stats(batch: PolicyBatch, weights: Tensor) -> Stats:
     }
     if batch.policy_versions is not None and batch.current_version is not None:
         groups["rollout#lag"] = _lag(batch.current_version - batch.policy_versions, batch.mask)
+    if batch.policy_versions is not None and batch.policy_versions.dim() == 2:
+        groups["rollout#versions"] = _cross(batch.policy_versions, batch.mask)
     if batch.rewards is not None:
         groups["rollout#reward"] = _reward(batch, weights, counts)
     return Stats(groups)
@@ -47,6 +50,15 @@ def _lag(lag: Tensor, mask: Tensor) -> Group:
     maximum = torch.cat([top, top.new_full((1,), -torch.inf)]).amax()
     values = moments(_LAG, [mask.sum(), torch.where(mask, by_token, 0).sum()], [maximum])
     return Group(values, {"version_lag_mean": fraction("lag", "tokens"), "version_lag_max": _lag_max})
+
+
+def _cross(versions: Tensor, mask: Tensor) -> Group:
+    """Responses whose trainable tokens are of more than one version."""
+    newest = torch.where(mask, versions, versions.min()).amax(-1)
+    oldest = torch.where(mask, versions, versions.max()).amin(-1)
+    some = mask.any(-1)
+    values = moments(_CROSS, [some.sum(), (some & (newest > oldest)).sum()])
+    return Group(values, {"cross_version_fraction": fraction("crossing", "responses")})
 
 
 def _reward(batch: PolicyBatch, weights: Tensor, counts: Tensor) -> Group:

@@ -111,6 +111,13 @@ class Stats(Mapping[str, Stat]):
             reduced[name] = group._replace(moments=Moments(group.moments.layout, sums, maxima))
         return Stats(reduced if len(ranks) == 1 else _gather_rows(reduced, gather))
 
+    def measured(self) -> Stats:
+        """Without ``mismatch`` and ``kept`` where they saw no token: stale rows without old log-probs have none."""
+        seen = self.groups.get("mismatch")
+        if seen is None or bool(seen.moments["tokens"] + seen.moments["nonfinite"] > 0):
+            return self
+        return Stats({name: group for name, group in self.groups.items() if name not in ("mismatch", "kept")})
+
     def compute(self) -> dict[str, float]:
         """All values as floats, with a single transfer to the host; then the intervals, ``<key>_ci95``.
 

@@ -76,7 +76,7 @@ class ServerClient:
         self.patience = patience or Patience()
         self._session = requests.Session()
         self._session.trust_env = not self.is_local  # a proxy must not see requests to this machine
-        self._session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=64))
+        self._session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=256))
         if key := api_key or os.environ.get("VLLM_API_KEY"):
             self._session.headers["Authorization"] = f"Bearer {key}"
 

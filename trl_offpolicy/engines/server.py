@@ -111,6 +111,24 @@ class ServerEngine:
             for row, choice in zip(ids, choices, strict=True)
         ]
 
+    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
+        """(token ids, log-probs, finish reason) of ``n`` completions; "abort" where :meth:`cut` ended one early."""
+        self._ensure_current()
+        choices = self._complete(prompt, {**options, "return_token_ids": True}, n)
+        return [(list(choice["token_ids"]), _sampled_logps(choice), str(choice["finish_reason"])) for choice in choices]
+
+    @property
+    def can_cut(self) -> bool:
+        """True if the server can end requests early and return what they have (vLLM's ``/abort_requests``)."""
+        return "/abort_requests" in self._routes
+
+    def cut(self) -> None:
+        """End every request at once; each returns what it has. A server that does not answer is left to them."""
+        try:
+            self.client.once("POST", "/abort_requests", json={})
+        except Exception as error:
+            logger.warning("The requests in flight could not be cut: %s", error)
+
     def _complete(self, prompt: list[int], options: dict[str, Any], n: int) -> list[dict[str, Any]]:
         """The ``n`` completions of a prompt; a server that returns fewer is asked for the rest."""
         found: list[dict[str, Any]] = []
@@ -265,6 +283,8 @@ class ServerEngine:
 
 def _sampled_logps(choice: dict[str, Any]) -> list[float]:
     """Log-prob of each sampled token; NaN where the server has None."""
+    if not choice["token_ids"]:  # cut before its first token
+        return []
     values = (choice.get("logprobs") or {}).get("token_logprobs")
     if values is None or len(values) != len(choice["token_ids"]):
         raise EngineError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.server import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.engines.trl_parts import TrainerWeights, WithAdapter
 from trl_offpolicy.engines.weights import Adapter, ModelWeights
 
 
@@ -41,6 +42,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     llm: Any
     last_sync: SyncReport | None = None
     """What the last sync took."""
+    ahead: Any = None
+    """Answers the trainer's requests from batches that were asked for before: ``async_rollouts.ahead``."""
+    quiet: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Held open while weights are replaced."""
 
     def __init__(self, *args: Any, settings: EngineSettings, folder: Path, **kwargs: Any) -> None:
         self.settings = settings
@@ -67,9 +72,14 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         return self._step()
 
     @property
-    def source(self) -> _Source:
+    def source(self) -> TrainerWeights:
         """The trainer's weights."""
-        return _Source(self)
+        return TrainerWeights(self)
+
+    @property
+    def server(self) -> ServerEngine | None:
+        """The server that this rank talks to."""
+        return self._server
 
     @property
     def _uses_adapter(self) -> bool:
@@ -93,7 +103,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             super()._init_vllm()
         if self._uses_adapter:
             self._adapters = AdapterFolder()
-            self.llm = _WithAdapter(self.llm, self._adapters)
+            self.llm = WithAdapter(self.llm, self._adapters)
 
     def _default_arguments(self) -> dict[str, Any]:
         """On CPU load the engine in the trainer's dtype: vLLM's "auto" would read float32 as bfloat16, slowly."""
@@ -135,6 +145,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def sync_weights(self) -> None:
         """Give the engine the trainer's weights; ``last_sync`` says what that took."""
+        with self.quiet():
+            self._replace_weights()
+
+    def _replace_weights(self) -> None:
         start = time.monotonic()
         kind, size = "memory", 0
         if self._on_server:
@@ -201,6 +215,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             return super().generate(prompts, images, num_generations, profiler)
         if any(image is not None for image in images or ()):
             raise NotImplementedError("images must be None with engine.transfer folder or adapter; use nccl.")
+        if self.ahead is not None and self.model.training:
+            return self.ahead.generate(prompts, num_generations)
         everyone = gather_object(prompts)
         payload = [self._sampled(everyone[::num_generations], num_generations)]
         broadcast_object_list(payload, from_process=0)
@@ -233,41 +249,6 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             min_p=self.min_p or 0.0,
             extra=extra,
         )
-
-
-class _Source:
-    """The weights as :class:`~trl_offpolicy.engines.weights.WeightSource`."""
-
-    def __init__(self, engine: TRLEngine) -> None:
-        self._engine = engine
-        self.is_main = bool(engine.accelerator.is_main_process)
-        self._open: Iterator[tuple[str, Tensor]] = iter(())
-
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        self._open = self._engine._iter_named_params()
-        return self._open
-
-    def finish(self) -> None:
-        """Gather what is left of :meth:`merged`, for which the other ranks wait."""
-        for _ in self._open:
-            pass
-
-    def adapter(self) -> Adapter | None:
-        return ModelWeights(self._engine.model).adapter()
-
-
-class _WithAdapter:
-    """vLLM's ``LLM``, whose requests name the adapter of the last sync."""
-
-    def __init__(self, llm: Any, adapters: AdapterFolder) -> None:
-        self._llm = llm
-        self._adapters = adapters
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._llm.generate(*args, **{**kwargs, "lora_request": self._adapters.request})
 
 
 @contextmanager

@@ -1,0 +1,105 @@
+"""In place of a vLLM server behind the real trainer: samples random words, scored by a copy of the weights it was sent.
+
+The log-probs that it returns are the trainer's own at the version that sampled, so that what the trainer says of old
+weights can be checked to the last digit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from tiny_models import FIRST_WORD, VOCABULARY
+
+from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
+
+
+class FakeServer:
+    """The part of ``ServerEngine`` that ``TRLEngine`` and ``Flight`` use.
+
+    Args:
+        model: whose shape the weights have.
+        free: requests that are answered at once; each further new one waits for a cut after ``before_cut`` tokens.
+        before_cut: tokens that a request has when it waits.
+        length: of a response; the same for all, so that a run can be repeated.
+    """
+
+    takes_adapter = False
+    can_cut = True
+
+    def __init__(self, model: Any, *, free: int | None = None, before_cut: int = 3, length: int = 6) -> None:
+        self._model = deepcopy(model)
+        self.version: int | None = None
+        self.free, self.before_cut, self.length = free, before_cut, length
+        self.asked: list[tuple[list[int], int]] = []
+        """Prompt and version of every new request."""
+        self.syncs: list[int] = []
+        self._seen = 0
+        self._cuts = threading.Condition()
+        self._number = 0
+        self._lock = threading.Lock()
+        self._random = torch.Generator().manual_seed(0)
+
+    # ------------------------------------------------------------------------------------------------------ weights
+
+    def bind(self, source: Any) -> None:
+        self._source = source
+
+    def sync_weights(self, version: int) -> SyncReport:
+        with self._lock:
+            self._model.load_state_dict(dict(self._source.merged()))
+            self.version = version
+        self.syncs.append(version)
+        return SyncReport(version=version, kind="folder", bytes=0, seconds=0.0)
+
+    # ----------------------------------------------------------------------------------------------------- sampling
+
+    def cut(self) -> None:
+        with self._cuts:
+            self._number += 1
+            self._cuts.notify_all()
+
+    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
+        wanted = min(int(options["max_tokens"]), self.length)
+        with self._lock:
+            is_new = n > 1
+            if is_new:
+                self._seen += 1
+                self.asked.append((prompt, -1 if self.version is None else self.version))
+            waits = is_new and self.free is not None and self._seen > self.free
+        if not waits:
+            return [self._sample(prompt, wanted, "length") for _ in range(n)]
+        with self._cuts:
+            before = self._number
+            assert self._cuts.wait_for(lambda: self._number > before, timeout=20), "nobody cut the request"
+        return [self._sample(prompt, self.before_cut, "abort") for _ in range(n)]
+
+    def generate(self, prompt_ids: Any, sampling: Sampling, *, n: int = 1) -> Rollouts:
+        rows = [(list(ids), self._sample(list(ids), self.length, "length")) for ids in prompt_ids for _ in range(n)]
+        return Rollouts(
+            prompt_ids=[ids for ids, _ in rows],
+            completion_ids=[row[0] for _, row in rows],
+            sampling_per_token_logps=[row[1] for _, row in rows],
+            policy_versions=[[self.version or 0] * len(row[0]) for _, row in rows],
+            finish_reasons=["length"] * len(rows),
+        )
+
+    @torch.no_grad()
+    def _sample(self, prompt: list[int], length: int, reason: str) -> tuple[list[int], list[float], str]:
+        with self._lock:
+            words = torch.randint(FIRST_WORD, len(VOCABULARY), (length,), generator=self._random).tolist()
+            logits = self._model(input_ids=torch.tensor([prompt + words])).logits[0, len(prompt) - 1 : -1]
+        return words, logits.log_softmax(-1).gather(-1, torch.tensor(words)[:, None])[:, 0].tolist(), reason
+
+
+def server_class(model: Any, made: list[FakeServer], **options: Any) -> Callable[..., FakeServer]:
+    """What takes the place of ``ServerEngine``; what it made is put into ``made``."""
+
+    def make(*_: Any, **__: Any) -> FakeServer:
+        made.append(FakeServer(model, **options))
+        return made[-1]
+
+    return make

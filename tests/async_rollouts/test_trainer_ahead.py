@@ -1,0 +1,104 @@
+"""The real trainer behind a server that answers at once or when it is cut: what is asked for when, and of what lag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from async_rollouts.fake_server import FakeServer, server_class
+from trainer_runs import records, rollouts
+
+from trl_offpolicy.engines import trl as trl_engines
+
+SERVER = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_server_base_url": "http://127.0.0.1:1",
+    "engine": {"check_sync": False, "transfer": "folder"},
+    "offpolicy": "paper/tis",
+    "learning_rate": 0.05,
+    "max_steps": 5,
+    "control": None,
+}
+
+
+@pytest.fixture
+def run(build: Callable[..., Any], fresh_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``run(server_options, resume=..., **trainer_options)``: the trained trainer and its server."""
+
+    def train(server: dict[str, Any] | None = None, resume: Any = None, **options: Any) -> tuple[Any, FakeServer]:
+        made: list[FakeServer] = []
+        monkeypatch.setattr(trl_engines, "ServerEngine", server_class(fresh_model(), made, **(server or {})))
+        trainer = build(**{**SERVER, **options})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, made[0]
+
+    return train
+
+
+def lags(trainer: Any) -> list[list[int]]:
+    """By optimizer step: the lags of the rows' tokens, without repetition."""
+    frame = rollouts(trainer)
+    return [
+        sorted({int(step - version) for row in part.policy_versions for version in row})
+        for step, part in frame.groupby("step")
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_batch_is_learned_from_lag_generations_after_it_was_asked_for(run: Any, lag: int) -> None:
+    trainer, server = run(async_rollouts={"lag": lag, "partial": "finish"})
+
+    assert lags(trainer) == [[min(step, lag)] for step in range(5)]
+    assert server.syncs == [0, 1, 2, 3, 4]
+    assert len(server.asked) == 5 * 2  # nothing for after the end
+    prompts = [tuple(prompt) for prompt, _ in server.asked]
+    assert len(set(prompts)) == len(prompts)
+    logged = [row["offpolicy/rollout/version_lag_mean"] for row in records(trainer)]
+    assert logged == [min(step, lag) for step in range(5)]
+    assert all(row["offpolicy/rollout/cross_version_fraction"] == 0.0 for row in records(trainer))
+
+
+def test_the_same_prompts_in_the_same_order_as_in_turn(run: Any) -> None:
+    in_turn, ahead = ([prompt for prompt, _ in run(async_rollouts=lag)[1].asked] for lag in (0, 2))
+
+    assert len(in_turn) == len(ahead) == 10
+    for first in range(0, 10, 2):  # the two of a batch are asked for by two threads
+        assert sorted(in_turn[first : first + 2]) == sorted(ahead[first : first + 2])
+
+
+def test_log_probs_at_todays_weights_are_not_called_old(run: Any) -> None:
+    trainer, _ = run(async_rollouts={"lag": 2, "partial": "finish"})
+
+    for step, row in enumerate(records(trainer)):
+        assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)
+        assert "offpolicy/staleness/kl_k3" not in row
+        assert (row["offpolicy/total/kl_k3"] > 1e-6) == (step > 0)
+        assert (row["offpolicy/weight/std"] > 1e-4) == (step > 0)  # proximal/sampling
+    assert rollouts(trainer).query("step > 0").old_per_token_logps.map(lambda x: np.isnan(x).all()).all()
+
+
+def test_snapshots_give_the_old_policy_to_the_last_digit(run: Any) -> None:
+    trainer, _ = run(async_rollouts={"lag": 2, "partial": "continue", "old_logps": "snapshot"}, server={"free": 2})
+
+    assert lags(trainer) == [[0], [0, 1], [1, 2], [1, 2], [1, 2]]
+    for step, row in enumerate(records(trainer)):
+        assert row["offpolicy/mismatch/logp_diff_max"] < 2e-5
+        assert (row["offpolicy/staleness/kl_k3"] > 1e-6) == (step > 0)
+        assert row["offpolicy/rollout/cross_version_fraction"] == float(step > 0)
+
+
+def test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights(run: Any) -> None:
+    trainer, _ = run(async_rollouts=2, server={"free": 2, "before_cut": 3})
+
+    frame = rollouts(trainer)
+    for row in frame.itertuples():
+        versions = row.policy_versions.tolist()
+        assert len(versions) == len(row.completion_ids) == 6
+        assert row.policy_version == versions[0]
+        assert versions == ([0] * 6 if row.step == 0 else [versions[0]] * 3 + [versions[0] + 1] * 3)
+    assert (frame.step - frame.policy_version).max() == 2
+    weights = np.stack(frame.query("step == 1").weights)
+    assert np.abs(weights[:, 3:] - 1).max() < 1e-5 < 1e-3 < np.abs(weights[:, :3] - 1).max()

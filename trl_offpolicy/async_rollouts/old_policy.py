@@ -1,0 +1,108 @@
+"""What stands for pi_old on rows that older weights sampled: copies of those weights, or an average of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters that training changes: LoRA's, or all."""
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+@contextmanager
+def loaded(parameters: Mapping[str, torch.nn.Parameter], weights: Weights) -> Iterator[None]:
+    """While open the parameters have other values. What they held is untouched and comes back."""
+    own = {name: value.data for name, value in parameters.items()}
+    try:
+        for name, value in parameters.items():
+            value.data = weights[name].to(device=value.device, dtype=value.dtype)
+        yield
+    finally:
+        for name, value in parameters.items():
+            value.data = own[name]
+
+
+class Snapshots:
+    """Copies of the trainable weights on the CPU, one for each version that a token still to come may be of.
+
+    Exact (Guan et al. 2026, arXiv:2605.12070, "snapshot"): a token is scored with the weights that sampled it.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Weights] = {}
+
+    @property
+    def versions(self) -> list[int]:
+        """Those at hand."""
+        return sorted(self._copies)
+
+    def keep(self, model: Any, version: int, *, oldest: int) -> None:
+        """Copy the weights of ``version``; forget those before ``oldest``."""
+        self._copies[version] = {name: value.detach().cpu().clone() for name, value in trainable(model).items()}
+        for old in [known for known in self._copies if known < oldest]:
+            del self._copies[old]
+
+    def score(self, model: Any, score: Callable[[], Tensor], versions: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) log-probs, each token under the weights of its version; 0 outside ``mask``.
+
+        Args:
+            model: whose weights are exchanged meanwhile.
+            score: (B, T) log-probs of the model as it is; called once for each version among the tokens.
+            versions: (B, T) integer.
+            mask: (B, T) bool.
+
+        Raises:
+            ValueError: a version of which there is no copy.
+        """
+        found: Tensor | None = None
+        for version in sorted(set(versions[mask].tolist())):
+            if version not in self._copies:
+                raise ValueError(
+                    f"versions must be among {self.versions}, of which copies are kept, but got {version}."
+                )
+            with loaded(trainable(model), self._copies[version]):
+                logps = score()
+            here = (versions == version) & mask
+            found = torch.where(here, logps, 0.0 if found is None else found)
+        return torch.zeros(versions.shape, device=versions.device) if found is None else found
+
+
+class WeightAverage:
+    """Moving average of the trainable weights on the CPU: PPO-EWMA's proximal policy.
+
+    Args:
+        decay: weight of the past for each optimizer step.
+
+    Reference: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641). Deviation: the
+    average is moved on once a generation, by decay to the power of the optimizer steps since; the first weights that it
+    sees are its start, without their bias correction.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._average: Weights = {}
+        self._version = 0
+
+    @torch.no_grad()
+    def add(self, model: Any, version: int) -> None:
+        """The weights as they are after ``version`` optimizer steps."""
+        now = {name: value.detach().cpu().float() for name, value in trainable(model).items()}
+        past = self._decay ** (version - self._version) if self._average else 0.0
+        self._average = {
+            name: value.clone() if past == 0.0 else past * self._average[name] + (1.0 - past) * value
+            for name, value in now.items()
+        }
+        self._version = version
+
+    def score(self, model: Any, score: Callable[[], Tensor]) -> Tensor:
+        """(B, T) log-probs of the average."""
+        with loaded(trainable(model), self._average):
+            return score()

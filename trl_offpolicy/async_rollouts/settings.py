@@ -1,0 +1,98 @@
+"""The ``async_rollouts`` field of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from trl_offpolicy.types import check_number
+
+Partial = Literal["continue", "finish"]
+OldLogps = Literal["recompute_proximal", "snapshot", "ewma", "refuse"]
+
+_CONTINUABLE = frozenset({"repetition_penalty"})
+"""Sampling options that mean the same for prompt + part as for the prompt; those that count output tokens do not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncSettings:
+    """How far sampling runs ahead of learning.
+
+    Args:
+        lag: generation batches that may be sampled ahead (AReaL's eta). A batch is learned from at most ``lag``
+            generations after the weights that its requests were sent with. 1 = one-step off-policy, 0 = in turn.
+        partial: what a weight sync does with requests in flight. "finish" waits for them: every response is of one
+            version. "continue" cuts them, keeps the tokens with their log-probs and versions, and goes on under the
+            new weights. None = "finish" up to lag 1, where a sync finds at most the batch that is needed next, else
+            "continue".
+        old_logps: what stands for the log-probs that the trainer would have given at the weights that sampled.
+            "recompute_proximal": nothing; today's weights are the proximal policy, the weights hold
+            proximal/sampling. "snapshot": the exact ones, from copies of the trainable weights of every version in
+            the queue. "ewma": the proximal policy is a moving average of the weights. "refuse": an error where the
+            objective reads them.
+        ewma_decay: weight of the past for each optimizer step, with ``old_logps: ewma``.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    lag: int = 1
+    partial: Partial | None = None
+    old_logps: OldLogps = "recompute_proximal"
+    ewma_decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        if type(self.lag) is not int or self.lag < 0:
+            raise ValueError(f"async_rollouts.lag must be a whole number >= 0, but got {self.lag!r}.")
+        if self.partial not in (None, *get_args(Partial)):
+            raise ValueError(
+                f"async_rollouts.partial must be one of {list(get_args(Partial))}, but got {self.partial!r}."
+            )
+        if self.old_logps not in get_args(OldLogps):
+            raise ValueError(
+                f"async_rollouts.old_logps must be one of {list(get_args(OldLogps))}, but got {self.old_logps!r}."
+            )
+        check_number("async_rollouts.ewma_decay", self.ewma_decay)
+        if not 0.0 <= self.ewma_decay < 1.0:
+            raise ValueError(f"async_rollouts.ewma_decay must be in [0, 1), but got {self.ewma_decay}.")
+
+    @property
+    def cuts(self) -> bool:
+        """True if a sync cuts what is in flight."""
+        return self.partial == "continue" or (self.partial is None and self.lag > 1)
+
+    @classmethod
+    def parse(cls, value: Any) -> AsyncSettings | None:
+        """Read the field: a lag, a mapping, or None = no asynchronous sampling."""
+        if value is None:
+            return None
+        if isinstance(value, str) and value.strip().isdigit():
+            value = int(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(lag=value)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"async_rollouts must be a lag or a mapping, but got {value!r}.")
+        known = [item.name for item in fields(cls)]
+        if unknown := sorted(set(value) - set(known)):
+            raise ValueError(f"async_rollouts must hold some of {known}, but got {', '.join(map(str, unknown))}.")
+        return cls(**value)
+
+    def check_sampling(self, options: Mapping[str, Any]) -> None:
+        """Raise if a cut response cannot be continued as if it had not been cut.
+
+        Args:
+            options: sampling options beyond temperature, top-p, top-k and min-p, by vLLM's names.
+
+        Raises:
+            ValueError: an option that counts or constrains output tokens from the start of the request.
+        """
+        if self.cuts and (bad := sorted(name for name, value in options.items() if _counts(name, value))):
+            raise ValueError(
+                "async_rollouts.partial must be 'finish' (lag 0 or 1, or said) with the sampling options "
+                f"{', '.join(bad)}: they begin anew where a cut response is continued."
+            )
+
+
+def _counts(name: str, value: Any) -> bool:
+    return value is not None and name not in _CONTINUABLE
