@@ -12,7 +12,7 @@ RUN := .venv/bin/python
 PACKAGES := trl_offpolicy $(wildcard lightning_module)
 # What accelerate would take as defaults anyway, said so that it does not warn about them.
 ONE_PROCESS := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
-BENCHMARKS := $(sort $(filter-out benchmarks/allocator.py,$(wildcard benchmarks/*.py)))
+BENCHMARKS := $(sort $(filter-out benchmarks/allocator.py benchmarks/async_queue.py,$(wildcard benchmarks/*.py)))
 MUTMUT := 3.8.1
 
 export PYTHON TORCH_CPU_INDEX
