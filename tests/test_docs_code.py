@@ -62,6 +62,7 @@ REPLACED = {
         "max_steps=100, accumulate_grad_batches=2": "max_steps=1, accumulate_grad_batches=2, **quiet",
     },
     "docs/control.md": {"GRPOTrainer(...)": "stock_trainer()"},
+    "docs/agents.md": {"max_steps=2, logging_steps=1": "**on_cpu"},
 }
 """What stands in for a GPU, a big model and hours: words of a page and their replacements."""
 REPLACED["docs/index.md"] = {

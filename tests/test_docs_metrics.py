@@ -20,6 +20,7 @@ from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
 from trl_offpolicy.gradient_stats import GRADIENT_METRICS
 from trl_offpolicy.metrics import RATIO_METRICS, WEIGHT_METRICS
+from trl_offpolicy.token_ids import TOKEN_ID_METRICS
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
 KEYS = re.compile(r"^Keys: `(offpolicy/\S+/)<quantity>`$")
@@ -67,6 +68,7 @@ def batch():
         rewards=torch.tensor([1.0, 0.0, 0.75, 0.25]),
         policy_versions=torch.zeros(4, 6, dtype=torch.long),
         current_version=1,
+        turn_ids=torch.tensor([[0, 0, 0, 1, 1, 1]] * 4),
     )
 
 
@@ -89,7 +91,7 @@ def emitted():
     )
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
-    by_engine = {f"offpolicy/rollout/{name}" for name in (*SYNC_METRICS, *AHEAD_METRICS, *FINALIZERS)}
+    by_engine = {f"offpolicy/rollout/{name}" for name in (*SYNC_METRICS, *AHEAD_METRICS, *FINALIZERS, *TOKEN_ID_METRICS)}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
     return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats} | by_engine | by_gradient | by_control
@@ -101,7 +103,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 23 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10
+    assert len(table()) == 5 * 23 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10
 
 
 @pytest.mark.parametrize("preset", op.presets.names())

@@ -113,6 +113,9 @@ def test_every_diagnostic_reaches_metrics_jsonl(
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         keys = {key for key in row if key.startswith("offpolicy/")}
+        sampled = row["step"] == 1 or steps_per_generation == 2  # in this step
+        assert ("offpolicy/rollout/noncanonical_fraction" in keys) is sampled
+        keys.discard("offpolicy/rollout/noncanonical_fraction")
         assert {key for key in keys if not key.endswith("_ci95")} == expected
         assert {key.removesuffix("_ci95") for key in keys - expected} <= expected
         assert all(isinstance(row[key], float) and math.isfinite(row[key]) for key in expected)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.advantages import AdvantageInputs
+from trl_offpolicy.functional.levels import turn_index
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
 MODEL_INPUTS = (
@@ -50,9 +51,11 @@ def policy_batch(
         policy_mask: tokens of the policy term.
         sum_sq_probs: of the fused head.
     """
+    mask = trainable(inputs)
     return PolicyBatch(
         per_token_logps=logps,
-        completion_mask=trainable(inputs),
+        completion_mask=mask,
+        turn_ids=turn_index(mask) if "tool_mask" in inputs else None,
         advantages=inputs["advantages"],
         entropies=entropies,
         policy_mask=policy_mask,

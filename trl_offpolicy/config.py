@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from trl import GRPOConfig
@@ -19,6 +19,8 @@ from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, pa
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.trl import TRLOptions
 from trl_offpolicy.terms import OffPolicySequenceMask
+from trl_offpolicy.token_ids import CheckTokenIds
+from trl_offpolicy.trl_routing import check_replay
 
 _TRL_FIELDS = tuple(item.name for item in fields(TRLOptions))
 _LOSS_FIELDS = (
@@ -57,6 +59,14 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         control: ``warn`` prints a line for every new finding, ``stop`` also ends the run when it is critical, ``act``
             runs the controllers; or a mapping ``{policy: act, controllers: {length_guard: {...}}, thresholds: {...}}``
             (:func:`~trl_offpolicy.control.parse_control`). None or ``off``: nobody watches.
+        check_token_ids: a few rows of every generation batch are compared with what the engine sampled; text that was
+            tokenised again in between has other ids. ``warn`` (once a run), ``raise``, or ``off``.
+        routing_replay: of a mixture of experts: ``r2`` sends the tokens of every pass over a batch to the experts that
+            the trainer chose at the weights that sampled, ``r3`` to those of the engine; ``none`` routes freely. Or a
+            mapping ``{mode: r3, device: cpu, limit_gib: 8}``
+            (:class:`~trl_offpolicy.routing.options.RoutingReplay`).
+        freeze_router: do not train the routers.
+        freeze_router_bias: do not train their biases.
         noise_floor_steps: every so many optimizer steps one micro-batch is scored a second time in another batch
             size; ``offpolicy/noise_floor/*`` is what the trainer differs from itself. 0 = never.
     """
@@ -102,6 +112,24 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "gradient_cosine."
         },
     )
+    check_token_ids: str = field(
+        default="warn",
+        metadata={
+            "help": "If a few rows of a generation batch do not hold the ids that the engine sampled: warn, raise, or "
+            "off (nobody looks)."
+        },
+    )
+    routing_replay: dict[str, Any] | str = field(
+        default="none",
+        metadata={
+            "help": "Mixture of experts: replay the trainer's routing (r2) or the engine's (r3), or none; or a mapping "
+            "with the keys mode, device (model, cpu), limit_gib."
+        },
+    )
+    freeze_router: bool = field(default=False, metadata={"help": "Mixture of experts: do not train the routers."})
+    freeze_router_bias: bool = field(
+        default=False, metadata={"help": "Mixture of experts: do not train the routers' biases."}
+    )
     noise_floor_steps: int = field(
         default=100,
         metadata={
@@ -133,6 +161,11 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
         if not isinstance(self.noise_floor_steps, int) or self.noise_floor_steps < 0:
             raise ValueError(f"noise_floor_steps must be a whole number >= 0, but got {self.noise_floor_steps!r}.")
+        if self.check_token_ids not in get_args(CheckTokenIds):
+            raise ValueError(
+                f"check_token_ids must be one of {list(get_args(CheckTokenIds))}, but got {self.check_token_ids!r}."
+            )
+        check_replay(self)
         parse_control(self.control)
         objective = resolve_preset(self).objective  # a wrong option fails here, not after the model is loaded
         if (ahead := AsyncSettings.parse(self.async_rollouts)) is not None:

@@ -29,6 +29,7 @@ from trl_offpolicy.functional.moments import (
     ratio_rows,
 )
 from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, fold_weight_rows, weight_rows
+from trl_offpolicy.post_tool import post_tool_group
 from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.terms import Violations
 
@@ -93,6 +94,8 @@ def _mismatch_groups(
     rows = ratios.rows("old/sampling")
     if "mismatch" in correction.measure:
         groups["mismatch"] = _ratio_group(rows, batch, fresh)
+        if batch.turn_ids is not None:
+            groups["post_tool"] = post_tool_group(ratios["old/sampling"], batch.mask, batch.turn_ids, fresh)
     if "kept" in correction.measure:
         keep_rows = fresh
         if (kept := evidence.kept_rows) is not None:  # no second pass

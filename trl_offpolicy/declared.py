@@ -10,7 +10,12 @@ from torch import nn
 
 
 def declared_sides(
-    model: nn.Module, *, engine: Mapping[str, Any] | None, autocast: str | None, sampling: Mapping[str, Any]
+    model: nn.Module,
+    *,
+    engine: Mapping[str, Any] | None,
+    autocast: str | None,
+    sampling: Mapping[str, Any],
+    tools: bool | None = None,
 ) -> dict[str, dict[str, Any]]:
     """What both sides say of themselves, as fields of :class:`~trl_offpolicy.diagnosis.attribution.evidence.Declared`.
 
@@ -19,6 +24,7 @@ def declared_sides(
         engine: options of the engine; None = the trainer's own model generates.
         autocast: the trainer's mixed precision, None without.
         sampling: temperature, top_p, top_k, min_p of the engine, which this kit's trainer mirrors.
+        tools: completions hold tool output; None = not known.
     """
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     options = engine or {}
@@ -34,6 +40,7 @@ def declared_sides(
             **same,
             "dtype": engine_dtype,
             "quantization": kind or "none",
+            "tools": tools,
         },
         "trainer": {
             **same,

@@ -89,6 +89,15 @@ class RolloutRecorder:
         self.folder, self._decode, self._rank = folder, decode, rank
         self._pending: list[tuple[int, dict[str, Tensor | None]]] = []
 
+    @classmethod
+    def of(cls, trainer: Any) -> RolloutRecorder:
+        """The recorder of one rank of a ``trl.GRPOTrainer``."""
+        return cls(
+            Path(trainer.args.output_dir) / "rollouts.parquet",
+            trainer._tokenizer.decode,
+            trainer.accelerator.process_index,
+        )
+
     def add(self, step: int, **tensors: Tensor | None) -> None:
         """Keep the tensors of one micro-batch of optimizer step ``step``."""
         self._pending.append((step, {k: None if v is None else v.detach() for k, v in tensors.items()}))

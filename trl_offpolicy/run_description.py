@@ -11,7 +11,9 @@ from trl_offpolicy.declared import declared_sides
 from trl_offpolicy.presets import Preset
 
 
-def run_description(args: OffPolicyGRPOConfig, preset: Preset, model: nn.Module) -> dict[str, Any]:
+def run_description(
+    args: OffPolicyGRPOConfig, preset: Preset, model: nn.Module, *, tools: bool = False
+) -> dict[str, Any]:
     """The entries of ``run.json`` that describe the method; the doctor reads them beside the metrics."""
     config: Any = getattr(model, "config", None)
     return {
@@ -24,6 +26,7 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, model: nn.Module)
             model,
             engine=cast("dict[str, Any] | None", args.engine) if args.use_vllm else None,
             autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+            tools=tools,
             sampling={name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
     }

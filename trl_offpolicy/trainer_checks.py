@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any, cast
 
 from trl_offpolicy.advantages import GRPO
@@ -20,19 +21,23 @@ logger = logging.getLogger(__name__)
 _SAMPLING_OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs")
 
 
-def check_before_loading(
-    args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool, peft_config: Any
-) -> None:
+def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given: Mapping[str, Any]) -> None:
     """All that can be said before a model or an engine is loaded.
+
+    Args:
+        args: the configuration.
+        objective: that it describes.
+        given: keyword arguments of the trainer (``rollout_func``, ``tools``, ``peft_config``, ...).
 
     Raises:
         ValueError: an engine that cannot be corrected for, or an adaptive KL whose horizon is too short.
     """
-    check_engine(args, objective, has_rollout_func=has_rollout_func)
+    check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
+    check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
     check_horizon(
         objective.kl, args.per_device_train_batch_size * args.gradient_accumulation_steps * max(args.world_size, 1)
     )
-    warn_about_dropout(peft_config)
+    warn_about_dropout(given.get("peft_config"))
 
 
 def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:
@@ -48,6 +53,24 @@ def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout
         require_comparable(options, device_type=device_type)
     elif args.use_vllm and (faults := sampling_faults(options, device_type=device_type)):
         warnings.warn("Diagnostics will be biased: " + "; ".join(faults), stacklevel=3)
+
+
+def check_tools(args: OffPolicyGRPOConfig, *, has_tools: bool) -> None:
+    """TRL's tool loop goes on on each rank for as long as its own rows call tools; ranks then must not share an engine.
+
+    Raises:
+        ValueError: several ranks on one engine: those that are done would leave the others waiting in a collective.
+    """
+    if not (has_tools and args.use_vllm and args.world_size > 1):
+        return
+    shared = args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1
+    if shared:
+        raise ValueError(
+            f"tools must have an engine on each rank, but got vllm_mode {args.vllm_mode!r} with "
+            f"vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} and {args.world_size} ranks: TRL's tool loop "
+            "calls it as often as a rank's rows need, and the ranks would wait for each other. Use vllm_mode colocate "
+            "with tensor parallel size 1, a single rank, or a rollout_func."
+        )
 
 
 def warn_about_dropout(peft_config: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trl_offpolicy.engines.weights import WeightSource
 from trl_offpolicy.types import check_number, check_positive
@@ -20,6 +20,13 @@ class EngineUnreachable(EngineError):
 
 class SyncError(EngineError):
     """The engine does not answer with the weights that it was given."""
+
+
+class Call(NamedTuple):
+    """One answer of an engine: the ids that it was given and those that it returned."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from trl_offpolicy.engines.colocate import reload_in_process, score_in_process
-from trl_offpolicy.engines.engine import EngineError, Sampling, SyncReport
+from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.rounding import round_weights
@@ -55,6 +55,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         self._on_server = False
         self._watcher: Callable[[TRLEngine], None] | None = None
         self._step: Callable[[], int] = lambda: 0
+        self.calls: list[Call] = []  # what was sampled; whoever reads it empties it
         super().__init__(*args, **kwargs)
         if self._uses_adapter and self.source.adapter() is None:
             raise ValueError(
@@ -211,8 +212,12 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
         """TRL's contract: (prompt ids, completion ids, log-probs (rows, tokens, 1), their token ids)."""
-        if not self._on_server:
-            return super().generate(prompts, images, num_generations, profiler)
+        inner = self._generate_on_server if self._on_server else super().generate
+        answer = inner(prompts, images, num_generations, profiler)
+        self.calls += map(Call, prompts, answer[1])
+        return answer
+
+    def _generate_on_server(self, prompts: list[list[int]], images: Any, num_generations: int, _: Any) -> Any:
         if any(image is not None for image in images or ()):
             raise NotImplementedError("images must be None with engine.transfer folder or adapter; use nccl.")
         if self.ahead is not None and self.model.training:
