@@ -21,15 +21,16 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from trl_offpolicy import batches
+from trl_offpolicy.async_rollouts.trainer import sample_ahead
 from trl_offpolicy.callbacks import RunFolderCallback, ShortProgressCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.control_callback import supervise
 from trl_offpolicy.controllers import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
-from trl_offpolicy.correction_stats import noise_floor
 from trl_offpolicy.engines.filtered_scoring import filtered_scoring
 from trl_offpolicy.engines.trl import trl_engine
 from trl_offpolicy.fused_head import as_if_aligned, sum_sq_probs
 from trl_offpolicy.model_card import write_card
+from trl_offpolicy.noise_floor import measured_noise_floor
 from trl_offpolicy.objective_terms import NONFINITE_CURRENT
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets.trl import GLOBAL_TOKEN_LOSSES
@@ -74,6 +75,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         watch_sync(self)
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
+        self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._kl = self.objective.kl  # its coefficient may move
         self._window = StepWindow()
         self._stats: dict[str, Stats] = {}
@@ -98,12 +100,19 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._rewards = by_function
         return by_function
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """TRL's; read through a lookahead where prompts are sent to the engine before they are due."""
+        items = epoch_iterator if self._ahead is None else self._ahead.items(epoch_iterator)
+        return super().get_batch_samples(items, num_batches, device)
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         aligned = as_if_aligned(self.args) if self._leave_out_old else nullcontext()
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         self._add_stats(self._mode, self._token_ids(output))
         output |= self._row_counter.fields(self, output, self._rewards)
+        if self._ahead is not None and self.model.training:
+            self._ahead.complete(output)
         if self._stages is not None:
             self._decide(output, self._stages, self._mode)
         return output
@@ -117,7 +126,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank)
         if stages.needs_old:
             old, sums = self._score_old(output, mode, with_sums=stages.needs_sum_sq_probs)
-            output["old_per_token_logps"] = old
+            if (name := "old_per_token_logps" if self._ahead is None else self._ahead.name_of_scores) is not None:
+                output.setdefault(name, old)
             batch = batches.policy_batch(output, old, version=self.state.global_step, sum_sq_probs=sums)
             decided = stages.decide(batch, inputs)
         else:
@@ -185,7 +195,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             if self.accelerator.sync_gradients:
                 self._end_step()
         self._record(inputs, batch, result, mode)
-        self._measure_noise_floor(model, inputs, batch, mode)
+        if (noise_floor := measured_noise_floor(self, model, inputs, batch)) is not None:
+            self._add_stats(mode, noise_floor)
         if self._entropy_bonus_enabled:
             self._log_policy_loss(batch, result, reduction, mode)
         return result.loss if aux_loss is None else result.loss + self._scaled_aux_loss(aux_loss, mode)
@@ -244,17 +255,6 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         known = self._stats.get(mode)
         self._stats[mode] = stats if known is None else known.merge(stats)
 
-    def _measure_noise_floor(self, model: Any, inputs: dict[str, Any], batch: PolicyBatch, mode: str) -> None:
-        """Score the micro-batch again in halves (a single row: doubled); once in ``noise_floor_steps`` steps."""
-        every = self.args.noise_floor_steps
-        if mode != "train" or not every or self.state.global_step % every or "noise_floor" in self._stats[mode].groups:
-            return
-        if (again := batches.in_other_batches(inputs)) is None:
-            return
-        with torch.no_grad():
-            logps = self._score(model, again[0], batch_size=again[1])[0][: len(batch.mask)]
-        self._add_stats(mode, noise_floor(batch.per_token_logps.detach(), logps, batch.mask))
-
     def _log_policy_loss(self, batch: PolicyBatch, result: ObjectiveOutput, reduction: Reduction, mode: str) -> None:
         """TRL's ``policy_loss``: the loss without entropy bonus and accumulation scaling."""
         whole = replace(reduction, accumulation=1)
@@ -272,7 +272,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Reduce the stats over ranks with one collective, add them under TRL's and this kit's names, and log."""
         mode = self._mode
         if (stats := self._stats.pop(mode, None)) is not None:
-            values = stats.all_reduce(self.accelerator.gather).compute()
+            values = stats.all_reduce(self.accelerator.gather).measured().compute()
             for key, value in {**values, **trl_names(self.objective, values)}.items():
                 self._metrics[mode][key].append(value)
         if self._recorder is not None:

@@ -30,7 +30,8 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
         given: keyword arguments of the trainer (``rollout_func``, ``tools``, ``peft_config``, ...).
 
     Raises:
-        ValueError: an engine that cannot be corrected for, or an adaptive KL whose horizon is too short.
+        ValueError: an engine that cannot be corrected for, tools that would wait for ever, or an adaptive KL whose
+            horizon is too short.
     """
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
