@@ -98,13 +98,13 @@ def test_ess_of_a_random_walk_gives_back_its_variance() -> None:
 def test_a_draw_never_repeats_and_its_weights_are_positive(logs: list[float], seed: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(logs)))
     drawn = draw_without_repetition(np.array(logs), count, np.random.default_rng(seed))
-    assert len(set(drawn.index.tolist())) == count and drawn.index.min() >= 0 and drawn.index.max() < len(logs)
+    assert len(set(drawn.places.tolist())) == count and drawn.places.min() >= 0 and drawn.places.max() < len(logs)
     assert (drawn.weights >= count / len(logs) * (1 - 1e-12)).all() and np.isfinite(drawn.weights).all()
 
 
 def test_the_first_place_is_drawn_by_priority() -> None:
     logs, rng = np.log([1.0, 2.0, 5.0]), np.random.default_rng(0)
-    first = [draw_without_repetition(logs, 2, rng).index[0] for _ in range(8_000)]
+    first = [draw_without_repetition(logs, 2, rng).places[0] for _ in range(8_000)]
     assert np.bincount(first) / len(first) == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.02)
 
 
@@ -115,7 +115,7 @@ def test_weights_make_the_mean_of_a_draw_that_of_the_buffer(count: int) -> None:
     estimates = []
     for _ in range(8_000):
         drawn = draw_without_repetition(logs, count, rng)
-        estimates.append(np.mean(drawn.weights * values[drawn.index]))
+        estimates.append(np.mean(drawn.weights * values[drawn.places]))
     error = 4 * np.std(estimates) / math.sqrt(len(estimates))
     assert np.mean(estimates) == pytest.approx(values.mean(), abs=error)
 

@@ -169,8 +169,8 @@ class ReplayBuffer:
         priorities = np.array([entry.priority for entry in entries], np.float64)
         logs = self.decay.log_priorities(priorities, versions, current_version=current_version)
         drawn = draw_without_repetition(logs, count, rng)
-        groups = tuple(read_group(entries[place]) for place in drawn.index)
-        return ReplaySample(groups, drawn.weights, current_version - versions[drawn.index])
+        groups = tuple(read_group(entries[place]) for place in drawn.places)
+        return ReplaySample(groups, drawn.weights, current_version - versions[drawn.places])
 
     def close(self) -> None:
         """Let another process open it."""

@@ -116,7 +116,7 @@ def ess_by_lag(batch: PolicyBatch, *, level: str = "token") -> dict[int, float]:
     ratio = log_ratio(batch.logps("current"), batch.logps("sampling"), batch.mask)
     by_row = torch.where(batch.mask, lags.expand_as(batch.mask), 0).amax(1)
     found = {}
-    for lag in by_row.unique().tolist():
+    for lag in sorted(set(by_row.tolist())):
         here = by_row == lag
         logs = ratio.values[here].sum(1) if level == "sequence" else ratio.values[here][ratio.observed[here]]
         if len(logs):
@@ -131,9 +131,9 @@ def _ess(log_weights: torch.Tensor) -> float:
 
 
 class Draw(NamedTuple):
-    """``index`` (k,) distinct places, ``weights`` (k,) their importance."""
+    """``places`` (k,) distinct, ``weights`` (k,) their importance."""
 
-    index: NDArray[np.int64]
+    places: NDArray[np.int64]
     weights: Floats
 
 
@@ -174,9 +174,9 @@ def draw_without_repetition(log_priorities: Floats, count: int, rng: np.random.G
     logs = np.asarray(log_priorities, np.float64) - np.max(log_priorities)
     perturbed = logs + rng.gumbel(size=total)
     order = np.argsort(-perturbed)
-    index = order[:count]
+    places = order[:count]
     if count == total:
-        return Draw(index, np.ones(count))
+        return Draw(places, np.ones(count))
     threshold = perturbed[order[count]]
-    included = -np.expm1(-np.exp(logs[index] - threshold))
-    return Draw(index, count / (total * included))
+    included = -np.expm1(-np.exp(logs[places] - threshold))
+    return Draw(places, count / (total * included))
