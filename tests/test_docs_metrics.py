@@ -91,7 +91,8 @@ def emitted():
     )
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
-    by_engine = {f"offpolicy/rollout/{name}" for name in (*SYNC_METRICS, *AHEAD_METRICS, *FINALIZERS, *TOKEN_ID_METRICS)}
+    of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *FINALIZERS, *TOKEN_ID_METRICS)
+    by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
     return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats} | by_engine | by_gradient | by_control

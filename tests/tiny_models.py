@@ -22,6 +22,8 @@ Kind = Literal["llama", "qwen3_moe"]
 PAD, EOS, UNKNOWN = 0, 1, 2
 WORDS = tuple(f"w{i}" for i in range(125))
 VOCABULARY = ("<pad>", "<eos>", "<unk>", *WORDS)
+LONG_CONTEXT = 256
+"""Positions of a model that answers at length."""
 FIRST_WORD = 3
 """Id of ``w0``; word ``wN`` has id ``FIRST_WORD + N``."""
 
@@ -51,19 +53,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(kind: Kind = "llama", *, seed: int = 0) -> PreTrainedModel:
-    """A float32 model of 74k parameters (the mixture of experts: 99k) with seeded weights."""
+def tiny_model(kind: Kind = "llama", *, seed: int = 0, **shape: int) -> PreTrainedModel:
+    """A float32 model of 74k parameters (the mixture of experts: 99k) with seeded weights; ``shape`` changes it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if kind == "llama":
-            return LlamaForCausalLM(LlamaConfig(**_SHAPE))
+            return LlamaForCausalLM(LlamaConfig(**{**_SHAPE, **shape}))
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**_SHAPE, **shape}, **experts))
 
 
-def save_tiny_model(folder: Path, kind: Kind = "llama") -> Path:
+def save_tiny_model(folder: Path, kind: Kind = "llama", **shape: int) -> Path:
     """Save model and tokenizer; returns ``folder``."""
-    tiny_model(kind).save_pretrained(folder)
+    tiny_model(kind, **shape).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 

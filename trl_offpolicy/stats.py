@@ -111,9 +111,9 @@ class Stats(Mapping[str, Stat]):
             reduced[name] = group._replace(moments=Moments(group.moments.layout, sums, maxima))
         return Stats(reduced if len(ranks) == 1 else _gather_rows(reduced, gather))
 
-    def measured(self) -> Stats:
-        """Without ``mismatch`` and ``kept`` where they saw no token: stale rows without old log-probs have none."""
-        seen = self.groups.get("mismatch")
+    def measured(self, *, stale: bool) -> Stats:
+        """With ``stale`` rows: without ``mismatch`` and ``kept`` where no row was of today's weights or had an old one."""
+        seen = self.groups.get("mismatch") if stale else None
         if seen is None or bool(seen.moments["tokens"] + seen.moments["nonfinite"] > 0):
             return self
         return Stats({name: group for name, group in self.groups.items() if name not in ("mismatch", "kept")})

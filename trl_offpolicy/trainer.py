@@ -272,7 +272,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Reduce the stats over ranks with one collective, add them under TRL's and this kit's names, and log."""
         mode = self._mode
         if (stats := self._stats.pop(mode, None)) is not None:
-            values = stats.all_reduce(self.accelerator.gather).measured().compute()
+            values = stats.all_reduce(self.accelerator.gather).measured(stale=self._ahead is not None).compute()
             for key, value in {**values, **trl_names(self.objective, values)}.items():
                 self._metrics[mode][key].append(value)
         if self._recorder is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from trl_offpolicy.advantages import GRPO
+from trl_offpolicy.async_rollouts.checks import check_trainer
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.controllers import check_horizon
 from trl_offpolicy.engines.checks import require_comparable, sampling_faults
@@ -35,6 +36,7 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
     """
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
+    check_trainer(args, given)
     check_horizon(
         objective.kl, args.per_device_train_batch_size * args.gradient_accumulation_steps * max(args.world_size, 1)
     )

@@ -22,13 +22,15 @@ class FakeServer:
 
     Args:
         model: whose shape the weights have.
-        free: requests that are answered at once; each further new one waits for a cut after ``before_cut`` tokens.
+        free: prompts, in the order of ``submitted``, that are answered at once; others wait for a cut after
+            ``before_cut`` tokens. None = all.
         before_cut: tokens that a request has when it waits.
         length: of a response; the same for all, so that a run can be repeated.
     """
 
     takes_adapter = False
     can_cut = True
+    findings: tuple[()] = ()
 
     def __init__(self, model: Any, *, free: int | None = None, before_cut: int = 3, length: int = 6) -> None:
         self._model = deepcopy(model)
@@ -37,7 +39,8 @@ class FakeServer:
         self.asked: list[tuple[list[int], int]] = []
         """Prompt and version of every new request."""
         self.syncs: list[int] = []
-        self._seen = 0
+        self.submitted: list[list[int]] = []
+        """Prompts in the order in which they were handed to the threads; filled by the test."""
         self._cuts = threading.Condition()
         self._number = 0
         self._lock = threading.Lock()
@@ -67,9 +70,8 @@ class FakeServer:
         with self._lock:
             is_new = n > 1
             if is_new:
-                self._seen += 1
                 self.asked.append((prompt, -1 if self.version is None else self.version))
-            waits = is_new and self.free is not None and self._seen > self.free
+            waits = is_new and self.free is not None and prompt not in self.submitted[: self.free]
         if not waits:
             return [self._sample(prompt, wanted, "length") for _ in range(n)]
         with self._cuts:

@@ -10,6 +10,7 @@ import pytest
 from async_rollouts.fake_server import FakeServer, server_class
 from trainer_runs import records, rollouts
 
+from trl_offpolicy.async_rollouts.flight import Flight
 from trl_offpolicy.engines import trl as trl_engines
 
 SERVER = {
@@ -27,6 +28,14 @@ SERVER = {
 @pytest.fixture
 def run(build: Callable[..., Any], fresh_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """``run(server_options, resume=..., **trainer_options)``: the trained trainer and its server."""
+
+    submit = Flight.submit
+
+    def submitting(self: Flight, prompt: Any, *args: Any) -> Any:
+        self._server.submitted.append(prompt)  # type: ignore[attr-defined]
+        return submit(self, prompt, *args)
+
+    monkeypatch.setattr(Flight, "submit", submitting)
 
     def train(server: dict[str, Any] | None = None, resume: Any = None, **options: Any) -> tuple[Any, FakeServer]:
         made: list[FakeServer] = []
@@ -102,3 +111,83 @@ def test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights(run: 
     assert (frame.step - frame.policy_version).max() == 2
     weights = np.stack(frame.query("step == 1").weights)
     assert np.abs(weights[:, 3:] - 1).max() < 1e-5 < 1e-3 < np.abs(weights[:, :3] - 1).max()
+
+
+def groups(trainer: Any) -> list[set[str]]:
+    """The prompts of every generation batch that was learned from, in order."""
+    return [set(part.prompt) for _, part in rollouts(trainer).groupby("step")]
+
+
+def test_after_a_resume_nothing_is_skipped_or_learned_from_twice(run: Any, tmp_path: Any) -> None:
+    folder = str(tmp_path / "whole")
+    whole = groups(run(async_rollouts={"lag": 2, "partial": "finish"}, output_dir=folder)[0])
+    parts = {"async_rollouts": {"lag": 2, "partial": "finish"}, "output_dir": str(tmp_path / "parts")}
+    run(**parts, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer, server = run(**parts, resume=True)
+
+    assert groups(trainer) == whole
+    assert len(set().union(*whole)) == 10
+    assert server.syncs == [2, 3, 4]
+    assert lags(trainer) == [[0], [1], [0], [1], [2]]
+    assert len(server.asked) == 3 * 2
+
+
+def test_over_several_epochs_each_has_every_prompt_once(run: Any) -> None:
+    trainer, server = run(async_rollouts=1, max_steps=-1, num_train_epochs=2)
+
+    epochs = [groups(trainer)[:16], groups(trainer)[16:]]
+    assert all(len(set().union(*epoch)) == 32 and len(epoch) == 16 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert len(server.asked) == 2 * 32
+    assert [lag for (lag,) in lags(trainer)] == [0, *[1] * 15] * 2  # the lookahead ends with the epoch
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # two generations a step: the second was asked for in the step, the first in the one before
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, [[0], *[[0, 1]] * 5]),
+        # one generation for two steps, at lags 0 and 1, then 2 and 3
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 4}, [[0], [1], [2], [3], [2], [3]]),
+        # every row twice
+        ({"gradient_accumulation_steps": 2, "num_iterations": 2}, [[0], [], [2], [], [2], []]),
+    ],
+)
+def test_generations_and_optimizer_steps_of_different_length(
+    run: Any, options: dict[str, int], expected: list[list[int]]
+) -> None:
+    trainer, server = run(async_rollouts=1, max_steps=6, **options)
+
+    frame = rollouts(trainer)
+    seen: dict[int, set[int]] = {step: set() for step in range(6)}
+    for row in frame.itertuples():
+        seen[row.step] |= {int(row.step - version) for version in row.policy_versions}
+    assert [sorted(seen[step]) for step in range(6)] == expected
+    assert len({tuple(ids) for ids, _ in server.asked}) == len(server.asked)
+    assert len(set(frame.prompt)) * 4 == len(frame)
+
+
+def test_several_steps_on_a_stale_batch_have_a_proximal_policy_and_no_old_one(run: Any) -> None:
+    trainer, _ = run(async_rollouts=1, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=6)
+
+    for step, row in enumerate(records(trainer)):
+        assert "offpolicy/staleness/kl_k3" not in row
+        assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)
+        assert (row["clip_ratio/region_mean"] > 0) == (step % 2 == 1)  # pi has left the proximal policy
+
+
+def test_evaluation_samples_in_turn(run: Any) -> None:
+    trainer, server = run(async_rollouts={"lag": 2, "partial": "finish"}, eval_strategy="steps", eval_steps=2)
+
+    assert lags(trainer) == [[min(step, 2)] for step in range(5)]
+    assert server.syncs == [0, 1, 2, 3, 4, 5]  # that of an evaluation serves the next generation too
+    assert len(server.asked) == 10
+
+
+@pytest.mark.parametrize("old_logps", ["ewma", "recompute_proximal"])
+def test_the_average_is_the_centre(run: Any, old_logps: str) -> None:
+    trainer, _ = run(async_rollouts={"lag": 1, "old_logps": old_logps, "ewma_decay": 0.5})
+
+    for step, row in enumerate(records(trainer)):
+        assert (row["clip_ratio/region_mean"] > 0) == (old_logps == "ewma" and step > 0)
+        assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)

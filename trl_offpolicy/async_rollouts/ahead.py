@@ -86,6 +86,7 @@ class RolloutsAhead:
         self._epoch: Iterator[Any] | None = None
         self._lookahead = Lookahead(iter(()))
         self._first_step = 0
+        self._waited = 0.0  # seconds, for what was in flight, since the last generation
         self.versions = []
 
     # --------------------------------------------------------------------------------------------------------- data
@@ -124,8 +125,10 @@ class RolloutsAhead:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """While open no request runs: weights may change."""
+        start = time.monotonic()
         if self._flight is not None:
             self._flight.hold()
+        self._waited += time.monotonic() - start
         try:
             yield
             self.synced()
@@ -152,7 +155,9 @@ class RolloutsAhead:
         broadcast_object_list(payload, from_process=0)
         if isinstance(payload[0], EngineError):
             raise payload[0]
-        self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(time.monotonic() - start)
+        self._waited += time.monotonic() - start
+        self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(self._waited)
+        self._waited = 0.0
         self._learned += 1
         first = self._trainer.accelerator.process_index * len(prompts)
         ids, logps, self.versions = (part[first : first + len(prompts)] for part in payload[0])

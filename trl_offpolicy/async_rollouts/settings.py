@@ -11,7 +11,7 @@ from trl_offpolicy.types import check_number
 Partial = Literal["continue", "finish"]
 OldLogps = Literal["recompute_proximal", "snapshot", "ewma", "refuse"]
 
-_CONTINUABLE = frozenset({"repetition_penalty"})
+_CONTINUABLE = frozenset({"repetition_penalty", "ignore_eos", "logit_bias", "stop_token_ids"})
 """Sampling options that mean the same for prompt + part as for the prompt; those that count output tokens do not."""
 
 
