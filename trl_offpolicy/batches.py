@@ -187,7 +187,23 @@ def in_other_batches(inputs: dict[str, Any]) -> tuple[dict[str, Any], int] | Non
     if any(inputs.get(name) is not None for name in MODEL_INPUTS):
         return None  # images are not split by rows
     rows = len(inputs["prompt_ids"])
-    return (inputs, rows // 2) if rows > 1 else ({name: inputs[name].repeat(2, 1) for name in _TEXT_INPUTS}, 2)
+    if rows > 1:
+        return inputs, rows // 2
+    present = [name for name in (*_TEXT_INPUTS, "tool_mask", "routed_experts") if name in inputs]
+    return {name: torch.cat([inputs[name]] * 2) for name in present}, 2
+
+
+def trainer_reduction(trainer: Any, inputs: dict[str, Any], *, train: bool, by_token: bool) -> Reduction:
+    """:func:`loss_reduction` of a step of ``trl.GRPOTrainer``."""
+    accumulation = trainer.current_gradient_accumulation_steps if train else 1
+    return loss_reduction(
+        inputs,
+        accumulation=accumulation,
+        share=accumulation / trainer.args.steps_per_generation if train else 1.0,
+        by_token=by_token,
+        world_size=trainer.accelerator.num_processes,
+        max_length=trainer.max_completion_length,
+    )
 
 
 def loss_reduction(

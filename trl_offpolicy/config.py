@@ -20,6 +20,7 @@ from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.trl import TRLOptions
 from trl_offpolicy.terms import OffPolicySequenceMask
 from trl_offpolicy.token_ids import CheckTokenIds
+from trl_offpolicy.trl_routing import check_replay
 
 _TRL_FIELDS = tuple(item.name for item in fields(TRLOptions))
 _LOSS_FIELDS = (
@@ -60,12 +61,18 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             (:func:`~trl_offpolicy.control.parse_control`). None or ``off``: nobody watches.
         check_token_ids: a few rows of every generation batch are compared with what the engine sampled; text that was
             tokenised again in between has other ids. ``warn`` (once a run), ``raise``, or ``off``.
+        routing_replay: of a mixture of experts: ``r2`` sends the tokens of every pass over a batch to the experts that
+            the trainer chose at the weights that sampled, ``r3`` to those of the engine; ``none`` routes freely. Or a
+            mapping ``{mode: r3, device: cpu, limit_gib: 8}``
+            (:class:`~trl_offpolicy.routing.options.RoutingReplay`).
+        freeze_router: do not train the routers.
+        freeze_router_bias: do not train their biases.
         noise_floor_steps: every so many optimizer steps one micro-batch is scored a second time in another batch
             size; ``offpolicy/noise_floor/*`` is what the trainer differs from itself. 0 = never.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control", "async_rollouts",
+        *GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control", "routing_replay", "async_rollouts",
     ]  # fmt: skip
 
     offpolicy: dict[str, Any] | str | None = field(
@@ -112,6 +119,17 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "off (nobody looks)."
         },
     )
+    routing_replay: dict[str, Any] | str = field(
+        default="none",
+        metadata={
+            "help": "Mixture of experts: replay the trainer's routing (r2) or the engine's (r3), or none; or a mapping "
+            "with the keys mode, device (model, cpu), limit_gib."
+        },
+    )
+    freeze_router: bool = field(default=False, metadata={"help": "Mixture of experts: do not train the routers."})
+    freeze_router_bias: bool = field(
+        default=False, metadata={"help": "Mixture of experts: do not train the routers' biases."}
+    )
     noise_floor_steps: int = field(
         default=100,
         metadata={
@@ -147,6 +165,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             raise ValueError(
                 f"check_token_ids must be one of {list(get_args(CheckTokenIds))}, but got {self.check_token_ids!r}."
             )
+        check_replay(self)
         parse_control(self.control)
         objective = resolve_preset(self).objective  # a wrong option fails here, not after the model is loaded
         if (ahead := AsyncSettings.parse(self.async_rollouts)) is not None:

@@ -41,6 +41,7 @@ from trl_offpolicy.stats import Stats
 from trl_offpolicy.token_ids import TokenIdCheck
 from trl_offpolicy.trainer_checks import check_before_loading, leaves_out_old, stages_of
 from trl_offpolicy.trl_names import trl_names
+from trl_offpolicy.trl_routing import TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl_sync import kept_on_fault, watch_sync
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
@@ -70,12 +71,14 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._stages = stages_of(args, preset)
         has_sampler = args.use_vllm or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
+        self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
         self._filtered = filtered_scoring(args)
-        with trl_engine(cast("dict[str, Any] | None", args.engine), folder=Path(args.output_dir) / "_engine_weights"):
+        with trl_engine(engine_options(args), folder=Path(args.output_dir) / "_engine_weights"):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         watch_sync(self)
-        self._token_ids = TokenIdCheck(self, args.check_token_ids)
+        self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
+        self._token_ids = TokenIdCheck(self, args.check_token_ids)
         self._kl = self.objective.kl  # its coefficient may move
         self._window = StepWindow()
         self._stats: dict[str, Stats] = {}
@@ -106,11 +109,14 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return super().get_batch_samples(items, num_batches, device)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        aligned = as_if_aligned(self.args) if self._leave_out_old else nullcontext()
+        aligned = as_if_aligned(self.args) if self._leave_out_old or self._old_here else nullcontext()
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         self._add_stats(self._mode, self._token_ids(output))
         output |= self._row_counter.fields(self, output, self._rewards)
+        output |= self._routing.engine_fields(output)
+        if self._old_here:
+            output["old_per_token_logps"] = self._score_old(output, self._mode, with_sums=False)[0]
         if self._ahead is not None and self.model.training:
             self._ahead.complete(output)
         if self._stages is not None:
@@ -149,6 +155,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         head = {"temperature": self.temperature, "cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32}
         with (
             torch.no_grad(),
+            self._routing.recorded(self.model, output),
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             sum_sq_probs(self.accelerator.unwrap_model(self.model), wanted=with_sums, **head) as sums,
         ):
@@ -161,15 +168,16 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _score(self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, **wanted: bool) -> Any:
         """TRL's own scoring of the completions: (log-probs (B, T), entropies, auxiliary loss)."""
-        return self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
-            batch_size,
-            **wanted,
-            **{name: inputs.get(name) for name in batches.MODEL_INPUTS},
-        )
+        with self._routing.replayed(model, inputs):
+            return self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                inputs["completion_ids"].size(1),
+                batch_size,
+                **wanted,
+                **{name: inputs.get(name) for name in batches.MODEL_INPUTS},
+            )
 
     # ---------------------------------------------------------------------------------------------------------- loss
 
@@ -189,7 +197,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         result = self._current_objective()(batch, reduction)
         if result.average is not None:
             inputs["past_average"] = result.average  # the dict is TRL's buffer: it comes back with its rows
-        self._add_stats(mode, result.stats.union(self._filtered.stats(batch.mask)))
+        self._add_stats(mode, result.stats.union(self._filtered.stats(batch.mask)).union(self._routing.stats()))
         if mode == "train":
             self._window.add(batch, result.stats)
             if self.accelerator.sync_gradients:
@@ -232,16 +240,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
     def _reduction(self, inputs: dict[str, Any], mode: str) -> Reduction:
-        train = mode == "train"
-        accumulation = self.current_gradient_accumulation_steps if train else 1
-        return batches.loss_reduction(
-            inputs,
-            accumulation=accumulation,
-            share=accumulation / self.args.steps_per_generation if train else 1.0,
-            by_token=self.loss_type in GLOBAL_TOKEN_LOSSES,
-            world_size=self.accelerator.num_processes,
-            max_length=self.max_completion_length,
-        )
+        by_token = self.loss_type in GLOBAL_TOKEN_LOSSES
+        return batches.trainer_reduction(self, inputs, train=mode == "train", by_token=by_token)
 
     def _scaled_aux_loss(self, aux_loss: Tensor, mode: str) -> Tensor:
         self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncReport
+from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.weights import WeightSource
+from trl_offpolicy.routing.engine import RoutedLLM, routing_arguments
 
 
 class ColocateEngine:
@@ -24,6 +25,7 @@ class ColocateEngine:
         dtype: the trainer's, e.g. "float32": vLLM's "auto" would load float32 weights as bfloat16.
         adapter_rank: adapters up to this rank are synced alone; 0 = weights are merged.
         weight_rounding: see :func:`~trl_offpolicy.engines.rounding.round_weights`; merges.
+        return_routing: of a mixture of experts: rollouts say which experts each token was sent to.
         seed: of the engine (a seed per request stops vLLM's CPU engine).
         **arguments: further ones of ``vllm.LLM``.
     """
@@ -37,6 +39,7 @@ class ColocateEngine:
         dtype: str,
         adapter_rank: int = 0,
         weight_rounding: Any = None,
+        return_routing: bool = False,
         seed: int = 0,
         **arguments: Any,
     ) -> None:
@@ -48,7 +51,9 @@ class ColocateEngine:
         self._source: WeightSource | None = None
         own = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "seed": seed, "dtype": dtype}
         lora = lora_arguments(adapter_rank) if self.adapters is not None else {}
-        self.llm: Any = LLM(model=model, **{**own, **lora, **cpu_arguments(), **arguments})
+        routing = routing_arguments() if return_routing else {}
+        llm = LLM(model=model, **{**own, **lora, **cpu_arguments(), **routing, **arguments})
+        self.llm: Any = RoutedLLM(llm) if return_routing else llm
 
     def bind(self, source: WeightSource) -> None:
         """Say whose weights :meth:`sync_weights` takes."""
@@ -71,9 +76,17 @@ class ColocateEngine:
             ],
             policy_versions=[[version] * len(ids) for ids in completions],
             finish_reasons=[str(output.finish_reason) for output in outputs],
-            routed_experts=_reported(outputs, "routed_experts"),
+            routed_experts=self._routing(answers),
             sampling_mask=_reported(outputs, "sampling_mask"),
         )
+
+    def _routing(self, answers: list[Any]) -> list[Any] | None:
+        if not isinstance(self.llm, RoutedLLM):
+            return None
+        rows = [[*answer.prompt_token_ids, *output.token_ids] for answer in answers for output in answer.outputs]
+        found = [self.llm.store.find(row) for row in rows]
+        self.llm.store.clear()
+        return [None if item is None else item.routes for item in found]
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
@@ -123,8 +136,21 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
 
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     runner.reload_weights(weights_iterator=counted())
-    llm.reset_prefix_cache()
+    forget_old_keys(llm)
     return size
+
+
+def forget_old_keys(llm: Any) -> None:
+    """Keys and values of the old weights must not be used again, also those that a connector keeps elsewhere.
+
+    Raises:
+        SyncError: the engine declines, because requests are still running.
+    """
+    if llm.reset_prefix_cache(reset_connector=True) is False:
+        raise SyncError(
+            "The engine's prefix cache must be reset after a sync, but it declined: requests are still running. What "
+            "they and later ones return would come from keys and values of the old weights. Wait for them, then sync."
+        )
 
 
 def score_in_process(llm: Any, ids: Sequence[Sequence[int]], *, adapter: Any = None) -> list[list[float]]:

@@ -28,6 +28,8 @@ class EngineSettings:
         timeout: seconds for one request to a server.
         retries: further tries of a request.
         check_sync: prove after every sync, on a probe, that the weights arrived.
+        return_routing: (colocate, mixtures of experts) keep which experts each token was sent to; under
+            ``routing_replay: none`` it is only compared with the trainer's.
         arguments: everything else, for vLLM's ``LLM`` in colocate mode.
 
     Raises:
@@ -40,6 +42,7 @@ class EngineSettings:
     timeout: float = Patience.timeout
     retries: int = Patience.retries
     check_sync: bool = True
+    return_routing: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,6 +91,8 @@ class EngineSettings:
         """Raise for options that only colocate has."""
         if self.transfer == "memory":
             raise ValueError("engine.transfer must be folder, adapter, nccl or auto with a server, but got 'memory'.")
+        if self.return_routing:
+            raise ValueError("engine.return_routing must be False with a server: vLLM's OpenAI API does not report it.")
         if self.arguments:
             names = ", ".join(self.arguments)
             raise ValueError(

@@ -27,6 +27,7 @@ from trl_offpolicy.engines.server import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.trl_parts import TrainerWeights, WithAdapter
 from trl_offpolicy.engines.weights import Adapter, ModelWeights
+from trl_offpolicy.routing.engine import RoutedLLM, routing_arguments
 
 
 class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
@@ -102,6 +103,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         arguments = {**self._default_arguments(), **self.settings.arguments}
         with _rebound(vllm_generation, "LLM", partial(_build_llm, vllm_generation.LLM, arguments)):
             super()._init_vllm()
+        if self.settings.return_routing:
+            self.llm = RoutedLLM(self.llm)
         if self._uses_adapter:
             self._adapters = AdapterFolder()
             self.llm = WithAdapter(self.llm, self._adapters)
@@ -111,6 +114,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         arguments = cpu_arguments()
         if self._on_cpu:
             arguments["dtype"] = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        if self.settings.return_routing:
+            arguments |= routing_arguments()
         if self._uses_adapter:
             arguments |= lora_arguments(max(config.r for config in self.model.peft_config.values()))
         return arguments

@@ -1,0 +1,106 @@
+"""Which routing a trainer replays, and which one it should."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args
+
+from trl_offpolicy.types import check_positive
+
+Replay = Literal["none", "r2", "r3"]
+
+R2_FROM, R3_FROM = 2, 4
+"""Optimizer steps a generation from which the source prefers R2, R3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingReplay:
+    """The ``routing_replay`` field of a configuration.
+
+    Args:
+        mode: "r2" replays the routing of the trainer at the weights that sampled, "r3" that of the engine; "none"
+            routes freely.
+        device: where the records wait: "model" (with the model) or "cpu".
+        limit_gib: GiB (2^30 bytes) that the records of a rank's generation batch may take.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    mode: Replay = "none"
+    device: Literal["model", "cpu"] = "model"
+    limit_gib: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Replay):
+            raise ValueError(f"mode must be one of {list(get_args(Replay))}, but got {self.mode!r}.")
+        if self.device not in ("model", "cpu"):
+            raise ValueError(f"device must be 'model' or 'cpu', but got {self.device!r}.")
+        check_positive(limit_gib=self.limit_gib)
+
+    @classmethod
+    def parse(cls, spec: Any, *, where: str = "routing_replay") -> RoutingReplay:
+        """``r3``, or a mapping ``{mode: r3, device: cpu, limit_gib: 8}``; None = none.
+
+        Raises:
+            ValueError: naming the field.
+
+        Example:
+            >>> RoutingReplay.parse({"mode": "r3", "limit_gib": 8}).limit_gib
+            8
+        """
+        if isinstance(spec, RoutingReplay):
+            return spec
+        options = {"mode": "none" if spec is None else spec} if isinstance(spec, str | None) else spec
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{where} must be one of {list(get_args(Replay))} or a mapping, but got {spec!r}.")
+        known = [item.name for item in fields(cls)]
+        for key in options:
+            if key not in known:
+                raise ValueError(f"{where}.{key} must be one of {known}.")
+        try:
+            return cls(**options)
+        except ValueError as error:
+            raise ValueError(f"{where}.{error}") from None
+
+
+class ReplayAdvice(NamedTuple):
+    """What to set, and a sentence that says why."""
+
+    mode: Replay
+    why: str
+
+
+def recommend_replay(steps: float) -> ReplayAdvice:
+    """None, R2 or R3 for a mixture of experts by the off-policiness N.
+
+    Args:
+        steps: N, optimizer steps that one generation serves (``steps_per_generation * num_iterations /
+            gradient_accumulation_steps`` in TRL).
+
+    Raises:
+        ValueError: not above 0.
+
+    Example:
+        >>> recommend_replay(1).mode, recommend_replay(2).mode, recommend_replay(4).mode
+        ('none', 'r2', 'r3')
+
+    Reference: Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs" (arXiv:2512.01374): runs at N = 1, 2, 4
+    and 8. Between 2 and 4 nothing was run; R2 there is this kit's choice.
+    """
+    check_positive(steps=steps)
+    if steps < R2_FROM:
+        why = "one optimizer step a generation: replay only adds its bias, a correction of the engine ratio is enough"
+        return ReplayAdvice("none", why)
+    if steps < R3_FROM:
+        why = (
+            f"{steps:g} optimizer steps a generation: R2 leaves the first step's policy as it is, R3's bias outweighs "
+            "what it repairs"
+        )
+        return ReplayAdvice("r2", why)
+    why = (
+        f"{steps:g} optimizer steps a generation: the engine's other experts weigh more than the bias of replaying "
+        "them" + ("; R2 did not keep training stable at 8" if steps >= 2 * R3_FROM else "")
+    )
+    return ReplayAdvice("r3", why)
