@@ -29,6 +29,13 @@ def test_lag_by_response_and_by_token():
     got = values(rollout_stats(tokens, torch.ones(4, 3)))
     assert got["version_lag_mean"] == pytest.approx((3 + 2 + 0 + 0 + 0 + 1) / 6)
     assert got["version_lag_max"] == 3
+    assert got["cross_version_fraction"] == pytest.approx(2 / 3)  # of three with a token; padding does not count
+    assert "cross_version_fraction" not in values(rollout_stats(rows, torch.ones(4, 3)))
+
+
+def test_versions_of_padding_and_of_single_tokens_do_not_cross():
+    tokens = batch(policy_versions=torch.tensor([[7, 7, 9], [1, 2, 3], [0, 5, 9], [2, 2, 2]]))
+    assert values(rollout_stats(tokens, torch.ones(4, 3)))["cross_version_fraction"] == 0.0
 
 
 def test_length_and_reweighted_reward():

@@ -34,6 +34,19 @@ def test_merging_adds_before_it_divides():
     assert float(one.merge(two)) == 0.25  # (1 + 0) / (1 + 3), not (1 + 0) / 2
 
 
+@pytest.mark.parametrize(("versions", "left"), [([3, 2], False), ([3, 4], True)])
+def test_rows_of_older_weights_without_an_old_policy_have_no_mismatch(versions, left):
+    """Nothing was measured, which is not the same as a mismatch of 0."""
+    whole = policy_batch([[1.5, 0.7], [2.0, 1.1]])
+    rows = replace(whole, old_per_token_logps=None, policy_versions=torch.tensor(versions), current_version=4)
+    stats = Correction(weight=RawWeight())(rows).stats
+
+    for stale, expected in ((True, left), (False, True)):
+        keys = stats.measured(stale=stale).compute()
+        assert [f"offpolicy/{name}/kl_k1" in keys for name in ("mismatch", "kept")] == [expected] * 2
+        assert keys["offpolicy/total/kl_k1"] == stats.compute()["offpolicy/total/kl_k1"] != 0
+
+
 def test_names_with_and_without_prefix():
     stats = Stats({"keep/veto": group(1, 2, 0), "weight#bounds": group(1, 4, 5)})
 

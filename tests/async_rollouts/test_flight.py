@@ -126,3 +126,15 @@ def test_closing_gives_up_what_is_in_flight() -> None:
         with pytest.raises(EngineError, match=r"^Sampling ahead has ended"):
             future.result(timeout=1)
     assert time.monotonic() - start < 0.5
+
+
+def test_requests_run_at_once() -> None:
+    """Twenty of 50 ms: none waits for another."""
+    flight = Flight(Slow(seconds=0.005), cuts=False)
+    start = time.monotonic()
+    futures = [flight.submit([i], {"max_tokens": 10}, 1) for i in range(20)]
+    for future in futures:
+        future.result(timeout=10)
+
+    assert time.monotonic() - start < 0.5
+    flight.close()

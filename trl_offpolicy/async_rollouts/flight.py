@@ -63,7 +63,7 @@ class Flight:
         self._cuts = cuts
         self._workers = workers
         self._threads = 0
-        self._idle = 0
+        self._items = 0  # of work, waiting or running
         self._numbers = count()
         self._work: PriorityQueue[tuple[int, int, _Job | None, range]] = PriorityQueue()
         self._unfinished: dict[int, _Job] = {}
@@ -125,24 +125,24 @@ class Flight:
         """Queue a request for the responses ``which`` of a job. Threads are daemons: a failed run does not wait."""
         self._work.put((job.number, which.start, job, which))
         with self._gate:
-            if self._idle >= self._work.qsize() or self._threads >= self._workers:
+            self._items += 1
+            if self._threads >= min(self._items, self._workers):
                 return
             self._threads += 1
         threading.Thread(target=self._run, daemon=True, name=f"rollouts-{self._threads}").start()
 
     def _run(self) -> None:
         while True:
-            with self._gate:
-                self._idle += 1
             _, _, job, which = self._work.get()
-            with self._gate:
-                self._idle -= 1
             if job is None:
                 return
             try:
                 self._sample(job, which)
             except BaseException as error:  # handed to whoever asks for the result
                 self._finish(job, error)
+            finally:
+                with self._gate:
+                    self._items -= 1
 
     def _sample(self, job: _Job, which: range) -> None:
         """One request; a response that was cut is put back into the queue and goes on after its last token."""
