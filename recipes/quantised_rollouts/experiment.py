@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
-import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 import trl_offpolicy as op
+from recipes.quantised_rollouts.jobs import outcome_of, write_atomically, write_outcome
 from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn, rounded
 from recipes.quantised_rollouts.sorting import Answers, Sorter, prompts, reward, sample, token_logps, warm_start
 from trl_offpolicy.corrections import Correction
@@ -31,6 +30,19 @@ VARIANTS = {
     "geometric": "geometric mask",
 }
 _MEASURE = ("mismatch", "staleness")
+
+
+class Common(Protocol):
+    """What the settings of every small experiment have; the fields are described in :class:`Settings`."""
+
+    @property
+    def start_accuracy(self) -> float: ...
+
+    @property
+    def warm_up_steps(self) -> int: ...
+
+    @property
+    def questions(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,7 @@ def _log_ratio(model: Sorter, answers: Answers) -> Tensor:
     return torch.where(answers.mask, token_logps(model, answers.ids) - answers.logps, 0.0)
 
 
-def evaluate(model: Sorter, settings: Settings, *, answers: int, greedy: bool = True) -> dict[str, float]:
+def evaluate(model: Sorter, settings: Common, *, answers: int, greedy: bool = True) -> dict[str, float]:
     """The learner itself, unrounded, on the held-out prompts.
 
     Returns:
@@ -149,7 +161,7 @@ def evaluate(model: Sorter, settings: Settings, *, answers: int, greedy: bool = 
     return found
 
 
-def warm_model(settings: Settings, seed: int, folder: Path) -> Sorter:
+def warm_model(settings: Common, seed: int, folder: Path) -> Sorter:
     """The supervised model of a seed, from ``folder`` if it was made there with the same settings."""
     key = f"{settings.warm_up_steps} {settings.start_accuracy} {torch.__version__}"
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:8]}-{seed}.pt"
@@ -231,25 +243,8 @@ def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
     end = evaluate(model, settings, answers=settings.answers)
     outcome = {**asdict(job), "settings": asdict(settings), "band": band, "start": start, "end": end, "curve": curve}
     outcome["cpu_seconds"] = time.process_time() - began
-    write_atomically(folder / "runs" / f"{job.name}.json", (json.dumps(outcome) + "\n").encode())
+    write_outcome(job, outcome, folder)
     return outcome
-
-
-def outcome_of(job: Job, settings: Settings, folder: Path) -> dict[str, Any] | None:
-    """What a finished run with these settings wrote, or None."""
-    path = folder / "runs" / f"{job.name}.json"
-    if not path.exists():
-        return None
-    outcome: dict[str, Any] = json.loads(path.read_text())
-    return outcome if outcome["settings"] == asdict(settings) else None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """A file is there as a whole or not at all, also when two processes write it or one is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def train(model: Sorter, objective: op.Objective, job: Job, settings: Settings) -> list[dict[str, float]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +55,23 @@ def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
     return ((by_group - by_group.mean(1, keepdim=True)) / (by_group.std(1, keepdim=True) + 1e-4)).flatten()
 
 
-def policy_batch(model: nn.Module, rollouts: Rollouts, index: Tensor) -> op.PolicyBatch:
-    """Some rows, with the three policies: mu (sampler), pi_old and pi (the learner then and now)."""
+def policy_batch(model: nn.Module, rollouts: Rollouts, index: Tensor, **others: Any) -> op.PolicyBatch:
+    """Some rows, with the three policies: mu (sampler), pi_old and pi (the learner then and now).
+
+    ``others`` are fields of the batch beside these, or in place of the old log-probs.
+    """
     return op.PolicyBatch(
         per_token_logps=token_logps(model, rollouts.answers.ids[index]),
-        old_per_token_logps=rollouts.old[index],
         sampling_per_token_logps=rollouts.answers.logps[index],
         completion_mask=rollouts.answers.mask[index],
         advantages=rollouts.advantages[index],
         rewards=rollouts.rewards[index],
         group_ids=index // rollouts.group_size,
+        **{"old_per_token_logps": rollouts.old[index], **others},
     )
+
+
+BatchOf = Callable[[nn.Module, Rollouts, Tensor], op.PolicyBatch]
 
 
 def learn(
@@ -73,15 +81,18 @@ def learn(
     rollouts: Rollouts,
     minibatches: int,
     generator: torch.Generator,
+    batch_of: BatchOf = policy_batch,
 ) -> tuple[Stats, float]:
     """One pass over the rollouts, an optimizer step a minibatch, gradient norm at most 1.
+
+    ``batch_of`` makes the objective's batch of some rows.
 
     Returns:
         The diagnostics of all steps together, and the last gradient norm before clipping.
     """
     merged, norm = Stats({}), 0.0
     for index in torch.randperm(len(rollouts.rewards), generator=generator).chunk(minibatches):
-        result = objective(policy_batch(model, rollouts, index))
+        result = objective(batch_of(model, rollouts, index))
         optimizer.zero_grad()
         result.loss.backward()
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))

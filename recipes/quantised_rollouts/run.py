@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each run has one thread
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from recipes.quantised_rollouts.experiment import VARIANTS, Job, Settings, outcome_of, run, warm_model
+from recipes.quantised_rollouts.experiment import VARIANTS, Job, Settings, run, warm_model
 from recipes.quantised_rollouts.figure import draw
+from recipes.quantised_rollouts.jobs import Experiment, cost_text, cpu_seconds, outcome_of, run_all
 from recipes.quantised_rollouts.tables import paradox_text, summarise, table
 
 
@@ -39,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started, used = time.monotonic(), cpu_seconds()
     jobs = plan(args.variants, args.bits, args.seeds)
     before = sum(outcome_of(job, args.settings, args.out) is not None for job in jobs)
-    runs = run_all(jobs, args.settings, args.out, args.jobs)
+    runs = run_all(jobs, args.settings, args.out, args.jobs, Experiment(warm_model, run))
     report(runs, args, {
         "runs": len(runs),
         "finished_before": before,
@@ -79,43 +76,6 @@ def plan(variants: Sequence[str], bits: Sequence[int], seeds: Sequence[int]) -> 
     return [Job(variant, one, seed) for seed in seeds for variant, one in cells]
 
 
-def run_all(jobs: Sequence[Job], settings: Settings, folder: Path, processes: int) -> list[dict[str, Any]]:
-    """Every outcome, in the order of ``jobs``; only what is missing is run, warm starts first.
-
-    The first failure ends it; finished runs stay.
-    """
-    missing = [job for job in jobs if outcome_of(job, settings, folder) is None]
-    seeds = sorted({job.seed for job in missing})
-    steps = [("warm starts", warm_model, [(settings, seed, folder / "warm_starts") for seed in seeds])]
-    steps += [("runs", run, [(job, settings, folder) for job in missing])]
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as bar:
-        for title, call, rows in steps if missing else []:
-            task = bar.add_task(title, total=len(rows))
-            for _ in _finished(call, rows, processes):
-                bar.advance(task)
-    return [run(job, settings, folder) for job in jobs]
-
-
-def _finished(call: Callable[..., Any], rows: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Any]:
-    """``call`` on every row, as they finish: in this process, or in several of one thread each."""
-    if processes == 1:
-        _one_thread()
-        yield from (call(*row) for row in rows)
-        return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _one_thread) as pool:
-        try:
-            for future in as_completed([pool.submit(call, *row) for row in rows]):
-                yield future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def report(runs: Sequence[dict[str, Any]], args: argparse.Namespace, cost: dict[str, Any]) -> None:
     """Print the table and write the three files."""
     rows = summarise(runs)
@@ -128,17 +88,7 @@ def report(runs: Sequence[dict[str, Any]], args: argparse.Namespace, cost: dict[
     (args.out / "table.md").write_text(text)
     (args.out / "figure.svg").write_text(draw(runs))
     print(text)
-    print(
-        f"{cost['runs']} runs ({cost['finished_before']} from before): {cost['wall_seconds']:.0f} s of wall clock, ",
-        end="",
-    )
-    print(f"{cost['cpu_seconds']:.0f} CPU seconds; all runs {cost['cpu_seconds_of_all_runs']:.0f}. Files: {args.out}")
-
-
-def cpu_seconds() -> float:
-    """User and system time of this process and the children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    print(f"{cost_text(cost)} Files: {args.out}")
 
 
 if __name__ == "__main__":
