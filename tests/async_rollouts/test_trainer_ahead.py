@@ -190,3 +190,33 @@ def test_the_average_is_the_centre(run: Any, old_logps: str) -> None:
     for step, row in enumerate(records(trainer)):
         assert (row["clip_ratio/region_mean"] > 0) == (old_logps == "ewma" and step > 0)
         assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)
+
+
+@pytest.mark.parametrize("proximal", ["interpolated", {"type": "averaged", "decay": 0.5}])
+def test_other_centres_need_no_old_policy_either(run: Any, proximal: Any) -> None:
+    objective = {"preset": "paper/tis", "objective": {"proximal": proximal}}
+    trainer, _ = run(async_rollouts=1, offpolicy=objective, steps_per_generation=4, max_steps=4)
+
+    for row in records(trainer)[2:]:
+        assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
+        assert "offpolicy/mismatch/kl_k3" not in row
+        assert row["offpolicy/weight/std"] > 1e-4
+
+
+def test_a_staleness_bound_drops_what_is_too_old(run: Any) -> None:
+    bound = {"preset": "paper/tis", "correction": {"keep": [{"type": "staleness_bound", "max_lag": 1}]}}
+    trainer, _ = run(async_rollouts={"lag": 2, "partial": "finish"}, offpolicy=bound)
+
+    dropped = [row["offpolicy/keep/staleness_bound/dropped_fraction"] for row in records(trainer)]
+    assert dropped == [0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_what_needs_the_whole_generation_batch_reads_the_proximal_policy(run: Any) -> None:
+    wide = {"preset": "paper/tis", "correction": {"normalize": "original"}}
+    trainer, _ = run(async_rollouts=1, offpolicy=wide)
+
+    for step, row in enumerate(records(trainer)):
+        assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)
+        assert "offpolicy/staleness/kl_k3" not in row
+        assert (row["offpolicy/weight/std"] > 1e-4) == (step > 0)
+        assert row["offpolicy/weight_applied/mean"] == pytest.approx(1.0, abs=1e-5)
