@@ -150,6 +150,13 @@ class ReplayBuffer:
             oldest.unlink()
             del self._parts[oldest], self._sizes[oldest]
 
+    def available(self, *, current_version: int, max_lag: int | None = None) -> int:
+        """Groups that :meth:`sample` chooses from with these options."""
+        return len(self._young(current_version, max_lag))
+
+    def _young(self, current_version: int, max_lag: int | None) -> list[Entry]:
+        return [entry for entry in self.entries if max_lag is None or current_version - entry.version <= max_lag]
+
     def sample(
         self, count: int, *, current_version: int, rng: np.random.Generator, max_lag: int | None = None
     ) -> ReplaySample:
@@ -164,7 +171,7 @@ class ReplayBuffer:
         Raises:
             ValueError: there are fewer groups than that, or one is newer than ``current_version``.
         """
-        entries = [entry for entry in self.entries if max_lag is None or current_version - entry.version <= max_lag]
+        entries = self._young(current_version, max_lag)
         versions = np.array([entry.version for entry in entries], np.int64)
         priorities = np.array([entry.priority for entry in entries], np.float64)
         logs = self.decay.log_priorities(priorities, versions, current_version=current_version)
