@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from trl_offpolicy.functional.advantages_groups import normalised_by_function, weighted_baseline
+from trl_offpolicy.functional.kl import ratio_weighted_kl
 from trl_offpolicy.functional.policy_losses import (
     aspo,
+    cispo,
     clip_cov,
     dppo,
     espo,
@@ -19,9 +21,11 @@ from trl_offpolicy.functional.policy_losses import (
     st_ppo,
     tbpo,
     topr,
+    vespo_phi,
 )
 from trl_offpolicy.functional.policy_losses.common import masked_mean
 from trl_offpolicy.functional.policy_losses.trust_regions import group_ratio_variance
+from trl_offpolicy.functional.truncated_sampling import Truncation
 
 LOW, HIGH = -math.log(2.0), math.log(2.0)
 
@@ -188,3 +192,36 @@ def test_normalised_by_function_over_two_responses_divides_by_one():
     """n - 1 = 1; group advantages are +-1 / sqrt(2), and so is their sum's deviation."""
     found = normalised_by_function(torch.tensor([[1.0], [0.0]]), torch.zeros(2).long(), torch.ones(2).bool())
     torch.testing.assert_close(found, torch.tensor([0.7070, -0.7070]), atol=1e-3, rtol=0)
+
+
+def test_cispo_with_a_floor_flags_bad_tokens_below_it():
+    logs = row(math.log(0.25), math.log(0.5), math.log(0.25), math.log(4.0), math.log(2.0), math.log(4.0))
+    advantages = row(-1.0, -1.0, 1.0, 1.0, 1.0, -1.0)
+    terms = cispo(logs, row(-1.0), advantages, low=0.5, high=2.0)
+    assert flags(terms.clipped_low) == [True, False, False, False, False, False]
+    assert flags(terms.clipped_high) == [False, False, False, True, False, False]
+    torch.testing.assert_close(terms.loss, row(-0.5, -0.5, 0.5, 2.0, 2.0, -2.0))
+    neutral = cispo(row(math.log(0.25), math.log(4.0)), row(-1.0), row(0.0, 0.0), low=0.5, high=2.0)
+    assert not neutral.clipped_low.any() and not neutral.clipped_high.any()
+    assert cispo(logs, row(-1.0), advantages, high=2.0).clipped_low is None
+
+
+def test_vespo_gives_no_weight_where_the_ratio_is_not_a_number():
+    options = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+    phi = vespo_phi(torch.tensor([[math.nan], [0.0], [1000.0]]), torch.ones(3, 1), **options)
+    torch.testing.assert_close(phi, torch.tensor([[0.0], [1.0], [0.0]]))
+    steep = vespo_phi(torch.tensor([[20.0]]), torch.ones(1, 1), **(options | {"k_pos": 5000.0, "lambda_pos": 1e-9}))
+    assert steep == 0.0  # beyond float32
+
+
+def test_weighted_kl_is_k3_unless_said_and_bounds_the_ratio():
+    logs = row(0.5, 0.5)
+    found = ratio_weighted_kl(logs, row(1000.0, -1000.0))
+    k3 = math.exp(-0.5) + 0.5 - 1.0
+    torch.testing.assert_close(found, row(k3 * math.exp(20.0), k3 * math.exp(-20.0)))
+
+
+def test_min_p_of_one_is_the_most_likely_token_alone():
+    assert Truncation(min_p=1.0)
+    with pytest.raises(ValueError, match=r"min_p must be in \[0, 1\], but got 1.5"):
+        Truncation(min_p=1.5)
