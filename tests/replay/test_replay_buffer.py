@@ -156,6 +156,15 @@ def test_too_old_groups_can_be_left_out(tmp_path: Path) -> None:
     assert len(buffer) == 6
 
 
+def test_groups_from_after_the_checkpoint_wait(tmp_path: Path) -> None:
+    """A run at version 9 is killed and resumed from version 4."""
+    buffer = ReplayBuffer(tmp_path, max_rows=100)
+    buffer.add([group(number, version=number) for number in (3, 4, 5, 9)])
+    resumed = reopened(buffer)
+    assert [resumed.available(current_version=now) for now in (2, 4, 8, 9)] == [0, 2, 3, 4]
+    assert {one.group_id for one in resumed.sample(2, current_version=4, rng=RNG(0)).groups} == {3, 4}
+
+
 def test_an_unreadable_part_is_left_out_with_a_warning(tmp_path: Path) -> None:
     buffer = ReplayBuffer(tmp_path, max_rows=100)
     buffer.add([group(0)])

@@ -155,7 +155,8 @@ class ReplayBuffer:
         return len(self._young(current_version, max_lag))
 
     def _young(self, current_version: int, max_lag: int | None) -> list[Entry]:
-        return [entry for entry in self.entries if max_lag is None or current_version - entry.version <= max_lag]
+        ages = ((entry, current_version - entry.version) for entry in self.entries)
+        return [entry for entry, age in ages if age >= 0 and (max_lag is None or age <= max_lag)]
 
     def sample(
         self, count: int, *, current_version: int, rng: np.random.Generator, max_lag: int | None = None
@@ -164,12 +165,13 @@ class ReplayBuffer:
 
         Args:
             count: groups.
-            current_version: weight version of the learner now.
+            current_version: weight version of the learner now. Newer groups (the run was resumed from an older
+                checkpoint) are not drawn until it is theirs.
             rng: numpy generator.
             max_lag: leave older groups out (they stay in the buffer); None = age only costs priority.
 
         Raises:
-            ValueError: there are fewer groups than that, or one is newer than ``current_version``.
+            ValueError: there are fewer groups than that.
         """
         entries = self._young(current_version, max_lag)
         versions = np.array([entry.version for entry in entries], np.int64)
