@@ -227,7 +227,8 @@ def test_in_bypass_mode_it_is_trls_own_loss(make: Make) -> None:
     for cls in (None, AsyncGRPOTrainer):
         options = {} if cls is None else {"cls": cls}
         bypass = op.Objective(mode="bypass", policy_loss=op.losses.PPOClip(low=0.1, high=0.3))
-        trainer = make(Worker(samples()), objective=bypass, epsilon=0.1, epsilon_high=0.3, **options)
+        options |= {"epsilon": 0.1, "epsilon_high": 0.3, "gradient_accumulation_steps": 2}
+        trainer = make(Worker(samples()), objective=bypass, **options)
         trainer._synced_version = 0
         loss = trainer.compute_loss(trainer.model, micro_batch(trainer))
         loss.backward()
