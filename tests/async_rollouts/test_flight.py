@@ -116,7 +116,7 @@ def test_an_error_of_a_request_is_one_of_its_rows_alone() -> None:
 
 
 def test_closing_gives_up_what_is_in_flight() -> None:
-    flight = Flight(Slow(seconds=0.05), cuts=True, workers=1)
+    flight = Flight(Slow(seconds=0.5), cuts=True, workers=1)
     futures = [flight.submit([i], OPTIONS, 1) for i in range(3)]
     time.sleep(0.02)
     start = time.monotonic()
@@ -125,16 +125,16 @@ def test_closing_gives_up_what_is_in_flight() -> None:
     for future in futures:
         with pytest.raises(EngineError, match=r"^Sampling ahead has ended"):
             future.result(timeout=1)
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 2.0
 
 
 def test_requests_run_at_once() -> None:
-    """Twenty of 50 ms: none waits for another."""
+    """Forty of 50 ms: none waits for another."""
     flight = Flight(Slow(seconds=0.005), cuts=False)
     start = time.monotonic()
-    futures = [flight.submit([i], {"max_tokens": 10}, 1) for i in range(20)]
+    futures = [flight.submit([i], {"max_tokens": 10}, 1) for i in range(40)]
     for future in futures:
         future.result(timeout=10)
 
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 1.0
     flight.close()
