@@ -19,7 +19,7 @@ from trl_offpolicy.engines.sync_check import SYNC_METRICS
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
 from trl_offpolicy.gradient_stats import GRADIENT_METRICS
-from trl_offpolicy.metrics import RATIO_METRICS, WEIGHT_METRICS
+from trl_offpolicy.metrics import RATIO_METRICS, ROUTING_METRICS, WEIGHT_METRICS
 from trl_offpolicy.token_ids import TOKEN_ID_METRICS
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
@@ -95,7 +95,9 @@ def emitted():
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
-    return {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats} | by_engine | by_gradient | by_control
+    by_routing = {f"offpolicy/routing/{name}" for name in ROUTING_METRICS}
+    by_term = {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats}
+    return by_term | by_engine | by_gradient | by_control | by_routing
 
 
 def test_every_emitted_key_is_on_the_page():
@@ -104,7 +106,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 23 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10
+    assert len(table()) == 5 * 23 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10 + len(ROUTING_METRICS)
 
 
 @pytest.mark.parametrize("preset", op.presets.names())
@@ -121,7 +123,8 @@ def test_every_row_is_complete():
 
 
 def test_classes_are_those_of_the_package():
-    for group, classes in (("mismatch", RATIO_METRICS), ("weight_applied", WEIGHT_METRICS)):
+    shells = (("mismatch", RATIO_METRICS), ("weight_applied", WEIGHT_METRICS), ("routing", ROUTING_METRICS))
+    for group, classes in shells:
         prefix = f"offpolicy/{group}/"
         shown = {key.removeprefix(prefix): row["class"] for key, row in table().items() if key.startswith(prefix)}
         assert shown == {name: f"`{cls.__name__}`" for name, cls in classes.items()}

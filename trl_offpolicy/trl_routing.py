@@ -96,13 +96,14 @@ class TrainerRouting:
             return {}
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        shape = {"experts": self._routers.experts, "layers": len(self._routers), "top_k": self._routers.top_k}
-        check_storage(mask.numel(), each=bytes_per_token(**shape), limit_gib=self._options.limit_gib)
+        experts, layers, top_k = self._routers.experts, len(self._routers), self._routers.top_k
+        each = bytes_per_token(experts=experts, layers=layers, top_k=top_k)
+        check_storage(mask.numel(), each=each, limit_gib=self._options.limit_gib)
         rows = [row[here.bool()].tolist() for row, here in zip(ids, mask, strict=True)]
-        dtype = route_dtype(self._routers.experts)
-        routes = aligned_routes(self._engine.store, rows, mask, numbers=self._routers.numbers, dtype=dtype)
+        numbers, dtype = self._routers.numbers, route_dtype(experts)
+        routes = aligned_routes(self._engine.store, rows, mask, numbers=numbers, dtype=dtype)
         self._engine.store.clear()
-        check_routes(routes, **shape)
+        check_routes(routes, experts=experts, layers=layers, top_k=top_k)
         return {KEY: routes if self._options.device == "cpu" else routes.to(ids.device)}
 
     @contextmanager

@@ -124,6 +124,17 @@ def test_presets_follow_the_size_of_the_mismatch() -> None:
     assert recommended("precision", 30.0).preset is None  # the system first
 
 
+def test_routing_is_replayed_by_the_steps_that_a_generation_serves() -> None:
+    evidence = make("routing")
+    found = {
+        steps: recommend(evidence, attribute(evidence), measure(evidence), steps=steps).why[-1]
+        for steps in (None, 1, 2, 8)
+    }
+    assert found[None].endswith("none at 1, r2 at 2, r3 at 4.")
+    assert [found[n].split()[1] for n in (1, 2, 8)] == ["none", "r2", "r3"]
+    assert not any("routing_replay" in sentence for sentence in recommended("precision").why)
+
+
 def test_recommended_yaml_is_a_preset_with_its_options() -> None:
     import yaml
 

@@ -183,7 +183,8 @@ CAUSES: dict[str, Cause] = {
         "A",
         "The router of a mixture of experts chooses other experts in the engine than in the trainer.",
         "Nearly all tokens agree and a few jump; routing/flip_fraction above 0.",
-        "Mask the jumps with a token band; for production replay the engine's routing.",
+        "Mask the jumps with a token band, or replay the routing: r2 at two or three optimizer steps a generation, r3 "
+        "from four, none at one.",
         "offpolicy: paper/icepop\n",
     ),
     "tool_tokens": Cause(

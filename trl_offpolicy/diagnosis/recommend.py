@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution
 from trl_offpolicy.diagnosis.attribution.evidence import Array, TokenEvidence
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.routing.options import R2_FROM, R3_FROM, recommend_replay
 
 NOT_FAULTS = ("precision", "routing", "policy_staleness", "unknown")
 """Causes that a correction may answer; every other one is repaired first."""
@@ -46,6 +47,8 @@ def recommend(
     attribution: Attribution,
     metrics: Mapping[str, float],
     limits: Thresholds | None = None,
+    *,
+    steps: float | None = None,
 ) -> Recommendation:
     """The smallest answer to a measured mismatch.
 
@@ -58,6 +61,7 @@ def recommend(
         attribution: of the batch.
         metrics: ``mismatch/*`` and ``weight_applied/ess_token`` of the batch, prefix left out.
         limits: of the decision tree.
+        steps: optimizer steps that one generation serves, where they are known: which routing to replay depends on it.
 
     Reference: Liu 2026, "Off-policy drift in LLM RL", decision tree and escalation; the quantiles are this kit's.
     """
@@ -73,7 +77,21 @@ def recommend(
     at_equal_weights = attribution.cause != "policy_staleness"
     if pearson < limits.pearson_broken or (at_equal_weights and kl > limits.kl_high):
         return _repair(attribution, pearson, kl, limits)
-    return _correct(evidence, attribution, metrics, limits)
+    found = _correct(evidence, attribution, metrics, limits)
+    return found if attribution.cause != "routing" else replace(found, why=(*found.why, routing_advice(steps)))
+
+
+def routing_advice(steps: float | None) -> str:
+    """Which routing of a mixture of experts to replay, in a sentence.
+
+    Args:
+        steps: optimizer steps that one generation serves; None = unknown.
+    """
+    if steps is None:
+        cases = ", ".join(f"{recommend_replay(n).mode} at {n}" for n in (1, R2_FROM, R3_FROM))
+        return f"Or replay the routing (routing_replay), by the optimizer steps that one generation serves: {cases}."
+    mode, why = recommend_replay(steps)
+    return f"routing_replay: {mode} ({why})."
 
 
 def _repair(attribution: Attribution, pearson: float, kl: float, limits: Thresholds) -> Recommendation:

@@ -1,0 +1,25 @@
+"""A fault of vLLM's CPU engine that would leave a mixture of experts with scrambled weights after a sync."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl_offpolicy.engines.environment import machine_has_gpu
+
+
+def forget_expert_kernels(model: Any) -> None:
+    """Have vLLM's CPU engine build the kernels of its experts again when it loads weights; nothing on a GPU.
+
+    vLLM 0.31 packs the experts for its CPU kernel only when it builds that kernel. Weights that are loaded later stay
+    unpacked (``UnquantizedFusedMoEMethod._setup_kernel``), and the kernel reads them in the wrong order, without an
+    error.
+
+    Args:
+        model: of vLLM's model runner.
+    """
+    if machine_has_gpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
