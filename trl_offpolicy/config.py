@@ -90,7 +90,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "(int8, int4, fp8, ...), check_sync, folder, timeout, retries."
         },
     )
-    async_rollouts: dict[str, Any] | int | str | None = field(
+    async_rollouts: dict[str, Any] | str | int | None = field(  # the parser takes the second: JSON comes as text
         default=None,
         metadata={
             "help": "Sample ahead with a vLLM server: generation batches that may be in flight while the trainer "

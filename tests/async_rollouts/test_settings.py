@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from trl import TrlParser
 
 from trl_offpolicy.async_rollouts.checks import check_trainer
 from trl_offpolicy.async_rollouts.settings import AsyncSettings
+from trl_offpolicy.config import OffPolicyGRPOConfig
 
 ON_SERVER = {"use_vllm": True, "vllm_mode": "server", "engine": {"transfer": "folder"}, "offpolicy": "paper/tis"}
 
@@ -118,3 +121,14 @@ def test_rollouts_of_several_requests_are_refused(make_args: Callable[..., Any],
         check_trainer(args, {name: [print]})
     check_trainer(args, {name: None})
     check_trainer(make_args(**ON_SERVER), {name: [print]})
+
+
+@pytest.mark.parametrize(("text", "lag"), [("1", 1), ('{"lag": 3, "partial": "finish"}', 3)])
+def test_on_the_command_line(tmp_path: Path, text: str, lag: int) -> None:
+    options = ["--use_vllm", "true", "--vllm_mode", "server", "--engine", '{"transfer": "folder"}', "--use_cpu", "true"]
+    options += ["--bf16", "false", "--output_dir", str(tmp_path), "--async_rollouts", text]
+
+    (args,) = TrlParser((OffPolicyGRPOConfig,)).parse_args_and_config(options)
+
+    settings = AsyncSettings.parse(args.async_rollouts)
+    assert settings is not None and settings.lag == lag
