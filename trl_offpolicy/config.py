@@ -119,7 +119,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "off (nobody looks)."
         },
     )
-    routing_replay: dict[str, Any] | str = field(
+    routing_replay: dict[str, Any] | str | None = field(
         default="none",
         metadata={
             "help": "Mixture of experts: replay the trainer's routing (r2) or the engine's (r3), or none; or a mapping "

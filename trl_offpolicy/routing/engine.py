@@ -70,6 +70,9 @@ class RoutedLLM:
         NotImplementedError: vLLM cannot report the routing of its kernel.
     """
 
+    store: RouteStore
+    """Of what was generated since it was cleared."""
+
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self.store = RouteStore()
