@@ -110,8 +110,16 @@ def prove(check: SyncCheck, version: int, probe: list[list[int]], *, engine: Eng
     return check.observe(version, engine=engine.score(probe), trainer=trainer, others=others)
 
 
-def check_sampling(kind: str, sampling: Sampling, *, needs_sampling: bool) -> None:
+def check_sampling(
+    kind: str, sampling: Sampling, *, needs_sampling: bool, arguments: Mapping[str, Any] | None = None
+) -> None:
     """The engine's log-probs can be compared with the trainer's.
+
+    Args:
+        kind: of the engine.
+        sampling: how it samples.
+        needs_sampling: a correction reads its log-probs.
+        arguments: of the engine, as given.
 
     Raises:
         ValueError: a correction that needs an engine of its own, or options that the trainer does not mirror.
@@ -122,9 +130,10 @@ def check_sampling(kind: str, sampling: Sampling, *, needs_sampling: bool) -> No
             "trainer itself, so that old/sampling is 1. Use correction: measure, or another engine."
         )
     if kind != "transformers":
-        from trl_offpolicy.engines.checks import require_comparable
+        from trl_offpolicy.engines.sampling_states import engine_findings, judge, request_findings
 
-        require_comparable({"generation_kwargs": dict(sampling.extra)}, device_type=_device_type())
+        found = request_findings({"generation_kwargs": dict(sampling.extra)}, device_type=_device_type())
+        judge(found + engine_findings(arguments or {}), needs_sampling=needs_sampling)
 
 
 def _device_type() -> str:

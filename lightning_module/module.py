@@ -105,7 +105,8 @@ class OffPolicyGRPOModule(LightningModule):
         self.objective = self.preset.objective
         fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
-        check_sampling(kind, self.sampling, needs_sampling=self.objective.needs_sampling)
+        arguments = engine if isinstance(engine, dict) else None
+        check_sampling(kind, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
         self.rewards = Rewards(reward_funcs, reward_weights)
         self.measuring = Measuring(self.rewards.names)
         self.scorer = Scorer(self.sampling)

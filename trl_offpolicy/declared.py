@@ -41,6 +41,7 @@ def declared_sides(
             "dtype": engine_dtype,
             "quantization": kind or "none",
             "tools": tools,
+            "kv_cache": options.get("kv_cache_dtype") or "auto",
         },
         "trainer": {
             **same,

@@ -8,25 +8,28 @@ from torch import nn
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.declared import declared_sides
+from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.presets import Preset
+from trl_offpolicy.trainer_checks import sampling_findings
 
 
-def run_description(
-    args: OffPolicyGRPOConfig, preset: Preset, model: nn.Module, *, tools: bool = False
-) -> dict[str, Any]:
+def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> dict[str, Any]:
     """The entries of ``run.json`` that describe the method; the doctor reads them beside the metrics."""
+    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     config: Any = getattr(model, "config", None)
+    server = getattr(getattr(trainer, "vllm_generation", None), "server", None)
     return {
         "model": getattr(config, "_name_or_path", ""),
         **preset.described(),
         "advantages": "TRL's" if preset.advantages is None else repr(preset.advantages),
         "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
         "control": repr(args.control_spec),
+        "sampling_states": described(sampling_findings(args) + (() if server is None else server.findings)),
         "declared": declared_sides(
             model,
             engine=cast("dict[str, Any] | None", args.engine) if args.use_vllm else None,
             autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
-            tools=tools,
+            tools=bool(trainer.tools),
             sampling={name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
     }

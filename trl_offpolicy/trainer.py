@@ -85,7 +85,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
         self._row_counter = batches.RowCounter()
         self._recorder = RolloutRecorder.of(self) if args.record_rollouts else None
-        info = run_description(args, preset, self.accelerator.unwrap_model(self.model), tools=bool(self.tools))
+        info = run_description(args, preset, self)
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
             self.add_callback(ShortProgressCallback)
         self.add_callback(RunFolderCallback(info, report=args.write_report, decode=self._tokenizer.decode))

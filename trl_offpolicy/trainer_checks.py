@@ -11,7 +11,8 @@ from trl_offpolicy.advantages import GRPO
 from trl_offpolicy.async_rollouts.checks import check_trainer
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.controllers import check_horizon
-from trl_offpolicy.engines.checks import require_comparable, sampling_faults
+from trl_offpolicy.engines.sampling_states import Finding, engine_findings, judge, request_findings
+from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.functional.advantages import ScaleRewards
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets.preset import Preset
@@ -50,12 +51,17 @@ def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout
             "offpolicy must not read the sampling policy when use_vllm is False: transformers' generate samples from "
             "the trainer itself, so old/sampling is 1. Use offpolicy: measure, or use_vllm: true."
         )
+    judge(sampling_findings(args), needs_sampling=objective.needs_sampling)
+
+
+def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[Finding, ...]:
+    """What the configuration says about states in which vLLM's policy is another one; a server is asked later."""
+    if not args.use_vllm:
+        return ()
     options = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
-    device_type = args.device.type
-    if objective.needs_sampling and args.use_vllm:
-        require_comparable(options, device_type=device_type)
-    elif args.use_vllm and (faults := sampling_faults(options, device_type=device_type)):
-        warnings.warn("Diagnostics will be biased: " + "; ".join(faults), stacklevel=3)
+    options["structured_outputs_regex"] = args.vllm_structured_outputs_regex
+    engine = EngineSettings.parse(cast("Mapping[str, Any] | None", args.engine)).arguments
+    return request_findings(options, device_type=args.device.type) + engine_findings(engine)
 
 
 def check_tools(args: OffPolicyGRPOConfig, *, has_tools: bool) -> None:

@@ -29,6 +29,10 @@ class Call(NamedTuple):
     completion: Sequence[int]
 
 
+_NO_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""Said in every request: a server takes what is left out from the model's ``generation_config.json``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How completions are sampled.
@@ -68,7 +72,7 @@ class Sampling:
     def vllm_options(self) -> dict[str, Any]:
         """Keyword arguments of ``SamplingParams``, or fields of a request."""
         own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "extra"}
-        return {**own, **self.extra, "logprobs": 0}
+        return {**_NO_PENALTIES, **own, **self.extra, "logprobs": 0}
 
 
 @dataclass(frozen=True, kw_only=True)

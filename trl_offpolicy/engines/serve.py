@@ -13,6 +13,7 @@ from pathlib import Path
 from trl_offpolicy.engines.client import LOOPBACK
 from trl_offpolicy.engines.environment import CPU_SERVER_ENVIRONMENT, machine_has_gpu
 from trl_offpolicy.engines.lora import LORA_MODULES, served_rank
+from trl_offpolicy.engines.sampling_states import engine_findings, flag_arguments
 
 GUARD = "trl_offpolicy.engines.guard.RequireKey"
 
@@ -124,6 +125,8 @@ def announce(options: ServeOptions) -> None:
     for row in exposure(options):
         table.add_row(*row)
     console.print(table)
+    for one in engine_findings(flag_arguments(options.extra)):
+        console.print(f"{one.severity}: {one}.", soft_wrap=True, highlight=False)
     if not options.api_key:
         console.print("No API key is set: any user of this machine can call these. Set VLLM_API_KEY to ask for one.")
 

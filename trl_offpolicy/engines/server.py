@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from trl_offpolicy.engines.client import Patience, Refused, ServerClient
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.server_checks import forget_old_keys, require_ready
 from trl_offpolicy.engines.weight_files import remove_all_but, safe_child, write_adapter, write_weights
 from trl_offpolicy.engines.weights import WeightSource
 
@@ -70,7 +71,7 @@ class ServerEngine:
         self.client.wait_until_up()
         self.model = self._base_model()
         self._routes = set(self.client.get("/openapi.json")["paths"])
-        self._require_ready()
+        self.findings = require_ready(self.client, self._routes)
 
     def bind(self, source: WeightSource) -> None:
         """Say whose weights :meth:`sync_weights` takes."""
@@ -197,7 +198,7 @@ class ServerEngine:
                 self._reload(target)
             else:
                 self._load_adapter(target)
-            self.client.post("/reset_prefix_cache", {})
+            forget_old_keys(self.client)
             self.client.post("/update_weight_version", {"new_version": self._label})
         except Refused as error:
             raise SyncError(f"The vLLM server did not load {target}: {error}") from error
@@ -256,21 +257,6 @@ class ServerEngine:
             )
         logger.warning("The server was started anew: sending version %s again.", self.version)
         self._load(self._sent)
-
-    def _require_ready(self) -> None:
-        """The server was started so that its weights can be replaced and its log-probs compared."""
-        if "/weight_info" not in self._routes:
-            raise EngineError(
-                f"The vLLM server at {self.client.base_url} does not serve /weight_info, by which the version of its "
-                "weights is known. Start it with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
-            )
-        config = self.client.get("/server_info", config_format="json")["vllm_config"]
-        mode = config.get("model_config", {}).get("logprobs_mode", "processed_logprobs")
-        if mode != "processed_logprobs":
-            raise EngineError(
-                f"The vLLM server at {self.client.base_url} reports {mode}: log-probs of another distribution than the "
-                "one it samples from. Start it with `trl-offpolicy serve`, or with --logprobs-mode processed_logprobs."
-            )
 
     def _base_model(self) -> str:
         models = self.client.get("/v1/models")["data"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_offpolicy.engines.colocate import reload_in_process, score_in_process
+from trl_offpolicy.engines.colocate import forget_old_keys, reload_in_process, score_in_process
 from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
@@ -166,6 +166,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             size = reload_in_process(self.llm, self._iter_named_params())
         else:
             super().sync_weights()
+            if self.mode == "colocate":
+                forget_old_keys(self.llm)  # TRL leaves out what a connector keeps
             kind = "nccl" if self.mode == "server" else "memory"
         self.last_sync = SyncReport(version=self.version, kind=kind, bytes=size, seconds=time.monotonic() - start)
         if self._watcher is not None:

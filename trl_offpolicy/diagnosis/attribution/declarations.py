@@ -41,6 +41,10 @@ def differences(engine: Declared, trainer: Declared) -> dict[str, Statement]:
         ]
         if texts:
             found[cause] = Statement(cause, "; ".join(texts))
+    if engine.kv_cache not in (None, "auto", engine.dtype):
+        text = f"keys and values stored as {engine.kv_cache} in the engine"
+        known = [found["precision"].text] if "precision" in found else []
+        found["precision"] = Statement("precision", "; ".join([*known, text]))
     for cause, text in _possible(engine, trainer).items():
         found.setdefault(cause, Statement(cause, text, certain=False))
     return found

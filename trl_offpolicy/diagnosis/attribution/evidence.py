@@ -36,6 +36,7 @@ class Declared:
         dropout: largest dropout probability that was active.
         experts: experts of a mixture-of-experts model; 0 = dense.
         tools: the completions hold text that no policy sampled.
+        kv_cache: format of the stored keys and values; "auto" = that of the computation.
     """
 
     dtype: str | None = None
@@ -50,6 +51,7 @@ class Declared:
     dropout: float | None = None
     experts: int | None = None
     tools: bool | None = None
+    kv_cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

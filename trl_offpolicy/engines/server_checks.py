@@ -1,0 +1,56 @@
+"""What a vLLM server must offer before a run begins, and what it must forget at every sync."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from trl_offpolicy.engines.client import ServerClient
+from trl_offpolicy.engines.engine import EngineError, SyncError
+from trl_offpolicy.engines.sampling_states import Finding, engine_findings, judge, server_arguments
+
+RESET_TRIES, RESET_PAUSE = 20, 0.25  # seconds between two
+
+
+def require_ready(client: ServerClient, routes: Collection[str]) -> tuple[Finding, ...]:
+    """The server was started so that its weights can be replaced and its log-probs compared; what else it says.
+
+    Raises:
+        EngineError: it was not; the message says the flag.
+    """
+    if "/weight_info" not in routes:
+        raise EngineError(
+            f"The vLLM server at {client.base_url} does not serve /weight_info, by which the version of its "
+            "weights is known. Start it with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
+        )
+    arguments = server_arguments(client.get("/server_info", config_format="json")["vllm_config"])
+    mode = arguments["logprobs_mode"]
+    if mode not in (None, "processed_logprobs"):
+        raise EngineError(
+            f"The vLLM server at {client.base_url} reports {mode}: log-probs of another distribution than the "
+            "one it samples from. Start it with `trl-offpolicy serve`, or with --logprobs-mode processed_logprobs."
+        )
+    findings = engine_findings(arguments)
+    if refused := [str(one) for one in findings if one.severity == "refuse"]:
+        raise EngineError(f"The vLLM server at {client.base_url} cannot be corrected for: {'; '.join(refused)}.")
+    judge(findings, needs_sampling=True)
+    return findings
+
+
+def forget_old_keys(client: ServerClient) -> None:
+    """Reset the prefix cache, also that of a connector; the server declines while requests hold keys and values.
+
+    Raises:
+        SyncError: it went on declining.
+    """
+    for attempt in range(RESET_TRIES):
+        if attempt:
+            time.sleep(RESET_PAUSE)
+        answer = client.post("/reset_prefix_cache?reset_external=true", {})
+        if not isinstance(answer, dict) or answer.get("success", True):
+            return  # older servers say nothing
+    raise SyncError(
+        f"The vLLM server at {client.base_url} did not reset its prefix cache in {RESET_TRIES} tries: requests of "
+        "another client are running, or keys and values are being moved. Its answers would come from those of the old "
+        "weights. Give the trainer a server of its own."
+    )
