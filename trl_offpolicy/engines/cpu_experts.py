@@ -20,6 +20,6 @@ def forget_expert_kernels(model: Any) -> None:
     if machine_has_gpu():
         return
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None

@@ -86,7 +86,8 @@ class Rollouts:
             where the engine could not say. None from an engine that is the trainer itself (sampling = old).
         policy_versions: version of the weights that produced each token.
         finish_reasons: "stop", "length" or what the engine calls it.
-        routed_experts: (tokens, layers, experts a token) ids of each completion, where the engine reports them.
+        routed_experts: (tokens, layers with experts, k) expert ids of each prompt and completion but its last token,
+            which the engine was never fed; where the engine reports them.
         sampling_mask: ids that truncated sampling kept at each token, where the engine reports them.
     """
 
