@@ -44,15 +44,15 @@ def test_nothing_is_read_before_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "every", "lag", "left", "expected"),
+    ("position", "every", "count", "left", "expected"),
     [
-        (0, 2, 2, 100, [0, 2, 4]),
-        (1, 2, 1, 100, [1, 3]),
-        (0, 2, 3, 5, [0, 2, 4]),  # the generation at 6 would be after the end
-        (0, 2, 3, 4, [0, 2]),
-        (0, 4, 2, 1, [0]),
-        (0, 1, 0, 9, [0]),
+        (0, 2, 3, 100, [0, 2, 4]),
+        (1, 2, 2, 100, [1, 3]),
+        (0, 2, 4, 5, [0, 2, 4]),  # the generation at 6 would be after the end
+        (0, 2, 4, 4, [0, 2]),
+        (0, 4, 3, 1, [0]),
+        (0, 1, 1, 9, [0]),
     ],
 )
-def test_positions_of_generations(position: int, every: int, lag: int, left: int, expected: list[int]) -> None:
-    assert positions_ahead(position=position, every=every, lag=lag, left=left) == expected
+def test_positions_of_generations(position: int, every: int, count: int, left: int, expected: list[int]) -> None:
+    assert positions_ahead(position=position, every=every, count=count, left=left) == expected

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
@@ -99,14 +100,14 @@ class RolloutsAhead:
         self._first_step = self._trainer._step
         return self._lookahead
 
-    def _rows_ahead(self) -> Iterator[list[dict[str, Any]]]:
-        """The rows of the generation batches from the present one on, to the end of the epoch or of training."""
+    def _rows_ahead(self, count: int) -> Iterator[list[dict[str, Any]]]:
+        """The rows of ``count`` generation batches from the present one on; fewer at the end of epoch or training."""
         trainer = self._trainer
         position = trainer._step - self._first_step
         later = trainer.state.max_steps - trainer.state.global_step - 1
         in_step = trainer.current_gradient_accumulation_steps - position
         left = in_step + later * trainer.args.gradient_accumulation_steps
-        for at in positions_ahead(position=position, every=self._every, lag=self._settings.lag, left=left):
+        for at in positions_ahead(position=position, every=self._every, count=count, left=left):
             if (rows := self._lookahead.at(at)) is None:
                 return
             yield rows
@@ -168,11 +169,7 @@ class RolloutsAhead:
         size = self._admission.batch_size
         room = self._admission.allowance(submitted=self._submitted, version=self._learned) // size
         known = len(self._queue)
-        for i, rows in enumerate(self._rows_ahead()):
-            if i < known:
-                continue
-            if i >= known + room:
-                return
+        for rows in islice(self._rows_ahead(known + room), known, None):
             prompts = self._tokenized(rows)
             everyone = gather_object(prompts)
             options = self._engine._sampling().vllm_options()

@@ -43,16 +43,16 @@ class Lookahead:
         return self._seen[ahead] if ahead < len(self._seen) else None
 
 
-def positions_ahead(*, position: int, every: int, lag: int, left: int) -> list[int]:
+def positions_ahead(*, position: int, every: int, count: int, left: int) -> list[int]:
     """Where the next generation batches stand, the present one included.
 
     Args:
         position: of the present micro-batch in its optimizer step.
         every: micro-batches from one generation to the next.
-        lag: generations to look ahead.
+        count: generations wanted.
         left: micro-batches until the end of training, the present one included.
 
     Returns:
-        Positions counted like ``position``, at most ``lag + 1``; none of them after the end of training.
+        Positions counted like ``position``, at most ``count``; none of them after the end of training.
     """
-    return [position + offset for offset in range(0, every * (lag + 1), every) if offset < left]
+    return [position + offset for offset in range(0, every * count, every) if offset < left]
