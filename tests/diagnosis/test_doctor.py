@@ -113,6 +113,15 @@ def test_every_translated_name_is_one_of_ours() -> None:
             assert f"`{name.rsplit('/', 1)[-1]}`" in page or name in ("reward", "grad_norm"), name
 
 
+def test_mismatch_behind_tool_output() -> None:
+    tools = {"post_tool/kl_k3": 0.03, "post_tool/kl_k3_ratio": 5.0}
+    name = "mismatch after tool calls averaged away"
+    assert name in names(tools)
+    assert name not in names({**tools, "post_tool/kl_k3_ratio": 2.0})
+    assert name not in names({**tools, "post_tool/kl_k3": 0.001})  # too small to mean anything
+    assert name not in names({})
+
+
 def test_antipatterns() -> None:
     correction = "Correction(weight=TruncateWeight(max_weight=5.0, level='sequence', min_weight=None), keep=())"
     low = {"weight_applied/ess_sequence": 0.3}

@@ -1,7 +1,7 @@
 """Habits that hide the fault or make it worse, as warnings.
 
 The first five are those of Liu 2026, "Off-Policy Drift in LLM RL", sidebar "five common diagnostic mistakes"; the
-length trap is its failure mode of that name (Liu et al. 2025).
+length trap is its failure mode of that name (Liu et al. 2025). The one about tools is this kit's.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def find_antipatterns(
         _wide_clip(readings, info, thresholds),
         _surge_without_guard(readings, info, thresholds),
         _maximum_behind_the_mean(readings, thresholds),
+        _tools_behind_the_mean(readings, thresholds),
         None if rollouts is None else _length_trap(rollouts, info, thresholds),
     )
     return tuple(one for one in found if one is not None)
@@ -136,6 +137,18 @@ def _maximum_behind_the_mean(readings: Readings, thresholds: Thresholds) -> Anti
         "largest difference averaged away",
         f"The mean KL is small ({mean:.2g} nats), but for some token {seen}.",
         "Look at the worst tokens of the report: the spike is often the engine, routing or precision fault.",
+    )
+
+
+def _tools_behind_the_mean(readings: Readings, thresholds: Thresholds) -> AntiPattern | None:
+    after, times = readings.get("post_tool/kl_k3"), readings.get("post_tool/kl_k3_ratio")
+    if after is None or times is None or after <= thresholds.kl_healthy or times <= thresholds.post_tool_ratio:
+        return None
+    return AntiPattern(
+        "mismatch after tool calls averaged away",
+        f"Behind tool output KL k3 is {after:.2g} nats, {times:.1f} times that before it "
+        f"(limit {thresholds.post_tool_ratio:g}).",
+        "Look at rollout/retokenised_fraction first; then cap weights by turn (offpolicy: paper/turn-is).",
     )
 
 
