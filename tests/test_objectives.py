@@ -228,12 +228,23 @@ def test_no_correction_is_weight_one_and_still_measures():
     assert float(out.stats["mismatch/kl_k1"]) == pytest.approx(-math.log(12) / 2, abs=1e-6)
 
 
-def test_the_ratio_is_to_old_or_to_the_proximal_policy():
-    batch = policy_batch([[1.0]], [[1.1]])
-    centred = replace(batch, proximal_per_token_logps=torch.tensor([[LOGP + math.log(1.1) - math.log(0.9)]]))
+def test_the_clip_is_around_the_proximal_policy_and_every_factor_counts_once():
+    batch = policy_batch([[1.0]], [[1.8]])  # current/old = 1.8
+    centred = replace(batch, proximal_per_token_logps=batch.old_per_token_logps + math.log(1.2))
 
-    assert loss_of(batch) == pytest.approx(-1.1, abs=1e-6)
-    assert loss_of(centred) == pytest.approx(-0.9, abs=1e-6)  # current/proximal = 0.9
+    assert loss_of(batch) == pytest.approx(-1.2, abs=1e-6)  # clipped
+    assert loss_of(centred) == pytest.approx(-1.2 * 1.2, abs=1e-6)  # proximal/old x the clip of 1.5
+    near = replace(batch, proximal_per_token_logps=batch.old_per_token_logps + math.log(1.6))
+    assert loss_of(near) == pytest.approx(-1.8, abs=1e-6)  # 1.6 x 1.125, not clipped
+    alone = replace(near, old_per_token_logps=None)
+    assert loss_of(alone) == pytest.approx(-1.125, abs=1e-6)  # the weights hold proximal/sampling
+
+
+def test_a_loss_with_the_weights_inside_refuses_a_centre_beside_old():
+    batch = policy_batch([[1.0]], [[1.1]])
+    centred = replace(batch, proximal_per_token_logps=batch.old_per_token_logps)
+    with pytest.raises(ValueError, match="proximal_per_token_logps must be None beside old_per_token_logps with VESPO"):
+        Objective(policy_loss=losses.VESPO())(centred)
 
 
 def test_old_absent_is_ratio_one_with_gradient():

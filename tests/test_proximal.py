@@ -145,9 +145,8 @@ def test_the_centre_moves_the_ratio_of_the_loss():
     whole = batch()
     centre = proximal.InterpolatedProximal()(whole)
 
-    out = op.Objective(policy_loss=op.losses.PPOClip(low=0.9, high=9.0))(
-        replace(whole, proximal_per_token_logps=centre)
-    )
+    alone = replace(whole, old_per_token_logps=None, proximal_per_token_logps=centre)
+    out = op.Objective(policy_loss=op.losses.PPOClip(low=0.9, high=9.0))(alone)
     (gradient,) = torch.autograd.grad(out.loss, whole.per_token_logps)
 
     assert out.loss.item() == pytest.approx(-(2**0.25 + 2**-0.25) / 2, abs=1e-6)

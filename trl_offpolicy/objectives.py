@@ -59,8 +59,8 @@ class Objective:
             old/sampling. "bypass": two policies, the loss's ratio is pi / mu and holds the whole shift already; terms
             then read current/sampling.
         proximal: centre of the trust region, see :mod:`trl_offpolicy.proximal`. "Recomputed" (default): pi_old, or
-            the batch's ``proximal_per_token_logps``. With the others the policy term is proximal/old times the loss on
-            current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
+            the batch's ``proximal_per_token_logps``. Around a centre of its own the policy term is proximal/old times the
+            loss on current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
 
     Raises:
         ValueError: an unknown option, or a factor of pi / mu that would be counted twice.
@@ -185,7 +185,7 @@ class Objective:
         reduction = reduction or Reduction()
         check_current(batch)
         batch, average = self._centred(batch)
-        shift = None if isinstance(self.proximal, RecomputedProximal) else centre_shift(batch, self.policy_loss.level)
+        shift = self._shift(batch)
         corrected = no_correction(batch) if self.correction is None else self.correction(batch)
         used = corrected if shift is None else shifted(corrected, shift)
         inputs = self._inputs(batch, used)
@@ -207,6 +207,18 @@ class Objective:
             stats=self._stats(batch, corrected, parts),
             average=average,
         )
+
+    def _shift(self, batch: PolicyBatch) -> Tensor | None:
+        """log(proximal / old), what a loss on current/proximal leaves out; None where the loss has no such ratio."""
+        if self.mode == "bypass" or self._loss_reads_sampling or not self.policy_loss.uses_ratio:
+            return None
+        shift = centre_shift(batch, self.policy_loss.level)
+        if shift is not None and self.policy_loss.weight_use == "inside":
+            raise ValueError(
+                f"proximal_per_token_logps must be None beside old_per_token_logps with {type(self.policy_loss).__name__}, "
+                "which reads one weight for a response and not proximal/old by token, but got a tensor."
+            )
+        return shift
 
     @staticmethod
     def _stats(batch: PolicyBatch, corrected: CorrectionOutput, parts: LossParts) -> Stats:
