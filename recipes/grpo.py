@@ -9,17 +9,19 @@ Any field of the YAML can be overridden on the command line; --help lists them a
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from tasks import REWARDS, load_splits
+from tasks import REWARDS, agent_tools, load_splits
 
 from trl_offpolicy.callbacks import RecipeCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig
@@ -49,10 +51,30 @@ class RecipeArguments:
         default=None, metadata={"help": "Regular expression whose first group is the answer, e.g. '#### (.+)'."}
     )
     system_prompt: str | None = field(default=None, metadata={"help": "System message before every question."})
+    examples: list[dict] | None = field(
+        default=None, metadata={"help": "Messages between the system message and the question, e.g. a tool call."}
+    )
+    tools: list[str] | None = field(default=None, metadata={"help": "Tools that the model may call, e.g. calculator."})
+    chat_template: str | None = field(default=None, metadata={"help": "File with a chat template (jinja)."})
+    response_template: str | None = field(
+        default=None, metadata={"help": "File (JSON) that says how transformers reads tool calls in a reply."}
+    )
     reward: str = field(default="graded_number", metadata={"help": f"Reward function: one of {sorted(REWARDS)}."})
     train_size: int = field(default=2000, metadata={"help": "Number of training prompts."})
     eval_size: int = field(default=64, metadata={"help": "Number of held-out prompts, disjoint from training."})
     resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
+
+
+def chat_tokenizer(recipe: RecipeArguments, model: ModelConfig) -> AutoTokenizer | None:
+    """The model's tokenizer with the templates of the recipe; None = the trainer loads it as it is."""
+    if recipe.chat_template is None and recipe.response_template is None:
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left")
+    if recipe.chat_template is not None:
+        tokenizer.chat_template = Path(recipe.chat_template).read_text()
+    if recipe.response_template is not None:
+        tokenizer.response_template = json.loads(Path(recipe.response_template).read_text())
+    return tokenizer
 
 
 def main() -> None:
@@ -76,6 +98,8 @@ def main() -> None:
         train_dataset=train,
         eval_dataset=held_out if training.eval_strategy != "no" else None,
         peft_config=get_peft_config(model),
+        processing_class=chat_tokenizer(recipe, model),
+        tools=agent_tools(recipe.tools),
     )
     trainer.add_callback(RecipeCallback(options))
     trainer.train(resume_from_checkpoint=checkpoint)

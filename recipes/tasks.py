@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from agent_calculator.calculator import calculator
 from datasets import Dataset, load_dataset
 
 _NUMBER = re.compile(r"-?\d+")
@@ -60,7 +62,7 @@ def _as_prompt(row: dict[str, Any], recipe: Any) -> dict[str, Any]:
 
 def _messages(recipe: Any, question: str) -> list[dict[str, str]]:
     system = [{"role": "system", "content": recipe.system_prompt}] if recipe.system_prompt else []
-    return [*system, {"role": "user", "content": question}]
+    return [*system, *(getattr(recipe, "examples", None) or []), {"role": "user", "content": question}]
 
 
 def _reasoning_gym(task: str, recipe: Any, size: int) -> list[dict[str, Any]]:
@@ -118,6 +120,19 @@ def accuracy(completions: list[Any], answer: list[str], **_: Any) -> list[float 
     return scores
 
 
+def agent_tools(names: list[str] | None) -> list[Callable[..., str]] | None:
+    """The tools of these names.
+
+    Raises:
+        ValueError: there is no such tool.
+    """
+    unknown = [name for name in names or () if name not in TOOLS]
+    if unknown:
+        raise ValueError(f"tools must be among {sorted(TOOLS)}, but got {', '.join(unknown)}.")
+    return [TOOLS[name] for name in names] if names else None
+
+
+TOOLS = {"calculator": calculator}
 REWARDS = {
     "graded_number": graded_number,
     "exact_number": exact_number,
