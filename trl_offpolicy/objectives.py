@@ -59,8 +59,8 @@ class Objective:
             old/sampling. "bypass": two policies, the loss's ratio is pi / mu and holds the whole shift already; terms
             then read current/sampling.
         proximal: centre of the trust region, see :mod:`trl_offpolicy.proximal`. "Recomputed" (default): pi_old, or
-            the batch's ``proximal_per_token_logps``. Around a centre of its own the policy term is proximal/old times the
-            loss on current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
+            the batch's ``proximal_per_token_logps``. Around a centre of its own the policy term is proximal/old times
+            the loss on current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
 
     Raises:
         ValueError: an unknown option, or a factor of pi / mu that would be counted twice.
@@ -214,9 +214,10 @@ class Objective:
             return None
         shift = centre_shift(batch, self.policy_loss.level)
         if shift is not None and self.policy_loss.weight_use == "inside":
+            name = type(self.policy_loss).__name__
             raise ValueError(
-                f"proximal_per_token_logps must be None beside old_per_token_logps with {type(self.policy_loss).__name__}, "
-                "which reads one weight for a response and not proximal/old by token, but got a tensor."
+                f"proximal_per_token_logps must be None beside old_per_token_logps with {name}, which reads "
+                "one weight for a response and not proximal/old by token, but got a tensor."
             )
         return shift
 
