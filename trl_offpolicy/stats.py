@@ -112,7 +112,7 @@ class Stats(Mapping[str, Stat]):
         return Stats(reduced if len(ranks) == 1 else _gather_rows(reduced, gather))
 
     def measured(self, *, stale: bool) -> Stats:
-        """With ``stale`` rows: without ``mismatch`` and ``kept`` where no row was of today's weights or had an old one."""
+        """With ``stale`` rows: no ``mismatch`` and ``kept`` where no row was of today's weights or had an old one."""
         seen = self.groups.get("mismatch") if stale else None
         if seen is None or bool(seen.moments["tokens"] + seen.moments["nonfinite"] > 0):
             return self
