@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -23,31 +22,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each run has one thread
-import torch
-
 from recipes.async_lag.experiment import Job, Settings, run
 from recipes.async_lag.figure import draw
 from recipes.async_lag.lag import LAGS, ONLY_AT, VARIANTS
 from recipes.async_lag.tables import lag_name, summarise, table
 from recipes.quantised_rollouts.experiment import warm_model
-from recipes.quantised_rollouts.jobs import Experiment, cost_text, cpu_seconds, outcome_of, run_all
+from recipes.quantised_rollouts.jobs import Experiment, cost_text, run_and_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, then report."""
     args = parse(arguments)
-    started, used = time.monotonic(), cpu_seconds()
     jobs = plan(args.variants, args.lags, args.seeds)
-    before = sum(outcome_of(job, args.settings, args.out) is not None for job in jobs)
-    runs = run_all(jobs, args.settings, args.out, args.jobs, Experiment(warm_model, run))
-    report(runs, args, {
-        "runs": len(runs),
-        "finished_before": before,
-        "wall_seconds": time.monotonic() - started,
-        "cpu_seconds": cpu_seconds() - used,
-        "cpu_seconds_of_all_runs": sum(run["cpu_seconds"] for run in runs),
-        "torch": torch.__version__,
-    })  # fmt: skip
+    runs, cost = run_and_time(jobs, args.settings, args.out, args.jobs, Experiment(warm_model, run))
+    report(runs, args, cost)
     return 0
 
 

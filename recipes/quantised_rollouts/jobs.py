@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -102,7 +103,25 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def cpu_seconds() -> float:
+def run_and_time(
+    jobs: Sequence[Any], settings: Any, folder: Path, processes: int, experiment: Experiment
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """:func:`run_all`, and what it cost: runs, finished before, seconds of wall clock and CPU, torch's version."""
+    started, used = time.monotonic(), _cpu_seconds()
+    before = sum(outcome_of(job, settings, folder) is not None for job in jobs)
+    runs = run_all(jobs, settings, folder, processes, experiment)
+    cost = {
+        "runs": len(runs),
+        "finished_before": before,
+        "wall_seconds": time.monotonic() - started,
+        "cpu_seconds": _cpu_seconds() - used,
+        "cpu_seconds_of_all_runs": sum(run["cpu_seconds"] for run in runs),
+        "torch": torch.__version__,
+    }
+    return runs, cost
+
+
+def _cpu_seconds() -> float:
     """User and system time of this process and the children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
