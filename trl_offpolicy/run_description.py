@@ -23,6 +23,8 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
         **preset.described(),
         "advantages": "TRL's" if preset.advantages is None else repr(preset.advantages),
         "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
+        "async_rollouts": args.async_rollouts,
+        "routing_replay": args.routing_replay,
         "control": repr(args.control_spec),
         "sampling_states": described(sampling_findings(args) + (() if server is None else server.findings)),
         "declared": declared_sides(
