@@ -61,12 +61,16 @@ def sum_sq_probs(model: Any, *, wanted: bool, temperature: float, cast_lm_head_t
         model.forward = patched
 
 
+def is_aligned(args: Any) -> bool:
+    """One optimizer step serves whole generation batches: the old policy is the current one, detached."""
+    return bool(args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0)
+
+
 @contextmanager
 def as_if_aligned(args: Any) -> Iterator[None]:
     """While open, TRL's generation leaves out its own pass for the old log-probs.
 
-    It makes that pass unless ``gradient_accumulation_steps`` is a multiple of the micro-batches of a generation, and
-    reads the option for nothing else there.
+    It makes that pass unless :func:`is_aligned`, and reads ``gradient_accumulation_steps`` for nothing else there.
     """
     accumulation = args.gradient_accumulation_steps
     args.gradient_accumulation_steps = args.steps_per_generation * args.num_iterations

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_offpolicy.async_rollouts.settings import AsyncSettings
 from trl_offpolicy.batches import trainable
 from trl_offpolicy.functional.routing import ROUTING_DIAGNOSTICS
+from trl_offpolicy.fused_head import is_aligned
 from trl_offpolicy.routing.engine import RoutedLLM, aligned_routes
 from trl_offpolicy.routing.freeze import freeze_router, freeze_router_bias
 from trl_offpolicy.routing.options import RoutingReplay
@@ -41,7 +43,7 @@ def check_replay(args: Any) -> RoutingReplay:
     options = RoutingReplay.parse(args.routing_replay)
     if options.mode == "none":
         return options
-    if getattr(args, "async_rollouts", None) not in (None, "off"):
+    if AsyncSettings.parse(args.async_rollouts) is not None:
         raise ValueError(f"routing_replay must be none with async_rollouts, but got {options.mode!r}.")
     if options.mode == "r2" and optimizer_steps(args) <= 1:
         raise ValueError(
@@ -147,8 +149,7 @@ def scores_old(args: Any, stages: Stages | None, *, reads_old: bool) -> bool:
     if stages is not None and stages.needs_old:
         return False
     mode = RoutingReplay.parse(args.routing_replay).mode
-    misaligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
-    return misaligned and (mode == "r2" or (mode == "r3" and reads_old))
+    return not is_aligned(args) and (mode == "r2" or (mode == "r3" and reads_old))
 
 
 def predicting(inputs: dict[str, Any]) -> Tensor:

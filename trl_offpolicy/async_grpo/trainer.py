@@ -6,8 +6,6 @@ objective decides; TRL's sampling, packing, weight sync, staleness bound and met
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ from trl_offpolicy.async_grpo.packed import packed_batch
 from trl_offpolicy.losses import PPOClip
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.proximal import AveragedProximal
+from trl_offpolicy.rebinding import rebound
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import Reduction
 
@@ -76,7 +75,8 @@ class OffPolicyAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """TRL's, with versions, groups and rewards in the batches."""
-        with _rebound(RolloutQueueDataset=VersionedQueueDataset, DataCollatorForRollout=VersionedCollator):
+        classes = {"RolloutQueueDataset": VersionedQueueDataset, "DataCollatorForRollout": VersionedCollator}
+        with rebound(async_grpo_trainer, **classes):
             return super().get_train_dataloader()
 
     # ----------------------------------------------------------------------------------------------------------- loss
@@ -136,13 +136,3 @@ def _check(objective: Objective) -> None:
             "objective.proximal must not be AveragedProximal: AsyncGRPOTrainer makes one step on a sample, so there is "
             "nothing to average."
         )
-
-
-@contextmanager
-def _rebound(**classes: Any) -> Iterator[None]:
-    """Let TRL's module use these classes for a while; it looks them up when it builds the loader."""
-    with ExitStack() as stack:
-        for name, value in classes.items():
-            stack.callback(setattr, async_grpo_trainer, name, getattr(async_grpo_trainer, name))
-            setattr(async_grpo_trainer, name, value)
-        yield

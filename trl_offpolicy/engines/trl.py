@@ -27,6 +27,7 @@ from trl_offpolicy.engines.server import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.trl_parts import TrainerWeights, WithAdapter
 from trl_offpolicy.engines.weights import Adapter, ModelWeights
+from trl_offpolicy.rebinding import rebound
 from trl_offpolicy.routing.engine import RoutedLLM, routing_arguments
 
 
@@ -101,7 +102,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         self.settings.check_colocate()
         prepare_environment()
         arguments = {**self._default_arguments(), **self.settings.arguments}
-        with _rebound(vllm_generation, "LLM", partial(_build_llm, vllm_generation.LLM, arguments)):
+        with rebound(vllm_generation, LLM=partial(_build_llm, vllm_generation.LLM, arguments)):
             super()._init_vllm()
         if self.settings.return_routing:
             self.llm = RoutedLLM(self.llm)
@@ -263,17 +264,6 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         )
 
 
-@contextmanager
-def _rebound(module: Any, name: str, value: Any) -> Iterator[None]:
-    """TRL offers no way to pass engine arguments or another engine class; it looks these module globals up late."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
 def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
     return llm_class(**{**kwargs, **overrides})
 
@@ -282,5 +272,5 @@ def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
 def trl_engine(engine: dict[str, Any] | None, *, folder: Path) -> Iterator[None]:
     """While active, a GRPOTrainer that is built uses :class:`TRLEngine` with these settings."""
     settings = EngineSettings.parse(engine)
-    with _rebound(grpo_trainer, "VLLMGeneration", partial(TRLEngine, settings=settings, folder=folder)):
+    with rebound(grpo_trainer, VLLMGeneration=partial(TRLEngine, settings=settings, folder=folder)):
         yield

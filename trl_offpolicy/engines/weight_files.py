@@ -16,6 +16,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trl_offpolicy.disk import fsync
 from trl_offpolicy.engines.engine import SyncError
 
 MANIFEST = "manifest.json"
@@ -87,7 +88,7 @@ def _publish(folder: Path, texts: Mapping[str, str], shards: Iterator[tuple[str,
         verify(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-        _fsync(folder.parent)
+        fsync(folder.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, SyncError) or not isinstance(error, Exception):
@@ -100,11 +101,11 @@ def _seal(folder: Path) -> int:
     """Manifest of what is there, everything on disk; returns the bytes."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     for path in files:
-        _fsync(path)
+        fsync(path)
     manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _checksum(path)} for path in files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
-    _fsync(folder / MANIFEST)
-    _fsync(folder)
+    fsync(folder / MANIFEST)
+    fsync(folder)
     return sum(path.stat().st_size for path in files)
 
 
@@ -123,11 +124,3 @@ def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[s
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from trl_offpolicy.disk import fsync
 from trl_offpolicy.replay.priority import AgeDecay, Floats, draw_without_repetition
 from trl_offpolicy.replay.records import Entry, ReplayGroup, read_entries, read_group, write_part
 
@@ -134,9 +134,9 @@ class ReplayBuffer:
         if self.max_bytes is not None and (size := temporary.stat().st_size) > self.max_bytes:
             temporary.unlink()
             raise ValueError(f"groups must need at most max_bytes = {self.max_bytes} on disk, but got {size}.")
-        _flush(temporary)
+        fsync(temporary)
         temporary.replace(path)
-        _flush(self.folder)
+        fsync(self.folder)
         self._next += 1
         self._open_part(path)
         self._make_room()
@@ -198,12 +198,3 @@ def _lock(descriptor: int, folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise BlockingIOError(f"folder must not be open in another process, but {folder} is.") from error
-
-
-def _flush(path: Path) -> None:
-    """To the disk: the content of a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

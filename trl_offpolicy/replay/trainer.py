@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trl_offpolicy.functional.advantages import group_advantages
+from trl_offpolicy.fused_head import is_aligned
 from trl_offpolicy.replay.batch import PaddedGroups, pad_groups
 from trl_offpolicy.replay.buffer import ReplayBuffer
 from trl_offpolicy.replay.records import ReplayGroup, Response
@@ -74,9 +75,7 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
 def fresh_groups(output: dict[str, Any], generations: int) -> list[ReplayGroup]:
     """The groups of TRL's generation batch, ``generations`` neighbouring rows each."""
     host = {name: value.cpu() for name, value in output.items() if isinstance(value, Tensor)}
-    versions = host["policy_versions"]
-    versions = versions if versions.dim() == 2 else versions.unsqueeze(1).expand_as(host["completion_ids"])
-    groups = []
+    versions, groups = _by_token(host), []
     for start in range(0, len(host["prompt_ids"]), generations):
         responses = [_response(host, versions, row) for row in range(start, start + generations)]
         prompt = host["prompt_ids"][start][host["prompt_mask"][start].bool()].tolist()
@@ -98,9 +97,7 @@ def _response(host: dict[str, Tensor], versions: Tensor, row: int) -> Response:
 def with_replayed(output: dict[str, Any], rows: PaddedGroups) -> dict[str, Any]:
     """TRL's generation batch and the replayed rows behind it, padded to one length, with its token count."""
     device, first = output["prompt_ids"].device, int(output["group_ids"].max()) + 1
-    length = output["completion_ids"].shape[1]
-    versions = output["policy_versions"]
-    fresh = versions if versions.dim() == 2 else versions.unsqueeze(1).expand(-1, length)
+    fresh = {**output, "policy_versions": _by_token(output)}
     replayed: dict[str, Tensor] = {
         "prompt_ids": rows.prompt_ids,
         "prompt_mask": rows.prompt_mask,
@@ -113,18 +110,17 @@ def with_replayed(output: dict[str, Any], rows: PaddedGroups) -> dict[str, Any]:
         "group_ids": rows.group_ids + first,
     }
     if "group_rewards" in output:
-        replayed["group_rewards"] = rows.rewards.view(-1, output["group_rewards"].shape[1]).repeat_interleave(
-            output["group_rewards"].shape[1], dim=0
-        )
-    mixed = {
-        name: _joined(name, output[name], one.to(device)) for name, one in replayed.items() if name != "policy_versions"
-    }
-    mixed["policy_versions"] = _joined("policy_versions", fresh, rows.policy_versions.to(device))
-    return {
-        **output,
-        **mixed,
-        "num_items_in_batch": output["num_items_in_batch"] + rows.attention_mask.sum().to(device),
-    }
+        generations = output["group_rewards"].shape[1]
+        replayed["group_rewards"] = rows.rewards.view(-1, generations).repeat_interleave(generations, dim=0)
+    mixed = {name: _joined(name, fresh[name], one.to(device)) for name, one in replayed.items()}
+    tokens = output["num_items_in_batch"] + rows.attention_mask.sum().to(device)
+    return {**output, **mixed, "num_items_in_batch": tokens}
+
+
+def _by_token(output: dict[str, Any]) -> Tensor:
+    """(B, T) version of each token, where TRL's batch may have one a row."""
+    versions: Tensor = output["policy_versions"]
+    return versions if versions.dim() == 2 else versions.unsqueeze(1).expand_as(output["completion_ids"])
 
 
 def _joined(name: str, fresh: Tensor, replayed: Tensor) -> Tensor:
@@ -149,7 +145,7 @@ def _check(trainer: Any, replay_groups: int) -> None:
             "replay_groups * num_generations must be a multiple of steps_per_generation = "
             f"{args.steps_per_generation}, but got {replay_groups} * {trainer.num_generations}."
         )
-    if args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations):
+    if not is_aligned(args):
         raise ValueError(
             "gradient_accumulation_steps must be a multiple of steps_per_generation * num_iterations (one optimizer "
             f"step a generation batch), but got {args.gradient_accumulation_steps} and {args.steps_per_generation} * "
