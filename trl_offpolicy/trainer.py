@@ -131,7 +131,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             rank = self.accelerator.process_index
             inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank)
         if stages.needs_old:
-            old, sums = self._score_old(output, mode, with_sums=stages.needs_sum_sq_probs)
+            old, sums = output.get("old_per_token_logps"), None  # known where older weights were kept
+            if old is None or stages.needs_sum_sq_probs:
+                old, sums = self._score_old(output, mode, with_sums=stages.needs_sum_sq_probs)
             if (name := "old_per_token_logps" if self._ahead is None else self._ahead.name_of_scores) is not None:
                 output.setdefault(name, old)
             batch = batches.policy_batch(output, old, version=self.state.global_step, sum_sq_probs=sums)
@@ -150,8 +152,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _score_old(self, output: dict[str, Any], mode: str, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
         """(B, T) log-probs of the old policy and, if wanted, the sums of its squared probabilities; no gradient."""
-        train = mode == "train"
-        size = self.args.per_device_train_batch_size if train else self.args.per_device_eval_batch_size
+        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
         head = {"temperature": self.temperature, "cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32}
         with (
             torch.no_grad(),

@@ -7,6 +7,7 @@ weights can be checked to the last digit.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -44,7 +45,7 @@ class FakeServer:
         self._cuts = threading.Condition()
         self._number = 0
         self._lock = threading.Lock()
-        self._random = torch.Generator().manual_seed(0)
+        self._sampled = Counter[tuple[int, ...]]()  # words depend on nothing else, so no order of threads matters
 
     # ------------------------------------------------------------------------------------------------------ weights
 
@@ -92,7 +93,10 @@ class FakeServer:
     @torch.no_grad()
     def _sample(self, prompt: list[int], length: int, reason: str) -> tuple[list[int], list[float], str]:
         with self._lock:
-            words = torch.randint(FIRST_WORD, len(VOCABULARY), (length,), generator=self._random).tolist()
+            key = tuple(prompt)
+            self._sampled[key] += 1
+            chance = torch.Generator().manual_seed(hash((key, self._sampled[key])) % 2**31)
+            words = torch.randint(FIRST_WORD, len(VOCABULARY), (length,), generator=chance).tolist()
             logits = self._model(input_ids=torch.tensor([prompt + words])).logits[0, len(prompt) - 1 : -1]
         return words, logits.log_softmax(-1).gather(-1, torch.tensor(words)[:, None])[:, 0].tolist(), reason
 

@@ -41,10 +41,13 @@ class TrainerAhead(RolloutsAhead):
     def name_of_scores(self) -> str | None:
         """What log-probs at today's weights are of rows that older weights sampled; None = nothing reads them.
 
-        They are the proximal policy, not the old one; rows of today's weights are both.
+        They are the proximal policy, not the old one; rows of today's weights are both. Where copies of the weights
+        are kept, the old policy is known and the clip is around it.
         """
         if not self._trainer.model.training:
             return OLD
+        if self._snapshots is not None:
+            return None
         return PROXIMAL if isinstance(self._trainer.objective.proximal, RecomputedProximal) else None
 
     def complete(self, output: dict[str, Any]) -> None:
