@@ -78,3 +78,8 @@ def tiny_prompts(count: int = 32) -> Dataset:
 def score_last_word(completions: list[str], **_: object) -> list[float]:
     """A reward that the text alone determines: the number of the last word, or -1 for an empty text."""
     return [float(text.split()[-1].removeprefix("w")) / 100 if text.split() else -1.0 for text in completions]
+
+
+def spread(completions: list[str], **_: object) -> list[float]:
+    """A reward that differs within every group, so that every step has a gradient."""
+    return [float(sum(map(ord, text)) % 7) for text in completions]

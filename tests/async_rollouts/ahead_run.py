@@ -13,8 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engines.colocate_run import spread
-from tiny_models import tiny_prompts
+from tiny_models import spread, tiny_prompts
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer

@@ -15,8 +15,7 @@ from pathlib import Path
 import trl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engines.colocate_run import spread
-from tiny_models import save_tiny_model, tiny_prompts
+from tiny_models import save_tiny_model, spread, tiny_prompts
 
 import trl_offpolicy
 from trl_offpolicy.engines.trl import trl_engine

@@ -17,8 +17,8 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engines.colocate_run import AGREEMENT, BYTES, LORA_TARGETS, MISMATCH, spread
-from tiny_models import tiny_prompts
+from engines.colocate_run import AGREEMENT, BYTES, LORA_TARGETS, MISMATCH
+from tiny_models import spread, tiny_prompts
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer

@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tiny_models import save_tiny_model, tiny_prompts
+from tiny_models import save_tiny_model, spread, tiny_prompts
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.engines.filtered_scoring import FilteredScoring
@@ -34,11 +34,6 @@ CUTS = {
     "all three": Truncation(top_p=0.9, top_k=20, min_p=0.02),
     "none": Truncation(),
 }
-
-
-def spread(completions: list[str], **_: object) -> list[float]:
-    """A reward that differs within every group, so that every step has a gradient."""
-    return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
 def train(options: argparse.Namespace, model: Path, data: Dataset) -> OffPolicyGRPOTrainer:

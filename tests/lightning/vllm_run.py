@@ -19,15 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lightning_runs import Watch, data, module, trainer
-from tiny_models import save_tiny_model, tiny_prompts
+from tiny_models import save_tiny_model, spread, tiny_prompts
 
 from lightning_module import engines
 from trl_offpolicy.engines.engine import SyncError, SyncReport
-
-
-def spread(completions: list[str], **_: object) -> list[float]:
-    """A reward that differs within every group, so that every step has a gradient."""
-    return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
 def main() -> None:

@@ -15,18 +15,13 @@ from pathlib import Path
 from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tiny_models import save_tiny_model, tiny_prompts
+from tiny_models import save_tiny_model, spread, tiny_prompts
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 SHOWN = ("routing/agreement", "routing/flip_fraction", "mismatch/logp_diff_mean", "mismatch/kl_k3",
          "staleness/logp_diff_max", "rollout/sync_agreement")  # fmt: skip
-
-
-def spread(completions: list[str], **_: object) -> list[float]:
-    """A reward that differs within every group, so that every step has a gradient."""
-    return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
 def main() -> None:
