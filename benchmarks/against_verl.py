@@ -5,8 +5,9 @@
 VERL_PYTHON is the Python of an environment that has verl (``tests/presets/test_verl_oracle.py`` says how to make one);
 this kit needs torch only and comes from the checkout. Both get the same tensors and the options of verl's preset
 ``decoupled_geo_rs_token_tis`` (token TIS 2.0, geometric rejection). verl computes its IS, RS and off-policy metrics;
-this kit all its diagnostics of old/sampling, once as it does in every step (as moments) and once also as numbers, which
-is done once a logging window. One thread, interleaved, ratio of medians.
+this kit all its diagnostics of old/sampling: as it does in every step (as moments), plain and with ``compiled=True``
+(which needs a C++ compiler), and once also as numbers, which is done once a logging window. One thread, interleaved,
+ratio of medians.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from correction_cost import make_batch
@@ -36,6 +38,7 @@ def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
     correction = objective.correction
     assert correction is not None
     only = op.Correction(weight=correction.weight, keep=correction.keep, measure=("mismatch", "kept"))
+    compiled = replace(only, compiled=True)
     mask = batch.completion_mask.float()
 
     def verl() -> object:
@@ -53,6 +56,7 @@ def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
         return verl(), calculate_debug_metrics(data)
 
     return {
+        "trl-offpolicy, a step, compiled": lambda: compiled(batch),
         "trl-offpolicy, a step": lambda: only(batch),
         "trl-offpolicy, a step and its numbers": lambda: only(batch).stats.compute(),
         "verl's helper": verl,
@@ -79,7 +83,7 @@ def main() -> None:
             run()
             if turn >= 5:  # the first ones warm up
                 seconds[name].append(time.perf_counter() - started)
-    mine = statistics.median(seconds["trl-offpolicy, a step"])
+    mine = statistics.median(seconds["trl-offpolicy, a step, compiled"])
     print(f"B={args.rows} T={args.length} torch {torch.__version__}, 1 thread, {args.rounds} rounds")
     for name, values in seconds.items():
         median = statistics.median(values)

@@ -52,11 +52,15 @@ def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
         "token TIS + geometric mask + veto, old/sampling": op.Correction(
             weight=tis, keep=(geometric, veto), measure=one
         ),
+        "the same, compiled": op.Correction(weight=tis, keep=(geometric, veto), measure=one, compiled=True),
         "token TIS + token band (second pass for kept), old/sampling": op.Correction(
             weight=tis, keep=(token_band,), measure=one
         ),
         "token TIS + geometric mask + veto, three ratios": op.Correction(
             weight=tis, keep=(geometric, veto), measure=three
+        ),
+        "the same three ratios, compiled": op.Correction(
+            weight=tis, keep=(geometric, veto), measure=three, compiled=True
         ),
         "token TIS + geometric mask, no diagnostics of ratios": op.Correction(
             weight=tis, keep=(geometric,), measure=()

@@ -14,6 +14,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,16 +24,16 @@ from correction_cost import make_batch
 
 import trl_offpolicy as op
 
+THREE_RATIOS = op.Correction(
+    weight=op.TruncateWeight(max_weight=2.0),
+    keep=(op.RatioBand(low=0.99, high=1.01), op.OutlierVeto(low=1e-4, high=100.0)),
+)
+ONE_RATIO = replace(THREE_RATIOS, measure=("mismatch", "kept"))
 CORRECTIONS = {
-    "token TIS + geometric mask + veto, old/sampling": op.Correction(
-        weight=op.TruncateWeight(max_weight=2.0),
-        keep=(op.RatioBand(low=0.99, high=1.01), op.OutlierVeto(low=1e-4, high=100.0)),
-        measure=("mismatch", "kept"),
-    ),
-    "the same, three ratios": op.Correction(
-        weight=op.TruncateWeight(max_weight=2.0),
-        keep=(op.RatioBand(low=0.99, high=1.01), op.OutlierVeto(low=1e-4, high=100.0)),
-    ),
+    "token TIS + geometric mask + veto, old/sampling": ONE_RATIO,
+    "the same, compiled": replace(ONE_RATIO, compiled=True),
+    "the same, three ratios": THREE_RATIOS,
+    "three ratios, compiled": replace(THREE_RATIOS, compiled=True),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -176,7 +176,6 @@ _TERM_DIAGNOSTICS: Mapping[str, Finalizer] = {
 }
 
 
-@lru_cache(maxsize=4)
 def _keep_diagnostics(rewards: bool, correct: bool) -> Mapping[str, Finalizer]:
     table = {
         "dropped_token_fraction": fraction("dropped_tokens", "tokens"),
@@ -187,6 +186,9 @@ def _keep_diagnostics(rewards: bool, correct: bool) -> Mapping[str, Finalizer]:
     if rewards and correct:
         table["dropped_correct_fraction"] = fraction("correct", "dropped_rewarded")
     return table
+
+
+_KEEP_DIAGNOSTICS = {flags: _keep_diagnostics(*flags) for flags in product((False, True), repeat=2)}
 
 
 def _keep_groups(correction: Correction, batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
@@ -200,7 +202,7 @@ def _keep_groups(correction: Correction, batch: PolicyBatch, evidence: Evidence)
     right = rewarded & (values >= (torch.inf if threshold is None else threshold))
     reward = torch.where(rewarded, values, 0.0)
     sums = _row_total(lengths, lengths - kept, trainable, dropped, rewarded, reward, right)
-    table = _keep_diagnostics(rewards is not None, threshold is not None)
+    table = _KEEP_DIAGNOSTICS[rewards is not None, threshold is not None]
     groups = {"keep": Group(Moments(_KEEP, sums, sums.new_empty(0)), table)}
     for name, violations in zip(term_names(correction), evidence.decisions, strict=True):
         groups[f"keep/{name}"] = Group(_term_moments(violations, batch), _TERM_DIAGNOSTICS)

@@ -43,6 +43,10 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
         >>> ratio.values, ratio.observed
         (tensor([[0.5000, 0.0000]]), tensor([[ True, False]]))
     """
+    if torch.compiler.is_compiling():
+        part = numerator.float() - denominator.float()
+        observed = mask & (part.abs() < torch.inf)
+        return LogRatio(torch.where(observed, part.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), 0.0), observed)
     values = torch.empty_like(mask, dtype=torch.float32)
     observed = torch.empty_like(mask)
     for rows in row_blocks(mask.shape, mask.device):
@@ -53,6 +57,27 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
     return LogRatio(values, observed)
 
 
+def finite_or_zero(values: Tensor) -> Tensor:
+    """0 for NaN and infinity."""
+    if torch.compiler.is_compiling():  # where inductor looks for NaN one by one
+        return torch.where(values.abs() < torch.inf, values, 0.0)
+    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def ratio_of(log_ratios: Tensor) -> Tensor:
     """The ratios: exp of the log-ratios clamped to +-20 nats; carries their gradient where they are inside."""
     return log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+
+def excess_of(log_ratios: Tensor) -> Tensor:
+    """The ratios less 1, exact where the policies nearly agree."""
+    if not torch.compiler.is_compiling():
+        return torch.expm1(log_ratios)
+    series = torch.ones_like(log_ratios)  # inductor's own expm1 is exp - 1 on a CPU
+    for k in range(_SERIES_TERMS, 1, -1):
+        series = 1 + log_ratios / k * series
+    return torch.where(log_ratios.abs() < _SERIES_LIMIT, log_ratios * series, log_ratios.exp() - 1)
+
+
+_SERIES_TERMS, _SERIES_LIMIT = 8, 0.5
+"""x + x^2/2! + ... + x^8/8!: below 0.5 nats what is left out is less than half a unit in float32's last place."""

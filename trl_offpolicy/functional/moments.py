@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_offpolicy.functional.blocks import row_blocks
 from trl_offpolicy.functional.booleans import as_float
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, log_ratio
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, finite_or_zero, log_ratio
 
 HISTOGRAM_BINS = 240
 HISTOGRAM_DECADES = (-8.0, 4.0)
@@ -120,7 +120,7 @@ class RatioRows(NamedTuple):
 def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> RatioRows:
     """One pass over the tokens, in blocks of rows: every row sum that a ratio diagnostic needs.
 
-    ``expm1`` keeps rho - 1 exact where the policies nearly agree, so KL k3 of a 1e-4 mismatch is not rounding noise.
+    rho - 1 is exact where the policies nearly agree, so KL k3 of a 1e-4 mismatch is not rounding noise.
 
     Args:
         ratio: log(numerator / denominator), from :func:`~trl_offpolicy.functional.log_ratios.log_ratio`; or the
@@ -144,9 +144,9 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
 def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
     log_ratios, observed = ratio
     here = as_float(observed)
-    logp = torch.nan_to_num(denominator.float(), nan=0.0, posinf=0.0, neginf=0.0).mul_(here)
+    logp = finite_or_zero(denominator.float()).mul_(here)
     prob = logp.exp().mul_(here)
-    excess = torch.expm1(log_ratios)
+    excess = excess_of(log_ratios)
     abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()
     prob_diff, abs_diff = prob * excess, prob * abs_excess
     tokens = here.sum(-1)

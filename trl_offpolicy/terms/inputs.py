@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -50,7 +49,8 @@ class TermInputs:
 
     def statistic_at(self, statistic: str, level: Level) -> Tensor:
         """Divergence statistic per token, then aggregated: (B, 1) or (B, T)."""
-        values = masks.divergence(self.log_ratios, statistic, self._usable_denominator)
+        denominator = self._usable_denominator() if statistic in masks.PROBABILITY_STATISTICS else None
+        values = masks.divergence(self.log_ratios, statistic, denominator)
         return aggregate(values, self.mask, level, **self._units(level))
 
     def _units(self, level: Level) -> dict[str, Any]:
@@ -68,7 +68,6 @@ class TermInputs:
             return turn_index(self.trainable)
         return self.turn_ids
 
-    @cached_property
     def _usable_denominator(self) -> Tensor | None:
         """Log-probs with 0 for what is not finite: probability 1, where an unobserved ratio of 1 has divergence 0."""
         if self.denominator_logps is None:
