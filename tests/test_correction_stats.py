@@ -15,6 +15,7 @@ from trl_offpolicy import (
     OutlierVeto,
     RatioBand,
     RawWeight,
+    ShapedWeight,
     TruncateWeight,
 )
 from trl_offpolicy.correction_stats import term_names
@@ -195,6 +196,15 @@ def test_truncated_fraction_counts_trainable_units(weight, fraction):
     stats = stats_of([[1.0, 8.0], [0.5, 3.0], [None, None]], weight=weight)
 
     assert value(stats, "weight/truncated_fraction") == fraction
+
+
+def test_a_shaped_weight_truncates_nothing_alone_or_beside_another():
+    batch = policy_batch([[0.5, 3.0, 1.0]], staleness=[[3.0, 1.0, 1.0]])
+    shaped, capped = ShapedWeight(gamma=0.5), TruncateWeight(max_weight=2.0, ratio="current/old")
+
+    for weight in (shaped, (shaped, capped), (capped, shaped)):
+        assert value(Correction(weight=weight)(batch).stats, "weight/truncated_fraction") == 0.0
+    assert value(Correction(weight=capped)(batch).stats, "weight/truncated_fraction") == pytest.approx(1 / 3)
 
 
 def test_normalizer_is_one_without_normalisation():

@@ -262,3 +262,14 @@ def test_a_loss_with_the_weights_inside_reads_decided_ones_once(level):
     out = stages.late(replace(batch, **stages.decide(batch).rows))
 
     close(out.per_token_loss, objective(batch).per_token_loss)
+
+
+def test_kept_is_measured_where_the_last_terms_decide():
+    assert [part.measure for part in Correction(keep=(BUDGET,)).split()] == [
+        ("mismatch", "kept"),
+        ("staleness", "total"),
+    ]
+    assert [part.measure for part in Correction(keep=(BUDGET, OPSM)).split()] == [
+        ("mismatch",),
+        ("kept", "staleness", "total"),
+    ]
