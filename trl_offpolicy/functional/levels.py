@@ -10,7 +10,7 @@ from torch import Tensor
 from trl_offpolicy.functional.booleans import any_true, count_true
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.functional.groups import group_members
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of
 
 Level = Literal[
     "token", "turn", "turn_mean", "prefix", "sequence", "sequence_mean", "sequence_max", "sequence_min", "group"
@@ -89,7 +89,7 @@ def aggregate_ratio(
     """
     total = aggregate(log_ratios, mask, level, turn_ids=turn_ids, group_ids=group_ids, zero_outside=zero_outside)
     if level == "token" and zero_outside:  # log-ratios, clamped when they were made
-        return total.exp()
+        return exp_of(total)
     return total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
 
 

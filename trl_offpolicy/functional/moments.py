@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_offpolicy.functional.blocks import row_blocks
 from trl_offpolicy.functional.booleans import as_float
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, finite_or_zero, log_ratio
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, exp_of, finite_or_zero, log_ratio
 
 HISTOGRAM_BINS = 240
 HISTOGRAM_DECADES = (-8.0, 4.0)
@@ -145,7 +145,7 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows
     log_ratios, observed = ratio
     here = as_float(observed)
     logp = finite_or_zero(denominator.float()).mul_(here)
-    prob = logp.exp().mul_(here)
+    prob = exp_of(logp).mul_(here)
     excess = excess_of(log_ratios)
     abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()
     prob_diff, abs_diff = prob * excess, prob * abs_excess
