@@ -54,7 +54,7 @@ class Correction:
             over what is left (terms on old/sampling only). "all": advantages stay as they were made.
         correct_threshold: a response is correct if reward >= this; needed for ``keep/dropped_correct_fraction``.
         measure: which ratio diagnostics to compute; those whose policies the batch lacks are left out.
-        compiled: run as one graph of ``torch.compile``. The first call takes a quarter of a minute.
+        compiled: run as one graph of ``torch.compile``. The first call takes up to half a minute.
 
     Raises:
         ValueError: two weights on one ratio, or an unknown option.
