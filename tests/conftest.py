@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
+from triton_interpreter import interpreter_environment
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--vllm-v2", action="store_true", help="vLLM's Model Runner V2 on this CPU, in Triton's interpreter (slow)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports Triton; processes that tests start inherit it."""
+    if config.getoption("--vllm-v2"):
+        environment = interpreter_environment(Path(mkdtemp(prefix="triton-interpreter-")))
+        os.environ.update(environment)
+        sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
 
 
 @pytest.fixture(scope="session", autouse=True)

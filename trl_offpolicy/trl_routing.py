@@ -16,7 +16,7 @@ from trl_offpolicy.async_rollouts.settings import AsyncSettings
 from trl_offpolicy.batches import trainable
 from trl_offpolicy.functional.routing import ROUTING_DIAGNOSTICS
 from trl_offpolicy.fused_head import is_aligned
-from trl_offpolicy.routing.engine import RoutedLLM, aligned_routes
+from trl_offpolicy.routing.engine import RouteStore, aligned_routes
 from trl_offpolicy.routing.freeze import freeze_router, freeze_router_bias
 from trl_offpolicy.routing.options import RoutingReplay
 from trl_offpolicy.routing.replay import Replayed, record, replay
@@ -37,25 +37,27 @@ def check_replay(args: Any) -> RoutingReplay:
     """Read ``routing_replay`` and raise for what cannot work.
 
     Raises:
-        ValueError: R2 where a generation serves one step; R3 without an engine in this process; either with rollouts
-            that are sampled ahead.
+        ValueError: R2 where a generation serves one step; R3 without vLLM; either with rollouts that are sampled ahead.
     """
     options = RoutingReplay.parse(args.routing_replay)
+    compares = (args.engine or {}).get("return_routing", False)
+    if AsyncSettings.parse(args.async_rollouts) is not None and (compares or options.mode != "none"):
+        raise ValueError(
+            "routing_replay must be none and engine.return_routing False with async_rollouts: routing is recorded at "
+            f"other weights than those that sampled; but got {options.mode!r} and {compares}."
+        )
     if options.mode == "none":
         return options
-    if AsyncSettings.parse(args.async_rollouts) is not None:
-        raise ValueError(f"routing_replay must be none with async_rollouts, but got {options.mode!r}.")
     if options.mode == "r2" and optimizer_steps(args) <= 1:
         raise ValueError(
             "routing_replay must be none or r3 where a generation serves one optimizer step: no row is seen again "
             "after its routing is recorded. r2 needs steps_per_generation * num_iterations above "
             "gradient_accumulation_steps."
         )
-    if options.mode == "r3" and not (args.use_vllm and args.vllm_mode == "colocate"):
+    if options.mode == "r3" and not args.use_vllm:
         raise ValueError(
-            "routing_replay r3 must have an engine that reports its routing: use_vllm true with vllm_mode colocate. "
-            "transformers' generate routes as the trainer does, and vLLM's OpenAI server does not report its routing; "
-            "there use r2 or a token band (offpolicy: paper/icepop)."
+            "routing_replay r3 must have an engine that reports its routing: use_vllm true. transformers' generate "
+            "routes as the trainer does; there use r2."
         )
     return options
 
@@ -82,10 +84,9 @@ class TrainerRouting:
     def __init__(self, trainer: Any) -> None:
         args = trainer.args
         self._options = RoutingReplay.parse(args.routing_replay)
-        llm = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
-        self._engine: RoutedLLM | None = llm if isinstance(llm, RoutedLLM) else None
+        self._store: RouteStore | None = getattr(getattr(trainer, "vllm_generation", None), "routes", None)
         self._last: Replayed | None = None
-        if self._options.mode != "none" or self._engine is not None:
+        if self._options.mode != "none" or self._store is not None:
             self._routers = find_routers(trainer.model)
         if args.freeze_router:
             freeze_router(trainer.model)
@@ -94,7 +95,7 @@ class TrainerRouting:
 
     def engine_fields(self, output: dict[str, Any]) -> dict[str, Tensor]:
         """What the engine reported of the rows of a generation batch, on the positions of the model's input."""
-        if self._engine is None:
+        if self._store is None:
             return {}
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
@@ -103,8 +104,8 @@ class TrainerRouting:
         check_storage(mask.numel(), each=each, limit_gib=self._options.limit_gib)
         rows = [row[here.bool()].tolist() for row, here in zip(ids, mask, strict=True)]
         numbers, dtype = self._routers.numbers, route_dtype(experts)
-        routes = aligned_routes(self._engine.store, rows, mask, numbers=numbers, dtype=dtype)
-        self._engine.store.clear()
+        routes = aligned_routes(self._store, rows, mask, numbers=numbers, dtype=dtype)
+        self._store.clear()
         check_routes(routes, experts=experts, layers=layers, top_k=top_k)
         return {KEY: routes if self._options.device == "cpu" else routes.to(ids.device)}
 

@@ -31,6 +31,7 @@ class Server:
     lora_rank: int = 0
     api_key: str | None = None
     flags: tuple[str, ...] = ("--max-model-len", "64", "--", "--max-num-seqs", "16")
+    environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: Any = None
 
@@ -41,7 +42,7 @@ class Server:
     def start(self, *, wait: bool = True) -> Server:
         command = [sys.executable, "-m", "trl_offpolicy.cli", "serve", "--model", str(self.model)]
         command += ["--port", str(self.port), "--lora-rank", str(self.lora_rank), *self.flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
         environment.pop("VLLM_API_KEY", None)
         if self.api_key:
             environment["VLLM_API_KEY"] = self.api_key

@@ -231,6 +231,11 @@ class Client:
         return self.resets.pop(0)
 
 
+def judged(**config):
+    client = Client(**config)
+    return server_checks.require_ready(client, server_checks.server_config(client, ["/weight_info"]))
+
+
 def test_a_servers_configuration_is_read():
     config = {
         "model_config": {"logprobs_mode": "processed_logprobs", "quantization": "fp8"},
@@ -239,7 +244,7 @@ def test_a_servers_configuration_is_read():
         "speculative_config": None,
     }
     with pytest.warns(UserWarning, match="kv_cache_dtype=fp8_e5m2"):
-        findings = server_checks.require_ready(Client(**config), ["/weight_info"])
+        findings = judged(**config)
     assert [one.setting for one in findings] == [
         "kv_cache_dtype=fp8_e5m2", "quantization=fp8", "enable_prefix_caching=True", "enable_lora",
     ]  # fmt: skip
@@ -249,11 +254,11 @@ def test_a_servers_configuration_is_read():
 def test_a_server_that_cannot_be_corrected_for_is_refused():
     config = {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}}
     with pytest.raises(EngineError, match=r"cannot be corrected for: speculative_config=.*standard or block\.$"):
-        server_checks.require_ready(Client(**config), ["/weight_info"])
+        judged(**config)
     with pytest.raises(EngineError, match="reports raw_logprobs"):
-        server_checks.require_ready(Client(model_config={"logprobs_mode": "raw_logprobs"}), ["/weight_info"])
+        judged(model_config={"logprobs_mode": "raw_logprobs"})
     with pytest.raises(EngineError, match="does not serve /weight_info"):
-        server_checks.require_ready(Client(), [])
+        server_checks.server_config(Client(), [])
 
 
 def test_the_cache_is_reset_and_proven(monkeypatch):

@@ -1,8 +1,9 @@
 """Train a tiny mixture of experts with a real vLLM in this process; prints one JSON line.
 
-    python tests/routing/moe_run.py FOLDER [--replay none|r2|r3] [--rounding int4] [--lora]
+    python tests/routing/moe_run.py FOLDER [--replay none|r2|r3] [--rounding int4] [--lora] [--url URL]
 
 Two optimizer steps on each of two generations. The engine reports its routing except with r2, so that none compares it.
+With ``--url`` it is a server of FOLDER/model, which then exists.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ def main() -> None:
     parser.add_argument("--replay", default="none")
     parser.add_argument("--rounding")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--url")
     options = parser.parse_args()
-    model = save_tiny_model(options.folder / "model", "qwen3_moe")
-    engine = {"dtype": "float32", "max_model_len": 64, "seed": 3, "return_routing": options.replay != "r2"}
+    model = options.folder / "model" if options.url else save_tiny_model(options.folder / "model", "qwen3_moe")
+    engine = {"return_routing": options.replay != "r2"}
+    engine |= {} if options.url else {"dtype": "float32", "max_model_len": 64, "seed": 3}
     engine |= {"weight_rounding": options.rounding, "check_sync": False} if options.rounding else {}
     args = OffPolicyGRPOConfig(
         output_dir=str(options.folder / "run"),
@@ -42,7 +45,8 @@ def main() -> None:
         gradient_checkpointing=True,
         report_to="none",
         use_vllm=True,
-        vllm_mode="colocate",
+        vllm_mode="server" if options.url else "colocate",
+        vllm_server_base_url=options.url,
         engine=engine,
         offpolicy="paper/tis",
         routing_replay=options.replay,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from trl_offpolicy.engines import server
+from trl_offpolicy.engines.client import Patience
+from trl_offpolicy.engines.engine import EngineError, Sampling
+from trl_offpolicy.engines.server import ServerEngine
 from trl_offpolicy.routing.engine import (
     EngineRoutes,
     RouteStore,
@@ -17,6 +24,7 @@ from trl_offpolicy.routing.engine import (
     aligned_routes,
     joined,
     reported_routes,
+    routes_of,
 )
 
 
@@ -120,3 +128,63 @@ def test_the_field_of_vllm() -> None:
     outputs = [SimpleNamespace(token_ids=[3, 4], routed_experts=routes), SimpleNamespace(routed_experts=None)]
     (found,) = reported_routes([SimpleNamespace(prompt_token_ids=[1, 2], outputs=outputs)])
     assert found.ids == (1, 2, 3) and found.routes.tolist() == routes.tolist() and found.routes.dtype == torch.int16
+    with pytest.raises(ValueError, match=r"routed_experts must have 3 rows, one for each token fed, not 2"):
+        routes_of([1, 2], [3, 4], routes[:2])
+
+
+def packed(routes: np.ndarray) -> str:
+    """As vLLM's server sends an array."""
+    file = io.BytesIO()
+    np.save(file, routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+class Client:
+    """A vLLM server's answers; ``with_routes`` False = the report is missing from a completion."""
+
+    base_url, patience = "http://127.0.0.1:1", Patience(retries=0)
+
+    def __init__(self, *, reports: bool = True, with_routes: bool = True) -> None:
+        self.reports, self.with_routes = reports, with_routes
+
+    def wait_until_up(self) -> None:
+        """It is."""
+
+    def get(self, path: str, **_: Any) -> Any:
+        config = {"aux_output_config": {"enable_return_routed_experts": self.reports}}
+        return {
+            "/v1/models": {"data": [{"id": "policy"}]},
+            "/openapi.json": {"paths": {"/weight_info": {}}},
+            "/server_info": {"vllm_config": config},
+        }[path]
+
+    def post(self, path: str, body: dict[str, Any], **_: Any) -> Any:
+        rows = len(body["prompt"]) + 1
+        routes = np.full((rows, 2, 2), body["prompt"][0], dtype=np.uint8) if self.with_routes else None
+        choice = {
+            "token_ids": [8, 9],
+            "logprobs": {"token_logprobs": [-1.0, -2.0]},
+            "finish_reason": "length",
+            "routed_experts": None if routes is None else packed(routes),
+        }
+        return {"choices": [choice] * body["n"]}
+
+
+def engine_of(client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ServerEngine:
+    monkeypatch.setattr(server, "ServerClient", lambda *_, **__: client)
+    return ServerEngine(client.base_url, folder=folder, **options)
+
+
+def test_the_report_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacked for each completion of each prompt where it is asked for; a server without it is refused."""
+    engine = engine_of(Client(), tmp_path, monkeypatch, return_routing=True)
+    rollouts = engine.generate([[3, 4], [5, 6, 7]], Sampling(max_tokens=2), n=2)
+    assert rollouts.routed_experts is not None
+    assert [len(item) for item in rollouts.routed_experts] == [3, 3, 4, 4]
+    assert [item.unique().tolist() for item in rollouts.routed_experts] == [[3], [3], [5], [5]]
+    assert engine_of(Client(), tmp_path, monkeypatch).generate([[3]], Sampling(max_tokens=2)).routed_experts is None
+    with pytest.raises(EngineError, match="-- --enable-return-routed-experts"):
+        engine_of(Client(reports=False), tmp_path, monkeypatch, return_routing=True)
+    silent = engine_of(Client(with_routes=False), tmp_path, monkeypatch, return_routing=True)
+    with pytest.raises(EngineError, match="routing of every completion, but one came without"):
+        silent.generate([[3, 4]], Sampling(max_tokens=2))

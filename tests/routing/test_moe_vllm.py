@@ -1,4 +1,8 @@
-"""Routing replay with a real vLLM: engine and trainer route alike at equal weights, and R3 takes flips out."""
+"""Routing replay with a real vLLM: engine and trainer route alike at equal weights, and R3 takes flips out.
+
+Each with both sources of the engine's routing: callbacks, and vLLM's own report (``enable_return_routed_experts``) from
+its Model Runner V2, whose Triton kernels run in Triton's interpreter here.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +16,70 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from engines.servers import Server
+from tiny_models import save_tiny_model
+from triton_interpreter import interpreter_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+both = pytest.mark.parametrize("source", ["callbacks", "report"])
 
 
-def run(*command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=900)
+@cache
+def environment(source: str) -> dict[str, str]:
+    """Of a process in which vLLM's routing is read from its "callbacks" or from its "report"."""
+    more = interpreter_environment(Path(mkdtemp())) if source == "report" else {}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", **more}
+
+
+def run(source: str, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment(source), timeout=900
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @cache
-def compared() -> list[dict[str, Any]]:
+def compared(source: str) -> list[dict[str, Any]]:
     """Two seeds, the engine's weights at five precisions."""
     path = Path(mkdtemp()) / "found.json"
-    options = ("--responses", "32", "--length", "32", "--seeds", "2", "--json", str(path))
-    run(str(ROOT / "benchmarks" / "moe_routing.py"), *options)
+    responses, length = ("12", "24") if source == "report" else ("32", "32")
+    options = ("--responses", responses, "--length", length, "--seeds", "2", "--json", str(path))
+    run(source, str(ROOT / "benchmarks" / "moe_routing.py"), *options)
     found: list[dict[str, Any]] = json.loads(path.read_text())
     return found
 
 
 @cache
-def trained(*flags: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(
-        run(str(Path(__file__).with_name("moe_run.py")), mkdtemp(), *flags).strip().splitlines()[-1]
-    )
+def trained(source: str, *flags: str, folder: str | None = None) -> list[dict[str, Any]]:
+    printed = run(source, str(Path(__file__).with_name("moe_run.py")), folder or mkdtemp(), *flags)
+    found: list[dict[str, Any]] = json.loads(printed.strip().splitlines()[-1])
     return found
 
 
-def test_engine_and_trainer_route_alike_at_equal_weights() -> None:
+def check_r3(rows: list[dict[str, Any]], *, moves_routers: bool = True) -> None:
+    """At the first step of a generation the engine has the trainer's weights: nothing flips, nothing is stale."""
+    assert len(rows) == 4
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        assert first["routing/agreement"] >= 0.999
+        assert first["mismatch/logp_diff_mean"] < 1e-4 and first["staleness/logp_diff_max"] < 1e-4
+        assert second["routing/agreement"] < 1 or not moves_routers
+
+
+@both
+def test_engine_and_trainer_route_alike_at_equal_weights(source: str) -> None:
     """The second seed's weights came by a sync: experts that arrive scrambled or not at all would route elsewhere."""
-    equal = [row for row in compared() if row["rounding"] == "none"]
+    equal = [row for row in compared(source) if row["rounding"] == "none"]
     assert len(equal) == 2
     for row in equal:
         assert row["agreement"] >= 0.999 and row["free"]["logp_diff_mean"] < 1e-4
 
 
-def test_coarser_weights_flip_more_and_replay_takes_the_jumps_out() -> None:
+@both
+def test_coarser_weights_flip_more_and_replay_takes_the_jumps_out(source: str) -> None:
     for seed in (0, 1):
-        rows = {row["rounding"]: row for row in compared() if row["seed"] == seed}
+        rows = {row["rounding"]: row for row in compared(source) if row["seed"] == seed}
         assert rows["none"]["agreement"] > rows["int8"]["agreement"] > rows["int4"]["agreement"]
         assert rows["int4"]["flip_fraction"] > 0.05
         for rounding in ("int8", "int4"):
@@ -61,18 +88,26 @@ def test_coarser_weights_flip_more_and_replay_takes_the_jumps_out() -> None:
             assert replayed["kl_k3"] < free["kl_k3"]
 
 
+@both
 @pytest.mark.parametrize("lora", [(), ("--lora",)], ids=["full", "lora"])
-def test_a_training_run_with_r3(lora: tuple[str, ...]) -> None:
-    """At the first step of a generation the engine has the trainer's weights: nothing flips, nothing is stale."""
-    rows = trained("--replay", "r3", *lora)
-    assert len(rows) == 4
-    for first in rows[::2]:
-        assert first["routing/agreement"] >= 0.999
-        assert first["mismatch/logp_diff_mean"] < 1e-4 and first["staleness/logp_diff_max"] < 1e-4
+def test_a_training_run_with_r3(source: str, lora: tuple[str, ...]) -> None:
+    check_r3(trained(source, "--replay", "r3", *lora), moves_routers=not lora)
 
 
-def test_r3_lowers_the_mismatch_of_a_run_with_rounded_weights() -> None:
-    free, replayed = (trained("--replay", mode, "--rounding", "int4")[0] for mode in ("none", "r3"))
+def test_a_training_run_with_r3_and_a_server(tmp_path: Path) -> None:
+    """Its second weights came through a folder; vLLM's CPU worker would scramble the experts by itself."""
+    model = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    flags = ("--max-model-len", "64", "--", "--max-num-seqs", "16", "--enable-return-routed-experts")
+    server = Server(model, tmp_path / "log", flags=flags, environment=environment("report")).start()
+    try:
+        check_r3(trained("callbacks", "--replay", "r3", "--url", server.url, folder=str(tmp_path)))
+    finally:
+        server.kill()
+
+
+@both
+def test_r3_lowers_the_mismatch_of_a_run_with_rounded_weights(source: str) -> None:
+    free, replayed = (trained(source, "--replay", mode, "--rounding", "int4")[0] for mode in ("none", "r3"))
     assert free["routing/flip_fraction"] > 0 and replayed["routing/flip_fraction"] > 0
     assert replayed["mismatch/logp_diff_mean"] < free["mismatch/logp_diff_mean"]
     assert replayed["mismatch/kl_k3"] < free["mismatch/kl_k3"]

@@ -14,7 +14,7 @@ from trainer_runs import Engine, records
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.routing import record
-from trl_offpolicy.routing.engine import EngineRoutes, RoutedLLM, RouteStore
+from trl_offpolicy.routing.engine import EngineRoutes, RouteStore
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 from trl_offpolicy.trl_routing import KEY, predicting
 
@@ -110,8 +110,7 @@ class RoutedEngine(Engine):
 
     def __init__(self) -> None:
         super().__init__(noise=0.1)
-        self.llm = RoutedLLM.__new__(RoutedLLM)
-        self.llm.store = RouteStore()
+        self.routes = RouteStore()
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         answer = super().__call__(prompts, trainer)
@@ -120,7 +119,7 @@ class RoutedEngine(Engine):
             with record(trainer.model) as recorded, torch.no_grad():
                 trainer.model(input_ids=torch.tensor([fed]))
             routes = (recorded.routed_experts[0].to(torch.int16) + 1) % 4
-            self.llm.store.add(EngineRoutes(tuple(fed), routes))
+            self.routes.add(EngineRoutes(tuple(fed), routes))
         return answer
 
 
@@ -132,10 +131,10 @@ def test_r3_replays_what_the_engine_reported(
     engine = RoutedEngine()
     steps = {"offpolicy": "paper/tis"} if aligned else TWO_STEPS
     trainer = build_moe(engine, routing_replay="r3", **steps)
-    trainer._routing._engine = engine.llm
+    trainer._routing._store = engine.routes
     seen = watched(trainer)
     trainer.train()
-    assert len(engine.llm.store) == 0, "records are not kept beyond their batch"
+    assert len(engine.routes) == 0, "records are not kept beyond their batch"
     for inputs, used in seen:
         routes = inputs[KEY]
         attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
@@ -180,8 +179,10 @@ def test_what_cannot_work_is_refused(build_moe: Callable[..., Any], make_args: C
         make_args(routing_replay="r2")
     with pytest.raises(ValueError, match="routing_replay r3 must have an engine that reports"):
         make_args(routing_replay="r3")
-    with pytest.raises(ValueError, match="routing_replay r3 must have an engine that reports"):
-        make_args(routing_replay="r3", use_vllm=True, vllm_mode="server")
+    with pytest.raises(ValueError, match=r"must be none and engine\.return_routing False with async_rollouts"):
+        make_args(routing_replay="r3", use_vllm=True, vllm_mode="server", async_rollouts=1)
+    with pytest.raises(ValueError, match="but got 'none' and True"):
+        make_args(engine={"return_routing": True}, use_vllm=True, vllm_mode="server", async_rollouts=1)
     with pytest.raises(ValueError, match=r"routing_replay\.mode must be one of .*'r4'"):
         make_args(routing_replay="r4")
     with pytest.raises(ValueError, match=r"routing_replay\.limit must be one of"):

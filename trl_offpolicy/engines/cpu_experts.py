@@ -6,6 +6,9 @@ from typing import Any
 
 from trl_offpolicy.engines.environment import machine_has_gpu
 
+EXTENSION = "trl_offpolicy.engines.cpu_experts.ReloadsExperts"
+"""What ``trl-offpolicy serve`` adds to vLLM's worker (``--worker-extension-cls``) on a machine without a GPU."""
+
 
 def forget_expert_kernels(model: Any) -> None:
     """Have vLLM's CPU engine build the kernels of its experts again when it loads weights; nothing on a GPU.
@@ -23,3 +26,15 @@ def forget_expert_kernels(model: Any) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+class ReloadsExperts:
+    """Of vLLM's worker: a reload for its CPU engine."""
+
+    model_runner: Any
+    reload_weights: Any
+
+    def reload_experts(self, weights_path: str) -> None:
+        """``reload_weights`` with :func:`forget_expert_kernels` before it."""
+        forget_expert_kernels(self.model_runner.model)
+        self.reload_weights(weights_path=weights_path)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trl_offpolicy.engines.client import LOOPBACK
+from trl_offpolicy.engines.cpu_experts import EXTENSION
 from trl_offpolicy.engines.environment import CPU_SERVER_ENVIRONMENT, machine_has_gpu
 from trl_offpolicy.engines.lora import LORA_MODULES, served_rank
 from trl_offpolicy.engines.sampling_states import engine_findings, flag_arguments
@@ -79,7 +80,7 @@ def command(options: ServeOptions) -> list[str]:
     if machine_has_gpu():
         own += ["--weight-transfer-config", json.dumps({"backend": "nccl"})] if options.gpu_transfer else []
     else:
-        own += ["--enforce-eager"]
+        own += ["--enforce-eager", "--worker-extension-cls", EXTENSION]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *own, *options.extra]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 import time
 import uuid
@@ -10,12 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+from torch import Tensor
+
 from trl_offpolicy.engines.client import Patience, Refused, ServerClient
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.rounding import round_weights
-from trl_offpolicy.engines.server_checks import forget_old_keys, require_ready
+from trl_offpolicy.engines.server_checks import forget_old_keys, reload_method, require_ready, server_config
 from trl_offpolicy.engines.weight_files import remove_all_but, safe_child, write_adapter, write_weights
 from trl_offpolicy.engines.weights import WeightSource
+from trl_offpolicy.routing.engine import routes_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +43,7 @@ class ServerEngine:
         transfer: "folder" sends merged weights, "adapter" the LoRA adapter (a few MB); "auto" takes the adapter where
             the model has one that stands alone and the server can load it.
         weight_rounding: rounds what goes through a folder: :func:`~trl_offpolicy.engines.rounding.round_weights`.
+        return_routing: of a mixture of experts: rollouts say which experts each token was sent to.
         api_key: see :class:`~trl_offpolicy.engines.client.ServerClient`.
         patience: time limits and retries.
         run: name of the run in the labels of its weights, the same on all ranks; None = a new one.
@@ -54,6 +61,7 @@ class ServerEngine:
         folder: str | Path,
         transfer: Transfer = "auto",
         weight_rounding: Any = None,
+        return_routing: bool = False,
         api_key: str | None = None,
         patience: Patience | None = None,
         run: str | None = None,
@@ -64,6 +72,7 @@ class ServerEngine:
         self.folder = Path(folder).resolve()
         self.transfer = transfer
         self.weight_rounding = weight_rounding
+        self.return_routing = return_routing
         self.run = run or uuid.uuid4().hex[:12]
         self._source: WeightSource | None = None
         self._sent: Path | None = None
@@ -71,7 +80,9 @@ class ServerEngine:
         self.client.wait_until_up()
         self.model = self._base_model()
         self._routes = set(self.client.get("/openapi.json")["paths"])
-        self.findings = require_ready(self.client, self._routes)
+        config = server_config(self.client, self._routes)
+        self.findings = require_ready(self.client, config, return_routing=return_routing)
+        self._reload_method = reload_method(config)
 
     def bind(self, source: WeightSource) -> None:
         """Say whose weights :meth:`sync_weights` takes."""
@@ -94,13 +105,14 @@ class ServerEngine:
         choices = [choice for answer in answers for choice in answer]
         completions = [list(choice["token_ids"]) for choice in choices]
         version = -1 if self.version is None else self.version
+        prompts = [list(ids) for ids in prompt_ids for _ in range(n)]
         return Rollouts(
-            prompt_ids=[list(ids) for ids in prompt_ids for _ in range(n)],
+            prompt_ids=prompts,
             completion_ids=completions,
             sampling_per_token_logps=[_sampled_logps(choice) for choice in choices],
             policy_versions=[[version] * len(ids) for ids in completions],
             finish_reasons=[str(choice["finish_reason"]) for choice in choices],
-            routed_experts=_reported(choices, "routed_experts"),
+            routed_experts=list(map(_routes, prompts, choices)) if self.return_routing else None,
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -211,7 +223,7 @@ class ServerEngine:
         self._sent = target
 
     def _reload(self, target: Path) -> None:
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+        body = {"method": self._reload_method, "kwargs": {"weights_path": str(target)}}
         self.client.post("/collective_rpc", body, final=500)
 
     def _load_adapter(self, target: Path) -> None:
@@ -280,6 +292,10 @@ def _sampled_logps(choice: dict[str, Any]) -> list[float]:
     return [float("nan") if value is None else float(value) for value in values]
 
 
-def _reported(choices: list[dict[str, Any]], name: str) -> list[Any] | None:
-    values = [choice.get(name) for choice in choices]
-    return None if all(value is None for value in values) else values
+def _routes(prompt: list[int], choice: dict[str, Any]) -> Tensor:
+    """The base64 of a ``.npy`` file, of the prompt and of all that was sampled but the last token."""
+    packed = choice.get("routed_experts")
+    if packed is None:
+        raise EngineError("The vLLM server must report the routing of every completion, but one came without.")
+    reported = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
+    return routes_of(prompt, choice["token_ids"], reported).routes

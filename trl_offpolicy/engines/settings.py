@@ -28,8 +28,8 @@ class EngineSettings:
         timeout: seconds for one request to a server.
         retries: further tries of a request.
         check_sync: prove after every sync, on a probe, that the weights arrived.
-        return_routing: (colocate, mixtures of experts) keep which experts each token was sent to; under
-            ``routing_replay: none`` it is only compared with the trainer's.
+        return_routing: (mixtures of experts) keep which experts each token was sent to; under ``routing_replay: none``
+            it is only compared with the trainer's. A server must be started with ``--enable-return-routed-experts``.
         arguments: everything else, for vLLM's ``LLM`` in colocate mode.
 
     Raises:
@@ -70,7 +70,7 @@ class EngineSettings:
     def on_server(self, device_type: str) -> bool:
         """True if a server gets its weights from this kit, False for TRL's NCCL path."""
         if self.transfer == "auto":
-            return device_type != "cuda" or self.weight_rounding is not None
+            return device_type != "cuda" or self.weight_rounding is not None or self.return_routing
         return self.transfer != "nccl"
 
     @property
@@ -91,8 +91,6 @@ class EngineSettings:
         """Raise for options that only colocate has."""
         if self.transfer == "memory":
             raise ValueError("engine.transfer must be folder, adapter, nccl or auto with a server, but got 'memory'.")
-        if self.return_routing:
-            raise ValueError("engine.return_routing must be False with a server: vLLM's OpenAI API does not report it.")
         if self.arguments:
             names = ", ".join(self.arguments)
             raise ValueError(

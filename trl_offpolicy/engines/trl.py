@@ -28,7 +28,7 @@ from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.trl_parts import TrainerWeights, WithAdapter
 from trl_offpolicy.engines.weights import Adapter, ModelWeights
 from trl_offpolicy.rebinding import rebound
-from trl_offpolicy.routing.engine import RoutedLLM, routing_arguments
+from trl_offpolicy.routing.engine import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
 
 
 class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
@@ -48,6 +48,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """Answers the trainer's requests from batches that were asked for before: ``async_rollouts.ahead``."""
     quiet: Callable[[], AbstractContextManager[None]] = nullcontext
     """Held open while weights are replaced."""
+    routes: RouteStore | None = None
+    """The routing of this rank's rollouts, with ``engine.return_routing``."""
 
     def __init__(self, *args: Any, settings: EngineSettings, folder: Path, **kwargs: Any) -> None:
         self.settings = settings
@@ -106,6 +108,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             super()._init_vllm()
         if self.settings.return_routing:
             self.llm = RoutedLLM(self.llm)
+            self.routes = self.llm.store
         if self._uses_adapter:
             self._adapters = AdapterFolder()
             self.llm = WithAdapter(self.llm, self._adapters)
@@ -129,12 +132,15 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         """The main rank talks to the server; the others only take part in gathering weights."""
         self.settings.check_server()
         self._on_server = True
+        if self.settings.return_routing:
+            self.routes = RouteStore()
         if self.accelerator.is_main_process:
             self._server = ServerEngine(
                 self.server_base_url or f"http://{self.server_host}:{self.server_port}",
                 folder=self._folder,
                 transfer=self.settings.server_transfer,
                 weight_rounding=self.settings.weight_rounding,
+                return_routing=self.settings.return_routing,
                 patience=self.settings.patience(start_timeout=self.server_timeout),
             )
         self.accelerator.wait_for_everyone()
@@ -237,7 +243,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             raise payload[0]
         start = self.accelerator.process_index * len(prompts)
         here = slice(start, start + len(prompts))
-        ids, logps = (part[here] for part in payload[0])
+        ids, logps, routes = (part[here] for part in payload[0])
+        if self.routes is not None:
+            for prompt, completion, found in zip(prompts, ids, routes, strict=True):
+                self.routes.add(EngineRoutes((*prompt, *completion)[: len(found)], found))
         return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
 
     def _sampled(self, prompts: list[list[int]], n: int) -> Any:
@@ -248,7 +257,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             rollouts = self._server.generate(prompts, self._sampling(), n=n)
         except EngineError as error:
             return error
-        return rollouts.completion_ids, rollouts.sampling_per_token_logps
+        return rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.routed_experts or []
 
     def _sampling(self) -> Sampling:
         extra = {"repetition_penalty": self.repetition_penalty, **(self.generation_kwargs or {})}

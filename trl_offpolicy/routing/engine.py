@@ -1,9 +1,9 @@
 """The routing of a vLLM engine in this process, token by token, for each sequence that it sampled.
 
-On a GPU vLLM reports it (``enable_return_routed_experts``, output field ``routed_experts``). Its CPU engine does not;
-there the callbacks that vLLM has for this purpose are set on its routers, and the rows of a step are read off the model
-runner: which request each token belongs to, its position and its id. This holds for prefill, decode, chunks of a
-prompt, several requests in one step, and requests that were preempted and run again.
+vLLM's Model Runner V2, which needs Triton, reports it (``enable_return_routed_experts``, output field
+``routed_experts``). On a CPU without Triton the callbacks that vLLM has for this purpose are set on its routers, and
+the rows of a step are read off the model runner: which request each token belongs to, its position and its id. This
+holds for prefill, decode, chunks of a prompt, several requests in one step, and requests that were preempted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,11 +77,9 @@ class RoutedLLM:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self.store = RouteStore()
-        config = llm.llm_engine.vllm_config
-        self._reports = bool(config.aux_output_config.enable_return_routed_experts)
         self._capture: StepCapture | None = None
-        if not self._reports:
-            if config.cache_config.enable_prefix_caching:
+        if not engine_reports_routing():
+            if llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
                 raise ValueError("engine.enable_prefix_caching must be False to read the engine's routing, but is on.")
             self._capture = StepCapture(llm.llm_engine.model_executor.driver_worker.model_runner)
 
@@ -103,19 +102,38 @@ class RoutedLLM:
 
 def routing_arguments() -> dict[str, Any]:
     """Arguments of vLLM's ``LLM`` with which :class:`RoutedLLM` can read its routing."""
-    return {"enable_return_routed_experts": True} if machine_has_gpu() else {"enable_prefix_caching": False}
+    return {"enable_return_routed_experts": True} if engine_reports_routing() else {"enable_prefix_caching": False}
+
+
+def engine_reports_routing() -> bool:
+    """True if a vLLM in this process reports its routing by itself."""
+    if machine_has_gpu():
+        return True
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
 
 
 def reported_routes(outputs: Sequence[Any]) -> list[EngineRoutes]:
     """Of vLLM's own ``routed_experts``, (tokens, all layers, k) each; layers without experts are taken out later."""
-    found = []
-    for request in outputs:
-        for output in request.outputs:
-            if output.routed_experts is not None:
-                routes = torch.from_numpy(output.routed_experts.astype("int16"))
-                ids = (*request.prompt_token_ids, *output.token_ids)
-                found.append(EngineRoutes(tuple(ids[: len(routes)]), routes))
-    return found
+    return [
+        routes_of(request.prompt_token_ids, output.token_ids, output.routed_experts)
+        for request in outputs
+        for output in request.outputs
+        if output.routed_experts is not None
+    ]
+
+
+def routes_of(prompt_ids: Sequence[int], completion_ids: Sequence[int], reported: np.ndarray) -> EngineRoutes:
+    """One completion as vLLM reports it: a row for each token that it was fed, all but the last one that it sampled.
+
+    Raises:
+        ValueError: rows are missing.
+    """
+    ids = (*prompt_ids, *completion_ids)
+    if len(reported) < len(ids) - 1:
+        raise ValueError(f"routed_experts must have {len(ids) - 1} rows, one for each token fed, not {len(reported)}.")
+    return EngineRoutes(ids[: len(reported)], torch.from_numpy(reported.astype("int16")))
 
 
 class StepCapture:
