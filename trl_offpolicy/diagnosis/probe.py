@@ -22,6 +22,7 @@ from trl_offpolicy.diagnosis.attribution.scoring import Head, score_completions
 from trl_offpolicy.diagnosis.breakdown import Breakdown, break_down
 from trl_offpolicy.diagnosis.probe_sides import Sides, open_sides, render_prompts
 from trl_offpolicy.diagnosis.recommend import Recommendation, recommend
+from trl_offpolicy.engines.checks import as_vllm_keeps
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.stats import PREFIX
 
@@ -94,7 +95,8 @@ class ProbeOptions:
     @property
     def engine_head(self) -> Head:
         """What the engine samples from."""
-        return Head(self.temperature, Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p))
+        cut = Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+        return Head(self.temperature, cut if self.engine == "hf" else as_vllm_keeps(cut))
 
     @property
     def trainer_head(self) -> Head:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from trl_offpolicy.engines.environment import engine_has_triton
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 _OFF: dict[str, tuple[float | int | None, ...]] = {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None)}
@@ -26,3 +28,8 @@ def truncation_of(options: Mapping[str, Any]) -> Truncation:
     extra = dict(options.get("generation_kwargs") or {})
     chosen: dict[str, Any] = {name: extra.get(name, options.get(name)) for name in _OFF}
     return Truncation(**{name: value for name, value in chosen.items() if value not in _OFF[name]})
+
+
+def as_vllm_keeps(truncation: Truncation) -> Truncation:
+    """With the rule for tokens tied with the k-th that vLLM follows on this machine."""
+    return replace(truncation, exact_top_k=True) if truncation.top_k and engine_has_triton() else truncation

@@ -24,6 +24,17 @@ def machine_has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def engine_has_triton() -> bool:
+    """True if vLLM runs its Triton kernels on this machine, and with them its Model Runner V2."""
+    if machine_has_gpu():
+        return True
+    try:
+        from vllm.triton_utils import HAS_TRITON
+    except ImportError:
+        return False
+    return bool(HAS_TRITON)
+
+
 def prepare_environment() -> None:
     """Set what vLLM needs on a machine without a GPU, unless the user has set it."""
     for name, value in CPU_ENVIRONMENT.items() if not machine_has_gpu() else ():

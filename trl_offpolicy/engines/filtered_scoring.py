@@ -17,7 +17,7 @@ from torch import Tensor
 from trl.trainer import utils
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from trl_offpolicy.engines.checks import truncation_of
+from trl_offpolicy.engines.checks import as_vllm_keeps, truncation_of
 from trl_offpolicy.functional.diagnostics import fraction
 from trl_offpolicy.functional.moments import Layout, moments
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
@@ -107,7 +107,7 @@ def filtered_scoring(args: Any) -> FilteredScoring:
         ValueError: an option outside of its range, or an engine that reports raw log-probs.
     """
     options = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "generation_kwargs")}
-    truncation = truncation_of(options)
+    truncation = as_vllm_keeps(truncation_of(options))
     engine = args.engine if isinstance(args.engine, Mapping) else {}
     mode = engine.get("logprobs_mode", "processed_logprobs")
     if mode != "processed_logprobs":

@@ -17,6 +17,8 @@ class Truncation:
         top_p: the smallest set of most likely tokens whose probabilities reach this; in (0, 1].
         top_k: the most likely tokens, this many; 0 = all.
         min_p: tokens at least this fraction as likely as the most likely one; in [0, 1].
+        exact_top_k: of tokens tied with the k-th keep an arbitrary few, k in all (vLLM's Triton sampler); else all of
+            them (its PyTorch sampler, transformers).
 
     Raises:
         ValueError: a value outside of its range.
@@ -25,6 +27,7 @@ class Truncation:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    exact_top_k: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.top_p <= 1.0:
@@ -35,14 +38,14 @@ class Truncation:
             raise ValueError(f"min_p must be in [0, 1], but got {self.min_p}.")
 
     def __bool__(self) -> bool:
-        return self != Truncation()
+        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
 
 
 class Support(NamedTuple):
     """The kept tokens of each position: those above ``lowest``, and ``share`` of those equal to it.
 
-    Tokens tied at the edge of top-p are equally likely, and vLLM keeps an arbitrary few of them: only how many matters
-    to the normaliser. Each of them then counts as ``share``.
+    Tokens tied at the edge are equally likely, and vLLM may keep an arbitrary few of them: only how many matters to the
+    normaliser. Each of them then counts as ``share``.
     """
 
     lowest: Tensor
@@ -59,8 +62,9 @@ class Support(NamedTuple):
 def truncated_support(logits: Tensor, truncation: Truncation) -> Support:
     """The tokens that vLLM samples from: min-p first, then top-k, then top-p of what is left, renormalised.
 
-    As in vLLM's PyTorch sampler: min-p keeps ``p >= min_p * max p``; top-k keeps every token tied with the k-th; top-p
-    drops, from the least likely up, tokens while their summed probability is ``<= 1 - top_p``, never the last.
+    As in vLLM's samplers: min-p keeps ``p >= min_p * max p``; top-k keeps every token tied with the k-th, or k in all
+    (``exact_top_k``); top-p drops, from the least likely up, tokens while their summed probability is ``<= 1 - top_p``,
+    never the last.
 
     Args:
         logits: (N, V) float32 or float64, already divided by the temperature.
@@ -77,7 +81,7 @@ def truncated_support(logits: Tensor, truncation: Truncation) -> Support:
         tensor([[1., 1., 1., 0.]])
 
     Reference: vLLM 0.31 ``v1/sample/logits_processor/builtin.py`` (min-p), ``v1/sample/ops/topk_topp_sampler.py``
-    (``apply_top_k_top_p_pytorch``). Its Triton kernels on GPU keep exactly k of tokens tied with the k-th, this all.
+    (``apply_top_k_top_p_pytorch``) and ``topk_topp_triton.py`` beside it (``exact_top_k``).
     """
     logits = logits.detach()
     lowest = torch.full_like(logits[:, 0], -torch.inf)
@@ -88,21 +92,34 @@ def truncated_support(logits: Tensor, truncation: Truncation) -> Support:
         lowest = logits.masked_fill(probs < edge, torch.inf).amin(dim=-1)
     if 0 < truncation.top_k < logits.shape[1]:
         lowest = torch.maximum(lowest, logits.topk(truncation.top_k, dim=-1).values[:, -1])
+        if truncation.exact_top_k:
+            above, tied = _edge(logits, lowest)
+            share = ((truncation.top_k - above) / tied).to(share.dtype).clamp(max=1.0)  # min-p may have left fewer
     if truncation.top_p < 1.0:
-        return _top_p_support(logits, lowest, truncation.top_p)
+        return _top_p_support(logits, lowest, truncation)
     return Support(lowest, share)
 
 
-def _top_p_support(logits: Tensor, lowest: Tensor, top_p: float) -> Support:
+def _edge(logits: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) tokens above the edge, and tokens at it."""
+    lowest = lowest.unsqueeze(1)
+    return (logits > lowest).sum(dim=-1), (logits == lowest).sum(dim=-1)
+
+
+def _top_p_support(logits: Tensor, lowest: Tensor, truncation: Truncation) -> Support:
     """Top-p among the tokens that are at least ``lowest``."""
     ascending = logits.masked_fill(logits < lowest.unsqueeze(1), -torch.inf).sort(dim=-1).values
+    if truncation.exact_top_k and 0 < truncation.top_k < logits.shape[1]:
+        ascending[:, : -truncation.top_k] = -torch.inf
     mass = ascending.softmax(dim=-1)
     mass = torch.cumsum(mass, dim=-1, out=mass)
     one = torch.ones((), dtype=logits.dtype, device=logits.device)
-    kept = (mass[:, :-1] > one - one * top_p).sum(dim=-1) + 1  # in the dtype of the logits, as vLLM; one stays
-    lowest = ascending.gather(1, (logits.shape[1] - kept).unsqueeze(1))
-    above, tied = (logits > lowest).sum(dim=-1), (logits == lowest).sum(dim=-1)
-    return Support(lowest.squeeze(1), (kept - above).to(logits.dtype) / tied)
+    kept = (mass[:, :-1] > one - one * truncation.top_p).sum(
+        dim=-1
+    ) + 1  # in the dtype of the logits, as vLLM; one stays
+    lowest = ascending.gather(1, (logits.shape[1] - kept).unsqueeze(1)).squeeze(1)
+    above, tied = _edge(logits, lowest)
+    return Support(lowest, (kept - above).to(logits.dtype) / tied)
 
 
 def listed_weights(kept_ids: Tensor, vocabulary: int) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trl_offpolicy.engines.environment import machine_has_gpu
+from trl_offpolicy.engines.environment import engine_has_triton
 from trl_offpolicy.routing.storage import UNKNOWN
 
 
@@ -78,7 +78,7 @@ class RoutedLLM:
         self._llm = llm
         self.store = RouteStore()
         self._capture: StepCapture | None = None
-        if not engine_reports_routing():
+        if not engine_has_triton():
             if llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
                 raise ValueError("engine.enable_prefix_caching must be False to read the engine's routing, but is on.")
             self._capture = StepCapture(llm.llm_engine.model_executor.driver_worker.model_runner)
@@ -102,16 +102,7 @@ class RoutedLLM:
 
 def routing_arguments() -> dict[str, Any]:
     """Arguments of vLLM's ``LLM`` with which :class:`RoutedLLM` can read its routing."""
-    return {"enable_return_routed_experts": True} if engine_reports_routing() else {"enable_prefix_caching": False}
-
-
-def engine_reports_routing() -> bool:
-    """True if a vLLM in this process reports its routing by itself."""
-    if machine_has_gpu():
-        return True
-    from vllm.triton_utils import HAS_TRITON
-
-    return bool(HAS_TRITON)
+    return {"enable_return_routed_experts": True} if engine_has_triton() else {"enable_prefix_caching": False}
 
 
 def reported_routes(outputs: Sequence[Any]) -> list[EngineRoutes]:
