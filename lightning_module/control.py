@@ -42,6 +42,7 @@ class Control:
 
     def __init__(self, control: Any) -> None:
         self.spec = parse_control(control)
+        self._folder = Path()
         self._supervisor: Supervisor | None = None
         self._scale = LearningRateScale()
         self._ladder: tuple[Correction, ...] = ()
@@ -56,6 +57,7 @@ class Control:
         """
         if self.spec is None:
             return
+        self._folder = run_folder(module.trainer)
         if self._supervisor is None:
             self.spec = spec = self.spec.without(_missing(module))
             self._supervisor = Supervisor(spec)
@@ -65,7 +67,7 @@ class Control:
         self._cosine = ConsecutiveCosine() if spec.gradient_cosine else None
         self.state = supervisor.restore(restored) if restored else supervisor.start()
         if not restored and module.trainer.global_step > 0:
-            self.state = replace(self.state, rows=_logged(module.trainer)[-spec.history :])
+            self.state = replace(self.state, rows=_logged(self._folder, module.trainer.global_step)[-spec.history :])
         if spec.moves_learning_rate:
             self._scale.attach(module.trainer.optimizers[0])
         self._put_in_force(module, supervisor.settings(self.state))
@@ -93,7 +95,7 @@ class Control:
         self._put_in_force(module, outcome)
         self._stop = outcome.stop
         if trainer.is_global_zero:
-            _say(outcome, run_folder(trainer), write=not trainer.fast_dev_run)  # type: ignore[attr-defined]
+            _say(outcome, self._folder, write=not trainer.fast_dev_run)  # type: ignore[attr-defined]
         return {**added, **outcome.metrics}
 
     def compare_gradient(self, module: OffPolicyGRPOModule) -> None:
@@ -105,7 +107,7 @@ class Control:
         """Save a checkpoint and end the run, if that was decided. All ranks call it."""
         if not self._stop:
             return
-        path = run_folder(trainer) / "checkpoints" / f"stopped-step={trainer.global_step}.ckpt"
+        path = self._folder / "checkpoints" / f"stopped-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         trainer.should_stop = True
         if trainer.is_global_zero:
@@ -125,7 +127,10 @@ class Control:
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Where the run's records are: the folder of its ``RunFolder`` callback, else the logger's, else the root."""
+    """Where the run's records are: the folder of its ``RunFolder`` callback, else the logger's, else the root.
+
+    Collective: Lightning broadcasts the logger's folder, so every rank calls this.
+    """
     from lightning_module.callbacks import RunFolder
 
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -133,12 +138,11 @@ def run_folder(trainer: Trainer) -> Path:
     return Path(told or trainer.log_dir or trainer.default_root_dir)
 
 
-def _logged(trainer: Trainer) -> tuple[dict[str, float], ...]:
-    """The rows of a run that goes on."""
-    folder = run_folder(trainer)
+def _logged(folder: Path, step: int) -> tuple[dict[str, float], ...]:
+    """The rows of a run that goes on, up to ``step``."""
     if not (folder / METRICS_FILE).is_file():
         return ()
-    return tuple(row for row in read_metrics(folder).rows if row["step"] <= trainer.global_step)
+    return tuple(row for row in read_metrics(folder).rows if row["step"] <= step)
 
 
 def _missing(module: OffPolicyGRPOModule) -> dict[str, str]:

@@ -109,7 +109,7 @@ class OffPolicyGRPOModule(LightningModule):
         check_sampling(kind, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
         self.rewards = Rewards(reward_funcs, reward_weights)
         self.measuring = Measuring(self.rewards.names)
-        self.scorer = Scorer(self.sampling)
+        self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers")
         self.generation = Generation(self)
         self.validation = Validation(self)
         self.strict_loading = adapter is None

@@ -39,12 +39,14 @@ class Scorer:
     Args:
         sampling: of the engine.
         truncated: False scores the whole distribution (a reference model).
+        by_vllm: the engine is vLLM, whose rule for tokens tied with the k-th depends on the machine.
     """
 
-    def __init__(self, sampling: Sampling, *, truncated: bool = True) -> None:
+    def __init__(self, sampling: Sampling, *, truncated: bool = True, by_vllm: bool = True) -> None:
         self.temperature = sampling.temperature
         cut = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-        self.truncation = as_vllm_keeps(Truncation(**cut)) if truncated else Truncation()  # type: ignore[arg-type]
+        kept = Truncation(**cut) if truncated else Truncation()  # type: ignore[arg-type]
+        self.truncation = as_vllm_keeps(kept) if by_vllm else kept
 
     def __call__(self, model: nn.Module, rows: Mapping[str, Tensor], *, batch_size: int | None = None) -> Scores:
         """Score ``completion_ids``, given ``prompt_ids``.

@@ -19,7 +19,11 @@ from trl_offpolicy.presets.parsing import parse_advantages
 
 TESTS = Path(__file__).resolve().parent
 KL = {"type": "adaptive", "coef": 0.5, "target": 0.02, "horizon": 40}
+BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.9, "high": 1.1}
+WIDE = {"normalize": "original", "keep": [BAND, {"type": "group_rejection", "max_dropped_fraction": 0.5}]}
 RUNS: dict[str, dict[str, Any]] = {
+    "wide": {"preset": "paper/tis", "correction": WIDE},
+    "wide, compiled": {"preset": "paper/tis", "correction": {**WIDE, "compiled": True}},
     "rloo": {"advantages": "rloo"},
     "optimal_token_baseline": {"advantages": "optimal_token_baseline"},
     "kl": {"preset": "measure", "objective": {"kl": {"coef": KL}}},
@@ -101,7 +105,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=300)[0] for process in started]
+        said = [process.communicate(timeout=900)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -144,6 +148,17 @@ def test_groups_are_whole_across_ranks(ranks: list[dict[str, Any]], name: str) -
 def _padded(parts: list[torch.Tensor]) -> torch.Tensor:
     length = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part.float(), (0, length - part.shape[1])) for part in parts])
+
+
+@pytest.mark.slow
+def test_compiled_decisions_over_both_ranks_are_the_plain_ones(ranks: list[dict[str, Any]]) -> None:
+    plain, compiled = (ranks[0][name]["records"] for name in ("wide", "wide, compiled"))
+    assert len(plain) == len(compiled) == 3
+    assert 0 < plain[0]["offpolicy/keep/dropped_sequence_fraction"] < 1
+    for expected, row in zip(plain, compiled, strict=True):
+        for key, value in expected.items():
+            if key.startswith("offpolicy/") or key in ("loss", "grad_norm"):
+                assert row[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from lightning_runs import OwnMismatch, data, module, trainer
 from tiny_models import EOS, FIRST_WORD, VOCABULARY
 
 import trl_offpolicy as op
-from lightning_module import OffPolicyGRPOModule, RunFolder
+from lightning_module import OffPolicyGRPOModule, RunFolder, control
+from lightning_module.control import run_folder
 from trl_offpolicy.control import read_actions
 from trl_offpolicy.diagnosis import read_metrics
 from trl_offpolicy.engines.engine import Rollouts, Sampling
@@ -161,3 +162,11 @@ def test_the_gradient_cosine_is_logged_on_demand(tmp_path: Path) -> None:
     fit(tmp_path, ours, max_steps=3)
     values = [row.get("offpolicy/gradient/cosine_previous") for row in read_metrics(tmp_path).rows]
     assert values[0] is None and all(value is not None and -1 < value < 1 for value in values[1:])
+
+
+def test_the_folder_is_asked_for_once_by_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a ``RunFolder`` it is the logger's, which Lightning broadcasts: later only the main rank speaks."""
+    asked: list[pl.Trainer] = []
+    monkeypatch.setattr(control, "run_folder", lambda owner: asked.append(owner) or run_folder(owner))
+    trainer(tmp_path, max_steps=3).fit(module(OwnMismatch(), control={"policy": "warn"}), data())
+    assert len(asked) == 1

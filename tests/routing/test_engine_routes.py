@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_offpolicy.engines import server
+from trl_offpolicy.engines import server, trl
 from trl_offpolicy.engines.client import Patience
 from trl_offpolicy.engines.engine import EngineError, Sampling
 from trl_offpolicy.engines.server import ServerEngine
+from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.engines.trl import TRLEngine
+from trl_offpolicy.engines.trl_parts import WithAdapter
+from trl_offpolicy.routing import engine as routing_engine
 from trl_offpolicy.routing.engine import (
     EngineRoutes,
     RouteStore,
@@ -102,6 +106,10 @@ def test_records_are_found_by_their_tokens() -> None:
     for row, ids in {(1, 2, 3, 4): (1, 2, 3), (1, 2, 3, 4, 5, 6): (1, 2, 3, 4, 5), (1, 2, 3, 9, 9): (1, 2, 3)}.items():
         found = store.find(row)
         assert found is not None and found.ids == ids
+    cut = store.find([1, 2, 3, 4][:1])
+    assert cut is not None and cut.ids == (1,) and cut.routes.tolist() == [[[1, 2], [3, 4]]], "masked: the prompt alone"
+    cut = store.find([1, 2, 3, 4, 5][:4])
+    assert cut is not None and cut.ids == (1, 2, 3), "of what was fed"
     assert store.find([8, 7]) is None
     store.clear()
     assert len(store) == 0
@@ -127,7 +135,7 @@ def test_the_field_of_vllm() -> None:
     routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     outputs = [SimpleNamespace(token_ids=[3, 4], routed_experts=routes), SimpleNamespace(routed_experts=None)]
     (found,) = reported_routes([SimpleNamespace(prompt_token_ids=[1, 2], outputs=outputs)])
-    assert found.ids == (1, 2, 3) and found.routes.tolist() == routes.tolist() and found.routes.dtype == torch.int16
+    assert found.ids == (1, 2, 3) and found.routes.tolist() == routes.tolist() and found.routes.dtype == torch.uint8
     with pytest.raises(ValueError, match=r"routed_experts must have 3 rows, one for each token fed, not 2"):
         routes_of([1, 2], [3, 4], routes[:2])
 
@@ -188,3 +196,50 @@ def test_the_report_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     silent = engine_of(Client(with_routes=False), tmp_path, monkeypatch, return_routing=True)
     with pytest.raises(EngineError, match="routing of every completion, but one came without"):
         silent.generate([[3, 4]], Sampling(max_tokens=2))
+    garbled = Client()
+    choice = {"token_ids": [8], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop", "routed_experts": "AA"}
+    monkeypatch.setattr(garbled, "post", lambda *_, **__: {"choices": [choice]})
+    with pytest.raises(EngineError, match="report of its routing cannot be read"):
+        engine_of(garbled, tmp_path, monkeypatch, return_routing=True).generate([[3, 4]], Sampling(max_tokens=2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_gets_the_rows_of_its_own_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Ranks may ask for different numbers of rows: some of their rows called a tool, others are done."""
+    prompts = [[[3, 4]], [[5, 6, 7], [9]]]
+    engine = TRLEngine.__new__(TRLEngine)
+    engine._server = engine_of(Client(), tmp_path, monkeypatch, return_routing=True)
+    engine.routes = RouteStore()
+    monkeypatch.setattr(TRLEngine, "_sampling", lambda self: Sampling(max_tokens=2))
+    monkeypatch.setattr(trl, "gather_object", lambda mine: prompts)
+    monkeypatch.setattr(trl, "scattered", lambda parts: parts[rank])
+    _, completions, logps, _ = engine._generate_on_server(prompts[rank], None, 1, None)
+    assert completions == [[8, 9]] * len(prompts[rank]) and logps == [[[-1.0], [-2.0]]] * len(prompts[rank])
+    assert len(engine.routes) == len(prompts[rank])
+    for prompt in prompts[rank]:
+        found = engine.routes.find([*prompt, 8, 9])
+        assert found is not None and found.ids == (*prompt, 8) and found.routes.unique().tolist() == [prompt[0]]
+
+
+@pytest.mark.parametrize("transfer", ["auto", "adapter"])
+def test_the_engine_in_this_process_keeps_its_routes(monkeypatch: pytest.MonkeyPatch, transfer: str) -> None:
+    """Also behind the wrapper that names the adapter in every request."""
+    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
+    vllm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+    monkeypatch.setattr(routing_engine, "engine_has_triton", lambda: True)
+    monkeypatch.setattr(TRLEngine, "_default_arguments", lambda self: {})
+    monkeypatch.setattr(trl.vllm_generation.VLLMGeneration, "_init_vllm", lambda self: setattr(self, "llm", vllm))
+    engine = TRLEngine.__new__(TRLEngine)
+    engine.settings = EngineSettings.parse({"return_routing": True, "transfer": transfer})
+    engine._start_in_process()
+    assert engine.routes is not None and engine.routes is engine.llm.store
+    assert isinstance(engine.llm, WithAdapter) is (transfer == "adapter")
+
+
+def test_a_path_without_a_report_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"engine\.transfer must be folder, adapter or auto with routing_replay r3"):
+        EngineSettings.parse({"return_routing": True, "transfer": "nccl"})
+    assert EngineSettings.parse({"return_routing": True}).on_server("cuda")
+    assert not EngineSettings.parse({}).on_server("cuda") and EngineSettings.parse({}).on_server("cpu")

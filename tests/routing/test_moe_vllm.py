@@ -112,6 +112,7 @@ def test_experts_survive_a_sync_to_a_server(tmp_path: Path) -> None:
         rows = trained("callbacks", "--replay", "r2", "--url", server.url, folder=str(tmp_path))
     finally:
         server.kill()
+    assert len(rows) == 4
     for first in rows[::2]:
         assert first["mismatch/logp_diff_mean"] < 1e-4 and first["rollout/sync_agreement"] > 0.9999
 

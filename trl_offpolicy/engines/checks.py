@@ -23,7 +23,7 @@ def truncation_of(options: Mapping[str, Any]) -> Truncation:
 
     Example:
         >>> truncation_of({"top_p": 0.9, "top_k": -1, "generation_kwargs": {"min_p": 0.05}})
-        Truncation(top_p=0.9, top_k=0, min_p=0.05)
+        Truncation(top_p=0.9, top_k=0, min_p=0.05, exact_top_k=False)
     """
     extra = dict(options.get("generation_kwargs") or {})
     chosen: dict[str, Any] = {name: extra.get(name, options.get(name)) for name in _OFF}

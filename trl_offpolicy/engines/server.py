@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import logging
 import time
 import uuid
@@ -12,16 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
-from torch import Tensor
-
 from trl_offpolicy.engines.client import Patience, Refused, ServerClient
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.server_answers import sampled_logps, sampled_routes
 from trl_offpolicy.engines.server_checks import forget_old_keys, reload_method, require_ready, server_config
 from trl_offpolicy.engines.weight_files import remove_all_but, safe_child, write_adapter, write_weights
 from trl_offpolicy.engines.weights import WeightSource
-from trl_offpolicy.routing.engine import routes_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +104,10 @@ class ServerEngine:
         return Rollouts(
             prompt_ids=prompts,
             completion_ids=completions,
-            sampling_per_token_logps=[_sampled_logps(choice) for choice in choices],
+            sampling_per_token_logps=[sampled_logps(choice) for choice in choices],
             policy_versions=[[version] * len(ids) for ids in completions],
             finish_reasons=[str(choice["finish_reason"]) for choice in choices],
-            routed_experts=list(map(_routes, prompts, choices)) if self.return_routing else None,
+            routed_experts=list(map(sampled_routes, prompts, choices)) if self.return_routing else None,
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -128,7 +123,7 @@ class ServerEngine:
         """(token ids, log-probs, finish reason) of ``n`` completions; "abort" where :meth:`cut` ended one early."""
         self._ensure_current()
         choices = self._complete(prompt, {**options, "return_token_ids": True}, n)
-        return [(list(choice["token_ids"]), _sampled_logps(choice), str(choice["finish_reason"])) for choice in choices]
+        return [(list(choice["token_ids"]), sampled_logps(choice), str(choice["finish_reason"])) for choice in choices]
 
     @property
     def can_cut(self) -> bool:
@@ -277,25 +272,3 @@ class ServerEngine:
     def close(self) -> None:
         """Delete this run's weight folders; the server is left as it is."""
         remove_all_but(self.folder, [])
-
-
-def _sampled_logps(choice: dict[str, Any]) -> list[float]:
-    """Log-prob of each sampled token; NaN where the server has None."""
-    if not choice["token_ids"]:  # cut before its first token
-        return []
-    values = (choice.get("logprobs") or {}).get("token_logprobs")
-    if values is None or len(values) != len(choice["token_ids"]):
-        raise EngineError(
-            "The vLLM server must return one log-prob for each token, but got "
-            f"{None if values is None else len(values)} for {len(choice['token_ids'])} tokens."
-        )
-    return [float("nan") if value is None else float(value) for value in values]
-
-
-def _routes(prompt: list[int], choice: dict[str, Any]) -> Tensor:
-    """The base64 of a ``.npy`` file, of the prompt and of all that was sampled but the last token."""
-    packed = choice.get("routed_experts")
-    if packed is None:
-        raise EngineError("The vLLM server must report the routing of every completion, but one came without.")
-    reported = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
-    return routes_of(prompt, choice["token_ids"], reported).routes

@@ -20,8 +20,8 @@ class EngineSettings:
 
     Args:
         transfer: how weights reach it. "memory" (colocate), "folder" or "nccl" (server), "adapter" (both: the LoRA
-            adapter alone). "auto": memory in colocate; with a server TRL's NCCL on a GPU, else the adapter if the
-            server loads adapters, else a folder.
+            adapter alone). "auto": memory in colocate; with a server TRL's NCCL on a GPU (not with ``weight_rounding``
+            or ``return_routing``), else the adapter if the server loads adapters, else a folder.
         weight_rounding: round linear weights at every sync: a type such as "int8" or a mapping, see
             :func:`~trl_offpolicy.engines.rounding.parse_rounding`.
         folder: for a server's weights; both must see it. Default: ``_engine_weights`` in the run's folder.
@@ -48,6 +48,11 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.transfer not in get_args(Transfer):
             raise ValueError(f"engine.transfer must be one of {list(get_args(Transfer))}, but got {self.transfer!r}.")
+        if self.transfer == "nccl" and self.return_routing:
+            raise ValueError(
+                "engine.transfer must be folder, adapter or auto with routing_replay r3 or engine.return_routing, but "
+                "got 'nccl': TRL's client does not report the routing."
+            )
         self.patience(start_timeout=1.0)
 
     @classmethod

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.server import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
-from trl_offpolicy.engines.trl_parts import TrainerWeights, WithAdapter
+from trl_offpolicy.engines.trl_parts import TrainerWeights, WithAdapter, scattered
 from trl_offpolicy.engines.weights import Adapter, ModelWeights
 from trl_offpolicy.rebinding import rebound
 from trl_offpolicy.routing.engine import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
@@ -236,28 +237,38 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             raise NotImplementedError("images must be None with engine.transfer folder or adapter; use nccl.")
         if self.ahead is not None and self.model.training:
             return self.ahead.generate(prompts, num_generations)
-        everyone = gather_object(prompts)
-        payload = [self._sampled(everyone[::num_generations], num_generations)]
-        broadcast_object_list(payload, from_process=0)
-        if isinstance(payload[0], EngineError):
-            raise payload[0]
-        start = self.accelerator.process_index * len(prompts)
-        here = slice(start, start + len(prompts))
-        ids, logps, routes = (part[here] for part in payload[0])
+        found = self._sampled(gather_object([prompts]), num_generations)
+        if isinstance(found, EngineError):
+            raise found
+        ids, logps, routes = found
         if self.routes is not None:
-            for prompt, completion, found in zip(prompts, ids, routes, strict=True):
-                self.routes.add(EngineRoutes((*prompt, *completion)[: len(found)], found))
+            for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
+                self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
         return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
 
-    def _sampled(self, prompts: list[list[int]], n: int) -> Any:
-        """On the main rank what the server sampled, or the error that all ranks are to raise."""
-        if self._server is None:
-            return None
-        try:
-            rollouts = self._server.generate(prompts, self._sampling(), n=n)
-        except EngineError as error:
-            return error
-        return rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.routed_experts or []
+    def _sampled(self, prompts: list[list[list[int]]], n: int) -> Any:
+        """What the server sampled for the prompts of this rank, or the error that all ranks are to raise.
+
+        Args:
+            prompts: by rank; the main one asks.
+            n: each prompt stands so many times in a row, for as many completions.
+        """
+        parts: list[Any] = []
+        if self._server is not None:
+            try:
+                asked = [row for rank in prompts for row in rank][::n]
+                rollouts = self._server.generate(asked, self._sampling(), n=n)
+            except EngineError as error:
+                parts = [error] * len(prompts)
+            else:
+                found = (
+                    rollouts.completion_ids,
+                    rollouts.sampling_per_token_logps or [],
+                    rollouts.routed_experts or [],
+                )
+                ends = list(accumulate(map(len, prompts), initial=0))
+                parts = [tuple(part[i:j] for part in found) for i, j in pairwise(ends)]
+        return scattered(parts)
 
     def _sampling(self) -> Sampling:
         extra = {"repetition_penalty": self.repetition_penalty, **(self.generation_kwargs or {})}

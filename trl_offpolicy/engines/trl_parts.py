@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from trl_offpolicy.engines.lora import AdapterFolder
@@ -56,3 +57,12 @@ class WithAdapter:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in vLLM."""
         return self._llm.generate(*args, **{**kwargs, "lora_request": self._adapters.request})
+
+
+def scattered(parts: Sequence[Any]) -> Any:
+    """Of the main rank's objects, one for each rank, that of this rank. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return parts[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, list(parts) or None, src=0)
+    return received[0]

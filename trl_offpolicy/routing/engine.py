@@ -47,11 +47,17 @@ class RouteStore:
         self._known[routes.ids] = routes
 
     def find(self, ids: Sequence[int]) -> EngineRoutes | None:
-        """The record of a sequence, or the longest one of its beginning (text of a tool may have come behind it)."""
+        """The record of a sequence, the part of a longer one, or the longest one of its beginning.
+
+        TRL may train on less than was sampled (a response that it masks or cuts), or on more (a tool's text behind it).
+        """
         row = tuple(ids)
         known = self._known.get(row[:-1]) or self._known.get(row)
         if known is not None:
             return known
+        for item in self._known.values():
+            if item.ids[: len(row)] == row:
+                return EngineRoutes(row, item.routes[: len(row)])
         parts = (item for item in self._known.values() if row[: len(item.ids)] == item.ids)
         return max(parts, key=lambda item: len(item.ids), default=None)
 
@@ -124,7 +130,8 @@ def routes_of(prompt_ids: Sequence[int], completion_ids: Sequence[int], reported
     ids = (*prompt_ids, *completion_ids)
     if len(reported) < len(ids) - 1:
         raise ValueError(f"routed_experts must have {len(ids) - 1} rows, one for each token fed, not {len(reported)}.")
-    return EngineRoutes(ids[: len(reported)], torch.from_numpy(reported.astype("int16")))
+    small = reported if reported.dtype == np.uint8 else reported.astype(np.int16)
+    return EngineRoutes(ids[: len(reported)], torch.from_numpy(small))
 
 
 class StepCapture:
