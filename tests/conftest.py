@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from triton_interpreter import interpreter_environment
+
+
+collect_ignore = ["triton_interpreter"]  # no tests; imports Triton
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything imports Triton; processes that tests start inherit it."""
     if config.getoption("--vllm-v2"):
+        if find_spec("triton") is None:
+            raise pytest.UsageError("--vllm-v2 needs the package triton: pip install -r constraints/slow.txt --no-deps")
         environment = interpreter_environment(Path(mkdtemp(prefix="triton-interpreter-")))
         os.environ.update(environment)
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
