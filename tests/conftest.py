@@ -14,7 +14,6 @@ import pytest
 import torch
 from triton_interpreter import interpreter_environment
 
-
 collect_ignore = ["triton_interpreter"]  # no tests; imports Triton
 
 
