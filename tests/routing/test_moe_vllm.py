@@ -64,10 +64,10 @@ def trained(source: str, *flags: str, folder: str | None = None) -> list[dict[st
 def check_r3(rows: list[dict[str, Any]], *, moves_routers: bool = True) -> None:
     """At the first step of a generation the engine has the trainer's weights: nothing flips, nothing is stale."""
     assert len(rows) == 4
-    for first, second in zip(rows[::2], rows[1::2], strict=True):
+    for first in rows[::2]:
         assert first["routing/agreement"] >= 0.999
         assert first["mismatch/logp_diff_mean"] < 1e-4 and first["staleness/logp_diff_max"] < 1e-4
-        assert second["routing/agreement"] < 1 or not moves_routers
+    assert min(row["routing/agreement"] for row in rows[1::2]) < 1 or not moves_routers
 
 
 @both
