@@ -20,9 +20,8 @@ from transformers import AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from tasks import REWARDS, agent_tools, load_splits
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes.tasks import REWARDS, agent_tools, load_splits
 from trl_offpolicy.callbacks import RecipeCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.model_card import recipe_options

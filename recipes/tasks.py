@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from agent_calculator.calculator import calculator
 from datasets import Dataset, load_dataset
+
+from recipes.agent_calculator.calculator import calculator
 
 _NUMBER = re.compile(r"-?\d+")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")

@@ -29,9 +29,8 @@ def train(folder: Path, steps: int) -> None:
     """The quickstart with the fault, in this process."""
     import yaml
 
-    sys.path.insert(0, str(ROOT / "recipes"))
-    import grpo
-
+    sys.path.insert(0, str(ROOT))
+    from recipes import grpo
     from trl_offpolicy.engines import trl as engines
 
     config = yaml.safe_load((ROOT / "recipes" / "quickstart" / "config.yaml").read_text())

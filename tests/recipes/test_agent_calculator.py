@@ -15,9 +15,9 @@ import pytest
 import yaml
 from tiny_models import save_tiny_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-import tasks
-from agent_calculator import calculator as tool
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from recipes import tasks
+from recipes.agent_calculator import calculator as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "agent_calculator"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
@@ -51,3 +53,12 @@ def test_env_of_the_yaml_is_set_and_the_command_line_wins(
     _, training, _ = parser.parse_args_and_config(["--config", str(config), "--seed", "7", "--offpolicy", "paper/mis"])
     assert os.environ["SOME_TEST_VARIABLE"] == "after"
     assert (training.seed, training.learning_rate, training.offpolicy) == (7, 1e-3, "paper/mis")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "lightning").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_rewards_of_the_lightning_recipes_can_be_imported(path: Path) -> None:
+    """In a process of its own, from the checkout: here other tests have put more on the path."""
+    named = yaml.safe_load(path.read_text())["model"]["reward_funcs"]
+    code = f"from lightning_module.imports import imported; assert callable(imported({named!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]

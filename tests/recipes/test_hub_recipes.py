@@ -13,9 +13,8 @@ import yaml
 from datasets import Dataset
 from tiny_models import WORDS, save_tiny_model, tiny_tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-import grpo
-import tasks
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from recipes import grpo, tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {path.parent.name: path for path in sorted((ROOT / "recipes").glob("*/config.yaml"))}

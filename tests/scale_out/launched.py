@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-import grpo
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scale_out.fsdp2_on_cpu import allow_fsdp2_on_cpu
 from scale_out.vllm_weights import engine_weights, keep_plain_weights
 from tiny_models import score_last_word
 from trainer_runs import Engine
 
+from recipes import grpo
 from trl_offpolicy.engines.weights import ModelWeights
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
