@@ -65,6 +65,27 @@ def test_lora_is_merged_as_peft_merges_it_and_the_model_is_left_alone(fresh_mode
     assert len(changed) == 4  # two layers, two modules
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
+def test_lora_on_the_experts_is_merged_and_does_not_travel_alone(kind, tmp_path):
+    """PEFT's ``all-linear`` takes stacked experts and the router along, as parameters, one wrapper in another."""
+    model = get_peft_model(moe_model(kind), LoraConfig(r=4, target_modules="all-linear"))
+    assert any("experts.base_layer.lora_A" in name for name, _ in model.named_parameters())
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    sent = {name: tensor.clone() for name, tensor in ModelWeights(model).merged()}
+    before = {name: tensor.clone() for name, tensor in ModelWeights(moe_model(kind)).merged()}
+    assert ModelWeights(model).adapter() is None
+    model.merge_and_unload().save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert expected.keys() <= sent.keys() == before.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(sent[name], value, atol=1e-6, rtol=1e-5, msg=name)
+    moved = {name for name, value in before.items() if not torch.equal(value, sent[name])}
+    assert any(".experts.0." in name for name in moved) and any(".gate.weight" in name for name in moved)
+
+
 def test_a_thousand_syncs_do_not_wear_the_weights(fresh_model):
     """TRL merges and unmerges in place: in low precision the base weights drift."""
     model = adapted(fresh_model()).to(torch.bfloat16)

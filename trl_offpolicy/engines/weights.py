@@ -115,20 +115,33 @@ def _inside_adapter(path: str) -> bool:
 def _own_weights(path: str, module: nn.Module, parameters: list[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
     wanted = {id(p) for p in parameters}
     if _is_lora(module):
-        base: Any = module.base_layer
+        layers = list(_lora_layers(module))
+        base: Any = layers[-1].base_layer
         for name, parameter in base.named_parameters(recurse=False):
             if id(parameter) in wanted:
                 full = _full(parameter.data)
-                yield plain_name(f"{path}.{name}"), full + _delta(module, full) if name == "weight" else full
+                deltas = [_delta(layer, full) for layer in layers if getattr(layer, "parameter_name", "weight") == name]
+                yield plain_name(f"{path}.{name}"), sum(deltas, full)
         return
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) in wanted:
             yield plain_name(f"{path}.{name}" if path else name), _full(parameter.data)
 
 
+def _lora_layers(module: Any) -> Iterator[Any]:
+    """From outside in; PEFT nests one for each parameter that it adapts in a module (``target_parameters``)."""
+    while _is_lora(module):
+        yield module
+        module = module.base_layer
+
+
 def _delta(module: Any, weight: Tensor) -> Tensor:
     """Scale * B A of the active adapters, in the base weight's dtype and shape."""
     total = torch.zeros_like(weight)
+    if hasattr(module, "parameter_name"):  # of stacked experts: a product for each
+        for name in module.active_adapters:
+            total += _full(module.get_delta_weight(name)).to(weight.dtype)
+        return total
     for name in module.active_adapters:
         if module.use_dora.get(name, False) or name not in module.lora_A:
             raise NotImplementedError(
@@ -168,10 +181,10 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
 def _stands_alone(model: nn.Module, config: Any) -> bool:
     """True if base model + LoRA on linear layers is the whole policy: what vLLM can hot-load."""
     plain = getattr(config, "peft_type", None) == "LORA" and getattr(config, "bias", "none") == "none"
-    extras = getattr(config, "modules_to_save", None) or getattr(config, "use_dora", False)
+    extras = [getattr(config, name, None) for name in ("modules_to_save", "use_dora", "target_parameters")]
     on_head = any("lm_head" in name or "embed" in name for name, _ in model.named_parameters() if "lora_" in name)
     trained = all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
-    return plain and not extras and not on_head and trained
+    return plain and not any(extras) and not on_head and trained
 
 
 def _plain(value: Any) -> Any:
