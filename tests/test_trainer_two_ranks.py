@@ -105,7 +105,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=900)[0] for process in started]
+        said = [process.communicate(timeout=300)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -6,9 +6,6 @@ from typing import Any
 
 from trl_offpolicy.engines.environment import machine_has_gpu
 
-EXTENSION = "trl_offpolicy.engines.cpu_experts.ReloadsExperts"
-"""What ``trl-offpolicy serve`` adds to vLLM's worker (``--worker-extension-cls``) on a machine without a GPU."""
-
 
 def forget_expert_kernels(model: Any) -> None:
     """Have vLLM's CPU engine build the kernels of its experts again when it loads weights; nothing on a GPU.
@@ -38,3 +35,7 @@ class ReloadsExperts:
         """``reload_weights`` with :func:`forget_expert_kernels` before it."""
         forget_expert_kernels(self.model_runner.model)
         self.reload_weights(weights_path=weights_path)
+
+
+EXTENSION = f"{ReloadsExperts.__module__}.{ReloadsExperts.__qualname__}"
+"""What ``trl-offpolicy serve`` adds to vLLM's worker (``--worker-extension-cls``) on a machine without a GPU."""

@@ -109,14 +109,13 @@ def _edge(logits: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
 def _top_p_support(logits: Tensor, lowest: Tensor, truncation: Truncation) -> Support:
     """Top-p among the tokens that are at least ``lowest``."""
     ascending = logits.masked_fill(logits < lowest.unsqueeze(1), -torch.inf).sort(dim=-1).values
-    if truncation.exact_top_k and 0 < truncation.top_k < logits.shape[1]:
+    if truncation.exact_top_k:  # nothing where k is 0 or not below V
         ascending[:, : -truncation.top_k] = -torch.inf
     mass = ascending.softmax(dim=-1)
     mass = torch.cumsum(mass, dim=-1, out=mass)
     one = torch.ones((), dtype=logits.dtype, device=logits.device)
-    kept = (mass[:, :-1] > one - one * truncation.top_p).sum(
-        dim=-1
-    ) + 1  # in the dtype of the logits, as vLLM; one stays
+    dropped = one - one * truncation.top_p  # in the dtype of the logits, as vLLM
+    kept = (mass[:, :-1] > dropped).sum(dim=-1) + 1  # one stays
     lowest = ascending.gather(1, (logits.shape[1] - kept).unsqueeze(1)).squeeze(1)
     above, tied = _edge(logits, lowest)
     return Support(lowest, (kept - above).to(logits.dtype) / tied)
