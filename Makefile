@@ -21,7 +21,11 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 # No usage statistics from vLLM and the Hub client.
 export DO_NOT_TRACK := 1
 
-.PHONY: help install quickstart test test-slow mutate lint docs learn bench model clean
+# Test processes side by side: `make test WORKERS=1` for one. Each computes on one thread.
+WORKERS ?= auto
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --durations=10
+
+.PHONY: help install quickstart test test-integration test-all test-slow mutate lint docs learn bench model clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,11 +33,16 @@ help:  ## list the targets
 quickstart: model  ## install, prepare the model, train with measured and corrected rollouts (CPU, about 10 minutes in all)
 	.venv/bin/accelerate launch $(ONE_PROCESS) recipes/grpo.py --config recipes/quickstart/config.yaml
 
-test: lint  ## lint, types, fast tests and docstring examples
-	$(RUN) -m pytest tests $(PACKAGES) --doctest-modules --durations=10
+test: lint  ## lint, types, fast tests and docstring examples (minutes)
+	$(PYTEST) --dist worksteal tests $(PACKAGES) --doctest-modules
 
-test-slow: .venv/.slow-ready model  ## the long tests (engines, servers, several processes, recipes)
-	$(RUN) -m pytest tests -m "slow and not gpu" --durations=10
+test-integration: .venv/.test-ready  ## the tests that train, compile, or start processes or a vLLM engine
+	$(PYTEST) --dist loadfile tests -m "integration and not slow and not gpu"
+
+test-all: test test-integration  ## what CI runs
+
+test-slow: .venv/.slow-ready model  ## the long tests (servers, sharded strategies, recipes; hours)
+	$(PYTEST) --dist loadfile tests -m "slow and not gpu"
 
 mutate: .venv/.test-ready  ## mutation testing of functional/ and corrections.py (an hour; goes on where it stopped)
 	$(RUN) -m pip install --quiet mutmut==$(MUTMUT)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_digits import OtherDigits
 from triton_interpreter import interpreter_environment
 
 collect_ignore = ["triton_interpreter"]  # no tests; imports Triton
@@ -20,6 +22,12 @@ collect_ignore = ["triton_interpreter"]  # no tests; imports Triton
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--vllm-v2", action="store_true", help="vLLM's Model Runner V2 on this CPU, in Triton's interpreter (slow)"
+    )
+    parser.addoption(
+        "--other-digits",
+        type=int,
+        metavar="SEED",
+        help="perturb float32 products and softmax by a rounding error, as another CPU would",
     )
 
 
@@ -37,9 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    """The tensors here are tiny: threads only wait for each other."""
-    torch.set_num_threads(1)
+def _threads() -> None:
+    """One, unless OMP_NUM_THREADS asks for more: the tensors here are tiny, and threads only wait for each other."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def _other_digits(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Under ``--other-digits``, the last digits of another machine."""
+    seed = request.config.getoption("--other-digits")
+    with nullcontext() if seed is None else OtherDigits(seed=seed):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -508,6 +508,7 @@ def ranks(tmp_path_factory):
     return two_ranks.launch(__file__, run, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("rank", [0, 1])
 @every_estimator
 def test_two_ranks_agree_with_one(ranks, name, rank):

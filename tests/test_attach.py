@@ -17,6 +17,8 @@ from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, roll
 import trl_offpolicy as op
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
+pytestmark = pytest.mark.integration
+
 Stock = Callable[..., trl.GRPOTrainer]
 
 

@@ -16,6 +16,8 @@ from trainer_runs import Engine, records
 import trl_offpolicy as op
 from trl_offpolicy.config import resolve_preset
 
+pytestmark = pytest.mark.integration
+
 ROWS, LENGTH = 8, 40
 TYPICAL = op.Correction(
     weight=op.TruncateWeight(max_weight=1.5),

@@ -145,6 +145,7 @@ def same(got, expected):
 every = pytest.mark.parametrize("scenario", SCENARIOS)
 
 
+@pytest.mark.integration
 @every
 @pytest.mark.parametrize("updates", ["first", "twice"])
 def test_collections(ranks, scenario, updates):
@@ -181,6 +182,7 @@ def test_normalized_weights(ranks, scenario, key):
         assert logged == pytest.approx(normalizer, rel=1e-6)
 
 
+@pytest.mark.integration
 @every
 def test_means_of_the_ranks_would_be_wrong(scenario):
     """The comparison has teeth: the mean of what the ranks compute alone is off by more than 1e-4."""

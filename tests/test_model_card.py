@@ -82,6 +82,7 @@ def test_the_recipe_is_the_file_with_what_the_command_line_changed(tmp_path: Pat
     }
 
 
+@pytest.mark.integration
 def test_push_to_hub_writes_the_card_and_leaves_out_what_is_ours_alone(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_push_to_hub_writes_the_card_and_leaves_out_what_is_ours_alone(
     assert "### Engine against trainer" in text and "max_steps: 2" in text and "some/dataset" in text
 
 
+@pytest.mark.integration
 def test_tensorboard_gets_the_keys_of_the_run_folder(build: Callable[..., Any], tmp_path: Path) -> None:
     trainer = build(Engine(noise=0.1), report_to="tensorboard")
     trainer.train()

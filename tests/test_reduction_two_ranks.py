@@ -61,6 +61,7 @@ def ranks(tmp_path_factory):
     return two_ranks.launch(__file__, run, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_two_ranks_step_as_one(aggregation, ranks):
     whole = step(aggregation, [list(range(8))], Reduction(max_length=LENGTH))

@@ -21,6 +21,8 @@ from trl_offpolicy.batches import trainable
 from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES, parse_advantages
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
+pytestmark = pytest.mark.integration
+
 Build = Callable[..., OffPolicyGRPOTrainer]
 
 SPECS: dict[str, Any] = {name: name for name in ADVANTAGE_TYPES} | {

@@ -21,6 +21,8 @@ from trl_offpolicy.functional.kl import adaptive_kl_coef
 from trl_offpolicy.proximal import AveragedProximal, InterpolatedProximal, RecomputedProximal
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
+pytestmark = pytest.mark.integration
+
 Build = Callable[..., OffPolicyGRPOTrainer]
 
 ADAPTIVE = {"type": "adaptive", "coef": 0.5, "target": 0.02, "horizon": 40}

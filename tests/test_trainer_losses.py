@@ -11,8 +11,10 @@ import torch
 from tiny_models import VOCABULARY
 from trainer_runs import Engine, records
 
+from trl_offpolicy.config import resolve_preset
 from trl_offpolicy.presets.parsing import LOSS_TYPES
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.trainer_checks import stages_of
 
 Build = Callable[..., OffPolicyGRPOTrainer]
 
@@ -34,22 +36,42 @@ NEEDED: dict[str, dict[str, Any]] = {
 HOLDS_SAMPLING = ("ppo_is", "topr", "oapl")
 
 
-@pytest.mark.parametrize("name", LOSS_TYPES)
-def test_one_step_of_every_loss(build: Build, name: str) -> None:
-    loss = LOSS_TYPES[name]
-    trainer = build(
-        Engine(noise=0.3),
-        offpolicy={
-            "preset": "measure" if name in HOLDS_SAMPLING else "paper/tis",
-            "objective": {
-                "policy_loss": {"type": name, **NEEDED.get(name, {})},
-                "aggregation": loss.aggregation,  # type: ignore[attr-defined]
-            },
+def spec_of(name: str) -> dict[str, Any]:
+    """The loss ``name`` with its own aggregation, in YAML form."""
+    return {
+        "preset": "measure" if name in HOLDS_SAMPLING else "paper/tis",
+        "objective": {
+            "policy_loss": {"type": name, **NEEDED.get(name, {})},
+            "aggregation": LOSS_TYPES[name].aggregation,  # type: ignore[attr-defined]
         },
-        max_steps=1,
-        scale_rewards="none",
-    )
-    assert type(trainer.objective.policy_loss) is loss
+    }
+
+
+def test_every_loss_gives_a_gradient(build: Build, make_args: Any) -> None:
+    """One trainer; the loss is changed as a configuration would, batchwide decisions included."""
+    presets = {
+        name: resolve_preset(make_args(offpolicy=spec_of(name)), has_rollout_func=True) for name in LOSS_TYPES
+    }  # before the trainer: transformers' arguments reset the state of accelerate
+    trainer = build(Engine(noise=0.3), scale_rewards="none")
+    trainer.current_gradient_accumulation_steps = 1  # transformers sets it in its training loop
+    prompts = next(iter(trainer.get_train_dataloader()))
+    for name, preset in presets.items():
+        trainer.objective, trainer._stages = preset.objective, stages_of(trainer.args, preset)
+        assert type(trainer._current_objective().policy_loss) is LOSS_TYPES[name]
+
+        trainer.model.zero_grad()
+        value = trainer._compute_loss(trainer.model, trainer._generate_and_score_completions(prompts))
+        value.backward()
+
+        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        assert value.isfinite() and all(gradient.isfinite().all() for gradient in gradients), name
+        assert any(gradient.any() for gradient in gradients), name
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["ppo_clip", "quatro"])
+def test_one_step_is_logged(build: Build, name: str) -> None:
+    trainer = build(Engine(noise=0.3), offpolicy=spec_of(name), max_steps=1, scale_rewards="none")
     before = {key: value.clone() for key, value in trainer.model.named_parameters()}
     trainer.train()
     (row,) = records(trainer)
@@ -58,6 +80,7 @@ def test_one_step_of_every_loss(build: Build, name: str) -> None:
     assert any(not torch.equal(before[key], value) for key, value in trainer.model.named_parameters())
 
 
+@pytest.mark.integration
 def test_the_losses_differ_where_the_policy_has_moved(build: Build) -> None:
     """Two optimizer steps on one generation: the second step's loss is each objective's own."""
     seen = {}

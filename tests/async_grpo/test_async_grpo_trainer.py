@@ -238,6 +238,7 @@ def test_in_bypass_mode_it_is_trls_own_loss(make: Make) -> None:
     assert found[0][0].abs() > 1e-3
 
 
+@pytest.mark.integration
 def test_it_trains_and_logs_both_kinds_of_metrics(make: Make) -> None:
     """Two steps of two micro-batches; every sync is a version, samples come one version behind."""
     trainer = make(Worker(samples(), behind=1), gradient_accumulation_steps=2, max_staleness=4)

@@ -13,6 +13,8 @@ from trainer_runs import records, rollouts
 from trl_offpolicy.async_rollouts.flight import Flight
 from trl_offpolicy.engines import trl as trl_engines
 
+pytestmark = pytest.mark.integration
+
 SERVER = {
     "use_vllm": True,
     "vllm_mode": "server",

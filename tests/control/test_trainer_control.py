@@ -18,6 +18,8 @@ from trl_offpolicy.control import read_actions
 from trl_offpolicy.controllers import STATE_FILE
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
+pytestmark = pytest.mark.integration
+
 Build = Callable[..., OffPolicyGRPOTrainer]
 GUARD = {"policy": "act", "controllers": {"length_guard": {"window": 2}}}
 LENGTHS = [2, 2, 2, 4, 4, 4, 4, 4]

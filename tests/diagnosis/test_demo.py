@@ -11,6 +11,7 @@ from trl_offpolicy.diagnosis.demo import DEMO_RUN
 from trl_offpolicy.diagnosis.run_data import read_metrics
 
 
+@pytest.mark.integration
 def test_the_demo_names_the_fault_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--output", str(tmp_path / "demo.html")]) == 0
     out = capsys.readouterr().out

@@ -67,6 +67,7 @@ def test_bad_folders_are_errors(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
+@pytest.mark.integration
 def test_importing_the_diagnosis_loads_no_plotting_or_table_package() -> None:
     code = (
         "import sys, trl_offpolicy.diagnosis, trl_offpolicy.cli\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 from trl_offpolicy.engines.client import Patience, ServerClient
 
-QUICK = Patience(timeout=60.0, retries=3, start_timeout=120.0)
+QUICK = Patience(timeout=60.0, retries=3, start_timeout=400.0)  # two engines may start beside each other, on two cores
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("colocate_run.py")
 AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about 1e-6
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
 
 def start(*flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

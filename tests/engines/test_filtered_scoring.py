@@ -262,6 +262,7 @@ def mean_ratio(row: dict[str, Any]) -> float:
     return 1.0 + row["offpolicy/mismatch/kl_k3"] - row["offpolicy/mismatch/kl_k1"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("steps_per_generation", [2, 4], ids=["aligned", "old_log_probs"])
 def test_ratios_are_one_with_the_filter_and_not_without(build: Callable[..., Any], steps_per_generation: int) -> None:
     cut = Truncation(top_p=0.8)
@@ -341,6 +342,7 @@ def run(rank: int) -> dict[str, Tensor]:
     return gradient(logps.sum(), model.module)
 
 
+@pytest.mark.integration
 def test_ddp_averages_the_gradient_of_the_filtered_log_probs(tmp_path: Any) -> None:
     first, second = two_ranks.launch(__file__, run, tmp_path)
     ids, mask = text(4)

@@ -18,7 +18,7 @@ from trl_offpolicy.engines.server import ServerEngine
 from trl_offpolicy.engines.sync_check import SyncCheck
 from trl_offpolicy.engines.weights import ModelWeights
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
 PROBE = [[5, 6, 7, 20, 33, 4], [8, 9, 10, 11]]

@@ -149,6 +149,7 @@ def test_plain_names(name, plain):
     assert plain_name(name) == plain
 
 
+@pytest.mark.integration
 def test_sharded_weights_are_gathered_and_merged_on_every_rank():
     script = Path(__file__).with_name("sharded_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]

@@ -138,6 +138,7 @@ def test_alone_everything_comes_back_as_it_is():
     assert gather_flat(values, padding=0.0).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+@pytest.mark.integration
 @both_ranks
 def test_collectives(ranks, rank):
     assert ranks[rank]["collectives"] == {

@@ -15,6 +15,8 @@ from tiny_models import score_last_word, tiny_model, tiny_tokenizer
 
 from lightning_module import OffPolicyGRPOModule
 
+pytestmark = pytest.mark.integration
+
 STEPS = 6
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
 ADAPTIVE = {"type": "adaptive", "coef": 0.1, "target": 0.01, "horizon": 99}

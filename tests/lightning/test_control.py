@@ -19,6 +19,8 @@ from trl_offpolicy.control import read_actions
 from trl_offpolicy.diagnosis import read_metrics
 from trl_offpolicy.engines.engine import Rollouts, Sampling
 
+pytestmark = pytest.mark.integration
+
 GUARD = {"policy": "act", "controllers": {"length_guard": {"window": 2}}}
 LENGTHS = [2, 2, 2, 4, 4, 4, 4, 4]
 SCALES = [1.0, 1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 1.0]

@@ -18,8 +18,15 @@ from transformers import TrainerCallback
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 STEPS, RATE = 3, 0.02
-# of one length: TRL counts positions from the padding on, this kit from the first token, as engines do. With rotary
-# embeddings that is the same up to rounding, which exp() lifts above 1e-6 in some metrics.
+GRADIENT_LIMIT, METRIC_LIMIT, MOMENT_LIMIT = 1e-4, 2e-4, 2e-3
+"""Largest differences allowed, absolute plus relative. The two sides put the rows into other batches, so float32
+products differ in their last digits, by an amount that depends on the CPU. A log-prob of up to 16 nats is known to
+1e-6, three optimizer steps carry that on, and a product over a response of six tokens squares and sums it: seen on
+AVX-512, on AVX2 and under ``--other-digits`` are 2.5e-6 in gradients, 1.1e-5 in metrics. Chi-square, interval widths
+and the squared norm of the gradient are differences of large moments, with 4.3e-5. Each limit is 20 times that or
+more, and a hundredth of what a wrong sign gives (below)."""
+LARGE_MOMENTS = ("chi2_token", "chi2_sequence", "_ci95", "gradient/signal", "gradient/noise", "grad_norm")
+# of one length: TRL counts positions from the padding on, this kit from the first token, as engines do.
 PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(32)]})
 NOT_COMPARED = {"step", "time", "step_time", "epoch"}
 NOT_COMPARED |= {"offpolicy/rollout/noncanonical_fraction"}  # Lightning has no tools: nothing is tokenised twice
@@ -131,16 +138,16 @@ def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: A
     assert len(watch.logs) == len(rows) == STEPS
     assert max(float(g.abs().max()) for g in theirs.gradients[0].values()) > 1e-2  # something is compared
     for step in range(STEPS):
-        limit = 1e-6 if step == 0 else 1e-5
-        assert distance(watch.gradients[step], theirs.gradients[step]) < limit
-        assert distance(watch.weights[step], theirs.weights[step]) < limit
-        assert_same_numbers(watch.logs[step], rows[step], limit=limit)
+        assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
+        assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
+        assert_same_numbers(watch.logs[step], rows[step])
 
 
-def assert_same_numbers(ours: dict[str, float], theirs: dict[str, Any], *, limit: float) -> None:
+def assert_same_numbers(ours: dict[str, float], theirs: dict[str, Any]) -> None:
     assert set(ours) - ENGINE_ONLY - NOT_COMPARED == set(theirs) - NOT_COMPARED
     assert sum(key.startswith("offpolicy/") for key in theirs) > 60
     for key in set(theirs) - NOT_COMPARED:
+        limit = MOMENT_LIMIT if any(part in key for part in LARGE_MOMENTS) else METRIC_LIMIT
         assert ours[key] == pytest.approx(theirs[key], rel=limit, abs=limit), key
 
 

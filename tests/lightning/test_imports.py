@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import lightning_module
 
 CODE = """
@@ -14,6 +16,7 @@ print([name for name in ("trl", "vllm", "deepspeed", "accelerate.accelerator") i
 """
 
 
+@pytest.mark.integration
 def test_importing_it_does_not_import_trl():
     root = Path(lightning_module.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from engines.servers import Server
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

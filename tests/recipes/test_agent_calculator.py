@@ -126,6 +126,7 @@ def test_the_process_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "A_SECRET" not in tool.run(f"[*{MODULE.format('posix')}.environ]")
 
 
+@pytest.mark.integration
 def test_time_and_memory_end() -> None:
     start = time.monotonic()
     assert tool.run("((((((9**64)**64)**64)**64)**64)**64)**64").startswith("error: ")

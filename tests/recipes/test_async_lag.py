@@ -97,6 +97,7 @@ def test_objectives_are_the_published_ones(variant: str, model: Sorter) -> None:
     assert (rollouts.old - rollouts.answers.logps)[mask].abs().mean() > 0.05  # the weights do something
 
 
+@pytest.mark.integration
 def test_fresh_rollouts_are_no_matter_of_the_objective(model: Sorter) -> None:
     """At lag 0 all of them make the same steps, up to rounding."""
     ends = []
@@ -123,6 +124,7 @@ def test_an_unknown_variant_is_refused() -> None:
     assert run.lag_of("unbounded") is None and run.lag_of("12") == 12
 
 
+@pytest.mark.integration
 def test_what_a_run_logs_is_its_lag(tmp_path: Path) -> None:
     found = experiment.run(Job("decoupled", 1, 0), TINY, tmp_path)
     assert [row["lag"] for row in found["curve"]] == [0.5, 1.0]  # lags 0, 1 then 1, 1
@@ -158,6 +160,7 @@ def test_summary_pairs_by_seed() -> None:
     assert "| unbounded | naive PPO | 2 |" in text
 
 
+@pytest.mark.integration
 def test_figure_shows_every_variant() -> None:
     svg = run.draw(MADE_UP)
     ElementTree.fromstring(svg)
@@ -176,6 +179,7 @@ def test_plan_and_options() -> None:
     assert len(run.plan(["a3po"], [0, 1], [0])) == 2  # what is asked for is run
 
 
+@pytest.mark.integration
 def test_entry_point_writes_the_table_and_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

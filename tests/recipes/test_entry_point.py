@@ -55,6 +55,7 @@ def test_env_of_the_yaml_is_set_and_the_command_line_wins(
     assert (training.seed, training.learning_rate, training.offpolicy) == (7, 1e-3, "paper/mis")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "lightning").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_rewards_of_the_lightning_recipes_can_be_imported(path: Path) -> None:
     """In a process of its own, from the checkout: here other tests have put more on the path."""

@@ -164,6 +164,7 @@ def test_variants_that_do_not_exist_or_lack_their_band_are_refused() -> None:
         objective_of("geometric")
 
 
+@pytest.mark.integration
 def test_the_band_drops_what_it_is_calibrated_to(model: Sorter) -> None:
     settings = Settings(questions=200, answers=2, mask_drops=0.1)
     band = experiment.calibrated_band(model, settings, 3, seed=5)
@@ -220,6 +221,7 @@ def test_learning_raises_the_reward_of_what_was_rewarded(model: Sorter) -> None:
     assert float((change * above).sum()) > 0
 
 
+@pytest.mark.integration
 def test_warm_start_ends_at_its_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is enough for a target of 0: ten steps. A target out of reach takes all steps. Made once."""
     made: list[int] = []
@@ -239,6 +241,7 @@ def test_warm_start_ends_at_its_accuracy(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.integration
 def test_runs_of_a_seed_share_start_and_prompts_and_repeat_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +357,7 @@ def options(tmp_path: Path) -> list[str]:
     return ["--out", str(tmp_path / "out"), "--bits", "4", "--seeds", "0", "--jobs", "1", *tiny]
 
 
+@pytest.mark.integration
 def test_entry_point_writes_the_table_and_resumes(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,6 +231,7 @@ for number in range(10**6):
 """
 
 
+@pytest.mark.integration
 def test_a_killed_writer_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     """kill -9 while it writes: every addition that it reported is there, whole, and one more at most."""
     here = Path(__file__).parent

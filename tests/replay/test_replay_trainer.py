@@ -13,6 +13,8 @@ from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records
 
 from trl_offpolicy.replay import ReplayBuffer, pad_groups
 
+pytestmark = pytest.mark.integration
+
 Make = Callable[..., Any]
 
 

@@ -18,6 +18,8 @@ from trl_offpolicy.routing.engine import EngineRoutes, RouteStore
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 from trl_offpolicy.trl_routing import KEY, predicting
 
+pytestmark = pytest.mark.integration
+
 TWO_STEPS = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "offpolicy": "paper/tis"}
 LARGE = {"learning_rate": 3.0, "optim": "sgd", "lr_scheduler_type": "constant"}
 AGREEMENT, FLIPS = "offpolicy/routing/agreement", "offpolicy/routing/flip_fraction"

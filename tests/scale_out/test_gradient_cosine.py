@@ -39,6 +39,7 @@ def run(rank: int) -> list[float]:
     return cosines(net)
 
 
+@pytest.mark.integration
 def test_sharded_gradients_give_the_cosine_of_the_whole(tmp_path: Path) -> None:
     expected = cosines(model())
     assert len(expected) == 2 and all(0.05 < abs(value) < 0.999 for value in expected)
