@@ -170,7 +170,7 @@ def test_micro_batches_add_up_to_the_whole_batch(aggregation, split, reduction):
 
     total, gradients = micro_batched(split, reduction, aggregation=aggregation, **OPTIONS)
 
-    assert total == pytest.approx(whole.loss.item(), abs=1e-6)
+    assert total == pytest.approx(whole.loss.item(), abs=1e-5)
     close(gradients, gradient)
 
 
@@ -741,7 +741,7 @@ def test_an_empty_row_adds_to_no_token_mean():
 
     assert padded.loss.item() == pytest.approx(alone.loss.item(), abs=1e-6)
     assert gradient[2].tolist() == [0.0, 0.0, 0.0]
-    assert padded.stats.compute() == pytest.approx(alone.stats.compute(), abs=1e-9)
+    assert padded.stats.compute() == pytest.approx(alone.stats.compute(), rel=1e-5, abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ stats

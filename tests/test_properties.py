@@ -68,13 +68,20 @@ def is_finite(outcome):
 
 
 def assert_same_stats(got, expected):
-    """Equal but for rounding: the correlation divides by a variance, a chi-square may change its 12 % bin."""
+    """Equal but for rounding of float32 sums in another order.
+
+    A chi-square may change its 12 % bin. Standard deviations and interval widths are roots of differences of second
+    moments: 1e-7 of those is 3e-4 of the mean. The correlation divides by such a difference and is left out.
+    """
     assert set(got) == set(expected)
     for key, value in expected.items():
         if key.endswith("chi2_token_p95"):
             assert got[key] == pytest.approx(value, rel=0.13)
+        elif key.endswith(("std", "_ci95")):
+            mean = abs(expected.get(key.removesuffix("std") + "mean", 0.0))
+            assert got[key] == pytest.approx(value, rel=3e-3, abs=3e-3 * max(1.0, mean)), key
         elif not key.endswith("prob_pearson"):
-            assert got[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key  # sums of float32 in another order
+            assert got[key] == pytest.approx(value, rel=2e-5, abs=2e-5), key
 
 
 @every_case
@@ -94,12 +101,12 @@ def test_on_policy_nothing_is_corrected(case, batch):
     out = evaluate(CASES[case], batch)
 
     assert torch.equal(out.keep_mask, batch.mask)
-    torch.testing.assert_close(out.weights, on_policy_weight(correction) * batch.mask, rtol=0, atol=1e-6)
+    torch.testing.assert_close(out.weights, on_policy_weight(correction) * batch.mask, rtol=0, atol=1e-5)
     for key, value in out.stats.items():
         if "dropped" in key or "clip" in key or "truncated" in key:
             assert value == 0.0, key
         elif key.endswith(("ess_token", "ess_sequence")) and batch.mask.any():
-            assert value == pytest.approx(1.0, abs=1e-6)
+            assert value == pytest.approx(1.0, abs=1e-5)
 
 
 @every_case
@@ -128,8 +135,8 @@ def test_rows_may_come_in_any_order(case, batch, seed):
     out = evaluate(CASES[case], rows_of(batch, order))
 
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.gradient, expected.gradient[order], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(out.weights, expected.weights[order], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.gradient, expected.gradient[order], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out.weights, expected.weights[order], rtol=2e-5, atol=2e-5)
     assert torch.equal(out.keep_mask, expected.keep_mask[order])
     assert_same_stats(out.stats, expected.stats)
 
@@ -226,7 +233,7 @@ def test_empty_rows_add_nothing(case, batch):
 
     out, expected = objective(replace(longer, completion_mask=mask)), objective(batch)
 
-    torch.testing.assert_close(out.weights[:-1], expected.weights, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.weights[:-1], expected.weights, rtol=2e-5, atol=2e-5)
     assert torch.equal(out.keep_mask[:-1], expected.keep_mask)
     assert_same_stats(out.stats.compute(), expected.stats.compute())
 

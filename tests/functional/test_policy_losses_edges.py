@@ -195,12 +195,12 @@ def test_normalised_by_function_over_two_responses_divides_by_one():
 
 
 def test_cispo_with_a_floor_flags_bad_tokens_below_it():
-    logs = row(math.log(0.25), math.log(0.5), math.log(0.25), math.log(4.0), math.log(2.0), math.log(4.0))
+    logs = row(*map(math.log, (0.25, 0.6, 0.25, 4.0, 1.9, 4.0)))
     advantages = row(-1.0, -1.0, 1.0, 1.0, 1.0, -1.0)
     terms = cispo(logs, row(-1.0), advantages, low=0.5, high=2.0)
     assert flags(terms.clipped_low) == [True, False, False, False, False, False]
     assert flags(terms.clipped_high) == [False, False, False, True, False, False]
-    torch.testing.assert_close(terms.loss, row(-0.5, -0.5, 0.5, 2.0, 2.0, -2.0))
+    torch.testing.assert_close(terms.loss, row(-0.5, -0.6, 0.5, 2.0, 1.9, -2.0))
     neutral = cispo(row(math.log(0.25), math.log(4.0)), row(-1.0), row(0.0, 0.0), low=0.5, high=2.0)
     assert not neutral.clipped_low.any() and not neutral.clipped_high.any()
     assert cispo(logs, row(-1.0), advantages, high=2.0).clipped_low is None

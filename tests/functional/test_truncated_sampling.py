@@ -150,14 +150,16 @@ def test_kept_set_is_vllms(truncation: Truncation, scale: float) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("truncation", OPTIONS, ids=str)
-def test_normaliser_is_vllms_with_ties_everywhere(truncation: Truncation) -> None:
+def test_normaliser_is_vllms_with_ties_everywhere(truncation: Truncation, request: pytest.FixtureRequest) -> None:
     """Logits in steps of a half: nearly every edge is tied, and vLLM keeps an arbitrary part of the tied tokens."""
+    if request.config.getoption("--other-digits") is not None:
+        pytest.skip("there are no ties where digits are perturbed")
     skip_what_triton_cuts_otherwise(truncation)
     torch.manual_seed(0)
     logits = (4.0 * torch.randn(ROWS, 300)).round() / 2
     support = truncated_support(logits, as_vllm_keeps(truncation))
     ours = (support.weights(logits) * logits.exp()).sum(1)
-    torch.testing.assert_close(ours, (vllm_keeps(logits, truncation) * logits.exp()).sum(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, (vllm_keeps(logits, truncation) * logits.exp()).sum(1), rtol=1e-5, atol=0)
     assert truncation.top_p in (1.0, 0.05) or (support.share < 1).any()
 
 

@@ -18,7 +18,7 @@ SYMMETRIC = {  # unchanged if numerator and denominator change places
     "log_ppl_abs_diff", "prob_diff_mean", "prob_diff_max", "prob_diff_std", "prob_pearson", "logp_diff_mean",
     "logp_diff_max", "response_max_mean", "response_mean_mean", "nonfinite_fraction",
 }  # fmt: skip
-RTOL, ATOL = 1e-6, 1e-8  # row sums are float32: 1e-7 of the sum of the terms' absolute values
+RTOL, ATOL = 2e-5, 1e-6  # float32 row sums are off by 1e-7 of the sum of the absolute values, moments by several
 
 
 def naive(numerator, denominator, mask):
@@ -45,8 +45,9 @@ def _of_tokens(tokens):
     q = [p_t * rho_t for p_t, rho_t in zip(p, rho, strict=True)]  # numerator
     gaps = [abs(q_t - p_t) for p_t, q_t in zip(p, q, strict=True)]
     log_ratios = [log_ratio for log_ratio, _ in tokens]
-    agree = max(gaps) == 0
-    varies = np.var(p) > 1e-12 and np.var(q) > 1e-12
+    negligible = 1e-5 * max(np.mean(np.square(p)), np.mean(np.square(q)))
+    agree = np.mean(np.square(gaps)) <= negligible
+    varies = np.var(p) > negligible and np.var(q) > negligible
     return {
         "kl_k1": np.mean([-x for x in log_ratios]),
         "kl_k3": np.mean([r - 1 - x for r, x in zip(rho, log_ratios, strict=True)]),
@@ -210,8 +211,8 @@ def test_two_updates_are_one(name):
     whole = value(name, (old, sampling, mask)).item()
     first, second = (slice(0, 5), slice(0, 40)), (slice(5, 12), slice(0, 40))
     parts = [(old[s], sampling[s], mask[s]) for s in (first, second)]
-    assert value(name, *parts).item() == pytest.approx(whole, rel=1e-12, abs=1e-15)
-    assert value(name, *reversed(parts)).item() == pytest.approx(whole, rel=1e-12, abs=1e-15)
+    assert value(name, *parts).item() == pytest.approx(whole, rel=RTOL, abs=ATOL)
+    assert value(name, *reversed(parts)).item() == pytest.approx(whole, rel=RTOL, abs=ATOL)
 
 
 @pytest.mark.parametrize("name", RATIO_METRICS)
@@ -220,8 +221,8 @@ def test_padding_and_the_order_of_rows_change_nothing(name):
     whole = value(name, (old, sampling, mask)).item()
     order = torch.randperm(len(old), generator=torch.Generator().manual_seed(0))
     wide = [torch.nn.functional.pad(x, (0, 7), value=fill) for x, fill in ((old, INF), (sampling, NAN), (mask, False))]
-    assert value(name, [x[order] for x in (old, sampling, mask)]).item() == pytest.approx(whole, rel=1e-12)
-    assert value(name, wide).item() == pytest.approx(whole, rel=1e-6)
+    assert value(name, [x[order] for x in (old, sampling, mask)]).item() == pytest.approx(whole, rel=RTOL, abs=ATOL)
+    assert value(name, wide).item() == pytest.approx(whole, rel=RTOL, abs=ATOL)
 
 
 @pytest.mark.parametrize("name", RATIO_METRICS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trl_offpolicy.metrics import WEIGHT_METRICS
 
 NAN = float("nan")
-RTOL = 1e-6  # row sums are float32
+RTOL = 2e-5  # row sums are float32
 
 
 def naive(weights, mask):
@@ -125,7 +125,7 @@ def test_one_weight_a_sequence_is_the_same_on_each_of_its_tokens(name):
 def test_two_updates_are_one(name):
     weights, mask = sample()
     parts = (weights[:4], mask[:4]), (weights[4:], mask[4:])
-    assert value(name, *parts).item() == pytest.approx(value(name, (weights, mask)).item(), rel=1e-12)
+    assert value(name, *parts).item() == pytest.approx(value(name, (weights, mask)).item(), rel=RTOL)
 
 
 @pytest.mark.parametrize("name", WEIGHT_METRICS)

@@ -117,16 +117,24 @@ def prob_diff_std(m: Moments) -> Tensor:
 
 
 def prob_pearson(m: Moments) -> Tensor:
-    """Pearson correlation of the two probabilities over tokens; without variance: 1 if they agree, else 0."""
+    """Pearson correlation of the two probabilities over tokens; without variance: 1 if they agree, else 0.
+
+    Without variance: less than 1e-5 of the mean square, as where every probability is near 1. The correlation would be
+    rounding of the float32 sums, of any value. They agree where their mean squared difference is as small.
+    """
     count = m["tokens"].clamp(min=1.0)
     mean, diff = m["prob"] / count, m["prob_diff"] / count
     variance = m["prob_sq"] / count - mean.square()
     covariance_diff = m["prob_prob_diff"] / count - mean * diff
     variance_diff = m["prob_diff_sq"] / count - diff.square()
-    product = variance * (variance + 2 * covariance_diff + variance_diff)
-    correlation = (variance + covariance_diff) / product.clamp(min=1e-24).sqrt()
-    agree = ((m["prob_diff_sq"] == 0) & (m["tokens"] > 0)).double()
-    return torch.where(product > 1e-24, correlation.clamp(-1.0, 1.0), agree)
+    other_variance = variance + 2 * covariance_diff + variance_diff
+    # Of the larger of the two mean squares, which bounds what rounding does to either variance.
+    negligible = 1e-5 * torch.maximum(m["prob_sq"], m["prob_sq"] + 2 * m["prob_prob_diff"] + m["prob_diff_sq"]) / count
+    varies = torch.minimum(variance, other_variance) > negligible
+    product = torch.where(varies, variance * other_variance, 1.0)
+    correlation = (variance + covariance_diff) / product.sqrt()
+    agree = (m["prob_diff_sq"] / count <= negligible) & (m["tokens"] > 0)
+    return torch.where(varies, correlation.clamp(-1.0, 1.0), agree.double())
 
 
 def logp_diff_mean(m: Moments) -> Tensor:
