@@ -12,7 +12,7 @@ import torch.distributed as dist
 import two_ranks
 
 import trl_offpolicy as op
-from trl_offpolicy.metrics import ratio_metrics, weight_metrics
+from trl_offpolicy.metrics import RATIO_METRICS, WEIGHT_METRICS, ratio_metrics, weight_metrics
 
 WORLD = two_ranks.WORLD
 SCENARIOS = ("uneven", "idle_rank")  # in the second, rank 1 has responses but no trainable token
@@ -150,7 +150,7 @@ every = pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("updates", ["first", "twice"])
 def test_collections(ranks, scenario, updates):
     expected = alone(scenario)[updates]
-    assert len(expected) == 29
+    assert len(expected) == len(RATIO_METRICS) + len(WEIGHT_METRICS)
     for rank in range(WORLD):
         same(ranks[rank][scenario][updates], expected)
 

@@ -106,7 +106,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 23 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10 + len(ROUTING_METRICS)
+    assert len(table()) == 5 * 24 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10 + len(ROUTING_METRICS)
 
 
 @pytest.mark.parametrize("preset", op.presets.names())

@@ -113,7 +113,7 @@ def _sampled_by_current_weights(batch: PolicyBatch) -> Tensor | None:
     return ((batch.version_lags == 0) | ~batch.mask).all(-1)
 
 
-RATIO_INTERVALS = ("kl_k1", "kl_k3", "chi2_token", "chi2_sequence", "ppl_ratio")
+RATIO_INTERVALS = ("kl_k1", "kl_k3", "chi2_token", "chi2_sequence", "ppl_ratio", "ess_sequence")
 WEIGHT_INTERVALS = ("ess_token", "ess_sequence")
 """Diagnostics that get a confidence interval."""
 

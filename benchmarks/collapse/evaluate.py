@@ -65,6 +65,7 @@ def by_row(runs: Sequence[Judged], horizon: int = 200) -> tuple[list[float], lis
 KEPT = (
     "step", "reward", "learner_reward", "grad_norm", "offpolicy/loss/clip_region_fraction",
     "offpolicy/rollout/response_length_mean", "offpolicy/weight_applied/ess_sequence",
+    *(f"offpolicy/{group}/{name}" for group in ("mismatch", "total") for name in ("ess_sequence", "chi2_sequence")),
     *(f"offpolicy/{group}/chi2_token{end}" for group in ("mismatch", "staleness", "total") for end in ("", "_p95")),
 )  # fmt: skip
 

@@ -80,7 +80,7 @@ def test_a_guard_that_cannot_work_is_refused(options: dict[str, Any], message: s
 
 
 def ess(*values: float) -> list[dict[str, float]]:
-    return [{"step": step, "offpolicy/weight/ess_sequence": value} for step, value in enumerate(values, 1)]
+    return [{"step": step, "offpolicy/total/ess_sequence": value} for step, value in enumerate(values, 1)]
 
 
 def test_the_step_follows_the_root_of_the_ess() -> None:
@@ -92,6 +92,16 @@ def test_the_step_follows_the_root_of_the_ess() -> None:
     assert state.scale == 1.0 and [(a.step, a.after) for a in actions] == [(1, 0.5), (3, 1.0)]  # 0.26: too little
     assert play(ESSStep(), ess(0.0))[0].scale == 1 / 16
     assert play(ESSStep(), [*ess(0.25), {"step": 2}])[1][-1].step == 1  # not logged: as it was
+
+
+def test_the_ess_is_of_products_whatever_the_weights_are() -> None:
+    """current/sampling first, else old/sampling; the mean weight of a response only by name."""
+    mismatch, applied = "offpolicy/mismatch/ess_sequence", "offpolicy/weight/ess_sequence"
+    (row,) = ess(0.25)
+    assert play(ESSStep(), [{**row, mismatch: 0.81, applied: 1.0}])[0].scale == pytest.approx(0.5)
+    assert play(ESSStep(), [{"step": 1, mismatch: 0.81, applied: 1.0}])[0].scale == pytest.approx(0.9)
+    assert play(ESSStep(), [{"step": 1, applied: 0.25}])[1] == []
+    assert play(ESSStep(metric=applied), [{"step": 1, applied: 0.25}])[0].scale == pytest.approx(0.5)
 
 
 def test_an_unknown_rule_is_named() -> None:
@@ -134,8 +144,9 @@ def test_what_rejection_drops_counts_under_rejection_only() -> None:
     assert levels(*[mismatch(0.1, **most)] * 6) == []
     assert levels(*[mismatch(0.4)] * 2, *[mismatch(0.4, **much)] * 6) == [1, 2]
     assert levels(*[mismatch(0.4)] * 2, *[mismatch(0.4, **most)] * 4) == [1, 2, 3]
-    low = {"weight_applied__ess_sequence": 0.2}
-    assert levels(*[mismatch(0.4)] * 2, *[mismatch(0.4, **low)] * 4) == [1, 2, 3]
+    for low in ({"weight_applied__ess_sequence": 0.2}, {"weight_applied__ess_token": 0.2}):
+        assert levels(*[mismatch(0.4)] * 2, *[mismatch(0.4, **low)] * 4) == [1, 2, 3]
+    assert levels(*[mismatch(0.4, kept__ess_sequence=0.02)] * 8) == [1]  # products over long responses always are
 
 
 def test_a_low_pearson_goes_all_the_way() -> None:

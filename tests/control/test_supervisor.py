@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import trl_offpolicy as op
 from trl_offpolicy.control import (
     CONTROL_METRICS,
     LENGTH_SURGE,
@@ -18,6 +19,8 @@ from trl_offpolicy.control import (
     parse_control,
 )
 from trl_offpolicy.control.supervisor import _WHOLE_ROWS
+from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.diagnosis.verdict import diagnose
 
 GOOD = {"loss": 0.1, "offpolicy/mismatch/kl_k3": 1e-4, "offpolicy/mismatch/prob_pearson": 0.999}
 BAD = {"loss": 0.1, "offpolicy/mismatch/kl_k3": 0.5, "offpolicy/mismatch/prob_pearson": 0.8}
@@ -80,11 +83,35 @@ def test_a_high_risk_alone_ends_a_run_too() -> None:
 
 def test_the_scales_of_two_controllers_multiply() -> None:
     spec = {"controllers": {"length_guard": {"window": 2}, "ess_step": {}}}
-    rows = [{"offpolicy/weight/ess_sequence": 0.25, "completions/mean_length": n} for n in (10.0, 10.0, 20.0)]
+    rows = [{"offpolicy/total/ess_sequence": 0.25, "completions/mean_length": n} for n in (10.0, 10.0, 20.0)]
     outcomes = play(supervisor(spec), rows)
     assert [outcome.learning_rate_scale for outcome in outcomes] == [0.5, 0.5, 0.25]
     assert [len(outcome.actions) for outcome in outcomes] == [1, 0, 1]
     assert any("length_guard" in line for line in outcomes[2].lines)
+
+
+@pytest.mark.parametrize(("sd", "scale", "risk"), [(0.05, 0.7, 0.1), (0.1, 0.5, 0.5), (0.3, 0.2, 0.99)])
+def test_products_of_small_ratios_are_seen_under_token_weights(sd: float, scale: float, risk: float) -> None:
+    """64 x 512 under the default preset: each token is fine, but few responses would count as wholes."""
+    logged = op.presets.get("paper/tis").correction(mismatched(sd)).stats.compute()
+    assert logged["offpolicy/weight_applied/ess_sequence"] > 0.999 and logged["offpolicy/mismatch/chi2_token"] < 0.3
+    outcome = play(supervisor({"controllers": {"ess_step": {}}}), [logged] * 3)[-1]
+    share = logged["offpolicy/total/ess_sequence"]
+    assert outcome.learning_rate_scale == pytest.approx(share**0.5) and share**0.5 < scale
+    assert outcome.metrics["offpolicy/control/risk_ess"] >= risk
+    diagnosis = diagnose(MetricsLog(tuple({"step": step, **logged} for step in (1.0, 2.0, 3.0))))
+    assert ("weight_variance", "notice") in [(one.cause, one.severity) for one in diagnosis.findings]
+
+
+def mismatched(sd: float) -> op.PolicyBatch:
+    """Log-ratios of engine and trainer from N(0, sd^2)."""
+    sampling = torch.full((64, 512), -1.0)
+    return op.PolicyBatch(
+        per_token_logps=sampling + sd * torch.randn(64, 512, generator=torch.Generator().manual_seed(0)),
+        sampling_per_token_logps=sampling,
+        completion_mask=torch.ones(64, 512).bool(),
+        advantages=torch.zeros(64),
+    )
 
 
 def test_the_state_is_all_it_has() -> None:
@@ -94,7 +121,7 @@ def test_the_state_is_all_it_has() -> None:
     for place in range(120):
         row = {**(BAD if 30 <= place < 35 else GOOD), "completions/mean_length": 10.0 + (place > 90) * 5.0}
         row |= {"offpolicy/mismatch/chi2_token": 0.4 if place % 50 > 30 else 0.01, "offpolicy/mismatch/kl_k3_ci95": 1.0}
-        rows.append({**row, "offpolicy/weight/ess_sequence": 0.9 - 0.4 * (place % 7 == 0), "grad_norm": 1.0})
+        rows.append({**row, "offpolicy/total/ess_sequence": 0.9 - 0.4 * (place % 7 == 0), "grad_norm": 1.0})
     plain, through = play(supervisor(spec), rows), play(supervisor(spec), rows, through_json=True)
     assert plain == through
     assert {action.controller for outcome in plain for action in outcome.actions} == {

@@ -124,10 +124,12 @@ def test_mismatch_behind_tool_output() -> None:
 
 def test_antipatterns() -> None:
     correction = "Correction(weight=TruncateWeight(max_weight=5.0, level='sequence', min_weight=None), keep=())"
-    low = {"weight_applied/ess_sequence": 0.3}
+    low = {"mismatch/ess_sequence": 0.3, "weight_applied/ess_sequence": 0.9}  # before the cap
     assert names(low, {"correction": correction}) == ["sequence weights because they sound principled"]
     assert names(low, {"correction": correction.replace("sequence'", "token'")}) == []
-    assert names({"weight_applied/ess_sequence": 0.6}, {"correction": correction}) == []
+    assert names({"mismatch/ess_sequence": 0.6}, {"correction": correction}) == []
+    earlier = {"weight_applied/ess_sequence": 0.3}  # an earlier log; weights by sequence: the same, capped
+    assert names(earlier, {"correction": correction}) == ["sequence weights because they sound principled"]
     assert names({"total/kl_k3": 0.01}) == ["KL read as policy learning"]
     assert names({"total/kl_k3": 0.01, "mismatch/kl_k3": 0.01}) == []
     clipped = {"loss/clip_region_fraction": 0.3}

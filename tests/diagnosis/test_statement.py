@@ -70,6 +70,13 @@ def test_what_was_not_logged_is_said(write_run: Any) -> None:
     assert "version" not in text
 
 
+def test_the_ess_of_products_is_told_apart(write_run: Any) -> None:
+    products = {"offpolicy/mismatch/ess_sequence": 0.25}
+    assert "Weights of whole responses, uncapped, would leave 25%." in _describe(write_run, products)
+    both = _describe(write_run, {**products, "offpolicy/weight/ess_token": 0.5})
+    assert "is 50% with the raw weights, of 100% for equal weights. Weights of whole responses" in both
+
+
 def test_total_ratio_is_named_as_such(write_run: Any) -> None:
     assert "mismatch and staleness together" in _describe(write_run, {"offpolicy/total/kl_k3": 0.1})
 

@@ -7,6 +7,7 @@ tokens in 2 rows.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,7 @@ RATIO = {
     "logp_diff_max": 2 * L,
     "response_max_mean": 2 * L,  # (2L + 2L) / 2
     "response_mean_mean": 1.75 * L,  # (3L/2 + 2L) / 2
+    "ess_sequence": 2.25**2 / (2 * (4 + 1 / 16)),  # products 2 and 1/4
     "nonfinite_fraction": 0.25,  # 1 of 4 trainable tokens
 }
 
@@ -96,7 +98,8 @@ def test_ratio_diagnostic_on_policy(name):
     value = RATIO_DIAGNOSTICS[name](ratio_moments(both, both, torch.ones(2, 2).bool())).item()
 
     perplexity = (math.exp(1.5) + math.exp(1.75)) / 2
-    on_policy = {"ppl_sampling": perplexity, "ppl_old": perplexity, "ppl_ratio": 1.0, "prob_pearson": 1.0}
+    perplexities = {"ppl_sampling": perplexity, "ppl_old": perplexity}
+    on_policy = {**perplexities, "ppl_ratio": 1.0, "prob_pearson": 1.0, "ess_sequence": 1.0}
     assert value == pytest.approx(on_policy.get(name, 0.0), abs=1e-6)
 
 
@@ -125,6 +128,45 @@ def test_pearson_of_a_linear_map_is_one():
     value = RATIO_DIAGNOSTICS["prob_pearson"](sample)
 
     assert value.item() == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("sd", [0.05, 0.1, 0.3])
+def test_ess_by_sequence_is_that_of_the_products(sd):
+    """Means of token weights would leave 1.0000, 1.0000 and 0.9999 of the responses; the products next to none."""
+    ratios = sd * torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    sampling = torch.full_like(ratios, -1.0)
+
+    got = RATIO_DIAGNOSTICS["ess_sequence"](ratio_moments(sampling + ratios, sampling, torch.ones(64, 512).bool()))
+
+    products = np.exp((sampling + ratios - sampling).double().numpy().sum(1))
+    assert got.item() == pytest.approx(products.sum() ** 2 / (64 * (products**2).sum()), rel=1e-3)
+    assert got.item() < 0.6
+
+
+def products(*logs):
+    """One response a number, its log-ratios adding up to it."""
+    length = 32
+    sampling = torch.full((len(logs), length), -20.0)
+    ratios = torch.tensor(logs).unsqueeze(1) / length
+    return ratio_moments(sampling + ratios, sampling, torch.ones(len(logs), length).bool())
+
+
+@pytest.mark.parametrize("shift", [-280.0, -200.0, 0.0, 200.0, 280.0])
+def test_ess_of_products_neither_overflows_nor_vanishes(shift):
+    ess = RATIO_DIAGNOSTICS["ess_sequence"]
+
+    assert ess(products(shift, shift, shift, shift)).item() == pytest.approx(1.0, rel=1e-3)
+    assert ess(products(shift, shift, shift - 20.0, shift - 20.0)).item() == pytest.approx(0.5, rel=1e-3)
+    assert ess(products(shift).merge(products(-shift))).item() == pytest.approx(1.0 if shift == 0 else 0.5, rel=1e-3)
+
+
+def test_products_beyond_the_range_are_not_equal_weights():
+    """Below e^-300 a response counts for nothing: long responses far from the sampler must not look effective."""
+    ess = RATIO_DIAGNOSTICS["ess_sequence"]
+
+    assert ess(products(-400.0, -330.0, -310.0)).item() == 0.0
+    assert ess(products(-400.0, -10.0)).item() == pytest.approx(0.5, rel=1e-3)
+    assert ess(products(500.0, 0.0, 0.0, 0.0)).item() == pytest.approx(0.25, rel=1e-3)
 
 
 WEIGHT = {  # weights (1, 3), (0.5, padding), an empty row

@@ -80,6 +80,8 @@ FOLDED = {  # a = mean log old, b = mean log sampling: row 0 (-3L/2, -3L/2), row
     "chi2_sequence": 0 + 1 / 16 - 1,  # (2 * 1/2)^2 - 1; (1/4)^2 - 1
     "row_max_abs_log_ratio": L + 2 * L,
     "row_mean_abs_log_ratio": L + 2 * L,
+    "product": 1 + 1 / 4,
+    "product_sq": 1 + 1 / 16,
     "log_ratio_max": L,
     "log_ratio_min_negated": 2 * L,
     "abs_prob_diff_max": 0.5,

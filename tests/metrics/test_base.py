@@ -22,6 +22,7 @@ TWO_SIDED = {
     "WeightMin",
     "WeightMax",
 }
+HIGHER = {"ProbPearson", "ESSToken", "ESSSequence", "ESSProduct"}
 every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 
 
@@ -61,7 +62,7 @@ def test_every_diagnostic_has_its_class():
 @every_class
 def test_properties(cls):
     assert cls.is_differentiable is False and cls.full_state_update is False
-    expected = None if cls.__name__ in TWO_SIDED else cls.__name__ in {"ProbPearson", "ESSToken", "ESSSequence"}
+    expected = None if cls.__name__ in TWO_SIDED else cls.__name__ in HIGHER
     assert cls.__dict__["higher_is_better"] is expected
 
 

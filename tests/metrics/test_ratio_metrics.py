@@ -64,9 +64,10 @@ def _of_tokens(tokens):
 
 
 def _of_rows(rows):
-    chi2_sequence, chi2_rows, a, b, largest, means = [], [], [], [], [], []
+    chi2_sequence, chi2_rows, a, b, largest, means, products = [], [], [], [], [], [], []
     for row in rows:
         log_ratios = [log_ratio for log_ratio, _ in row]
+        products.append(sum(log_ratios))
         total = min(max(sum(log_ratios), -20.0), 20.0)
         chi2_sequence.append(math.exp(total) ** 2 - 1)
         chi2_rows.append(np.mean([math.exp(x) ** 2 for x in log_ratios]) - 1)
@@ -74,6 +75,7 @@ def _of_rows(rows):
         a.append(b[-1] + np.mean(log_ratios))
         largest.append(max(abs(x) for x in log_ratios))
         means.append(np.mean([abs(x) for x in log_ratios]))
+    shifted = np.exp(np.array(products) - max(products))
     diffs = [b_i - a_i for a_i, b_i in zip(a, b, strict=True)]
     return {
         "chi2_sequence": np.mean(chi2_sequence),
@@ -87,6 +89,7 @@ def _of_rows(rows):
         "log_ppl_diff_min": min(diffs),
         "response_max_mean": np.mean(largest),
         "response_mean_mean": np.mean(means),
+        "ess_sequence": shifted.sum() ** 2 / (len(shifted) * (shifted**2).sum()),
     }
 
 
@@ -191,7 +194,8 @@ def test_symmetric_in_both_policies(name):
 def test_on_policy_identity(name):
     _, sampling, mask = sample()
     perplexity = REFERENCE["ragged"]["ppl_sampling"]
-    expected = {"ppl_ratio": 1.0, "prob_pearson": 1.0, "ppl_old": perplexity, "ppl_sampling": perplexity}
+    ones = {"ppl_ratio": 1.0, "prob_pearson": 1.0, "ess_sequence": 1.0}
+    expected = {**ones, "ppl_old": perplexity, "ppl_sampling": perplexity}
     got = value(name, (sampling, sampling.clone(), mask)).item()
     np.testing.assert_allclose(got, expected.get(name, 0.0), rtol=RTOL, atol=0)
 

@@ -117,7 +117,8 @@ def length_now_and_before(log: MetricsLog, step: int, window: int) -> tuple[floa
     return now, earlier[-1] if earlier and earlier[-1] > 0 else None
 
 
-ESS_KEY = "offpolicy/weight/ess_sequence"
+ESS_KEYS = ("offpolicy/total/ess_sequence", "offpolicy/mismatch/ess_sequence")
+"""The ESS of the products over whole responses: of current/sampling, else of old/sampling."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ class ESSStep:
     Args:
         rule: ``sqrt`` (for Adam and its kind) or ``linear``.
         base: share at which the learning rate is whole; VCPO runs with 1.
-        metric: the ESS, a share of the responses. Before capping, as VCPO: weights of the whole response where the
-            correction has such, else the mean of its token weights.
+        metric: the ESS, a share of the responses; None takes the first of :data:`ESS_KEYS` that was logged: products
+            over whole responses, before any cap, as VCPO, whatever the correction weighs.
         resolution: smallest relative change.
         smallest: the scale never goes below it.
 
@@ -151,7 +152,7 @@ class ESSStep:
 
     rule: str = "sqrt"
     base: float = 1.0
-    metric: str = ESS_KEY
+    metric: str | None = None
     resolution: float = 0.05
     smallest: float = 1 / 16
     name: ClassVar[str] = "ess_step"
@@ -168,12 +169,15 @@ class ESSStep:
 
     def step(self, state: ScaleState, log: MetricsLog, step: int) -> tuple[ScaleState, Action | None]:
         """The scale that the newest ESS asks for."""
-        steps, values, _ = log.series(self.metric)
+        metric = self.metric or log.first_logged(ESS_KEYS)
+        if metric is None:
+            return state, None
+        steps, values, _ = log.series(metric)
         if not steps or steps[-1] != step:
             return state, None
         share = min(1.0, max(values[-1], 0.0) / self.base)
         scale = max(share**0.5 if self.rule == "sqrt" else share, self.smallest)
         if abs(scale / state.scale - 1) < self.resolution:
             return state, None
-        why = f"{self.metric} is {values[-1]:.3f}"
+        why = f"{metric} is {values[-1]:.3f}"
         return replace(state, scale=scale), Action(step, self.name, self.setting, state.scale, scale, why)

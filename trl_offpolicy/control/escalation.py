@@ -33,10 +33,12 @@ class Signals(NamedTuple):
             found = row.get(f"offpolicy/{key}")
             return None if found is None or found != found else found
 
+        applied = (value("weight_applied/ess_token"), value("weight_applied/ess_sequence"))
+        ess = [share for share in applied if share is not None]
         return cls(
             value(f"{group}/chi2_token"),
             value(f"{group}/prob_pearson"),
-            value("weight_applied/ess_sequence"),
+            min(ess, default=None),
             value("keep/dropped_sequence_fraction"),
         )
 
@@ -64,7 +66,9 @@ class Escalation:
     Args:
         chi2: thresholds of ``mismatch/chi2_token``, which no correction changes.
         dropped: of ``keep/dropped_sequence_fraction``.
-        ess: of ``weight_applied/ess_sequence``.
+        ess: of the applied weights, the smaller of ``weight_applied/ess_token`` and ``ess_sequence``. Not that of the
+            products over responses (``kept/ess_sequence``): a mean ratio of 1.01, which the mask lets pass, is a
+            product of e^4 over 400 tokens, so that this would end every run of long responses.
         pearson: of ``mismatch/prob_pearson``.
         low: of the geometric mask.
         high: of the geometric mask.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from trl_offpolicy.control.controllers import LENGTH_KEYS
+from trl_offpolicy.control.controllers import ESS_KEYS, LENGTH_KEYS
 from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.stats import PREFIX
@@ -17,6 +17,9 @@ RECENT = 5
 BASELINE = 50
 """Logged rows before those that it is compared with."""
 PARTS = ("chi2", "ess", "clip", "length", "gradient")
+ESS_SHARE = 0.4
+"""How much of the ESS part counts. Products over thousands of tokens leave few effective samples under any mismatch:
+by itself it must not reach the 0.5 at which ``control: stop`` ends a run; beside another it does so sooner."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Risk:
     """The score, and its parts by name; a part whose metrics were not logged is 0.
 
     Args:
-        score: 1 - product over the parts of (1 - part): one alarm is enough, several add up.
+        score: 1 - product over the parts of (1 - part): one alarm is enough, several add up. The ESS counts as at most
+            ``ESS_SHARE``.
         parts: each in [0, 1].
     """
 
@@ -40,8 +44,8 @@ def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk
 
     - chi2: 95th percentile of the responses' chi-square, of the drift that no weight corrects (``staleness`` where
       weights are applied, else ``total``, else ``mismatch``), from ``chi2_moderate`` to ``chi2_reject``;
-    - ess: 1 / ESS of the applied weights, else of the raw ones, else of the weights that the ratios would give
-      (1 + chi2_token), from 1 / ``ess_healthy`` to 1 / ``ess_broken`` squared;
+    - ess: 1 / ESS of the products of the responses' ratios (``total``, else ``mismatch``), where that was not logged
+      1 + chi2_sequence, which is the same for many responses; from 1 / ``ess_healthy`` to 1 / ``ess_broken`` squared;
     - clip: share of clipped units, from ``clip_high`` to three times that;
     - length: the mean response length over that of ``length_window`` steps ago (in a shorter run: of its start), up or
       down, from ``length_surge`` to its square; or, from a change by 5 % on, its distance from the median of the 50
@@ -63,7 +67,8 @@ def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk
         "length": _length(log, limits),
         "gradient": _gradient(log),
     }
-    return Risk(1.0 - math.prod(1.0 - part for part in parts.values()), parts)
+    counted = {**parts, "ess": ESS_SHARE * parts["ess"]}
+    return Risk(1.0 - math.prod(1.0 - part for part in counted.values()), parts)
 
 
 def ramp(value: float, low: float, high: float) -> float:
@@ -96,12 +101,13 @@ def _chi2(log: MetricsLog, limits: Thresholds) -> float:
 
 
 def _ess(log: MetricsLog, limits: Thresholds) -> float:
-    key = log.first_logged([f"{PREFIX}weight_applied/ess_sequence", f"{PREFIX}weight/ess_sequence"])
+    key = log.first_logged(ESS_KEYS)
     if key is not None:
         now = _now(log.series(key).values)
         inverse = None if now is None else 1 / max(now, 1e-6)
-    else:
-        now = _now(log.series(f"{_group(log)}/chi2_token").values)
+    else:  # a log of an earlier version, or of another framework
+        key = log.first_logged([f"{PREFIX}total/chi2_sequence", f"{PREFIX}mismatch/chi2_sequence"])
+        now = None if key is None else _now(log.series(key).values)
         inverse = None if now is None else 1 + max(now, 0.0)
     return 0.0 if inverse is None else ramp(inverse, 1 / limits.ess_healthy, 1 / limits.ess_broken**2)
 

@@ -89,7 +89,8 @@ def _never_tested_at_equal_weights(readings: Readings) -> AntiPattern | None:
 def _sequence_weights_with_low_ess(
     readings: Readings, info: Mapping[str, Any], thresholds: Thresholds
 ) -> AntiPattern | None:
-    ess = readings.get("weight_applied/ess_sequence")
+    keys = ("mismatch/ess_sequence", "total/ess_sequence", "weight_applied/ess_sequence")  # the last: earlier logs
+    ess = next((readings[key] for key in keys if key in readings), None)
     if not re.search(r"Weight\([^)]*level='sequence'", str(info.get("correction", ""))):
         return None
     if ess is None or ess >= thresholds.ess_healthy:

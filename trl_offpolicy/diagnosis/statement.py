@@ -92,9 +92,15 @@ def _ess_sentence(summary: RunSummary) -> str:
     raw, applied = summary.whole("ESS (token)", "before"), summary.whole("ESS (token)", "after")
     sides = (("with the raw weights", raw), ("with the weights as applied", applied))
     parts = [f"{_percent(value)} {name}" for name, value in sides if value is not None]
+    product = _product_sentence(summary)
     if not parts:
-        return "No effective sample size was logged."
-    return f"The effective sample size is {' and '.join(parts)}, of 100% for equal weights."
+        return product.strip() or "No effective sample size was logged."
+    return f"The effective sample size is {' and '.join(parts)}, of 100% for equal weights.{product}"
+
+
+def _product_sentence(summary: RunSummary) -> str:
+    share = summary.whole("ESS (sequence)", "before")
+    return "" if share is None else f" Weights of whole responses, uncapped, would leave {_percent(share)}."
 
 
 def _dropped_sentence(summary: RunSummary) -> str:

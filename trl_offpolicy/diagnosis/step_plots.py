@@ -103,9 +103,11 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
         (
             Line("offpolicy/weight/ess_token", "raw weights", BLUE),
             Line("offpolicy/weight_applied/ess_token", "as applied", ORANGE, "--"),
+            Line(_BEFORE + "ess_sequence", "products over responses", GREEN, ":"),
         ),
         "(sum w)^2 / (n sum w^2) over tokens, a fraction: 1 = all weights equal, 0.5 = as uncertain as half "
-        "as many equally weighted tokens. Dashed: after cap and normalisation.",
+        "as many equally weighted tokens. Dashed: after cap and normalisation. Dotted: over responses, of the uncapped "
+        "products of their ratios, which falls with the length.",
         reference=1.0,
     ),
     StepFigure(

@@ -43,6 +43,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     *_both_sides("KL k3", "nats/token", "kl_k3"),
     *_both_sides("chi2 (token)", "", "chi2_token"),
     *_both_sides("chi2 (sequence)", "", "chi2_sequence"),
+    *_both_sides("ESS (sequence)", "", "ess_sequence"),
     Quantity("ESS (token)", "", "before", ("offpolicy/weight/ess_token",)),
     Quantity("ESS (token)", "", "after", ("offpolicy/weight_applied/ess_token",)),
     *_both_sides("PPL ratio", "", "ppl_ratio"),
@@ -217,7 +218,8 @@ def table_caption(summary: RunSummary) -> str:
     text = (
         f"Means over the logged steps. KL is KL(sampler||trainer) in nats a token, from the ratio {pair} "
         f"({summary.ratio_group}/*). before: all trainable tokens, raw weights. after: kept tokens only "
-        "(kept/*); ESS: weights as applied. ESS, dropped and truncated are fractions; ESS 1 = equal weights. "
+        "(kept/*); ESS (token): weights as applied; ESS (sequence): products of a response's ratios. ESS, dropped and "
+        "truncated are fractions; ESS 1 = equal weights. "
         "PPL ratio is trainer over sampler. Pearson correlates the two probabilities. ±: half width of the 95 % "
         "interval, clustered by prompt. –: not logged."
     )

@@ -70,7 +70,7 @@ class Step:
 _PEARSON, _KL = "mismatch/prob_pearson", "mismatch/kl_k3"
 _AT_FLOOR = Symptom("floor/kl_k3", "<", "floor_factor", "KL k3 over its noise floor")
 _ESS_LOW = Symptom("weight_applied/ess_token", "<", "ess_healthy", "ESS of the applied token weights")
-_ESS_LOW_SEQUENCE = Symptom("weight_applied/ess_sequence", "<", "ess_healthy", "ESS of the applied sequence weights")
+_ESS_LOW_SEQUENCE = Symptom("weight_applied/ess_sequence", "<", "ess_healthy", "ESS of the responses' applied weights")
 _CHI2_HIGH = Symptom("mismatch/chi2_token", ">", "chi2_high", "token chi-square")
 _VARIANCE = (
     _ESS_LOW,
@@ -151,7 +151,11 @@ TREE: tuple[Step, ...] = (
     Step(
         "weight_variance",
         "notice",
-        (Symptom("mismatch/chi2_sequence", ">", "chi2_sequence_high", "chi-square of whole sequences"),),
+        (
+            Symptom("mismatch/chi2_sequence", ">", "chi2_sequence_high", "chi-square of whole sequences"),
+            Symptom("mismatch/ess_sequence", "<", "ess_healthy", "ESS of the products over whole sequences"),
+            Symptom("total/ess_sequence", "<", "ess_healthy", "ESS of the products of current/sampling"),
+        ),
         unless=_VARIANCE,
     ),
     # 4. loss mechanics

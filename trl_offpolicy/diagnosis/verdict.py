@@ -231,7 +231,10 @@ _JUDGED = {
     "agreement of engine and trainer": ("mismatch/kl_k3", "mismatch/prob_pearson"),
     "noise floor": ("noise_floor/kl_k3",),
     "staleness": ("staleness/kl_k3", "total/kl_k3"),
-    "effective sample size": ("weight_applied/ess_token", "weight/ess_token"),
+    "effective sample size": (
+        *("mismatch/ess_sequence", "total/ess_sequence"),
+        *("weight_applied/ess_token", "weight/ess_token"),
+    ),
     "clipping": ("loss/clip_region_fraction",),
     "response length": ("rollout/length_surge",),
 }

@@ -157,18 +157,26 @@ def response_mean_mean(m: Moments) -> Tensor:
     return _mean(m, "row_mean_abs_log_ratio", "rows")
 
 
+def ess_product(m: Moments) -> Tensor:
+    """Effective sample size of the responses' products of rho, (sum W)^2 / (N sum W^2), a fraction in [0, 1].
+
+    W is at most e^300 and counts as 0 below e^-300; 0 if every W does.
+    """
+    return _effective_fraction(m["product"], m["product_sq"], m["rows"])
+
+
 def nonfinite_fraction(m: Moments) -> Tensor:
     """Share of trainable tokens whose log-ratio was NaN or infinite; all other diagnostics leave them out."""
     return m["nonfinite"] / (m["tokens"] + m["nonfinite"]).clamp(min=1.0)
 
 
 RATIO_DIAGNOSTICS: Mapping[str, Finalizer] = {
-    function.__name__: function
+    {ess_product: "ess_sequence"}.get(function, function.__name__): function
     for function in (
         kl_k1, kl_k3, kl_reverse_k3, tv, chi2_token, chi2_token_p95, chi2_sequence, ppl_sampling, ppl_old, ppl_ratio,
         log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min, prob_diff_mean, prob_diff_max,
         prob_diff_std, prob_pearson, logp_diff_mean, logp_diff_max, response_max_mean, response_mean_mean,
-        nonfinite_fraction,
+        ess_product, nonfinite_fraction,
     )
 }  # fmt: skip
 
@@ -199,7 +207,10 @@ def ess_token(m: Moments) -> Tensor:
 
 
 def ess_sequence(m: Moments) -> Tensor:
-    """Effective sample size over sequences, of each sequence's mean weight; a fraction in (0, 1]."""
+    """Effective sample size over sequences, of each sequence's mean weight; a fraction in (0, 1].
+
+    Of token weights the mean of a long response is near 1 however far its product is: see :func:`ess_product`.
+    """
     return _effective_fraction(m["row_weight"], m["row_weight_sq"], m["rows"])
 
 

@@ -19,6 +19,8 @@ from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, exces
 HISTOGRAM_BINS = 240
 HISTOGRAM_DECADES = (-8.0, 4.0)
 _MAX_EXPONENT = 80.0  # nats; keeps perplexities of garbage log-probs finite
+PRODUCT_RANGE = 300.0
+"""nats: a response's product of ratios is at most e^300, and 0 below e^-300; float64 then holds sums of its square."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ _ROW_SUMS = (
     "chi2_sequence",
     "row_max_abs_log_ratio",
     "row_mean_abs_log_ratio",
+    "product",  # of the response's ratios
+    "product_sq",
 )
 RATIO_LAYOUT = Layout(
     sums=_TOKEN_SUMS + _ROW_SUMS,
@@ -191,6 +195,8 @@ def ratio_row_moments(rows: RatioRows) -> Tensor:
     squared = 2 * log_product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     exponents = torch.stack([surprise, surprise - log_ratio, -log_ratio, squared], dim=-1)
     ppl_denominator, ppl_numerator, ppl_ratio, square = exponents.clamp_(max=_MAX_EXPONENT).exp_().unbind(-1)
+    # Not clamped from below: products that all vanish must not look like equal weights.
+    product = torch.where(log_product >= -PRODUCT_RANGE, log_product.clamp(max=PRODUCT_RANGE).exp(), 0.0)
     per_row = torch.stack(
         [
             torch.ones_like(surprise),
@@ -202,6 +208,8 @@ def ratio_row_moments(rows: RatioRows) -> Tensor:
             square - 1,
             rows.maxima[:, :2].amax(-1),
             mean["abs_log_ratio"],
+            product,
+            product.square(),
         ],
         dim=-1,
     )

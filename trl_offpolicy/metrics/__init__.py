@@ -30,6 +30,7 @@ from trl_offpolicy.metrics.ratio_divergence import (
     Chi2Sequence,
     Chi2Token,
     Chi2TokenP95,
+    ESSProduct,
     KLReverseK3,
     TotalVariation,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Chi2Sequence",
     "Chi2Token",
     "Chi2TokenP95",
+    "ESSProduct",
     "ESSSequence",
     "ESSToken",
     "KLReverseK3",

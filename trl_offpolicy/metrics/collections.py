@@ -24,6 +24,7 @@ from trl_offpolicy.metrics.ratio_divergence import (
     Chi2Sequence,
     Chi2Token,
     Chi2TokenP95,
+    ESSProduct,
     KLReverseK3,
     TotalVariation,
 )
@@ -62,6 +63,7 @@ RATIO_METRICS: Mapping[str, type[RatioMetric]] = {
     "logp_diff_max": LogpDiffMax,
     "response_max_mean": ResponseMaxMean,
     "response_mean_mean": ResponseMeanMean,
+    "ess_sequence": ESSProduct,
     "nonfinite_fraction": NonfiniteFraction,
 }
 """Key of ``offpolicy/mismatch/<key>`` -> class."""

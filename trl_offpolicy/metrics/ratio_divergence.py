@@ -150,6 +150,29 @@ class Chi2TokenP95(RatioMetric):
     finalize = staticmethod(diagnostics.chi2_token_p95)
 
 
+class ESSProduct(RatioMetric):
+    """Effective sample size of the responses' products of ratios, as a fraction.
+
+    Formula: (sum_i W_i)^2 / (N sum_i W_i^2), W_i = prod_t rho_t, at most e^300 and 0 below e^-300.
+    Unit: share, in [0, 1]. Normaliser: responses with an observed trainable token.
+
+    Example:
+        >>> import torch
+        >>> old = torch.tensor([[-1.0, -2.0], [-0.5, -9.0]])
+        >>> sampling = torch.tensor([[-1.5, -2.0], [-0.25, -9.0]])
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> metric = ESSProduct()
+        >>> metric.update(old, sampling, mask)
+        >>> metric.compute()
+        tensor(0.8862, dtype=torch.float64)
+
+    Reference: Kong 1992, "A note on importance sampling using standardized weights".
+    """
+
+    higher_is_better = True
+    finalize = staticmethod(diagnostics.ess_product)
+
+
 class Chi2Sequence(RatioMetric):
     """Chi-square divergence of whole responses: the variance of sequence weights.
 

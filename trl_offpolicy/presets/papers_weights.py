@@ -64,7 +64,7 @@ def sequence_tis(max_weight: float = 5.0) -> Preset:
         Correction(weight=TruncateWeight(level="sequence", max_weight=max_weight)),
         citation=MIS,
         formula="w = min(prod_t pi_old / mu, C)",
-        notes="Unbiased but for the cap; variance grows with length: watch weight_applied/ess_sequence.",
+        notes="Unbiased but for the cap; variance grows with length: watch mismatch/ess_sequence.",
     )
 
 
