@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Attribute, Docstring, Extension, Object
 
 ROLE = re.compile(r":(?:class|func|meth|data|mod|attr|exc):`(~?)([\w.]+)`")
 EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 """griffe reads sessions in a section called Examples."""
 SESSION = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
 """A session outside of a section."""
+DERIVED = "trl_offpolicy.metrics."
+"""Modules whose classes are made when they run."""
 PACKAGES = ("trl_offpolicy", "lightning_module")
 
 
@@ -38,6 +41,14 @@ def resolve(name: str, scope: Object) -> str:
 
 class Roles(Extension):
     """Rewrites every docstring once, when its object has been read."""
+
+    def on_attribute(self, *, attr: Attribute, **_: Any) -> None:
+        """A class that is derived in one line has its docstring when it runs, not in the source."""
+        module = attr.parent
+        if attr.docstring is None and module is not None and module.is_module and module.path.startswith(DERIVED):
+            found = getattr(import_module(module.path), attr.name, None)
+            if isinstance(found, type) and found.__doc__:
+                attr.docstring = Docstring(found.__doc__, parent=attr)
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrite one docstring."""

@@ -11,14 +11,10 @@ from torch import Tensor, nn
 
 from trl_offpolicy.engines.checks import as_vllm_keeps
 from trl_offpolicy.engines.engine import Sampling
-from trl_offpolicy.functional.diagnostics import fraction
-from trl_offpolicy.functional.moments import Layout, moments
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import Truncation
-from trl_offpolicy.stats import Group, Stats
-
-_LAYOUT = Layout(sums=("tokens", "outside"))
-_FINALIZERS = {"outside_fraction": fraction("outside", "tokens")}
+from trl_offpolicy.rollout_stats import support_stats
+from trl_offpolicy.stats import Stats
 
 
 class Scores(NamedTuple):
@@ -70,8 +66,7 @@ class Scorer:
         """``rollout/outside_fraction``: share of the tokens in ``mask`` (B, T) that the trainer would have cut."""
         if not self.truncation:
             return Stats({})
-        counts = moments(_LAYOUT, [mask.sum(), (scores.outside & mask).sum()])
-        return Stats({"rollout#support": Group(counts, _FINALIZERS)})
+        return support_stats(scores.outside, mask)
 
     def _forward(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int) -> Scores:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)

@@ -14,12 +14,11 @@ import trl_offpolicy as op
 from trl_offpolicy.async_rollouts.ahead import AHEAD_METRICS
 from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
 from trl_offpolicy.correction_stats import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
-from trl_offpolicy.engines.filtered_scoring import FINALIZERS
 from trl_offpolicy.engines.sync_check import SYNC_METRICS
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
 from trl_offpolicy.gradient_stats import GRADIENT_METRICS
-from trl_offpolicy.metrics import RATIO_METRICS, ROUTING_METRICS, WEIGHT_METRICS
+from trl_offpolicy.metrics import GROUP_METRICS, RATIO_METRICS, ROUTING_METRICS, VALUE_METRICS, WEIGHT_METRICS
 from trl_offpolicy.token_ids import TOKEN_ID_METRICS
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
@@ -91,7 +90,7 @@ def emitted():
     )
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
-    of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *FINALIZERS, *TOKEN_ID_METRICS)
+    of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *TOKEN_ID_METRICS, "outside_fraction")
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
@@ -106,7 +105,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * 24 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10 + len(ROUTING_METRICS)
+    assert len(table()) == 5 * len(RATIO_METRICS) + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10 + len(ROUTING_METRICS)
 
 
 @pytest.mark.parametrize("preset", op.presets.names())
@@ -122,12 +121,23 @@ def test_every_row_is_complete():
         assert all(row.values()), key
 
 
-def test_classes_are_those_of_the_package():
-    shells = (("mismatch", RATIO_METRICS), ("weight_applied", WEIGHT_METRICS), ("routing", ROUTING_METRICS))
-    for group, classes in shells:
-        prefix = f"offpolicy/{group}/"
-        shown = {key.removeprefix(prefix): row["class"] for key, row in table().items() if key.startswith(prefix)}
-        assert shown == {name: f"`{cls.__name__}`" for name, cls in classes.items()}
+WITHOUT_CLASS = {LENGTH_SURGE} | {f"offpolicy/control/{name}" for name in CONTROL_METRICS}
+"""Made from rows that are logged already."""
+
+
+def classes():
+    """{key: class} of everything that trl_offpolicy.metrics holds."""
+    found = {f"offpolicy/{key}": cls for key, cls in {**GROUP_METRICS, **VALUE_METRICS}.items()}
+    ratios = ("mismatch", "kept", "staleness", "total", "noise_floor")
+    tables = [(group, RATIO_METRICS) for group in ratios]
+    tables += [("weight", WEIGHT_METRICS), ("weight_applied", WEIGHT_METRICS), ("routing", ROUTING_METRICS)]
+    return found | {f"offpolicy/{group}/{name}": cls for group, of in tables for name, cls in of.items()}
+
+
+def test_every_key_has_its_class_or_is_named_as_one_without():
+    shown = {key: row["class"].strip("`") for key, row in table().items()}
+    assert shown == dict.fromkeys(WITHOUT_CLASS, "-") | {key: cls.__name__ for key, cls in classes().items()}
+    assert "(`control/*` and\n`rollout/length_surge`)" in PAGE
 
 
 def test_sources_are_listed():

@@ -189,6 +189,12 @@ def _keep_diagnostics(rewards: bool, correct: bool) -> Mapping[str, Finalizer]:
 
 
 _KEEP_DIAGNOSTICS = {flags: _keep_diagnostics(*flags) for flags in product((False, True), repeat=2)}
+GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
+    "weight#bounds": (_TRUNCATION, _TRUNCATION_DIAGNOSTICS),
+    "keep": (_KEEP, _KEEP_DIAGNOSTICS[True, True]),
+    "keep/<term>": (_TERM, _TERM_DIAGNOSTICS),
+}
+"""Of each group that is no ratio and no weight: the names of its moments, and all its finalisers."""
 
 
 def _keep_groups(correction: Correction, batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:

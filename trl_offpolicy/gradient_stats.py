@@ -18,6 +18,9 @@ GRADIENT_METRICS = ("signal", "noise")
 
 _POWER = f"{PREFIX}gradient/power"
 _LAYOUT = Layout(sums=("responses", "power"))
+_FINALIZERS = {"power": fraction("power", "responses")}
+GROUPS = {"gradient": (_LAYOUT, _FINALIZERS)}
+"""Names of the moments and finalisers, by group."""
 
 
 @torch.no_grad()
@@ -45,7 +48,7 @@ def gradient_stats(batch: PolicyBatch, weights: Tensor, keep_mask: Tensor) -> St
     advantage = _row_mean(batch.token_advantages.expand_as(kept), kept, counts)
     power = torch.where(counts > 0, (weight * advantage).square() * score, 0.0)
     values = moments(_LAYOUT, [(batch.mask.sum(-1) > 0).sum(), power.double().sum()])
-    return Stats({"gradient": Group(values, {"power": fraction("power", "responses")})})
+    return Stats({"gradient": Group(values, _FINALIZERS)})
 
 
 def _row_mean(values: Tensor, mask: Tensor, counts: Tensor) -> Tensor:

@@ -61,6 +61,10 @@ _FINALIZERS: Mapping[str, Finalizer] = {
 }
 
 
+GROUPS = {"loss": (_LAYOUT, _FINALIZERS)}
+"""Names of the moments and finalisers, by group."""
+
+
 def _clip_unit(terms: LossTerms, mask: Tensor) -> Tensor:
     """What clips and gates decide on: tokens (B, T), or sequences with a trainable token (B, 1)."""
     decisions = [part for part in (terms.clipped_low, terms.clipped_high, terms.gate) if part is not None]

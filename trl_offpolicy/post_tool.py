@@ -35,6 +35,10 @@ POST_TOOL_DIAGNOSTICS = {
 }
 
 
+GROUPS = {"post_tool": (_LAYOUT, POST_TOOL_DIAGNOSTICS)}
+"""Names of the moments and finalisers, by group."""
+
+
 @torch.no_grad()
 def post_tool_group(ratio: LogRatio, mask: Tensor, turn_ids: Tensor, rows: Tensor | None = None) -> Group:
     """The diagnostics ``post_tool/*`` of a batch.

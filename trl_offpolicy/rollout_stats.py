@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.diagnostics import fraction
+from trl_offpolicy.functional.diagnostics import Finalizer, fraction
 from trl_offpolicy.functional.moments import Layout, Moments, moments
 from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.types import PolicyBatch
 
-_LENGTH = Layout(sums=("responses", "tokens"))
-_LAG = Layout(sums=("tokens", "lag"), maxima=("lag_max",))
-_CROSS = Layout(sums=("responses", "crossing"))
-_REWARD = Layout(sums=("weight", "weighted_reward"))
-
 
 def _lag_max(m: Moments) -> Tensor:
+    """Largest version lag of a token."""
     return m["lag_max"].clamp(min=0.0)
+
+
+GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
+    "rollout": (Layout(sums=("responses", "tokens")), {"response_length_mean": fraction("tokens", "responses")}),
+    "rollout#lag": (
+        Layout(sums=("tokens", "lag"), maxima=("lag_max",)),
+        {"version_lag_mean": fraction("lag", "tokens"), "version_lag_max": _lag_max},
+    ),
+    "rollout#versions": (
+        Layout(sums=("responses", "crossing")),
+        {"cross_version_fraction": fraction("crossing", "responses")},
+    ),
+    "rollout#reward": (
+        Layout(sums=("weight", "weighted_reward")),
+        {"reward_reweighted": fraction("weighted_reward", "weight")},
+    ),
+    "rollout#support": (Layout(sums=("tokens", "outside")), {"outside_fraction": fraction("outside", "tokens")}),
+}
+"""Names of the moments and finalisers, by group; ``rollout#support`` is made by :func:`support_stats`."""
+
+
+def _group(name: str, sums: list[Tensor], maxima: list[Tensor] | None = None) -> Group:
+    layout, finalizers = GROUPS[name]
+    return Group(moments(layout, sums, maxima), finalizers)
+
+
+def support_stats(outside: Tensor, mask: Tensor) -> Stats:
+    """``rollout/outside_fraction``: share of the sampled tokens that the trainer's own truncation would have cut.
+
+    Args:
+        outside: (B, T) bool, those tokens.
+        mask: (B, T) bool, trainable tokens.
+    """
+    return Stats({"rollout#support": _group("rollout#support", [mask.sum(), (outside & mask).sum()])})
 
 
 @torch.no_grad()
@@ -29,12 +61,7 @@ def rollout_stats(batch: PolicyBatch, weights: Tensor) -> Stats:
         weights: (B, T) applied importance weights.
     """
     counts = batch.mask.sum(-1)
-    groups = {
-        "rollout": Group(
-            moments(_LENGTH, [(counts > 0).sum(), counts.sum()]),
-            {"response_length_mean": fraction("tokens", "responses")},
-        )
-    }
+    groups = {"rollout": _group("rollout", [(counts > 0).sum(), counts.sum()])}
     if batch.policy_versions is not None and batch.current_version is not None:
         groups["rollout#lag"] = _lag(batch.current_version - batch.policy_versions, batch.mask)
     if batch.policy_versions is not None and batch.policy_versions.dim() == 2:
@@ -48,8 +75,7 @@ def _lag(lag: Tensor, mask: Tensor) -> Group:
     by_token = (lag if lag.dim() == 2 else lag.unsqueeze(1)).expand_as(mask)
     top = torch.where(mask, by_token.double(), -torch.inf).flatten()
     maximum = torch.cat([top, top.new_full((1,), -torch.inf)]).amax()
-    values = moments(_LAG, [mask.sum(), torch.where(mask, by_token, 0).sum()], [maximum])
-    return Group(values, {"version_lag_mean": fraction("lag", "tokens"), "version_lag_max": _lag_max})
+    return _group("rollout#lag", [mask.sum(), torch.where(mask, by_token, 0).sum()], [maximum])
 
 
 def _cross(versions: Tensor, mask: Tensor) -> Group:
@@ -57,8 +83,7 @@ def _cross(versions: Tensor, mask: Tensor) -> Group:
     newest = torch.where(mask, versions, versions.min()).amax(-1)
     oldest = torch.where(mask, versions, versions.max()).amin(-1)
     some = mask.any(-1)
-    values = moments(_CROSS, [some.sum(), (some & (newest > oldest)).sum()])
-    return Group(values, {"cross_version_fraction": fraction("crossing", "responses")})
+    return _group("rollout#versions", [some.sum(), (some & (newest > oldest)).sum()])
 
 
 def _reward(batch: PolicyBatch, weights: Tensor, counts: Tensor) -> Group:
@@ -68,4 +93,4 @@ def _reward(batch: PolicyBatch, weights: Tensor, counts: Tensor) -> Group:
     usable = (counts > 0) & (batch.rewards.abs() < torch.inf)
     weight = torch.where(usable, mean, 0.0)
     total = (weight * torch.where(usable, batch.rewards.float(), 0.0)).sum()
-    return Group(moments(_REWARD, [weight.sum(), total]), {"reward_reweighted": fraction("weighted_reward", "weight")})
+    return _group("rollout#reward", [weight.sum(), total])

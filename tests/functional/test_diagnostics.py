@@ -27,6 +27,7 @@ RATIO = {
     "kl_k3": (1.75 + L) / 3,  # rho - 1 = (3, -1/2, -3/4) sums to 1.75; minus the sum of l = -L
     "kl_reverse_k3": (7 * L - 1.75) / 3,  # rho l = (8L, -L/2, -L/2)
     "tv": 4.25 / 6,  # |rho - 1| = (3, 1/2, 3/4)
+    "tv_p95": 10**-0.05,  # row 0: 3.5 / 4 = 0.875, in the bin (0.794, 0.891]; row 1: 0.375
     "chi2_token": 4.4375,  # (16 + 1/4 + 1/16) / 3 - 1
     "chi2_token_p95": 10**0.9,  # row 0: 16.25 / 2 - 1 = 7.125, in the bin (7.08, 7.94]; row 1 < 0
     "chi2_sequence": 1.03125,  # (2^2 - 1 + (1/4)^2 - 1) / 2
@@ -42,9 +43,13 @@ RATIO = {
     "prob_diff_std": math.sqrt(0.34375 / 3 - 1 / 9),
     "prob_pearson": -2.5 / math.sqrt(7),  # deviations (-6, 3, 3) / 24 and (5, -1, -4) / 24: -45 / sqrt(54 42)
     "logp_diff_mean": 5 * L / 3,
+    "logp_diff_std": L * math.sqrt(3 - 25 / 9),  # |l| = (2L, L, 2L)
     "logp_diff_max": 2 * L,
     "response_max_mean": 2 * L,  # (2L + 2L) / 2
     "response_mean_mean": 1.75 * L,  # (3L/2 + 2L) / 2
+    "response_max_prob_diff_mean": 0.375,  # 3/8 and 3/8
+    "response_mean_prob_diff_mean": (0.3125 + 0.375) / 2,
+    "response_max_prob_diff_above_half": 0.0,
     "ess_sequence": 2.25**2 / (2 * (4 + 1 / 16)),  # products 2 and 1/4
     "nonfinite_fraction": 0.25,  # 1 of 4 trainable tokens
 }
@@ -128,6 +133,15 @@ def test_pearson_of_a_linear_map_is_one():
     value = RATIO_DIAGNOSTICS["prob_pearson"](sample)
 
     assert value.item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_responses_with_a_probability_off_by_more_than_a_half():
+    sampling = torch.tensor([[0.9, 0.5], [0.9, 0.5], [0.9, 0.9], [0.1, 0.5]]).log()
+    old = torch.tensor([[0.9, 0.01], [0.3, 0.5], [0.35, 0.3], [0.7, 0.5]]).log()
+
+    share = RATIO_DIAGNOSTICS["response_max_prob_diff_above_half"]
+
+    assert share(ratio_moments(old, sampling, torch.ones(4, 2).bool())).item() == 0.75  # 0.49, 0.6, 0.6, 0.6
 
 
 @pytest.mark.parametrize("sd", [0.05, 0.1, 0.3])

@@ -50,6 +50,7 @@ ROW_SUMS = {  # row 0, row 1
     "abs_prob_diff": (0.625, 0.375),
     "prob_diff_sq": (0.265625, 0.140625),  # 1/4 + 1/64; 9/64
     "prob_prob_diff": (0.21875, -0.1875),  # 1/2 1/2 - 1/4 1/8; -1/2 3/8
+    "log_ratio_sq": (2 * L * L, 4 * L * L),
 }
 
 
@@ -80,6 +81,9 @@ FOLDED = {  # a = mean log old, b = mean log sampling: row 0 (-3L/2, -3L/2), row
     "chi2_sequence": 0 + 1 / 16 - 1,  # (2 * 1/2)^2 - 1; (1/4)^2 - 1
     "row_max_abs_log_ratio": L + 2 * L,
     "row_mean_abs_log_ratio": L + 2 * L,
+    "row_max_abs_prob_diff": 0.5 + 0.375,
+    "row_mean_abs_prob_diff": 0.3125 + 0.375,
+    "row_high_prob_diff": 0,  # 0.5 is not above 0.5
     "product": 1 + 1 / 4,
     "product_sq": 1 + 1 / 16,
     "log_ratio_max": L,
@@ -104,7 +108,7 @@ def test_fold_of_some_rows_is_the_fold_of_those_rows():
     assert kept["log_ratio"].item() == pytest.approx(-2 * L, abs=1e-6)
     assert kept["log_ratio_max"].item() == 0.0
     assert kept["abs_prob_diff_max"].item() == pytest.approx(0.375, abs=1e-6)
-    assert kept.histogram.sum().item() == 1
+    assert kept.histogram.sum().item() == 2  # one response in both histograms
 
 
 def test_fold_of_nothing_has_no_maximum():
@@ -177,13 +181,15 @@ def test_autocast_does_not_round_the_products():
     ],
 )
 def test_histogram_bins(chi2, bin_index):
-    sums = torch.zeros(1, 15, dtype=torch.float64)
+    sums = torch.zeros(1, 16, dtype=torch.float64)
     sums[0, RATIO_LAYOUT.sums.index("tokens")] = 2
     sums[0, RATIO_LAYOUT.sums.index("excess_sq")] = 2 * chi2  # mean over 2 tokens = chi2
+    sums[0, RATIO_LAYOUT.sums.index("abs_excess")] = 4 * chi2  # half of the mean over 2 tokens = chi2
     folded = fold_ratio_rows(RatioRows(sums, torch.zeros(1, 3, dtype=torch.float64)))
 
-    assert folded.histogram.argmax().item() == bin_index
-    assert folded.histogram.sum().item() == 1
+    by_chi2, by_tv = folded.histogram.view(2, HISTOGRAM_BINS)
+    assert by_chi2.argmax().item() == by_tv.argmax().item() == bin_index
+    assert by_chi2.sum().item() == by_tv.sum().item() == 1
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import torch
 
 from trl_offpolicy.functional.routing import (
     ROUTING_DIAGNOSTICS,
+    expert_flip_rates,
     routing_agreement,
     routing_flip_fraction,
     routing_moments,
     shared_experts,
+    stacked_layers,
 )
-from trl_offpolicy.metrics import ROUTING_METRICS, routing_metrics
+from trl_offpolicy.metrics import ROUTING_METRICS, RoutingExpertFlipMax, routing_metrics
 
 SHAPE = (3, 5, 2, 4)  # rows, positions, layers, experts of a token
 
@@ -67,12 +69,55 @@ def test_parts_merge_to_the_whole() -> None:
     whole = routing_moments(first, second, mask)
     parts = [routing_moments(first[i : i + 1], second[i : i + 1], mask[i : i + 1]) for i in range(3)]
     merged = parts[0].merge(parts[1]).merge(parts[2])
-    for finalize in ROUTING_DIAGNOSTICS.values():
+    for finalize in (routing_agreement, routing_flip_fraction):
         assert finalize(merged) == finalize(whole)
     by_layer = routing_moments(first[:, :, :1], second[:, :, :1], mask).merge(
         routing_moments(first[:, :, 1:], second[:, :, 1:], mask)
     )
     torch.testing.assert_close(by_layer.sums, whole.sums)
+
+
+def by_expert(first: torch.Tensor, second: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
+    """Of each layer and expert: share of the known tokens that only one side sends there."""
+    rates = []
+    for layer in range(2):
+        known = [
+            (set(first[i, j, layer].tolist()), set(second[i, j, layer].tolist()))
+            for i in range(3)
+            for j in range(5)
+            if mask[i, j] and -1 not in {*first[i, j].flatten().tolist(), *second[i, j].flatten().tolist()}
+        ]
+        rates.append([sum((e in one) != (e in other) for one, other in known) / len(known) for e in range(6)])
+    return rates
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flips_by_expert_against_a_count(seed: int) -> None:
+    first, second, mask = records(seed)
+    unknown = (first < 0).any(-1).any(-1) | (second < 0).any(-1).any(-1)  # a token is known in all layers or in none
+    first[unknown] = -1
+    m = routing_moments(first, second, mask, experts=6)
+    expected = by_expert(first, second, mask)
+    assert expert_flip_rates(m).view(2, 6).tolist() == [pytest.approx(row) for row in expected]
+    delta = sum(map(sum, expected)) / 12
+    assert ROUTING_DIAGNOSTICS["expert_flip_mean"](m).item() == pytest.approx(delta)
+    assert delta == pytest.approx(2 * 4 * (1 - routing_agreement(m).item()) / 6, rel=1e-6)
+    assert ROUTING_DIAGNOSTICS["expert_flip_max"](m).item() == pytest.approx(max(map(max, expected)))
+    layers = [routing_moments(first[:, :, i : i + 1], second[:, :, i : i + 1], mask, experts=6) for i in range(2)]
+    assert torch.equal(stacked_layers(layers).sums, m.sums) and stacked_layers(layers).layout == m.layout
+    assert torch.equal(m.merge(m).maxima, m.maxima)  # the number of layers does not add up
+    assert expert_flip_rates(m.merge(m)).tolist() == expert_flip_rates(m).tolist()
+
+
+def test_experts_that_were_not_counted_have_no_rate() -> None:
+    first, second, mask = records()
+    with pytest.raises(ValueError, match=r"moments must be counted by expert \(experts=...\), but got none"):
+        expert_flip_rates(routing_moments(first, second, mask))
+    with pytest.raises(ValueError, match="layers and experts must be given together, but got None and None"):
+        RoutingExpertFlipMax()
+    with pytest.raises(ValueError, match="first must have 3 layers, but got 2"):
+        RoutingExpertFlipMax(layers=3, experts=6).update(first, second, mask)
+    assert set(routing_metrics(prefix="").keys()) == {"agreement", "flip_fraction"}
 
 
 def test_nothing_to_compare() -> None:
@@ -82,10 +127,10 @@ def test_nothing_to_compare() -> None:
 
 def test_metrics_are_shells_over_the_moments() -> None:
     first, second, mask = records()
-    metrics = routing_metrics()
+    metrics = routing_metrics(layers=2, experts=6)
     for i in range(3):
         metrics.update(first[i : i + 1], second[i : i + 1], mask[i : i + 1])
-    m = routing_moments(first, second, mask)
+    m = routing_moments(first, second, mask, experts=6)
     assert metrics.compute() == {f"offpolicy/routing/{name}": f(m) for name, f in ROUTING_DIAGNOSTICS.items()}
     assert ROUTING_METRICS.keys() == ROUTING_DIAGNOSTICS.keys()
 

@@ -4,6 +4,7 @@ import copy
 import doctest
 import inspect
 import pickle
+from importlib import import_module
 
 import pytest
 import torch
@@ -66,12 +67,24 @@ def test_properties(cls):
     assert cls.__dict__["higher_is_better"] is expected
 
 
-@every_class
-def test_docstring_says_everything_and_its_example_runs(cls):
-    text = inspect.getdoc(cls)
-    assert text.splitlines()[0].endswith(".") and text.splitlines()[1] == ""
-    for part in ("Formula:", "Unit:", "Normaliser:", "Example:", "Reference:"):
-        assert part in text
+EVERY = [cls for cls in vars(package).values() if isinstance(cls, type) and hasattr(cls, "key")]
+
+
+def test_a_class_holds_its_formula_and_stands_under_its_name():
+    """Those of groups and values too; the docstring's first line is the key and the finaliser's own docstring."""
+    assert len(EVERY) == len(set(EVERY)) > 70
+    for cls in EVERY:
+        first, blank, rest = inspect.getdoc(cls).split("\n", 2)
+        formula = " ".join(cls.finalize.__doc__.split())
+        assert first == f"``{cls.key}``: {formula}" and formula.endswith(".") and not blank
+        assert cls.__mro__[1].__name__ in rest and cls.__name__ in package.__all__
+        assert getattr(import_module(cls.__module__), cls.__name__) is getattr(package, cls.__name__) is cls
+        assert pickle.loads(pickle.dumps(cls)) is cls
+
+
+@pytest.mark.parametrize("cls", [package.RatioMetric, package.WeightMetric, package.RoutingMetric, package.GroupMetric,
+                                 package.ValueMetric], ids=lambda cls: cls.__name__)  # fmt: skip
+def test_the_example_of_a_base_runs(cls):
     (example,) = [test for test in doctest.DocTestFinder(recurse=False).find(cls) if test.examples]
     assert doctest.DocTestRunner().run(example) == (0, len(example.examples))
 

@@ -13,10 +13,12 @@ from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS
 from trl_offpolicy.metrics import RATIO_METRICS
 
 NAN, INF = float("nan"), float("inf")
-EXACT = sorted(set(RATIO_METRICS) - {"chi2_token_p95"})
+P95 = ("chi2_token_p95", "tv_p95")
+EXACT = sorted(set(RATIO_METRICS) - set(P95))
 SYMMETRIC = {  # unchanged if numerator and denominator change places
     "log_ppl_abs_diff", "prob_diff_mean", "prob_diff_max", "prob_diff_std", "prob_pearson", "logp_diff_mean",
-    "logp_diff_max", "response_max_mean", "response_mean_mean", "nonfinite_fraction",
+    "logp_diff_std", "logp_diff_max", "response_max_mean", "response_mean_mean", "response_max_prob_diff_mean",
+    "response_mean_prob_diff_mean", "response_max_prob_diff_above_half", "nonfinite_fraction",
 }  # fmt: skip
 RTOL, ATOL = 2e-5, 1e-6  # float32 row sums are off by 1e-7 of the sum of the absolute values, moments by several
 
@@ -59,15 +61,21 @@ def _of_tokens(tokens):
         "prob_diff_std": np.std(gaps),
         "prob_pearson": np.corrcoef(p, q)[0, 1] if varies else float(agree),
         "logp_diff_mean": np.mean([abs(x) for x in log_ratios]),
+        "logp_diff_std": np.std([abs(x) for x in log_ratios]),
         "logp_diff_max": max(abs(x) for x in log_ratios),
     }
 
 
 def _of_rows(rows):
     chi2_sequence, chi2_rows, a, b, largest, means, products = [], [], [], [], [], [], []
+    tv_rows, top_gaps, mean_gaps = [], [], []
     for row in rows:
         log_ratios = [log_ratio for log_ratio, _ in row]
         products.append(sum(log_ratios))
+        gaps = [abs(math.exp(logp) * (math.exp(x) - 1)) for x, logp in row]
+        top_gaps.append(max(gaps))
+        mean_gaps.append(np.mean(gaps))
+        tv_rows.append(np.mean([abs(math.exp(x) - 1) for x in log_ratios]) / 2)
         total = min(max(sum(log_ratios), -20.0), 20.0)
         chi2_sequence.append(math.exp(total) ** 2 - 1)
         chi2_rows.append(np.mean([math.exp(x) ** 2 for x in log_ratios]) - 1)
@@ -80,6 +88,10 @@ def _of_rows(rows):
     return {
         "chi2_sequence": np.mean(chi2_sequence),
         "chi2_token_p95": np.quantile(chi2_rows, 0.95, method="inverted_cdf"),
+        "tv_p95": np.quantile(tv_rows, 0.95, method="inverted_cdf"),
+        "response_max_prob_diff_mean": np.mean(top_gaps),
+        "response_mean_prob_diff_mean": np.mean(mean_gaps),
+        "response_max_prob_diff_above_half": np.mean([gap > 0.5 for gap in top_gaps]),
         "ppl_sampling": np.mean([math.exp(min(-x, 80)) for x in b]),
         "ppl_old": np.mean([math.exp(min(-x, 80)) for x in a]),
         "ppl_ratio": np.mean([math.exp(x) for x in diffs]),
@@ -162,13 +174,15 @@ def value(name, *batches):
 def test_equals_the_formula(name, case):
     got = value(name, SAMPLES[case]())
     assert got.dtype == torch.float64 and got.shape == ()
-    atol = 1e-4 if (name, case) == ("prob_diff_std", "one_token") else ATOL  # std of a constant: 5e-4 of it
+    of_a_constant = case == "one_token" and name in ("prob_diff_std", "logp_diff_std")
+    atol = 5e-4 if of_a_constant else ATOL  # std of a constant: 5e-4 of it
     np.testing.assert_allclose(got.item(), REFERENCE[case][name], rtol=RTOL, atol=atol)
 
 
 @pytest.mark.parametrize("case", SAMPLES)
-def test_p95_is_the_upper_edge_of_the_right_bin(case):
-    got, exact = value("chi2_token_p95", SAMPLES[case]()).item(), REFERENCE[case]["chi2_token_p95"]
+@pytest.mark.parametrize("name", P95)
+def test_p95_is_the_upper_edge_of_the_right_bin(name, case):
+    got, exact = value(name, SAMPLES[case]()).item(), REFERENCE[case][name]
     if exact > 1e4:
         assert got == pytest.approx(1e4)
     else:

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from torch import Tensor
 
+from trl_offpolicy.functional.routing import expert_flip_rates
 from trl_offpolicy.routing import RouteStorageError, find_routers, record, replay
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -195,8 +196,15 @@ def test_moments_count_the_masked_tokens_and_enforce_false_changes_nothing() -> 
     free = run(model)
     with replay(model, routes, mask=mask, enforce=False) as replayed:
         assert same(free, run(model))
-    found = dict(zip(replayed.moments.layout.sums, replayed.moments.sums.tolist(), strict=True))
-    assert found == {"choices": 4 * LAYERS, "shared": 4 * LAYERS - 0.5, "flips": 1.0}
+    found = replayed.moments
+    assert {name: found[name] for name in found.layout.sums} == {
+        "choices": 4 * LAYERS, "shared": 4 * LAYERS - 0.5, "flips": 1.0,
+    }  # fmt: skip
+    rates = expert_flip_rates(found).view(LAYERS, EXPERTS)
+    assert {(layer, expert) for layer, expert in rates.nonzero().tolist()} == {
+        (1, int(natural[1, 4, 1, 0])), (1, int(routes[1, 4, 1, 0])),
+    }  # fmt: skip
+    assert rates.max() == 1 / 4  # one of the layer's four tokens
 
 
 def test_a_copy_of_the_model_has_its_own_replay() -> None:

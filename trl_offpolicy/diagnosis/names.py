@@ -56,6 +56,7 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "SkyRL": {
             "policy/rollout_train_logprobs_abs_diff_mean": "mismatch/logp_diff_mean",
+            "policy/rollout_train_logprobs_abs_diff_std": "mismatch/logp_diff_std",
             "policy/rollout_train_logprobs_abs_diff_max": "mismatch/logp_diff_max",
             "*/is_ratio_mean": "weight/mean",
             "*/is_ratio_max": "weight/max",

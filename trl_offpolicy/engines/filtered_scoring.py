@@ -18,16 +18,13 @@ from trl.trainer import utils
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from trl_offpolicy.engines.checks import as_vllm_keeps, truncation_of
-from trl_offpolicy.functional.diagnostics import fraction
-from trl_offpolicy.functional.moments import Layout, moments
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import Truncation
-from trl_offpolicy.stats import Group, Stats
+from trl_offpolicy.rollout_stats import support_stats
+from trl_offpolicy.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-_LAYOUT = Layout(sums=("tokens", "outside"))
-FINALIZERS = {"outside_fraction": fraction("outside", "tokens")}
 _NO_IMAGES = "must be neutral with images (their scoring under a truncated distribution is not implemented)"
 
 
@@ -96,8 +93,7 @@ class FilteredScoring:
         """
         if self._outside is None:
             return Stats({})
-        values = moments(_LAYOUT, [mask.sum(), (self._outside & mask).sum()])
-        return Stats({"rollout#support": Group(values, FINALIZERS)})
+        return support_stats(self._outside, mask)
 
 
 def filtered_scoring(args: Any) -> FilteredScoring:

@@ -16,13 +16,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.moments import Moments, histogram_quantile
+from trl_offpolicy.functional.moments import HISTOGRAM_BINS, Moments, histogram_quantile
 
 Finalizer = Callable[[Moments], Tensor]
 
 
 def _mean(m: Moments, name: str, over: str = "tokens") -> Tensor:
     return m[name] / m[over].clamp(min=1.0)
+
+
+def _std(m: Moments, squares: str, name: str) -> Tensor:
+    """Over tokens, population form."""
+    return (_mean(m, squares) - _mean(m, name).square()).clamp(min=0.0).sqrt()
 
 
 def _maximum(m: Moments, name: str) -> Tensor:
@@ -57,7 +62,12 @@ def chi2_token(m: Moments) -> Tensor:
 
 def chi2_token_p95(m: Moments) -> Tensor:
     """95th percentile over responses of the response's own token chi-square (bins 12 % wide, floor 1e-8 reads 0)."""
-    return histogram_quantile(m.histogram, 0.95)
+    return histogram_quantile(m.histogram[:HISTOGRAM_BINS], 0.95)
+
+
+def tv_p95(m: Moments) -> Tensor:
+    """95th percentile over responses of the response's own E_i|rho - 1| / 2 (bins as chi2_token_p95)."""
+    return histogram_quantile(m.histogram[HISTOGRAM_BINS:], 0.95)
 
 
 def chi2_sequence(m: Moments) -> Tensor:
@@ -112,8 +122,7 @@ def prob_diff_max(m: Moments) -> Tensor:
 
 def prob_diff_std(m: Moments) -> Tensor:
     """Standard deviation of |p_numerator - p_denominator| over tokens."""
-    variance = _mean(m, "prob_diff_sq") - _mean(m, "abs_prob_diff").square()
-    return variance.clamp(min=0.0).sqrt()
+    return _std(m, "prob_diff_sq", "abs_prob_diff")
 
 
 def prob_pearson(m: Moments) -> Tensor:
@@ -142,6 +151,11 @@ def logp_diff_mean(m: Moments) -> Tensor:
     return _mean(m, "abs_log_ratio")
 
 
+def logp_diff_std(m: Moments) -> Tensor:
+    """Standard deviation of |l| over tokens, nats."""
+    return _std(m, "log_ratio_sq", "abs_log_ratio")
+
+
 def logp_diff_max(m: Moments) -> Tensor:
     """Largest |l|, nats (clamped at 20)."""
     return torch.maximum(_maximum(m, "log_ratio_max"), _maximum(m, "log_ratio_min_negated"))
@@ -155,6 +169,21 @@ def response_max_mean(m: Moments) -> Tensor:
 def response_mean_mean(m: Moments) -> Tensor:
     """Mean over responses of the response's mean |l|, nats."""
     return _mean(m, "row_mean_abs_log_ratio", "rows")
+
+
+def response_max_prob_diff_mean(m: Moments) -> Tensor:
+    """Mean over responses of the response's largest |p_numerator - p_denominator|, probability."""
+    return _mean(m, "row_max_abs_prob_diff", "rows")
+
+
+def response_mean_prob_diff_mean(m: Moments) -> Tensor:
+    """Mean over responses of the response's mean |p_numerator - p_denominator|, probability."""
+    return _mean(m, "row_mean_abs_prob_diff", "rows")
+
+
+def response_max_prob_diff_above_half(m: Moments) -> Tensor:
+    """Share of the responses whose largest |p_numerator - p_denominator| is above 0.5."""
+    return _mean(m, "row_high_prob_diff", "rows")
 
 
 def ess_product(m: Moments) -> Tensor:
@@ -171,12 +200,13 @@ def nonfinite_fraction(m: Moments) -> Tensor:
 
 
 RATIO_DIAGNOSTICS: Mapping[str, Finalizer] = {
-    {ess_product: "ess_sequence"}.get(function, function.__name__): function
+    "ess_sequence" if function is ess_product else function.__name__: function
     for function in (
-        kl_k1, kl_k3, kl_reverse_k3, tv, chi2_token, chi2_token_p95, chi2_sequence, ppl_sampling, ppl_old, ppl_ratio,
-        log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min, prob_diff_mean, prob_diff_max,
-        prob_diff_std, prob_pearson, logp_diff_mean, logp_diff_max, response_max_mean, response_mean_mean,
-        ess_product, nonfinite_fraction,
+        kl_k1, kl_k3, kl_reverse_k3, tv, tv_p95, chi2_token, chi2_token_p95, chi2_sequence, ppl_sampling, ppl_old,
+        ppl_ratio, log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min, prob_diff_mean, prob_diff_max,
+        prob_diff_std, prob_pearson, logp_diff_mean, logp_diff_std, logp_diff_max, response_max_mean,
+        response_mean_mean, response_max_prob_diff_mean, response_mean_prob_diff_mean,
+        response_max_prob_diff_above_half, ess_product, nonfinite_fraction,
     )
 }  # fmt: skip
 
@@ -188,7 +218,7 @@ def weight_mean(m: Moments) -> Tensor:
 
 def weight_std(m: Moments) -> Tensor:
     """Standard deviation of the weight over tokens."""
-    return (_mean(m, "weight_sq") - _mean(m, "weight").square()).clamp(min=0.0).sqrt()
+    return _std(m, "weight_sq", "weight")
 
 
 def weight_min(m: Moments) -> Tensor:

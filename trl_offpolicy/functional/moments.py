@@ -19,6 +19,8 @@ from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, exces
 HISTOGRAM_BINS = 240
 HISTOGRAM_DECADES = (-8.0, 4.0)
 _MAX_EXPONENT = 80.0  # nats; keeps perplexities of garbage log-probs finite
+HIGH_PROB_DIFF = 0.5
+"""Largest |p_numerator - p_denominator| of a response from which Yao et al. 2025 call it high."""
 PRODUCT_RANGE = 300.0
 """nats: a response's product of ratios is at most e^300, and 0 below e^-300; float64 then holds sums of its square."""
 
@@ -87,6 +89,7 @@ _TOKEN_SUMS = (
     "abs_prob_diff",
     "prob_diff_sq",
     "prob_prob_diff",
+    "log_ratio_sq",
 )
 _ROW_SUMS = (
     "rows",  # sequences with at least one observed token
@@ -98,6 +101,9 @@ _ROW_SUMS = (
     "chi2_sequence",
     "row_max_abs_log_ratio",
     "row_mean_abs_log_ratio",
+    "row_max_abs_prob_diff",
+    "row_mean_abs_prob_diff",
+    "row_high_prob_diff",  # 1 where its largest is above HIGH_PROB_DIFF
     "product",  # of the response's ratios
     "product_sq",
 )
@@ -110,12 +116,12 @@ RATIO_LAYOUT = Layout(
         "log_ppl_diff_max",
         "log_ppl_diff_min_negated",
     ),
-    bins=HISTOGRAM_BINS,
+    bins=2 * HISTOGRAM_BINS,  # of the responses' chi-square, then of their total variation
 )
 
 
 class RatioRows(NamedTuple):
-    """Per-row sums (B, 15) float64 in the order of the token sums, and maxima (B, 3): max l, max -l, max |dp|."""
+    """Per-row sums (B, 16) float64 in the order of the token sums, and maxima (B, 3): max l, max -l, max |dp|."""
 
     sums: Tensor
     maxima: Tensor
@@ -170,6 +176,7 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows
         abs_diff.sum(-1),
         dot(prob_diff, prob_diff),
         dot(prob, prob_diff),
+        dot(log_ratios, log_ratios),
     ]
     maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
     return RatioRows(torch.stack(sums, -1).double(), torch.stack(maxima, -1).double())
@@ -208,6 +215,9 @@ def ratio_row_moments(rows: RatioRows) -> Tensor:
             square - 1,
             rows.maxima[:, :2].amax(-1),
             mean["abs_log_ratio"],
+            rows.maxima[:, 2],
+            mean["abs_prob_diff"],
+            (rows.maxima[:, 2] > HIGH_PROB_DIFF).double(),
             product,
             product.square(),
         ],
@@ -231,21 +241,24 @@ def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moment
     if keep_rows is not None:
         active = active & keep_rows
         kept = torch.where(keep_rows.unsqueeze(-1), row_moments, 0.0)
-    chi2_row = (column["excess_sq"] + 2 * column["excess"]) / column["tokens"].clamp(min=1.0)
+    sums_of_rows = torch.stack([column["excess_sq"] + 2 * column["excess"], column["abs_excess"] / 2])
     difference = column["log_ppl_diff"]
     tops = torch.cat([rows.maxima, torch.stack([difference, -difference], -1)], dim=-1)
-    sums = torch.cat([kept.sum(0), _log_histogram(chi2_row, active)])
+    histograms = _log_histograms(sums_of_rows / column["tokens"].clamp(min=1.0), active)
+    sums = torch.cat([kept.sum(0), histograms])
     inside = active.unsqueeze(-1)
     maxima = torch.where(inside, tops, -torch.inf).amax(0) if len(tops) else tops.new_full((5,), -torch.inf)
     return Moments(RATIO_LAYOUT, sums, maxima)
 
 
-def _log_histogram(values: Tensor, active: Tensor) -> Tensor:
-    """Counts of (B,) values in equal bins of log10; at or below the first edge falls into bin 0."""
+def _log_histograms(values: Tensor, active: Tensor) -> Tensor:
+    """(K * bins,) counts of each row of (K, B) values in equal bins of log10; at or below the first edge: bin 0."""
     first, last = HISTOGRAM_DECADES
     position = (values.clamp(min=10.0**first).log10() - first) / (last - first)
     index = (position * HISTOGRAM_BINS).long().clamp(0, HISTOGRAM_BINS - 1)
-    return torch.zeros(HISTOGRAM_BINS, dtype=torch.float64, device=values.device).index_add_(0, index, active.double())
+    index += HISTOGRAM_BINS * torch.arange(len(values), device=values.device).unsqueeze(-1)
+    counts = torch.zeros(HISTOGRAM_BINS * len(values), dtype=torch.float64, device=values.device)
+    return counts.index_add_(0, index.flatten(), active.double().repeat(len(values)))
 
 
 def histogram_quantile(counts: Tensor, quantile: float) -> Tensor:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.moments import Layout, Moments, moments
 
 ROUTING_LAYOUT = Layout(sums=("choices", "shared", "flips"))
 """``choices``: token-layers compared. ``shared``: sum over them of the share of common experts. ``flips``: those with
 any difference."""
+
+
+def expert_layout(layers: int, experts: int) -> Layout:
+    """:data:`ROUTING_LAYOUT` with what :func:`expert_flip_rates` needs: a count for each expert of each layer."""
+    return Layout(sums=ROUTING_LAYOUT.sums, maxima=("layers",), bins=layers * experts)
 
 
 def shared_experts(first: Tensor, second: Tensor) -> Tensor:
@@ -23,33 +29,83 @@ def shared_experts(first: Tensor, second: Tensor) -> Tensor:
         >>> shared_experts(torch.tensor([[0, 3], [1, 2]]), torch.tensor([[3, 0], [1, 5]]))
         tensor([1.0000, 0.5000])
     """
-    return (first.unsqueeze(-1) == second.unsqueeze(-2)).any(-1).float().mean(-1)
+    return _same(first, second).any(-1).float().mean(-1)
 
 
-def routing_moments(first: Tensor, second: Tensor, mask: Tensor | None = None) -> Moments:
-    """What :func:`routing_agreement` and :func:`routing_flip_fraction` are made of.
+def _same(first: Tensor, second: Tensor) -> Tensor:
+    """(..., k, k) bool: which of the one's experts are which of the other's."""
+    return first.unsqueeze(-1) == second.unsqueeze(-2)
+
+
+def routing_moments(
+    first: Tensor, second: Tensor, mask: Tensor | None = None, *, experts: int | None = None
+) -> Moments:
+    """What the diagnostics of the routing are made of.
 
     Args:
         first: (B, L, layers, k) expert ids, negative where there is no record.
         second: likewise.
         mask: (B, L) bool, the tokens to compare; None = all.
+        experts: of a layer, to count by expert as well (:data:`EXPERT_DIAGNOSTICS`); None = not.
     """
     known = (first >= 0).all(-1) & (second >= 0).all(-1)
     if mask is not None:
         known = known & mask.unsqueeze(-1)
-    shared = torch.where(known, shared_experts(first, second), 0.0).double()
+    same = _same(first, second)
+    shared = torch.where(known, same.any(-1).float().mean(-1), 0.0).double()
     flips = known & (shared < 1.0)
-    return moments(ROUTING_LAYOUT, [known.sum(), shared.sum(), flips.sum()])
+    total = moments(ROUTING_LAYOUT, [known.sum(), shared.sum(), flips.sum()])
+    if experts is None:
+        return total
+    layers = first.shape[-2]
+    counts = torch.zeros(layers * experts, dtype=torch.float64, device=first.device)
+    offset = experts * torch.arange(layers, device=first.device).unsqueeze(-1)
+    for ids, alone in ((first, ~same.any(-1)), (second, ~same.any(-2))):  # chosen by one side only
+        places = ids.long().clamp(min=0) + offset
+        counts.index_add_(0, places.flatten(), (alone & known.unsqueeze(-1)).double().flatten())
+    return Moments(expert_layout(layers, experts), torch.cat([total.sums, counts]), counts.new_full((1,), layers))
+
+
+def stacked_layers(parts: list[Moments]) -> Moments:
+    """Moments of layers that were counted one by one, by expert, as those of all of them."""
+    names = len(ROUTING_LAYOUT.sums)
+    total = torch.stack([part.sums[:names] for part in parts]).sum(0)
+    counts = torch.cat([part.histogram for part in parts])
+    layout = expert_layout(len(parts), len(counts) // len(parts))
+    return Moments(layout, torch.cat([total, counts]), counts.new_full((1,), len(parts)))
 
 
 def routing_agreement(m: Moments) -> Tensor:
-    """Mean share of a token's experts in a layer on which both sides agree; 1 where nothing was compared."""
+    """E|A ∩ B| / k over tokens and layers: the experts that both sides chose; 1 if nothing was compared."""
     return _share(m, "shared", empty=1.0)
 
 
 def routing_flip_fraction(m: Moments) -> Tensor:
-    """Share of token-layers whose sets of experts differ."""
+    """E 1[A is not B] over tokens and layers: share of token-layers whose sets of experts differ."""
     return _share(m, "flips", empty=0.0)
+
+
+def expert_flip_rates(m: Moments) -> Tensor:
+    """(layers * experts,) float64, layer after layer: share of its tokens for which one side alone chose the expert.
+
+    Every layer is taken to have compared the same tokens.
+
+    Raises:
+        ValueError: the moments were not counted by expert.
+    """
+    if not m.layout.bins:
+        raise ValueError("moments must be counted by expert (experts=...), but got none.")
+    return m.histogram * m["layers"].clamp(min=1.0) / m["choices"].clamp(min=1.0)
+
+
+def expert_flip_mean(m: Moments) -> Tensor:
+    """Mean over experts and layers of Pr[i in A but not in B, or the reverse], the delta of Liu 2026."""
+    return expert_flip_rates(m).mean()
+
+
+def expert_flip_max(m: Moments) -> Tensor:
+    """Largest Pr[i in A but not in B, or the reverse] of an expert i of a layer."""
+    return expert_flip_rates(m).amax()
 
 
 def _share(m: Moments, name: str, *, empty: float) -> Tensor:
@@ -57,5 +113,11 @@ def _share(m: Moments, name: str, *, empty: float) -> Tensor:
     return torch.where(count > 0, m[name] / count.clamp(min=1.0), empty)
 
 
-ROUTING_DIAGNOSTICS = {"agreement": routing_agreement, "flip_fraction": routing_flip_fraction}
+EXPERT_DIAGNOSTICS: dict[str, Finalizer] = {"expert_flip_mean": expert_flip_mean, "expert_flip_max": expert_flip_max}
+"""Of moments that were counted by expert."""
+ROUTING_DIAGNOSTICS: dict[str, Finalizer] = {
+    "agreement": routing_agreement,
+    "flip_fraction": routing_flip_fraction,
+    **EXPERT_DIAGNOSTICS,
+}
 """Key of ``offpolicy/routing/<key>`` -> finaliser."""

@@ -1,14 +1,19 @@
-"""What all metrics share: packed moments as states, and a finaliser of ``functional.diagnostics``."""
+"""What all metrics share: packed moments as states, and a finaliser that the diagnostics of a Correction use too.
+
+A metric is a base, which says what ``update`` takes, and a finaliser, which holds the formula: :func:`derived` puts the
+two together, so that no formula is written twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.log_ratios import log_ratio
 from trl_offpolicy.functional.moments import RATIO_LAYOUT, Layout, Moments, fold_ratio_rows, ratio_rows
 from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, weight_moments
@@ -24,6 +29,7 @@ class MomentMetric(Metric):
     is_differentiable = False
     full_state_update = False
     layout: ClassVar[Layout]
+    key: ClassVar[str]
     sums: Tensor
     maxima: Tensor
 
@@ -58,8 +64,59 @@ class MomentMetric(Metric):
         return self
 
 
+M = TypeVar("M", bound=MomentMetric)
+
+
+def derived(
+    base: type[M],
+    name: str,
+    key: str,
+    finalize: Finalizer,
+    module: str,
+    *,
+    better: bool | None = False,
+    **members: Any,
+) -> type[M]:
+    """A class: ``base`` with a finaliser, whose docstring holds the formula.
+
+    Args:
+        base: what ``update`` takes.
+        name: of the class; the variable of ``module`` that holds it has the same one, so that it can be pickled.
+        key: of the metric, below ``offpolicy/``.
+        finalize: 0-d float64 from moments.
+        module: its ``__name__``.
+        better: ``higher_is_better`` of torchmetrics; None where the best value lies inside the range.
+        **members: further attributes of the class.
+    """
+    formula = " ".join((finalize.__doc__ or "").split())
+    text = (
+        f"``{key}``: {formula}\n\n``update`` and notation: :class:`~trl_offpolicy.metrics.{base.__name__}`. "
+        "Unit, normaliser, healthy range and source: docs/metrics.md."
+    )
+    body = {"key": key, "finalize": staticmethod(finalize), "higher_is_better": better, "__doc__": text}
+    return cast(type[M], type(name, (base,), {**body, "__module__": module, **members}))
+
+
+def classes_in(namespace: Mapping[str, Any], base: type[M]) -> dict[str, type[M]]:
+    """{last part of the key: class} of what a module derived from ``base``, in its order."""
+    found = (one for one in namespace.values() if isinstance(one, type) and issubclass(one, base) and one is not base)
+    return {one.key.rpartition("/")[2]: one for one in found}
+
+
 class RatioMetric(MomentMetric):
-    """Base of the diagnostics of rho = numerator / denominator on tokens that the denominator sampled."""
+    """Base of the diagnostics of rho = numerator / denominator on tokens that the denominator sampled.
+
+    l = log rho in nats clamped to +-20, E = mean over observed trainable tokens, a_i and b_i = mean log-prob of
+    response i under numerator and denominator. Tokens with a non-finite log-ratio are left out.
+
+    Example:
+        >>> import torch
+        >>> from trl_offpolicy.metrics import KLK3
+        >>> metric = KLK3()  # any of RATIO_METRICS
+        >>> metric.update(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2).bool())
+        >>> metric.compute()
+        tensor(0.0744, dtype=torch.float64)
+    """
 
     layout = RATIO_LAYOUT
 
@@ -84,7 +141,16 @@ class RatioMetric(MomentMetric):
 
 
 class WeightMetric(MomentMetric):
-    """Base of the diagnostics of importance weights."""
+    """Base of the diagnostics of importance weights w over the tokens of a mask.
+
+    Example:
+        >>> import torch
+        >>> from trl_offpolicy.metrics import ESSToken
+        >>> metric = ESSToken()  # any of WEIGHT_METRICS
+        >>> metric.update(torch.tensor([[0.5, 2.0], [1.0, 9.0]]), torch.tensor([[True, True], [True, False]]))
+        >>> metric.compute()
+        tensor(0.7778, dtype=torch.float64)
+    """
 
     layout = WEIGHT_LAYOUT
 

@@ -3,87 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torchmetrics import MetricCollection
 
-from trl_offpolicy.metrics.base import MomentMetric, RatioMetric, WeightMetric
-from trl_offpolicy.metrics.ratio_agreement import (
-    LogpDiffMax,
-    LogpDiffMean,
-    NonfiniteFraction,
-    ProbDiffMax,
-    ProbDiffMean,
-    ProbDiffStd,
-    ProbPearson,
-    ResponseMaxMean,
-    ResponseMeanMean,
-)
-from trl_offpolicy.metrics.ratio_divergence import (
-    KLK1,
-    KLK3,
-    Chi2Sequence,
-    Chi2Token,
-    Chi2TokenP95,
-    ESSProduct,
-    KLReverseK3,
-    TotalVariation,
-)
-from trl_offpolicy.metrics.ratio_perplexity import (
-    LogPPLAbsDiff,
-    LogPPLDiff,
-    LogPPLDiffMax,
-    LogPPLDiffMin,
-    PPLOld,
-    PPLRatio,
-    PPLSampling,
-)
-from trl_offpolicy.metrics.routing import RoutingAgreement, RoutingFlipFraction, RoutingMetric
-from trl_offpolicy.metrics.weight import ESSSequence, ESSToken, WeightMax, WeightMean, WeightMin, WeightStd
-
-RATIO_METRICS: Mapping[str, type[RatioMetric]] = {
-    "kl_k1": KLK1,
-    "kl_k3": KLK3,
-    "kl_reverse_k3": KLReverseK3,
-    "tv": TotalVariation,
-    "chi2_token": Chi2Token,
-    "chi2_token_p95": Chi2TokenP95,
-    "chi2_sequence": Chi2Sequence,
-    "ppl_sampling": PPLSampling,
-    "ppl_old": PPLOld,
-    "ppl_ratio": PPLRatio,
-    "log_ppl_diff": LogPPLDiff,
-    "log_ppl_abs_diff": LogPPLAbsDiff,
-    "log_ppl_diff_max": LogPPLDiffMax,
-    "log_ppl_diff_min": LogPPLDiffMin,
-    "prob_diff_mean": ProbDiffMean,
-    "prob_diff_max": ProbDiffMax,
-    "prob_diff_std": ProbDiffStd,
-    "prob_pearson": ProbPearson,
-    "logp_diff_mean": LogpDiffMean,
-    "logp_diff_max": LogpDiffMax,
-    "response_max_mean": ResponseMaxMean,
-    "response_mean_mean": ResponseMeanMean,
-    "ess_sequence": ESSProduct,
-    "nonfinite_fraction": NonfiniteFraction,
-}
-"""Key of ``offpolicy/mismatch/<key>`` -> class."""
-
-WEIGHT_METRICS: Mapping[str, type[WeightMetric]] = {
-    "mean": WeightMean,
-    "std": WeightStd,
-    "min": WeightMin,
-    "max": WeightMax,
-    "ess_token": ESSToken,
-    "ess_sequence": ESSSequence,
-}
-"""Key of ``offpolicy/weight/<key>`` -> class."""
-
-
-ROUTING_METRICS: Mapping[str, type[RoutingMetric]] = {
-    "agreement": RoutingAgreement,
-    "flip_fraction": RoutingFlipFraction,
-}
-"""Key of ``offpolicy/routing/<key>`` -> class."""
+from trl_offpolicy.functional.routing import EXPERT_DIAGNOSTICS
+from trl_offpolicy.metrics.base import MomentMetric
+from trl_offpolicy.metrics.ratio import RATIO_METRICS
+from trl_offpolicy.metrics.routing import ROUTING_METRICS
+from trl_offpolicy.metrics.weight import WEIGHT_METRICS
 
 
 def ratio_metrics(prefix: str = "offpolicy/mismatch/") -> MetricCollection:
@@ -128,11 +56,15 @@ def weight_metrics(prefix: str = "offpolicy/weight/") -> MetricCollection:
     return _collection(WEIGHT_METRICS, prefix)
 
 
-def routing_metrics(prefix: str = "offpolicy/routing/") -> MetricCollection:
+def routing_metrics(
+    prefix: str = "offpolicy/routing/", *, layers: int | None = None, experts: int | None = None
+) -> MetricCollection:
     """All routing diagnostics of a mixture of experts.
 
     Args:
         prefix: written before every key.
+        layers: with experts; without them what is counted by expert is left out.
+        experts: of a layer.
 
     Returns:
         One compute group, as :func:`ratio_metrics`.
@@ -144,11 +76,13 @@ def routing_metrics(prefix: str = "offpolicy/routing/") -> MetricCollection:
         >>> metrics.compute()["offpolicy/routing/agreement"]
         tensor(0.5000, dtype=torch.float64)
     """
-    return _collection(ROUTING_METRICS, prefix)
+    left_out = set(EXPERT_DIAGNOSTICS) if experts is None else set()
+    classes = {name: metric for name, metric in ROUTING_METRICS.items() if name not in left_out}
+    return _collection(classes, prefix, layers=layers, experts=experts)
 
 
-def _collection(classes: Mapping[str, type[MomentMetric]], prefix: str) -> MetricCollection:
+def _collection(classes: Mapping[str, type[MomentMetric]], prefix: str, **options: Any) -> MetricCollection:
     """The group is given: detecting it would run every metric on the first update and then compare values."""
     return MetricCollection(
-        {name: metric() for name, metric in classes.items()}, prefix=prefix, compute_groups=[sorted(classes)]
+        {name: metric(**options) for name, metric in classes.items()}, prefix=prefix, compute_groups=[sorted(classes)]
     )

@@ -1,23 +1,47 @@
-"""How far trainer and engine send tokens to the same experts of a mixture."""
+"""How far trainer and engine send tokens to the same experts of a mixture, one class each."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.routing import (
-    ROUTING_LAYOUT,
-    routing_agreement,
-    routing_flip_fraction,
-    routing_moments,
-)
-from trl_offpolicy.metrics.base import MomentMetric
+from trl_offpolicy.functional.routing import EXPERT_DIAGNOSTICS, ROUTING_DIAGNOSTICS, ROUTING_LAYOUT, expert_layout
+from trl_offpolicy.functional.routing import routing_moments as moments_of
+from trl_offpolicy.metrics.base import MomentMetric, classes_in, derived
 
 
 class RoutingMetric(MomentMetric):
-    """Base of the diagnostics of two records of a routing."""
+    """Base of the diagnostics of two records of a routing: A and B, the k experts of a token in a layer on each side.
+
+    Args:
+        layers: with experts; needed by what is counted by expert (``RoutingExpertFlip*``), as is
+        experts: of a layer.
+
+    Raises:
+        ValueError: only one of the two is given, or none to a class that counts by expert.
+
+    Example:
+        >>> import torch
+        >>> from trl_offpolicy.metrics import RoutingAgreement
+        >>> metric = RoutingAgreement()  # any of ROUTING_METRICS
+        >>> metric.update(torch.tensor([[[[0, 3]], [[1, 2]]]]), torch.tensor([[[[3, 0]], [[1, 5]]]]), torch.ones(1, 2))
+        >>> metric.compute()
+        tensor(0.7500, dtype=torch.float64)
+    """
 
     layout = ROUTING_LAYOUT
+
+    def __init__(self, *, layers: int | None = None, experts: int | None = None, **kwargs: Any) -> None:
+        by_expert = getattr(type(self), "key", "").rpartition("/")[2] in EXPERT_DIAGNOSTICS
+        if (layers is None) != (experts is None) or (by_expert and experts is None):
+            raise ValueError(f"layers and experts must be given together, but got {layers} and {experts}.")
+        if layers is not None and experts is not None:
+            self.layout = expert_layout(layers, experts)  # type: ignore[misc]
+        self.experts = experts
+        super().__init__(**kwargs)
 
     def update(self, first: Tensor, second: Tensor, mask: Tensor) -> None:
         """Add a batch.
@@ -35,48 +59,23 @@ class RoutingMetric(MomentMetric):
         _check_ids("second", second, first)
         if mask.shape != first.shape[:2]:
             raise ValueError(f"mask must have shape {tuple(first.shape[:2])}, but got {tuple(mask.shape)}.")
+        if self.experts is not None and first.shape[2] * self.experts != self.layout.bins:
+            raise ValueError(f"first must have {self.layout.bins // self.experts} layers, but got {first.shape[2]}.")
         with torch.no_grad():
-            self._add(routing_moments(first, second, mask.bool()))
+            self._add(moments_of(first, second, mask.bool(), experts=self.experts))
 
 
-class RoutingAgreement(RoutingMetric):
-    """Mean share of a token's experts in a layer that both sides chose; 1 where nothing was compared.
-
-    Formula: mean over tokens and layers of |A ∩ B| / k.
-    Unit: share, in [0, 1]. Normaliser: token-layers known to both.
-
-    Example:
-        >>> import torch
-        >>> metric = RoutingAgreement()
-        >>> metric.update(torch.tensor([[[[0, 3]], [[1, 2]]]]), torch.tensor([[[[3, 0]], [[1, 5]]]]), torch.ones(1, 2))
-        >>> metric.compute()
-        tensor(0.7500, dtype=torch.float64)
-
-    Reference: Ma et al. 2025, "Stabilizing MoE RL by aligning training and inference routers" (arXiv:2510.11370).
-    """
-
-    higher_is_better = True
-    finalize = staticmethod(routing_agreement)
+def _routing(name: str, key: str, *, better: bool = False) -> type[RoutingMetric]:
+    return derived(RoutingMetric, name, f"routing/{key}", ROUTING_DIAGNOSTICS[key], __name__, better=better)
 
 
-class RoutingFlipFraction(RoutingMetric):
-    """Share of token-layers whose sets of experts differ.
+RoutingAgreement = _routing("RoutingAgreement", "agreement", better=True)
+RoutingFlipFraction = _routing("RoutingFlipFraction", "flip_fraction")
+RoutingExpertFlipMean = _routing("RoutingExpertFlipMean", "expert_flip_mean")
+RoutingExpertFlipMax = _routing("RoutingExpertFlipMax", "expert_flip_max")
 
-    Formula: mean over tokens and layers of 1[A != B].
-    Unit: share, in [0, 1]. Normaliser: token-layers known to both.
-
-    Example:
-        >>> import torch
-        >>> metric = RoutingFlipFraction()
-        >>> metric.update(torch.tensor([[[[0, 3]], [[1, 2]]]]), torch.tensor([[[[3, 0]], [[1, 5]]]]), torch.ones(1, 2))
-        >>> metric.compute()
-        tensor(0.5000, dtype=torch.float64)
-
-    Reference: Ma et al. 2025, "Stabilizing MoE RL by aligning training and inference routers" (arXiv:2510.11370).
-    """
-
-    higher_is_better = False
-    finalize = staticmethod(routing_flip_fraction)
+ROUTING_METRICS: Mapping[str, type[RoutingMetric]] = classes_in(globals(), RoutingMetric)
+"""Key of ``offpolicy/routing/<key>`` -> class."""
 
 
 def _check_ids(name: str, ids: Tensor, like: Tensor | None = None) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.functional.moments import Moments, moments
-from trl_offpolicy.functional.routing import ROUTING_LAYOUT, routing_moments
+from trl_offpolicy.functional.moments import Moments
+from trl_offpolicy.functional.routing import expert_layout, routing_moments, stacked_layers
 from trl_offpolicy.routing.routers import Gate, Routers, find_routers
 from trl_offpolicy.routing.storage import bytes_per_token, check_shape, check_storage, route_dtype
 
@@ -67,12 +67,13 @@ class Replayed:
         routes: (B, L, layers, k).
         mask: (B, L) bool, the tokens that count; None = all.
         enforce: False only compares.
+        experts: of a layer.
     """
 
-    def __init__(self, routes: Tensor, mask: Tensor | None, *, enforce: bool) -> None:
-        self.routes, self.mask, self.enforce = routes, mask, enforce
+    def __init__(self, routes: Tensor, mask: Tensor | None, *, enforce: bool, experts: int) -> None:
+        self.routes, self.mask, self.enforce, self.experts = routes, mask, enforce, experts
         self._row = 0
-        self._seen: list[Moments] = []
+        self._seen: dict[int, Moments] = {}
 
     def next_rows(self, rows: int, length: int) -> tuple[Tensor, Tensor | None]:
         """Record and mask of the next forward's rows; after the last row the first one follows."""
@@ -86,20 +87,19 @@ class Replayed:
         here = slice(start, self._row)
         return self.routes[here], None if self.mask is None else self.mask[here]
 
-    def compare(self, chosen: Tensor, record: Tensor, mask: Tensor | None) -> None:
-        """One layer: (b, L, k) ids that the router chose, and those of the record."""
-        self._seen.append(routing_moments(chosen.unsqueeze(2), record.unsqueeze(2), mask))
+    def compare(self, layer: int, chosen: Tensor, record: Tensor, mask: Tensor | None) -> None:
+        """A layer by its place in the record: (b, L, k) ids that the router chose, and those of the record."""
+        seen = routing_moments(chosen.unsqueeze(2), record.unsqueeze(2), mask, experts=self.experts)
+        self._seen[layer] = seen if layer not in self._seen else self._seen[layer].merge(seen)
 
     @property
     def moments(self) -> Moments:
         """Of all layers and forwards so far: a router's choice given what was replayed below it, against the record."""
-        if not self._seen:
-            device = self.routes.device
-            return moments(ROUTING_LAYOUT, [torch.zeros((), device=device)] * len(ROUTING_LAYOUT.sums))
-        total = self._seen[0]
-        for part in self._seen[1:]:
-            total = total.merge(part)
-        return total
+        layers, layout = self.routes.shape[2], expert_layout(1, self.experts)
+        like = next(iter(self._seen.values())).sums if self._seen else torch.zeros(0, device=self.routes.device)
+        none = like.new_zeros(len(layout.sums) + layout.bins, dtype=torch.float64)
+        empty = Moments(layout, none, none.new_ones(1))
+        return stacked_layers([self._seen.get(layer, empty) for layer in range(layers)])
 
 
 @dataclass
@@ -175,7 +175,7 @@ def replay(
     check_shape(routed_experts, top_k=places.routers.top_k, layers=len(places.routers))
     if places.replayed is not None:
         raise RuntimeError("replay must not be open already for this model, but it is.")
-    places.replayed = Replayed(routed_experts, mask, enforce=enforce)
+    places.replayed = Replayed(routed_experts, mask, enforce=enforce, experts=places.routers.experts)
     try:
         yield places.replayed
     finally:
@@ -243,7 +243,7 @@ def _route(places: _Places, index: int, gate: Gate, router: Any, args: Any, outp
     record, enforce = places.record_of.pop(index, (None, False))
     if record is not None:
         record = record.to(ids.device, torch.long)
-        _compare(places, ids.view(record.shape), record)
+        _compare(places, index, ids.view(record.shape), record)
         if enforce:
             given = record.view(ids.shape)
             ids = torch.where(given >= 0, given, ids)
@@ -254,7 +254,7 @@ def _route(places: _Places, index: int, gate: Gate, router: Any, args: Any, outp
 
 
 @torch.no_grad()
-def _compare(places: _Places, chosen: Tensor, record: Tensor) -> None:
+def _compare(places: _Places, index: int, chosen: Tensor, record: Tensor) -> None:
     if places.inside and places.replayed is not None:
         mask = None if places.mask is None else places.mask.to(chosen.device)
-        places.replayed.compare(chosen, record, mask)
+        places.replayed.compare(index, chosen, record, mask)

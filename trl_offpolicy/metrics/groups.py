@@ -1,0 +1,121 @@
+"""The other diagnostics of a correction and an objective, one class each: fed with the ``stats`` that these return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trl_offpolicy import correction_stats, gradient_stats, objective_stats, post_tool, rollout_stats
+from trl_offpolicy.functional.diagnostics import Finalizer
+from trl_offpolicy.functional.moments import Layout
+from trl_offpolicy.metrics.base import MomentMetric, derived
+from trl_offpolicy.stats import Stats
+
+GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
+    **correction_stats.GROUPS,
+    **objective_stats.GROUPS,
+    **rollout_stats.GROUPS,
+    **gradient_stats.GROUPS,
+    **post_tool.GROUPS,
+}
+"""Group of :class:`~trl_offpolicy.stats.Stats` -> names of its moments, and its finalisers by quantity."""
+
+
+class GroupMetric(MomentMetric):
+    """Base of the diagnostics that a correction or an objective has collected already.
+
+    Example:
+        >>> import torch, trl_offpolicy as op
+        >>> from trl_offpolicy.metrics import KeepDroppedTokenFraction
+        >>> band = op.RatioBand(level="token", low=0.5, high=2.0)
+        >>> out = op.Correction(keep=(band,))(op.PolicyBatch(
+        ...     per_token_logps=torch.tensor([[-1.0, -3.0]]), sampling_per_token_logps=torch.tensor([[-1.0, -1.0]]),
+        ...     completion_mask=torch.ones(1, 2).bool(), advantages=torch.ones(1)))
+        >>> metric = KeepDroppedTokenFraction()  # any of GROUP_METRICS
+        >>> metric.update(out.stats)
+        >>> metric.compute()
+        tensor(0.5000, dtype=torch.float64)
+    """
+
+    group: str
+
+    def update(self, stats: Stats) -> None:
+        """Add a call.
+
+        Args:
+            stats: of a correction's or an objective's output.
+
+        Raises:
+            ValueError: they do not hold this diagnostic (no such term, or an input of it was missing).
+        """
+        quantity, found = self.key.rpartition("/")[2], stats.groups.get(self.group)
+        if found is None or quantity not in found.finalizers:
+            raise ValueError(f"stats must hold {self.group.partition('#')[0]}/{quantity}, but got {sorted(stats)}.")
+        self._add(found.moments)
+
+
+class TermMetric(GroupMetric):
+    """Base of the diagnostics of one keep term.
+
+    Args:
+        term: its name in the metrics, e.g. "ratio_band_sequence_mean".
+    """
+
+    def __init__(self, term: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.group = f"keep/{term}"
+
+
+def _of(group: str, name: str, quantity: str, *, better: bool | None = None) -> type[GroupMetric]:
+    layout, finalizers = GROUPS[group]
+    base = TermMetric if "<term>" in group else GroupMetric
+    key = f"{group.partition('#')[0]}/{quantity}"
+    return derived(base, name, key, finalizers[quantity], __name__, better=better, group=group, layout=layout)
+
+
+PostToolKLK1 = _of("post_tool", "PostToolKLK1", "kl_k1", better=False)
+PostToolKLK3 = _of("post_tool", "PostToolKLK3", "kl_k3", better=False)
+PostToolChi2Token = _of("post_tool", "PostToolChi2Token", "chi2_token", better=False)
+PostToolLogpDiffMean = _of("post_tool", "PostToolLogpDiffMean", "logp_diff_mean", better=False)
+PostToolKLK3Ratio = _of("post_tool", "PostToolKLK3Ratio", "kl_k3_ratio")
+PostToolTokenFraction = _of("post_tool", "PostToolTokenFraction", "token_fraction")
+
+WeightTruncatedFraction = _of("weight#bounds", "WeightTruncatedFraction", "truncated_fraction", better=False)
+WeightNormalizer = _of("weight#bounds", "WeightNormalizer", "normalizer")
+
+ResponseLengthMean = _of("rollout", "ResponseLengthMean", "response_length_mean")
+VersionLagMean = _of("rollout#lag", "VersionLagMean", "version_lag_mean", better=False)
+VersionLagMax = _of("rollout#lag", "VersionLagMax", "version_lag_max", better=False)
+CrossVersionFraction = _of("rollout#versions", "CrossVersionFraction", "cross_version_fraction", better=False)
+RewardReweighted = _of("rollout#reward", "RewardReweighted", "reward_reweighted", better=True)
+OutsideFraction = _of("rollout#support", "OutsideFraction", "outside_fraction", better=False)
+
+KeepDroppedTokenFraction = _of("keep", "KeepDroppedTokenFraction", "dropped_token_fraction", better=False)
+KeepDroppedSequenceFraction = _of("keep", "KeepDroppedSequenceFraction", "dropped_sequence_fraction", better=False)
+KeepDroppedRewardMean = _of("keep", "KeepDroppedRewardMean", "dropped_reward_mean")
+KeepDroppedCorrectFraction = _of("keep", "KeepDroppedCorrectFraction", "dropped_correct_fraction", better=False)
+TermDroppedFraction = _of("keep/<term>", "TermDroppedFraction", "dropped_fraction", better=False)
+TermAboveFraction = _of("keep/<term>", "TermAboveFraction", "above_fraction", better=False)
+TermBelowFraction = _of("keep/<term>", "TermBelowFraction", "below_fraction", better=False)
+
+LossPolicy = _of("loss", "LossPolicy", "policy")
+LossKL = _of("loss", "LossKL", "kl")
+LossKLCoef = _of("loss", "LossKLCoef", "kl_coef")
+LossEntropy = _of("loss", "LossEntropy", "entropy")
+LossClipLowFraction = _of("loss", "LossClipLowFraction", "clip_low_fraction", better=False)
+LossClipHighFraction = _of("loss", "LossClipHighFraction", "clip_high_fraction", better=False)
+LossClipRegionFraction = _of("loss", "LossClipRegionFraction", "clip_region_fraction", better=False)
+LossResponseClipLowMin = _of("loss", "LossResponseClipLowMin", "response_clip_low_min", better=False)
+LossResponseClipHighMax = _of("loss", "LossResponseClipHighMax", "response_clip_high_max", better=False)
+LossNonfiniteCurrent = _of("loss", "LossNonfiniteCurrent", "nonfinite_current", better=False)
+LossNonfiniteReference = _of("loss", "LossNonfiniteReference", "nonfinite_reference", better=False)
+LossGateMean = _of("loss", "LossGateMean", "gate_mean")
+
+GradientPower = _of("gradient", "GradientPower", "power", better=False)
+
+GROUP_METRICS: Mapping[str, type[GroupMetric]] = {
+    one.key: one
+    for one in globals().values()
+    if isinstance(one, type) and issubclass(one, GroupMetric) and one not in (GroupMetric, TermMetric)
+}
+"""Key below ``offpolicy/`` -> class."""

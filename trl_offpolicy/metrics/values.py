@@ -1,0 +1,64 @@
+"""What a loop measures as one number at a time (a sync, a generation, a gradient), one class each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.diagnostics import fraction
+from trl_offpolicy.functional.moments import Layout, moments
+from trl_offpolicy.metrics.base import MomentMetric, derived
+
+_mean = fraction("part", "whole")
+
+
+class ValueMetric(MomentMetric):
+    """Base of the means of numbers, and of shares: sum of the parts over sum of the wholes, over updates and ranks.
+
+    Example:
+        >>> from trl_offpolicy.metrics import RetokenisedFraction, SyncSeconds
+        >>> seconds, changed = SyncSeconds(), RetokenisedFraction()
+        >>> seconds.update(2.0), seconds.update(4.0)
+        (None, None)
+        >>> seconds.compute()
+        tensor(3., dtype=torch.float64)
+        >>> changed.update(1, 8)  # 1 of 8 rows
+        >>> changed.compute()
+        tensor(0.1250, dtype=torch.float64)
+    """
+
+    layout = Layout(sums=("part", "whole"))
+
+    def update(self, part: float | Tensor, whole: float | Tensor = 1.0) -> None:
+        """Add a number, or so many ``part`` of a ``whole``.
+
+        Args:
+            part: a number, or a 0-d tensor.
+            whole: likewise; 1 = ``part`` is a value of its own.
+        """
+        device = self.sums.device
+        self._add(moments(self.layout, [torch.as_tensor(number, device=device) for number in (part, whole)]))
+
+
+def _value(name: str, key: str, *, better: bool | None = False) -> type[ValueMetric]:
+    return derived(ValueMetric, name, key, _mean, __name__, better=better)
+
+
+SyncAgreement = _value("SyncAgreement", "rollout/sync_agreement", better=True)
+SyncSeconds = _value("SyncSeconds", "rollout/sync_seconds")
+SyncBytes = _value("SyncBytes", "rollout/sync_bytes")
+WaitSeconds = _value("WaitSeconds", "rollout/wait_seconds")
+RetokenisedFraction = _value("RetokenisedFraction", "rollout/retokenised_fraction")
+NoncanonicalFraction = _value("NoncanonicalFraction", "rollout/noncanonical_fraction")
+GradientSignal = _value("GradientSignal", "gradient/signal", better=None)
+GradientNoise = _value("GradientNoise", "gradient/noise")
+GradientCosinePrevious = _value("GradientCosinePrevious", "gradient/cosine_previous", better=None)
+
+VALUE_METRICS: Mapping[str, type[ValueMetric]] = {
+    one.key: one
+    for one in globals().values()
+    if isinstance(one, type) and issubclass(one, ValueMetric) and one is not ValueMetric
+}
+"""Key below ``offpolicy/`` -> class."""
