@@ -99,13 +99,22 @@ def test_denominator_after_rejection(aggregation, whole, kept):
     assert loss_of(batch, denominator="kept", **options) == pytest.approx(kept, abs=1e-6)
 
 
-@pytest.mark.parametrize("denominator", ["all", "kept"])
-def test_a_dropped_sequence_still_counts_as_a_sequence(denominator):
+@pytest.mark.parametrize(("denominator", "expected"), [("all", -1.5), ("kept", -3.0)])  # -(0 + 3) / 2 or / 1
+def test_a_dropped_sequence_counts_unless_the_denominator_is_kept(denominator, expected):
     batch = policy_batch([[8.0, 9.0, 8.0], [1.0, None, None]], **A13)
 
     loss = loss_of(batch, aggregation="seq_mean_token_mean", correction=DROP_HIGH, denominator=denominator)
 
-    assert loss == pytest.approx(-1.5, abs=1e-6)  # -(0 + 3) / 2
+    assert loss == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+def test_an_empty_row_counts_where_nothing_is_dropped(denominator):
+    batch = policy_batch([[1.0, 1.0, 1.0], [None, None, None]], **A13)
+
+    loss = loss_of(batch, aggregation="seq_mean_token_mean", denominator=denominator)
+
+    assert loss == pytest.approx(-0.5, abs=1e-6)
 
 
 def test_advantages_by_token():

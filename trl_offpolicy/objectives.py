@@ -54,7 +54,8 @@ class Objective:
         kl_weighted: multiply the KL term by the importance weights.
         entropy_coef: entropy bonus, mean over the tokens of the policy term.
         aggregation: see :func:`~trl_offpolicy.functional.aggregation.aggregate_loss`.
-        denominator: "all": dropped tokens stay in every denominator; "kept": they leave it.
+        denominator: "all": dropped tokens stay in every denominator; "kept": they leave it, and so does a response
+            that was dropped whole.
         mode: "decoupled": three policies, the loss's ratio is pi / pi_old (or pi / proximal) and weights hold
             old/sampling. "bypass": two policies, the loss's ratio is pi / mu and holds the whole shift already; terms
             then read current/sampling.
@@ -272,18 +273,24 @@ class Objective:
 
     def _reduce(self, per_token: Tensor, mask: Tensor, keep_mask: Tensor, reduction: Reduction) -> Tensor:
         """Scale so that gradients summed over micro-batches and averaged over ranks are those of one batch."""
+        mask = mask if self.denominator == "all" else keep_mask
+        if self.aggregation == "token_sum":  # no denominator that could make up for the mean over ranks
+            return aggregate_loss(per_token, mask, self.aggregation) * reduction.world_size
         by_token = self.aggregation == "token_mean"
         total = reduction.tokens if by_token else reduction.sequences
         share = None if total is None else total / reduction.world_size
+        sequences = None if by_token else share
+        if total is None and not by_token and self.denominator == "kept" and self._drops:
+            sequences = mask.any(-1).sum()  # as the trainers count: a response that was dropped whole leaves too
         loss = aggregate_loss(
             per_token,
-            mask if self.denominator == "all" else keep_mask,
+            mask,
             self.aggregation,
             tokens=share if by_token else None,
-            sequences=None if by_token else share,
+            sequences=sequences,
             max_length=reduction.max_length,
         )
-        return loss if total is not None or self.aggregation == "token_sum" else loss / reduction.accumulation
+        return loss if total is not None else loss / reduction.accumulation
 
     def _entropy_bonus(self, batch: PolicyBatch) -> Tensor | None:
         """Mean entropy over the tokens of the policy term; carries gradient."""

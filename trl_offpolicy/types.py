@@ -253,12 +253,15 @@ class CorrectionOutput:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How one micro-batch's loss is scaled so that a whole optimizer step adds up to a mean.
+    """How one micro-batch's loss is scaled so that a whole optimizer step is that of one batch.
+
+    Losses of micro-batches are added up, those of ranks averaged, as data-parallel training does with gradients.
 
     Args:
         tokens: trainable tokens of the whole optimizer step over all ranks and micro-batches (number or 0-d
-            tensor); None = this micro-batch alone, divided by ``accumulation``.
-        sequences: the same for sequences.
+            tensor), with ``denominator="kept"`` the kept ones; None = this micro-batch alone, divided by
+            ``accumulation``.
+        sequences: the same for sequences, empty ones included; with "kept" those that keep a token.
         world_size: ranks whose gradients are averaged.
         accumulation: micro-batches an optimizer step; used where ``tokens`` or ``sequences`` is None.
         max_length: the constant L of Dr. GRPO's ``seq_mean_token_sum_norm``; None = T of the batch.

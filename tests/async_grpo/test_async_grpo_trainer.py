@@ -220,6 +220,30 @@ def test_loss_and_gradient_are_the_objectives_on_the_same_rows(make: Make, name:
     assert ours["offpolicy/rollout/version_lag_max"] == 2
 
 
+def test_the_step_is_that_of_one_process_however_samples_are_dealt_out(make: Make) -> None:
+    """TRL balances ranks by cost, not by samples: one has three of the four here. Two micro-batches are averaged."""
+    from trl.experimental.async_grpo.packing import TreeRow
+
+    from trl_offpolicy.async_grpo.data import VersionedCollator
+    from trl_offpolicy.functional.aggregation import AGGREGATIONS
+
+    trainer = make(Worker(samples()))
+    planned = next(iter(trainer.get_train_dataloader().dataset))
+    everyone = [sample for row in planned for sample in row.samples]
+    rows = [TreeRow(), TreeRow()]
+    for place, sample in enumerate(everyone):
+        rows[place == 3].add(sample)
+    dealt = VersionedCollator(pad_token_id=0, num_processes=2).torch_call([rows])
+    ranks = [{key: value[rank : rank + 1] for key, value in dealt.items()} for rank in (0, 1)]
+    trained = sum(int(sample["completion_mask"].sum()) for sample in everyone)
+    for aggregation in AGGREGATIONS:
+        trainer.objective = op.Objective(aggregation=aggregation)
+        given = [trainer._reduction(rank, 2) for rank in ranks]
+        by_token = aggregation == "token_mean"
+        assert [item.tokens for item in given] == ([2.0 * trained] * 2 if by_token else [None] * 2)
+        assert [item.sequences for item in given] == ([None] * 2 if by_token else [8.0] * 2)
+
+
 def test_in_bypass_mode_it_is_trls_own_loss(make: Make) -> None:
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 

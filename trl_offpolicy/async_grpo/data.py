@@ -43,7 +43,10 @@ class VersionedQueueDataset(RolloutQueueDataset):  # type: ignore[misc]
 
 
 class VersionedCollator(DataCollatorForRollout):  # type: ignore[misc]
-    """TRL's packed rows with ``policy_versions``, ``group_ids`` and ``rewards``, one a loss term, as (ranks, M)."""
+    """TRL's packed rows with ``policy_versions``, ``group_ids`` and ``rewards``, one a loss term, as (ranks, M).
+
+    ``global_n_samples``, (ranks,): the samples of all ranks, of which a rank may have more than another.
+    """
 
     def torch_call(self, examples: list[Any]) -> dict[str, Any]:
         """Pack a micro-batch."""
@@ -53,6 +56,8 @@ class VersionedCollator(DataCollatorForRollout):  # type: ignore[misc]
         for name, kind in (("policy_versions", torch.long), ("group_ids", torch.long), ("rewards", torch.float32)):
             terms = [[value for sample in row.samples for value in _terms(sample)[name]] for row in rows]
             batch[name] = torch.stack([torch.tensor([*row, *(0,) * (length - len(row))], dtype=kind) for row in terms])
+        samples = sum(len(row.samples) for row in rows)
+        batch["global_n_samples"] = torch.full((self.num_processes,), float(samples))  # repeated as TRL's token count is
         return batch
 
 

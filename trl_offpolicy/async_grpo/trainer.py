@@ -103,11 +103,12 @@ class OffPolicyAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         return result.loss + scaled
 
     def _reduction(self, inputs: dict[str, Any], accumulation: int) -> Reduction:
-        """TRL's denominator: the trained tokens of all ranks, a mean over micro-batches."""
-        tokens = inputs["global_n_tokens"][0].clamp(min=1.0) * accumulation
+        """TRL's denominator, the trained tokens (or samples) of all ranks; a mean over micro-batches."""
         by_token = self.objective.aggregation == "token_mean"
+        count = inputs["global_n_tokens" if by_token else "global_n_samples"][0].clamp(min=1.0) * accumulation
         return Reduction(
-            tokens=tokens if by_token else None,
+            tokens=count if by_token else None,
+            sequences=None if by_token else count,
             world_size=self.accelerator.num_processes,
             accumulation=accumulation,
             max_length=self.args.max_completion_length,
