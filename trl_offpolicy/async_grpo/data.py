@@ -56,8 +56,8 @@ class VersionedCollator(DataCollatorForRollout):  # type: ignore[misc]
         for name, kind in (("policy_versions", torch.long), ("group_ids", torch.long), ("rewards", torch.float32)):
             terms = [[value for sample in row.samples for value in _terms(sample)[name]] for row in rows]
             batch[name] = torch.stack([torch.tensor([*row, *(0,) * (length - len(row))], dtype=kind) for row in terms])
-        samples = sum(len(row.samples) for row in rows)
-        batch["global_n_samples"] = torch.full((self.num_processes,), float(samples))  # repeated as TRL's token count is
+        samples = sum(len(row.samples) for row in rows)  # repeated for every rank, as TRL repeats its count of tokens
+        batch["global_n_samples"] = torch.full((self.num_processes,), float(samples))
         return batch
 
 
