@@ -162,7 +162,7 @@ def test_settings_are_positive_numbers(loss, field, bad):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: losses.DPPO(divergence="js"), r"^divergence must be 'tv' or 'kl', but got 'js'"),
+        (lambda: losses.DPPO(divergence="js"), r"^divergence must be one of \['tv', 'kl'\], but got 'js'"),
         (lambda: losses.DPPO(low=1.5), r"^low and high must be below 1 with divergence 'tv'"),
         (lambda: losses.ClipCov(cov_low=5.0), r"^cov_low must be below cov_high=5.0"),
         (lambda: losses.ClipCov(fraction=1.5), r"^fraction must be at most 1"),

@@ -156,8 +156,8 @@ def test_the_centre_moves_the_ratio_of_the_loss():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: proximal.InterpolatedProximal(lag=-1), r"^lag must be an integer of at least 0, but got -1"),
-        (lambda: proximal.InterpolatedProximal(lag=1.0), r"^lag must be an integer of at least 0, but got 1.0"),
+        (lambda: proximal.InterpolatedProximal(lag=-1), r"^lag must be a whole number of at least 0, but got -1"),
+        (lambda: proximal.InterpolatedProximal(lag=1.0), r"^lag must be a whole number of at least 0, but got 1.0"),
         (lambda: proximal.AveragedProximal(decay=2.0), r"^decay must be in \[0, 1\], but got 2.0"),
         (lambda: proximal.AveragedProximal(decay=NAN), r"^decay must be a finite number, but got nan"),
     ],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.advantage_inputs import AdvantageInputs
+from trl_offpolicy.checks import check_bool, check_choice
 from trl_offpolicy.functional.advantages import ScaleRewards, group_advantages
 from trl_offpolicy.functional.advantages_groups import (
     leave_one_out,
@@ -65,8 +66,7 @@ class GRPO:
     by_token: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.scale not in get_args(ScaleRewards):
-            raise ValueError(f"scale must be one of {list(get_args(ScaleRewards))}, but got {self.scale!r}.")
+        check_choice("scale", self.scale, get_args(ScaleRewards))
 
     @property
     def scope(self) -> Scope:
@@ -170,8 +170,8 @@ class OptimalTokenBaseline:
     scope: ClassVar[Scope] = "group"
 
     def __post_init__(self) -> None:
-        if self.alone not in get_args(Alone):
-            raise ValueError(f"alone must be one of {list(get_args(Alone))}, but got {self.alone!r}.")
+        check_choice("alone", self.alone, get_args(Alone))
+        check_bool(is_aware=self.is_aware, multi_turn=self.multi_turn)
 
     @property
     def requires(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy import correction_stats
+from trl_offpolicy.checks import check_bool, check_choice, check_number
 from trl_offpolicy.compiling import run_compiled
 from trl_offpolicy.functional.booleans import as_float, both
 from trl_offpolicy.functional.collective import sum_ranks
@@ -18,7 +19,7 @@ from trl_offpolicy.ratio_table import RatioTable
 from trl_offpolicy.terms import KeepTerm, Violations, Weight
 from trl_offpolicy.terms.batchwide import check_group_rejections, check_kept_baseline
 from trl_offpolicy.terms.inputs import is_late
-from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Scope, check_number
+from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Scope
 
 Normalize = Literal["none", "original", "kept"]
 MeasureOn = Literal["original", "remaining"]
@@ -80,11 +81,11 @@ class Correction:
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} must be one of {list(allowed)}, but got {getattr(self, field)!r}.")
-        if not isinstance(self.keep, tuple) or not all(hasattr(term, "violations") for term in self.keep):
+            check_choice(field, getattr(self, field), allowed)
+        check_bool(compiled=self.compiled)
+        if not isinstance(self.keep, tuple) or not all(_has(term, "violations") for term in self.keep):
             raise TypeError(f"keep must be a tuple of keep terms, but got {self.keep!r}.")
-        if not all(hasattr(weight, "weigh") for weight in self.weights):
+        if not all(_has(weight, "weigh") for weight in self.weights):
             raise TypeError(f"weight must be a weight, a tuple of weights or None, but got {self.weight!r}.")
         ratios = [weight.ratio for weight in self.weights]
         if len(set(ratios)) < len(ratios):
@@ -93,8 +94,11 @@ class Correction:
             raise ValueError(
                 f"weight must hold each factor of current/sampling = current/old x old/sampling once, but got {ratios}."
             )
-        if unknown := set(self.measure) - set(get_args(Measure)):
-            raise ValueError(f"measure must name some of {list(get_args(Measure))}, but got {sorted(unknown)}.")
+        if not isinstance(self.measure, tuple):
+            raise ValueError(f"measure must be a tuple of some of {list(get_args(Measure))}, but got {self.measure!r}.")
+        for name in self.measure:
+            if name not in get_args(Measure):
+                raise ValueError(f"measure must name some of {list(get_args(Measure))}, but got {name!r}.")
         if self.correct_threshold is not None:
             check_number("correct_threshold", self.correct_threshold)
         if self.normalize != "none" and not self.weights:
@@ -295,3 +299,8 @@ class Correction:
             total = sum_ranks(total)
         mean = total[0] / total[1].clamp(min=1.0)
         return torch.where(mean > NORMALIZER_FLOOR, mean, 1.0).float()
+
+
+def _has(part: object, method: str) -> bool:
+    """An object, not its class, with this method."""
+    return hasattr(part, method) and not isinstance(part, type)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from trl_offpolicy.checks import check_bool, check_choice, check_number, check_positive
 from trl_offpolicy.functional.kl import (
     KL_ESTIMATORS,
     KLEstimator,
@@ -14,7 +15,6 @@ from trl_offpolicy.functional.kl import (
     kl_estimate,
     ratio_weighted_kl,
 )
-from trl_offpolicy.types import check_number, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,6 @@ class FixedKL:
     coef: float
 
     def __post_init__(self) -> None:
-        check_number("coef", self.coef)
         check_positive(coef=self.coef)
 
     def updated(self, kl: float, samples: int) -> FixedKL:
@@ -51,8 +50,6 @@ class AdaptiveKL:
     horizon: float
 
     def __post_init__(self) -> None:
-        for name in ("coef", "target", "horizon"):
-            check_number(name, getattr(self, name))
         check_positive(coef=self.coef, target=self.target, horizon=self.horizon)
 
     def updated(self, kl: float, samples: int) -> AdaptiveKL:
@@ -91,8 +88,8 @@ class KLPenalty:
                 raise ValueError(
                     f"coef must be positive and finite (None switches the KL term off), but got {self.coef}."
                 )
-        if self.estimator not in KL_ESTIMATORS:
-            raise ValueError(f"estimator must be one of {list(KL_ESTIMATORS)}, but got {self.estimator!r}.")
+        check_choice("estimator", self.estimator, KL_ESTIMATORS)
+        check_bool(ratio_weighted=self.ratio_weighted)
         if self.ratio_clip is not None:
             check_positive(ratio_clip=self.ratio_clip)
             if not self.ratio_weighted:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_bool, check_choice, check_number
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
 from trl_offpolicy.gradient_stats import gradient_stats
@@ -34,12 +35,17 @@ from trl_offpolicy.types import (
     PolicyBatch,
     Reduction,
     Scope,
-    check_number,
 )
 
 KLOn = Literal["all", "kept"]
 Denominator = Literal["all", "kept"]
 Mode = Literal["decoupled", "bypass"]
+_CHOICES = {
+    "kl_on": get_args(KLOn),
+    "denominator": get_args(Denominator),
+    "mode": get_args(Mode),
+    "aggregation": AGGREGATIONS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ class Objective:
         kl: penalty against ``ref_per_token_logps``, or None.
         kl_on: "all": rejected tokens keep their KL term (TRL); "kept": it goes with them (verl).
         kl_weighted: multiply the KL term by the importance weights.
-        entropy_coef: entropy bonus, mean over the tokens of the policy term.
+        entropy_coef: entropy bonus, mean over the tokens of the policy term; a negative one is a penalty.
         aggregation: see :func:`~trl_offpolicy.functional.aggregation.aggregate_loss`.
         denominator: "all": dropped tokens stay in every denominator; "kept": they leave it, and so does a response
             that was dropped whole.
@@ -87,29 +93,23 @@ class Objective:
     proximal: Proximal = field(default_factory=RecomputedProximal)
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("kl_on", get_args(KLOn)),
-            ("denominator", get_args(Denominator)),
-            ("mode", get_args(Mode)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {list(allowed)}, but got {getattr(self, name)!r}.")
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation must be one of {list(AGGREGATIONS)}, but got {self.aggregation!r}.")
+        for name, allowed in _CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
+        check_bool(kl_weighted=self.kl_weighted)
+        check_number("entropy_coef", self.entropy_coef)
         if self.kl is not None and not isinstance(self.kl, KLPenalty):
             raise TypeError(f"kl must be a KLPenalty or None, but got {self.kl!r}.")
         if self.correction is not None and not isinstance(self.correction, Correction):
             raise TypeError(f"correction must be a Correction or None, but got {self.correction!r}.")
-        if not hasattr(self.policy_loss, "weight_use"):
+        if not hasattr(self.policy_loss, "weight_use") or isinstance(self.policy_loss, type):
             raise TypeError(f"policy_loss must be a loss of trl_offpolicy.losses, but got {self.policy_loss!r}.")
-        check_number("entropy_coef", self.entropy_coef)
         if self.kl is not None and self.kl_on == "all" and self.denominator == "kept":
             raise ValueError(
                 "kl_on must be 'kept' with denominator='kept' (dropped tokens leave the sum and the denominator, their "
                 "KL term with them), but got 'all'."
             )
         if self.kl is None and self.kl_weighted:
-            raise ValueError("kl_weighted must be False without a KL term (kl=None).")
+            raise ValueError("kl_weighted must be False without a KL term (kl=None), but got True.")
         published = self.policy_loss.aggregation if getattr(self.policy_loss, "fixed_aggregation", False) else None
         if published not in (None, self.aggregation):
             name = type(self.policy_loss).__name__

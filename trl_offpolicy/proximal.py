@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_whole, check_within
 from trl_offpolicy.functional.proximal import averaged_logps, interpolated_logps
-from trl_offpolicy.types import PolicyBatch, check_number
+from trl_offpolicy.types import PolicyBatch
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ class InterpolatedProximal:
     reads_old: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if type(self.lag) is not int or self.lag < 0:
-            raise ValueError(f"lag must be an integer of at least 0, but got {self.lag!r}.")
+        check_whole("lag", self.lag, least=0)
 
     def __call__(self, batch: PolicyBatch) -> Tensor:
         """(B, T) float32, no gradient. Starts from old where the batch has it, else from sampling.
@@ -108,9 +108,7 @@ class AveragedProximal:
     reads_old: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_number("decay", self.decay)
-        if not 0.0 <= self.decay <= 1.0:
-            raise ValueError(f"decay must be in [0, 1], but got {self.decay}.")
+        check_within("decay", self.decay, 0, 1)
 
     def __call__(self, batch: PolicyBatch, past: Average | None = None) -> Tensor:
         """(B, T) float32 average of ``past`` (None = old alone) and the current policy; no gradient."""

@@ -7,7 +7,6 @@ the weights that sampled; ``per_token_logps`` is pi, the trainer now, the only o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +14,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_not_negative, check_whole
+from trl_offpolicy.checks import check_number as check_number  # its old home
+from trl_offpolicy.checks import check_positive as check_positive
 from trl_offpolicy.functional.booleans import count_true
 
 if TYPE_CHECKING:
@@ -58,29 +60,6 @@ _FLOAT_FIELDS = (
     "decided_weights",
 )
 _INTEGER_FIELDS = ("turn_ids", "policy_versions", "group_ids")
-
-
-def check_number(field: str, value: object) -> None:
-    """Raise unless ``value`` is a finite int or float.
-
-    Raises:
-        ValueError: a string, a bool, NaN, infinity or anything else; the message names ``field``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{field} must be a finite number, but got {value!r}.")
-
-
-def check_positive(**values: float | None) -> None:
-    """Raise unless every value is a positive finite number (or None, where the field may be left open).
-
-    Raises:
-        ValueError: the message names the field.
-    """
-    for field, value in values.items():
-        if value is not None:
-            check_number(field, value)
-            if value <= 0:
-                raise ValueError(f"{field} must be positive and finite, but got {value}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +244,9 @@ class Reduction:
         world_size: ranks whose gradients are averaged.
         accumulation: micro-batches an optimizer step; used where ``tokens`` or ``sequences`` is None.
         max_length: the constant L of Dr. GRPO's ``seq_mean_token_sum_norm``; None = T of the batch.
+
+    Raises:
+        ValueError: a field is out of range; the value of a tensor is not looked at.
     """
 
     tokens: Tensor | float | None = None
@@ -272,6 +254,22 @@ class Reduction:
     world_size: int = 1
     accumulation: int = 1
     max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "sequences"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                if value.dim() > 0 or value.dtype == torch.bool or value.is_complex():
+                    raise ValueError(
+                        f"{name} must be a number or a 0-d tensor of one, but got shape {tuple(value.shape)}, "
+                        f"{value.dtype}."
+                    )
+            elif value is not None:
+                check_not_negative(**{name: value})
+        check_whole("world_size", self.world_size, least=1)
+        check_whole("accumulation", self.accumulation, least=1)
+        if self.max_length is not None:
+            check_whole("max_length", self.max_length, least=1)
 
 
 @dataclass(frozen=True)

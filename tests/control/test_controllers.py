@@ -64,9 +64,9 @@ def test_the_scale_has_a_floor() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"factor": 1.5}, "factor must lie between 0 and 1, but got 1.5"),
+        ({"factor": 1.5}, "factor must be a fraction in \\(0, 1\\), but got 1.5"),
         ({"level": 1.3}, r"level must be below surge \(1.2\), but got 1.3"),
-        ({"window": 0}, "window must be positive"),
+        ({"window": 0}, "window must be a whole number of at least 1, but got 0"),
         ({"smallest": 0.9}, r"smallest must be at most factor \(0.5\)"),
         ({"surge": float("nan")}, "surge must be a finite number"),
     ],
@@ -105,7 +105,7 @@ def test_the_ess_is_of_products_whatever_the_weights_are() -> None:
 
 
 def test_an_unknown_rule_is_named() -> None:
-    with pytest.raises(ValueError, match="rule must be 'sqrt' or 'linear', but got 'cube'"):
+    with pytest.raises(ValueError, match=r"rule must be one of \['sqrt', 'linear'\], but got 'cube'"):
         ESSStep(rule="cube")
 
 
@@ -184,8 +184,8 @@ def test_the_ladder_adds_to_the_configured_correction() -> None:
     [
         ({"chi2": [1, 2]}, "chi2 must be 3 ascending positive numbers"),
         ({"dropped": (0.5, 0.1)}, "dropped must be 2 ascending"),
-        ({"relax": 1.0}, "relax must be below 1"),
-        ({"systems": "panic"}, "systems must be 'stop' or 'warn'"),
+        ({"relax": 1.0}, r"relax must be a fraction in \(0, 1\), but got 1.0"),
+        ({"systems": "panic"}, r"systems must be one of \['stop', 'warn'\]"),
         ({"low": 2.0}, "low"),
     ],
 )

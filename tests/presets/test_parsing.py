@@ -228,9 +228,9 @@ def test_objective_overrides_its_base_only_where_said():
         ("correct_threshold: '1'", r"^offpolicy\.correction: correct_threshold must be a finite number"),
         (
             "measure: [mismatch, all]",
-            r"^offpolicy\.correction: measure must name some of .* but got \['all'\]",
+            r"^offpolicy\.correction: measure must name some of .* but got 'all'",
         ),
-        ("measure: mismatch", r"^offpolicy\.correction: measure must name some of"),
+        ("measure: mismatch", r"^offpolicy\.correction: measure must be a tuple of some of"),
     ],
 )
 def test_errors_name_the_path(text, message):

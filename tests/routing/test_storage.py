@@ -77,7 +77,7 @@ def test_options_refuse_what_they_do_not_know() -> None:
         ("r1", r"routing_replay\.mode must be one of"),
         (3, "routing_replay must be one of .* or a mapping, but got 3"),
         ({"mode": "r2", "where": "cpu"}, r"routing_replay\.where must be one of"),
-        ({"mode": "r2", "device": "disk"}, r"routing_replay\.device must be 'model' or 'cpu', but got 'disk'"),
+        ({"mode": "r2", "device": "disk"}, r"routing_replay\.device must be one of \['model', 'cpu'\], but got 'disk'"),
         ({"mode": "r2", "limit_gib": 0}, r"routing_replay\.limit_gib must be"),
     ]
     for spec, message in wrong:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from trl_offpolicy.types import check_number
+from trl_offpolicy.checks import check_number
 
 Partial = Literal["continue", "finish"]
 OldLogps = Literal["recompute_proximal", "snapshot", "ewma", "refuse"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from trl_offpolicy.checks import check_choice, check_fraction, check_positive, check_proper_fraction, check_whole
 from trl_offpolicy.control.actions import Action
 from trl_offpolicy.diagnosis.run_data import MetricsLog
-from trl_offpolicy.types import check_number, check_positive
 
 LENGTH_KEYS = ("offpolicy/rollout/response_length_mean", "completions/mean_length")
 """Where the mean response length stands, the kit's own name first."""
@@ -72,11 +72,11 @@ class LengthGuard:
     setting: ClassVar[str] = LEARNING_RATE_SCALE
 
     def __post_init__(self) -> None:
-        check_positive(window=self.window, smallest=self.smallest, level=self.level)
-        for field in ("surge", "factor"):
-            check_number(field, getattr(self, field))
-        if not 0 < self.factor < 1:
-            raise ValueError(f"factor must lie between 0 and 1, but got {self.factor}.")
+        check_whole("window", self.window, least=1)
+        check_proper_fraction(factor=self.factor)
+        check_positive(surge=self.surge, smallest=self.smallest, level=self.level)
+        if self.surge <= 1:
+            raise ValueError(f"surge must be above 1 (a growth), but got {self.surge}.")
         if not self.level < self.surge:
             raise ValueError(f"level must be below surge ({self.surge}), but got {self.level}.")
         if self.smallest > self.factor:
@@ -159,9 +159,11 @@ class ESSStep:
     setting: ClassVar[str] = LEARNING_RATE_SCALE
 
     def __post_init__(self) -> None:
-        if self.rule not in ("sqrt", "linear"):
-            raise ValueError(f"rule must be 'sqrt' or 'linear', but got {self.rule!r}.")
-        check_positive(base=self.base, resolution=self.resolution, smallest=self.smallest)
+        check_choice("rule", self.rule, ("sqrt", "linear"))
+        if not isinstance(self.metric, str) or not self.metric:
+            raise TypeError(f"metric must be the name of a logged metric, but got {self.metric!r}.")
+        check_fraction(base=self.base, smallest=self.smallest)
+        check_positive(resolution=self.resolution)
 
     def start(self) -> ScaleState:
         """The whole learning rate."""

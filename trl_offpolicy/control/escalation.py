@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
+from trl_offpolicy.checks import (
+    check_choice,
+    check_fraction,
+    check_positive,
+    check_proper_fraction,
+    check_whole,
+    check_within,
+)
 from trl_offpolicy.control.actions import Action
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.terms import RatioBand, TruncateWeight
-from trl_offpolicy.types import check_positive
 
 CORRECTION_LEVEL = "correction_level"
 LEVELS = ("as configured", "geometric rejection", "geometric rejection and token TIS", "systems fix")
@@ -69,7 +76,7 @@ class Escalation:
         ess: of the applied weights, the smaller of ``weight_applied/ess_token`` and ``ess_sequence``. Not that of the
             products over responses (``kept/ess_sequence``): a mean ratio of 1.01, which the mask lets pass, is a
             product of e^4 over 400 tokens, so that this would end every run of long responses.
-        pearson: of ``mismatch/prob_pearson``.
+        pearson: of ``mismatch/prob_pearson``; -1 = never.
         low: of the geometric mask.
         high: of the geometric mask.
         max_weight: of token TIS.
@@ -101,15 +108,17 @@ class Escalation:
 
     def __post_init__(self) -> None:
         for field, count in (("chi2", 3), ("dropped", 2)):
-            values = tuple(getattr(self, field))
-            if len(values) != count or list(values) != sorted(values) or values[0] <= 0:
-                raise ValueError(f"{field} must be {count} ascending positive numbers, but got {list(values)}.")
-            object.__setattr__(self, field, values)
-        check_positive(ess=self.ess, patience=self.patience, calm=self.calm, relax=self.relax)
-        if self.relax >= 1:
-            raise ValueError(f"relax must be below 1, but got {self.relax}.")
-        if self.systems not in ("stop", "warn"):
-            raise ValueError(f"systems must be 'stop' or 'warn', but got {self.systems!r}.")
+            _check_ascending(field, getattr(self, field), count)
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        for share in self.dropped:
+            check_fraction(dropped=share)
+        check_fraction(ess=self.ess)
+        check_within("pearson", self.pearson, -1, 1)
+        check_proper_fraction(relax=self.relax)
+        check_positive(low=self.low, high=self.high)
+        for field in ("patience", "calm"):
+            check_whole(field, getattr(self, field), least=1)
+        check_choice("systems", self.systems, ("stop", "warn"))
         self.ladder(Correction())  # the terms' own checks
 
     @property
@@ -168,3 +177,12 @@ class Escalation:
         if pearson is not None and pearson < self.pearson:
             asked.append((3, f"Pearson {pearson:.3f} below {self.pearson:g}"))
         return max(asked, key=lambda item: item[0])
+
+
+def _check_ascending(field: str, values: object, count: int) -> None:
+    if not isinstance(values, tuple | list) or len(values) != count:
+        raise ValueError(f"{field} must be {count} ascending positive numbers, but got {values!r}.")
+    for value in values:
+        check_positive(**{field: value})
+    if list(values) != sorted(values):
+        raise ValueError(f"{field} must be {count} ascending positive numbers, but got {list(values)}.")

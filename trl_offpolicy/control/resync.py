@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from trl_offpolicy.checks import check_fraction, check_whole, check_within
 from trl_offpolicy.control.actions import Action
 from trl_offpolicy.diagnosis.run_data import MetricsLog
-from trl_offpolicy.types import check_number, check_positive
 
 AGREEMENT = "offpolicy/rollout/sync_agreement"
 
@@ -32,7 +32,7 @@ class Resync:
     for ``forget`` readings the one try is there again.
 
     Args:
-        pearson: smallest correlation of the probabilities.
+        pearson: smallest correlation of the probabilities; -1 = any will do.
         drop: of the agreement on the probe, as a share of the first one.
         patience: readings (logging steps).
         forget: readings.
@@ -52,8 +52,10 @@ class Resync:
     setting: ClassVar[str] = "resync"
 
     def __post_init__(self) -> None:
-        check_number("pearson", self.pearson)
-        check_positive(drop=self.drop, patience=self.patience, forget=self.forget)
+        check_within("pearson", self.pearson, -1, 1)
+        check_fraction(drop=self.drop)
+        for field in ("patience", "forget"):
+            check_whole(field, getattr(self, field), least=1)
 
     def start(self) -> ResyncState:
         """No sync asked for."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from trl_offpolicy.checks import check_bool, check_choice, check_fraction, check_whole, near
 from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, Controller, ESSStep, LengthGuard
 from trl_offpolicy.control.escalation import Escalation
 from trl_offpolicy.control.resync import Resync
 from trl_offpolicy.diagnosis.thresholds import Thresholds, thresholds_from
-from trl_offpolicy.presets.parsing import near, parse_tagged
-from trl_offpolicy.types import check_number, check_positive
+from trl_offpolicy.presets.parsing import parse_tagged
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +45,18 @@ class ControlSpec:
     gradient_cosine: bool = False
 
     def __post_init__(self) -> None:
-        if self.policy not in get_args(Policy):
-            raise ValueError(f"policy must be one of {list(get_args(Policy))}, but got {self.policy!r}.")
+        check_choice("policy", self.policy, get_args(Policy))
+        known = isinstance(self.controllers, tuple) and all(isinstance(item, Controller) for item in self.controllers)
+        if not known or any(isinstance(item, type) for item in self.controllers):
+            raise TypeError(f"controllers must be a tuple of controllers, but got {self.controllers!r}.")
         if self.controllers and self.policy != "act":
-            raise ValueError(f"controllers must be absent with policy {self.policy!r}; only 'act' runs them.")
-        check_positive(patience=self.patience)
-        check_number("risk", self.risk)
-        if not 0 < self.risk <= 1:
-            raise ValueError(f"risk must lie in (0, 1], but got {self.risk}.")
-        if not isinstance(self.gradient_cosine, bool):
-            raise ValueError(f"gradient_cosine must be true or false, but got {self.gradient_cosine!r}.")
+            names = [item.name for item in self.controllers]
+            raise ValueError(f"controllers must be absent with policy {self.policy!r}, but got {names}.")
+        if not isinstance(self.thresholds, Thresholds):
+            raise TypeError(f"thresholds must be Thresholds, but got {self.thresholds!r}.")
+        check_whole("patience", self.patience, least=1)
+        check_fraction(risk=self.risk)
+        check_bool(named=self.named, gradient_cosine=self.gradient_cosine)
 
     def without(self, missing: Mapping[str, str]) -> ControlSpec:
         """Leave out controllers that cannot work in a run, which is said.

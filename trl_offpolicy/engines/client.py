@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import requests
 
+from trl_offpolicy.checks import check_positive, check_whole
 from trl_offpolicy.engines.engine import EngineUnreachable
-from trl_offpolicy.types import check_number, check_positive
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,7 @@ class Patience:
 
     def __post_init__(self) -> None:
         check_positive(timeout=self.timeout, start_timeout=self.start_timeout)
-        check_number("retries", self.retries)
-        if type(self.retries) is not int or self.retries < 0:
-            raise ValueError(f"retries must be a whole number >= 0, but got {self.retries!r}.")
+        check_whole("retries", self.retries, least=0)
 
     def pause(self, attempt: int) -> float:
         """Seconds to wait after failed try ``attempt`` (0, 1, ...)."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
+from trl_offpolicy.checks import check_number, check_positive, check_whole
 from trl_offpolicy.engines.weights import WeightSource
-from trl_offpolicy.types import check_number, check_positive
 
 
 class EngineError(RuntimeError):
@@ -57,7 +57,8 @@ class Sampling:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_positive(max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p)
+        check_whole("max_tokens", self.max_tokens, least=1)
+        check_positive(temperature=self.temperature, top_p=self.top_p)
         for name in ("top_k", "min_p"):
             check_number(name, getattr(self, name))
         taken = {item.name for item in fields(self)} | {"n", "logprobs"}

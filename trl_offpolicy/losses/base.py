@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from trl_offpolicy.functional.booleans import any_true
 from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.policy_losses import LossTerms
-from trl_offpolicy.types import Scope, check_positive
+from trl_offpolicy.types import Scope
 
 WeightUse = Literal["multiply", "inside"]
 RatioLevel = Literal["token", "sequence_mean"]
@@ -123,7 +123,7 @@ def group_fields(scope: Scope) -> tuple[Field, ...]:
 
 def check_level(level: str) -> None:
     """Raise unless ``level`` is one that a loss can take its ratio at."""
-    if level not in ("token", "sequence_mean"):
+    if level not in get_args(RatioLevel):
         raise ValueError(f"level must be 'token' or 'sequence_mean' (GSPO), but got {level!r}.")
 
 
@@ -131,15 +131,3 @@ def check_reward_scope(scope: str) -> None:
     """Raise unless ``scope`` is "row" or "micro_batch"."""
     if scope not in ("row", "micro_batch"):
         raise ValueError(f"scope must be 'row' (group_rewards) or 'micro_batch', but got {scope!r}.")
-
-
-def check_fraction(**values: float) -> None:
-    """Raise unless every value is in (0, 1].
-
-    Raises:
-        ValueError: the message names the field.
-    """
-    check_positive(**values)
-    for field, value in values.items():
-        if value > 1:
-            raise ValueError(f"{field} must be at most 1, but got {value}.")

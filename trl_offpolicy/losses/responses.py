@@ -8,6 +8,14 @@ from typing import ClassVar
 
 import torch
 
+from trl_offpolicy.checks import (
+    check_bool,
+    check_fraction,
+    check_number,
+    check_positive,
+    check_positive_or_none,
+    check_whole,
+)
 from trl_offpolicy.functional import policy_losses
 from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.policy_losses import LossTerms
@@ -16,13 +24,12 @@ from trl_offpolicy.losses.base import (
     LossInputs,
     RatioLevel,
     WeightUse,
-    check_fraction,
     check_reward_scope,
     group_fields,
     own_logps,
     rewards_of_group,
 )
-from trl_offpolicy.types import Scope, check_number, check_positive
+from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +88,8 @@ class OAPL:
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta)
-        check_positive(beta=self.beta, value_beta=self.value_beta)
+        check_positive(beta=self.beta)
+        check_positive_or_none(value_beta=self.value_beta)
         check_reward_scope(self.scope)
 
     @property
@@ -124,8 +131,7 @@ class ESPO:
     def __post_init__(self) -> None:
         check_positive(alpha=self.alpha)
         check_fraction(high_entropy_fraction=self.high_entropy_fraction)
-        if type(self.vocab_size) is not int or self.vocab_size < 2:
-            raise ValueError(f"vocab_size must be a whole number of at least 2, but got {self.vocab_size!r}.")
+        check_whole("vocab_size", self.vocab_size, least=2)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Loss per token."""
@@ -161,8 +167,7 @@ class STPPO:
 
     def __post_init__(self) -> None:
         check_positive(low=self.low, high=self.high)
-        if not isinstance(self.normalize, bool):
-            raise ValueError(f"normalize must be True or False, but got {self.normalize!r}.")
+        check_bool(normalize=self.normalize)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Loss per token."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trl_offpolicy.checks import check_not_negative, check_positive
 from trl_offpolicy.functional import policy_losses
 from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.levels import aggregate
@@ -19,7 +20,7 @@ from trl_offpolicy.losses.base import (
     check_level,
     own_logps,
 )
-from trl_offpolicy.types import Scope, check_number, check_positive
+from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +192,7 @@ class VESPO:
     def __post_init__(self) -> None:
         check_level(self.level)
         check_positive(k_pos=self.k_pos, k_neg=self.k_neg)
-        check_number("lambda_pos", self.lambda_pos)
-        check_number("lambda_neg", self.lambda_neg)
+        check_not_negative(lambda_pos=self.lambda_pos, lambda_neg=self.lambda_neg)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Loss per token."""

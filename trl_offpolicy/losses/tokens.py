@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trl_offpolicy.checks import check_number, check_positive, check_positive_or_none
 from trl_offpolicy.functional import policy_losses
 from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.policy_losses import LossTerms
@@ -17,7 +18,7 @@ from trl_offpolicy.losses.base import (
     check_level,
     own_logps,
 )
-from trl_offpolicy.types import Scope, check_number, check_positive
+from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class PPOClip:
 
     def __post_init__(self) -> None:
         check_level(self.level)
-        check_positive(low=self.low, high=self.high, dual_clip=self.dual_clip, delta=self.delta)
+        check_positive(low=self.low, high=self.high)
+        check_positive_or_none(dual_clip=self.dual_clip, delta=self.delta)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, but got {self.dual_clip}.")
 
@@ -118,7 +120,8 @@ class CISPO:
 
     def __post_init__(self) -> None:
         check_level(self.level)
-        check_positive(high=self.high, low=self.low)
+        check_positive(high=self.high)
+        check_positive_or_none(low=self.low)
         if self.low is not None and self.low > self.high:
             raise ValueError(f"low must be at most high={self.high}, but got {self.low}.")
 
@@ -203,7 +206,8 @@ class ASPO:
     aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
-        check_positive(low=self.low, max_weight=self.max_weight)
+        check_positive(low=self.low)
+        check_positive_or_none(max_weight=self.max_weight)
         if self.max_weight is not None and self.max_weight <= 1:
             raise ValueError(f"max_weight must be above 1, but got {self.max_weight}.")
 
@@ -273,7 +277,6 @@ class DRO:
     aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta)
         check_positive(beta=self.beta)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:

@@ -7,6 +7,7 @@ from typing import ClassVar, get_args
 
 import torch
 
+from trl_offpolicy.checks import check_choice, check_fraction, check_number, check_positive
 from trl_offpolicy.functional import policy_losses
 from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.policy_losses import BinaryDivergence, LossTerms
@@ -15,12 +16,11 @@ from trl_offpolicy.losses.base import (
     LossInputs,
     RatioLevel,
     WeightUse,
-    check_fraction,
     check_reward_scope,
     group_fields,
     rewards_of_group,
 )
-from trl_offpolicy.types import Scope, check_number, check_positive
+from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,7 @@ class DPPO:
     aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
-        if self.divergence not in get_args(BinaryDivergence):
-            raise ValueError(f"divergence must be 'tv' or 'kl', but got {self.divergence!r}.")
+        check_choice("divergence", self.divergence, get_args(BinaryDivergence))
         check_positive(low=self.low, high=self.high, max_ratio=self.max_ratio)
         if self.divergence == "tv" and max(self.low, self.high) >= 1:
             raise ValueError(f"low and high must be below 1 with divergence 'tv', but got {self.low} and {self.high}.")

@@ -10,12 +10,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trl_offpolicy.checks import near
 from trl_offpolicy.presets.areal import from_areal
 from trl_offpolicy.presets.catalog import BUILDERS, groups
 from trl_offpolicy.presets.diff import Difference, diff
 from trl_offpolicy.presets.openrlhf import from_openrlhf
 from trl_offpolicy.presets.options import UnknownOptionError
-from trl_offpolicy.presets.parsing import near
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.skyrl import from_skyrl
 from trl_offpolicy.presets.slime import from_slime

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from trl_offpolicy.presets.parsing import near
+from trl_offpolicy.checks import check_bool, check_choice, near
+
+__all__ = ["UnknownOptionError", "check_choice", "read_options", "tell", "warn_no_effect"]
 
 Options = TypeVar("Options")
 
@@ -33,15 +35,9 @@ def read_options(cls: type[Options], given: Mapping[str, object], *, framework: 
             raise UnknownOptionError(
                 f"{name} is not an option of {framework}, which has {list(known)}.{near(name, known)}"
             )
-        if known[name].type == "bool" and not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, but got {value!r}.")
+        if known[name].type == "bool":
+            check_bool(**{name: value})
     return cls(**given)
-
-
-def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Raise unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {list(allowed)}, but got {value!r}.{near(str(value), allowed)}")
 
 
 def warn_no_effect(options: Any, names: Iterable[str], why: str, *, framework: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from trl_offpolicy import advantages, losses, proximal, terms
 from trl_offpolicy.advantages import AdvantageEstimator
+from trl_offpolicy.checks import near as near  # its old home
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
 from trl_offpolicy.objectives import Objective
@@ -141,12 +141,6 @@ def parse_tagged(spec: object, types: Mapping[str, type], *, where: str) -> Any:
 def _parse_named(spec: object, types: Mapping[str, type], *, where: str) -> Any:
     """As :func:`parse_tagged`; the name alone will do."""
     return parse_tagged({"type": spec} if isinstance(spec, str) else spec, types, where=where)
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """A ' Did you mean ...?' with the closest names, or nothing."""
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
-    return f" Did you mean {', '.join(repr(match) for match in matches)}?" if matches else ""
 
 
 def _mapping(spec: object, where: str) -> Mapping[str, Any]:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trl_offpolicy.checks import check_number
 from trl_offpolicy.functional.log_ratios import log_ratio
-from trl_offpolicy.types import PolicyBatch, check_number
+from trl_offpolicy.types import PolicyBatch
 
 Floats = NDArray[np.float64]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trl_offpolicy.types import check_number
+from trl_offpolicy.checks import check_number
 
 if TYPE_CHECKING:
     import pyarrow as pa

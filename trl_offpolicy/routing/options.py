@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args
 
-from trl_offpolicy.types import check_positive
+from trl_offpolicy.checks import check_choice, check_positive
 
 Replay = Literal["none", "r2", "r3"]
 
@@ -33,10 +33,8 @@ class RoutingReplay:
     limit_gib: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Replay):
-            raise ValueError(f"mode must be one of {list(get_args(Replay))}, but got {self.mode!r}.")
-        if self.device not in ("model", "cpu"):
-            raise ValueError(f"device must be 'model' or 'cpu', but got {self.device!r}.")
+        check_choice("mode", self.mode, get_args(Replay))
+        check_choice("device", self.device, ("model", "cpu"))
         check_positive(limit_gib=self.limit_gib)
 
     @classmethod

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trl_offpolicy.checks import check_number
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import group_mean
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.terms.checks import check_ratio, check_scope
 from trl_offpolicy.terms.inputs import KeepTerm, TermInputs, Violations, is_late
-from trl_offpolicy.types import Ratio, Scope, check_number
+from trl_offpolicy.types import Ratio, Scope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import get_args
 
+from trl_offpolicy.checks import check_choice, check_number
 from trl_offpolicy.functional.levels import LEVELS, Level
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-from trl_offpolicy.types import RATIOS, Ratio, Scope, check_number
+from trl_offpolicy.types import RATIOS, Ratio, Scope
 
 WIDE_SCOPES: tuple[Scope, ...] = ("generation_batch", "micro_batch")
 
 
 def check_level(level: str, allowed: Collection[str] = LEVELS, *, why: str = "") -> None:
     """The level exists, and has a meaning for this term."""
-    if level not in LEVELS:
-        raise ValueError(f"level must be one of {list(get_args(Level))}, but got {level!r}.")
+    check_choice("level", level, LEVELS)
     if level not in allowed:
         raise ValueError(f"level must be one of {list(allowed)} here{why and f' ({why})'}, but got {level!r}.")
 
 
 def check_ratio(ratio: str) -> None:
     """The ratio exists."""
-    if ratio not in RATIOS:
-        raise ValueError(f"ratio must be one of {list(RATIOS)}, but got {ratio!r}.")
+    check_choice("ratio", ratio, RATIOS)
 
 
 def check_group_level(level: Level, ratio: Ratio) -> None:
@@ -38,8 +36,7 @@ def check_group_level(level: Level, ratio: Ratio) -> None:
 
 def check_scope(scope: Scope, ratio: Ratio) -> None:
     """Terms on the current policy see a micro-batch, and must say so."""
-    if scope not in WIDE_SCOPES:
-        raise ValueError(f"scope must be one of {list(WIDE_SCOPES)}, but got {scope!r}.")
+    check_choice("scope", scope, WIDE_SCOPES)
     if scope == "generation_batch" and ratio != "old/sampling":
         raise ValueError(
             f"scope must be 'micro_batch' for ratio {ratio!r} (the current policy is known one micro-batch at a time), "
@@ -50,7 +47,9 @@ def check_scope(scope: Scope, ratio: Ratio) -> None:
 def check_order(low_field: str, low: float | None, high_field: str, high: float | None) -> None:
     """Finite bounds in order, not both open."""
     if low is None and high is None:
-        raise ValueError(f"{low_field} and {high_field} must not both be None (such a term can never fire).")
+        raise ValueError(
+            f"{low_field} and {high_field} must not both be None (such a term can never fire), but got two open sides."
+        )
     for field, value in ((low_field, low), (high_field, high)):
         if value is not None:
             check_number(field, value)
@@ -67,10 +66,3 @@ def check_ratio_bounds(low_field: str, low: float | None, high_field: str, high:
         raise ValueError(f"{low_field} must be a ratio above {1 / largest:.1e} to ever fire ({hint}), but got {low}.")
     if high is not None and not 0 < high < largest:
         raise ValueError(f"{high_field} must be a ratio in (0, {largest:.1e}) to ever fire, but got {high}.")
-
-
-def check_fraction(field: str, value: float) -> None:
-    """A number in (0, 1)."""
-    check_number(field, value)
-    if not 0 < value < 1:
-        raise ValueError(f"{field} must be a fraction in (0, 1), but got {value}.")

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_choice, check_number, check_whole
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
@@ -22,7 +23,7 @@ from trl_offpolicy.terms.checks import (
     check_ratio_bounds,
 )
 from trl_offpolicy.terms.inputs import TermInputs, Violations
-from trl_offpolicy.types import Ratio, Scope, check_number
+from trl_offpolicy.types import Ratio, Scope
 
 _ADDED_UP: tuple[Level, ...] = ("token", "turn", "turn_mean", "sequence", "sequence_mean", "group")
 STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
@@ -88,8 +89,7 @@ class DivergenceBand:
     ratio: Ratio = "old/sampling"
 
     def __post_init__(self) -> None:
-        if self.statistic not in STATISTICS:
-            raise ValueError(f"statistic must be one of {list(STATISTICS)}, but got {self.statistic!r}.")
+        check_choice("statistic", self.statistic, STATISTICS)
         check_level(self.level, STATISTIC_LEVELS[self.statistic], why=f"what {self.statistic} has a meaning at")
         check_ratio(self.ratio)
         check_group_level(self.level, self.ratio)
@@ -108,7 +108,9 @@ class DivergenceBand:
                 f"high must be positive for {self.statistic}, which is never negative, but got {self.high}."
             )
         if not signed and self.low is not None and self.low <= 0:
-            raise ValueError(f"low can never fire for {self.statistic}, which is never negative, but got {self.low}.")
+            raise ValueError(
+                f"low must be positive or None for {self.statistic}, which is never negative, but got {self.low}."
+            )
         if self.level in ("sequence", "turn"):
             return  # a sum has no such limit
         if self.high is not None and self.high >= largest[self.statistic]:
@@ -226,8 +228,7 @@ class StalenessBound:
     name: ClassVar[str] = "staleness_bound"
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_lag, bool) or not isinstance(self.max_lag, int) or self.max_lag < 0:
-            raise ValueError(f"max_lag must be a whole number of versions, at least 0, but got {self.max_lag!r}.")
+        check_whole("max_lag", self.max_lag, least=0)
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Sequences whose oldest token is too old."""

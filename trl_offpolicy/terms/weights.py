@@ -8,13 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_number, check_positive, check_proper_fraction
 from trl_offpolicy.functional import weights
 from trl_offpolicy.functional.collective import gather_flat
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import ratio_of
-from trl_offpolicy.terms.checks import check_fraction, check_level, check_ratio, check_ratio_bounds, check_scope
+from trl_offpolicy.terms.checks import check_level, check_ratio, check_ratio_bounds, check_scope
 from trl_offpolicy.terms.inputs import TermInputs, Weighed
-from trl_offpolicy.types import Ratio, Scope, check_number
+from trl_offpolicy.types import Ratio, Scope
 
 WEIGHT_LEVELS: tuple[Level, ...] = ("token", "turn", "turn_mean", "prefix", "sequence", "sequence_mean")
 _NO_WEIGHT = "a maximum, a minimum or a group has no ratio of its own"
@@ -111,9 +112,7 @@ class ShapedWeight:
 
     def __post_init__(self) -> None:
         _check(self.level, self.ratio)
-        check_number("gamma", self.gamma)
-        if self.gamma <= 0:
-            raise ValueError(f"gamma must be positive, but got {self.gamma}.")
+        check_positive(gamma=self.gamma)
 
     def weigh(self, inputs: TermInputs) -> Weighed:
         """Raw and shaped ratio."""
@@ -189,7 +188,7 @@ class ESSWeight:
 
     def __post_init__(self) -> None:
         _check(self.level, self.ratio)
-        check_fraction("target", self.target)
+        check_proper_fraction(target=self.target)
         check_scope(self.scope, self.ratio)
 
     def weigh(self, inputs: TermInputs) -> Weighed:

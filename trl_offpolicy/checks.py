@@ -1,0 +1,124 @@
+"""Checks of settings: every message names the field, what is expected and what was given.
+
+A setting that may be left open says so by the name of its check (``..._or_none``); for all others None is an error like
+any other wrong value. Numbers are int or float, never bool or text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Collection, Iterable
+
+_LARGEST = sys.float_info.max
+
+
+def check_number(field: str, value: object) -> None:
+    """Raise unless ``value`` is a finite int or float.
+
+    Raises:
+        ValueError: None, a string, a bool, NaN, infinity or anything else; the message names ``field``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{field} must be a finite number, but got {value!r}.")
+
+
+def check_positive(**values: float) -> None:
+    """Raise unless every value is a positive finite number.
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    for field, value in values.items():
+        check_number(field, value)
+        if value <= 0:
+            raise ValueError(f"{field} must be positive and finite, but got {value}.")
+
+
+def check_positive_or_none(**values: float | None) -> None:
+    """:func:`check_positive` of the values that are not None."""
+    check_positive(**{field: value for field, value in values.items() if value is not None})
+
+
+def check_not_negative(**values: float) -> None:
+    """Raise unless every value is a finite number of at least 0.
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    for field, value in values.items():
+        check_number(field, value)
+        if value < 0:
+            raise ValueError(f"{field} must be at least 0, but got {value}.")
+
+
+def check_fraction(**values: float) -> None:
+    """Raise unless every value is in (0, 1].
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    check_positive(**values)
+    for field, value in values.items():
+        if value > 1:
+            raise ValueError(f"{field} must be at most 1, but got {value}.")
+
+
+def check_proper_fraction(**values: float) -> None:
+    """Raise unless every value is in (0, 1), both ends left out.
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    for field, value in values.items():
+        check_number(field, value)
+        if not 0 < value < 1:
+            raise ValueError(f"{field} must be a fraction in (0, 1), but got {value}.")
+
+
+def check_within(field: str, value: float, least: float, most: float) -> None:
+    """Raise unless ``value`` is in [least, most], both ends included.
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    check_number(field, value)
+    if not least <= value <= most:
+        raise ValueError(f"{field} must be in [{least:g}, {most:g}], but got {value}.")
+
+
+def check_whole(field: str, value: object, *, least: int) -> None:
+    """Raise unless ``value`` is an int of at least ``least``.
+
+    Raises:
+        ValueError: it is not; 2.0 and True are not ints.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{field} must be a whole number of at least {least}, but got {value!r}.")
+
+
+def check_bool(**values: object) -> None:
+    """Raise unless every value is True or False.
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    for field, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{field} must be True or False, but got {value!r}.")
+
+
+def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
+    """Raise unless ``value`` is one of ``allowed``.
+
+    Raises:
+        ValueError: the message lists them, and those of a similar name.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{field} must be one of {list(allowed)}, but got {value!r}.{near(str(value), allowed)}")
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """A ' Did you mean ...?' with the closest names, or nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    return f" Did you mean {', '.join(repr(match) for match in matches)}?" if matches else ""
