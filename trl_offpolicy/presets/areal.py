@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from trl_offpolicy.checks import check_number
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level, aggregate
 from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
@@ -23,7 +22,7 @@ from trl_offpolicy.terms import (
     Violations,
     Weight,
 )
-from trl_offpolicy.types import Ratio, Scope
+from trl_offpolicy.types import Ratio, Scope, check_number
 
 CHOICES = {
     "level": ("token", "sequence"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trl_offpolicy.checks import check_number
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.losses import PPOClip
 from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
 from trl_offpolicy.terms import BandWeight, RatioBand, RawWeight, TruncateWeight
+from trl_offpolicy.types import check_number
 
 TYPES = ("tis", "icepop", "seq-mask-tis")
 _CITATION = "OpenRLHF, openrlhf/models/loss.py"

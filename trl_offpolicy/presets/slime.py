@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trl_offpolicy.checks import check_number
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
 from trl_offpolicy.terms import KeepTerm, OutlierVeto, RatioBand, RawWeight, TruncateWeight, Weight
+from trl_offpolicy.types import check_number
 
 LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
 MODES = ("truncate", "clip", "mask")
