@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -519,6 +519,13 @@ def test_two_ranks_agree_with_one(ranks, name, rank):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     alone = ESTIMATORS[name](shard(rank))
     assert not torch.allclose(alone, expected, rtol=1e-3), "a rank by itself would say the same"
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(A.AdvantageInputs)])
+def test_inputs_are_tensors(name):
+    given = {"rewards": torch.ones(2), "group_ids": torch.zeros(2).long(), name: [1.0, 0.0]}
+    with pytest.raises(TypeError, match=rf"^{name} must be a tensor, but got list\.$"):
+        A.AdvantageInputs(**given)
 
 
 if __name__ == "__main__":

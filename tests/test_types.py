@@ -135,6 +135,28 @@ def test_masks_are_bool_or_zero_one(name):
         PolicyBatch(**{**VALID, name: VALID[name].to(dtype)})
 
 
+@pytest.mark.parametrize("bad", [float("nan"), 0.5, 2.0, -100])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_holds_nothing_but_zero_and_one(name, bad):
+    """NaN and the label -100 are not 0, so they would count as trainable."""
+    value = VALID[name].to(torch.int64 if isinstance(bad, int) else torch.float32)
+    value[1, 2] = bad
+    with pytest.raises(ValueError, match=rf"^{name} must be a bool or 0/1 tensor, but got {bad}\.$"):
+        PolicyBatch(**{**VALID, name: value})
+
+
+@pytest.mark.parametrize("name", sorted(set(VALID) - {"per_token_logps"}))
+def test_a_field_on_another_device_is_refused(name):
+    with pytest.raises(ValueError, match=rf"^{name} must be on cpu, as per_token_logps is, but got meta\.$"):
+        PolicyBatch(**{**VALID, name: VALID[name].to("meta")})
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(TOKENS), 0.5, "x"])
+def test_a_past_average_is_one(bad):
+    with pytest.raises(TypeError, match=r"^past_average must be an Average or None, but got "):
+        PolicyBatch(**VALID, past_average=bad)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_float_width_is_accepted(dtype):
     PolicyBatch(**{name: value.to(dtype) if name in FLOATS else value for name, value in VALID.items()})

@@ -34,6 +34,7 @@ class AdvantageInputs:
 
     Raises:
         ValueError: a field's shape does not fit.
+        TypeError: a field is not a tensor.
     """
 
     rewards: Tensor
@@ -48,6 +49,11 @@ class AdvantageInputs:
     squared_grad_norms: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            required = item.name in ("rewards", "group_ids")
+            if not isinstance(value, Tensor) and (required or value is not None):
+                raise TypeError(f"{item.name} must be a tensor, but got {type(value).__name__}.")
         if self.rewards.dim() not in (1, 2):
             raise ValueError(f"rewards must have shape (B,) or (B, K), but got {tuple(self.rewards.shape)}.")
         rows, functions = self.by_function.shape

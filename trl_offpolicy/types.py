@@ -92,7 +92,8 @@ class PolicyBatch:
         past_average: what ``AveragedProximal`` gave for these rows in the optimizer step before; None = nothing yet.
 
     Raises:
-        ValueError: a field's shape does not fit ``per_token_logps``.
+        ValueError: a field's shape or device does not fit ``per_token_logps``, or a mask on the CPU holds something
+            besides 0 and 1 (on an accelerator nobody looks, so as not to wait for the device).
         TypeError: a field is not a tensor, or its dtype is wrong.
     """
 
@@ -124,6 +125,9 @@ class PolicyBatch:
             required = item.name in ("per_token_logps", "completion_mask", "advantages")
             if not isinstance(value, Tensor) and (required or value is not None):
                 raise TypeError(f"{item.name} must be a tensor, but got {type(value).__name__}.")
+            if isinstance(value, Tensor) and value.device != self.per_token_logps.device:
+                where = f"{self.per_token_logps.device}, as per_token_logps is"
+                raise ValueError(f"{item.name} must be on {where}, but got {value.device}.")
         if self.per_token_logps.dim() != 2:
             raise ValueError(f"per_token_logps must have shape (B, T), but got {tuple(self.per_token_logps.shape)}.")
         if self.per_token_logps.shape[1] == 0:
@@ -147,6 +151,12 @@ class PolicyBatch:
             value = getattr(self, name)
             if value is not None and value.is_complex():
                 raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {value.dtype}.")
+            if value is not None and value.dtype != torch.bool and value.device.type == "cpu":
+                strange = value[(value != 0) & (value != 1)]  # NaN would count as True
+                if len(strange):
+                    raise ValueError(f"{name} must be a bool or 0/1 tensor, but got {strange[0].item()}.")
+        if self.past_average is not None and not hasattr(self.past_average, "logps"):
+            raise TypeError(f"past_average must be an Average or None, but got {type(self.past_average).__name__}.")
 
     def _check_shape(self, name: str) -> None:
         value = getattr(self, name)
