@@ -1,6 +1,7 @@
 """A real example of every cause for docs/diagnosis.md: a case of run.py, or a short GRPO run with the fault.
 
 python benchmarks/faults/examples.py runs/faults        # after run.py, vllm_cases.py and explain.py
+python benchmarks/faults/examples.py --only CAUSE ...   # these GRPO runs alone; the other examples stay as they are
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from cases import Case, load_case
 
+import trl_offpolicy as op
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.doctor import examine
@@ -60,13 +62,39 @@ class Run:
     lost_tokens: bool = False
 
 
+
+
+def rejecting(low: float, high: float) -> op.Objective:
+    """PPO's clip, responses outside of the band left out."""
+    band = op.RatioBand(level="sequence_mean", low=low, high=high)
+    return op.Objective(policy_loss=op.losses.PPOClip(), correction=op.Correction(keep=(band,)))
+
+
 RUNS = {
     "engine_mismatch": Run("engine's weights rounded to INT3", train.Setting(train.TIS, bits=3, learning_rate=5e-4)),
     "policy_staleness": Run("rollouts 4 generations behind", train.Setting(train.TIS, lag=4, learning_rate=5e-4)),
     "token_drift": Run(
         "rollouts 4 generations behind, twice the learning rate", train.Setting(train.PLAIN, lag=4, learning_rate=1e-3)
     ),
-    "weight_variance": Run("rollouts 8 generations behind, no clip", train.SETTINGS["lag8_fast"], generations=100),
+    "weight_variance": Run(
+        "engine's weights rounded to INT3, uncapped weights of whole responses",
+        train.Setting(
+            op.Objective(
+                policy_loss=op.losses.PPOClip(),
+                correction=op.Correction(weight=op.RawWeight(level="sequence")),
+            ),
+            bits=3,
+            learning_rate=5e-4,
+        ),
+    ),
+    "rejection_limit": Run(
+        "engine's weights rounded to INT4, geometric mask 0.93 to 1.07",
+        train.Setting(rejecting(0.93, 1.07), bits=4, learning_rate=5e-4),
+    ),
+    "correction_limit": Run(
+        "engine's weights rounded to INT3, geometric mask 0.9 to 1.1",
+        train.Setting(rejecting(0.9, 1.1), bits=3, learning_rate=5e-4),
+    ),
     "clip_saturation": Run(
         "rollouts 8 generations behind, clipped", train.Setting(train.PLAIN, lag=8, learning_rate=1e-3)
     ),
@@ -137,19 +165,24 @@ def _nothing() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="cases of run.py")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(RUNS), metavar="CAUSE")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = {}
-    for cause, (world, name, injected) in CASES.items():
+    if (args.folder is None) != bool(args.only):
+        parser.error("either a folder or --only must be given")
+    found = json.loads(args.out.read_text()) if args.only else {}
+    for cause, (world, name, injected) in ({} if args.only else CASES).items():
         (path,) = (args.folder / "report").glob(f"{world}-{SEED}-*{name.replace(' ', '_')}.npz")
         found[cause] = of_case(load_case(path), cause, injected)
     start = Sorter()
     warm_start(start, steps=train.WARM_UP_STEPS, generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as folder:
         for cause, run in RUNS.items():
+            if args.only and cause not in args.only:
+                continue
             found[cause] = of_run(run, start, Path(folder) / cause, cause)
             print(cause, found[cause]["said"], flush=True)
     args.out.write_text(json.dumps({cause: found[cause] for cause in CAUSES}, indent=1) + "\n")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from trl_offpolicy.checks import check_choice, check_fraction, check_positive, check_proper_fraction, check_whole
 from trl_offpolicy.control.actions import Action
 from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.diagnosis.thresholds import limit
 
 LENGTH_KEYS = ("offpolicy/rollout/response_length_mean", "completions/mean_length")
 """Where the mean response length stands, the kit's own name first."""
@@ -50,8 +51,8 @@ class LengthGuard:
     after the one before.
 
     Args:
-        surge: growth that triggers.
-        window: optimizer steps that it is measured over.
+        surge: growth that triggers; ``length_surge`` of the diagnosis by default.
+        window: optimizer steps that it is measured over; ``length_window`` of the diagnosis by default.
         factor: of the learning rate.
         level: growth up to which the length counts as level again.
         smallest: the scale never goes below it.
@@ -63,8 +64,8 @@ class LengthGuard:
     decaying the learning rate then prevents it; 1.2, 100 and 0.5 are Liu 2026, cause F. Taking it back is this kit's.
     """
 
-    surge: float = 1.2
-    window: int = 100
+    surge: float = limit("length_surge")
+    window: int = limit("length_window", to=round)
     factor: float = 0.5
     level: float = 1.05
     smallest: float = 1 / 16

@@ -16,6 +16,7 @@ from trl_offpolicy.checks import (
 from trl_offpolicy.control.actions import Action
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.diagnosis.thresholds import limit
 from trl_offpolicy.terms import RatioBand, TruncateWeight
 
 CORRECTION_LEVEL = "correction_level"
@@ -67,8 +68,11 @@ class Escalation:
     above ``chi2[1]``, or where rejection drops more than ``dropped[0]``; for 3 (systems fix) above ``chi2[2]``, with
     more than ``dropped[1]`` dropped or an ESS below ``ess`` under rejection, or a Pearson correlation below
     ``pearson``. ``patience`` such readings in a row go up, one level at a time; ``calm`` readings in a row that would
-    not ask for the level even with thresholds scaled by ``relax`` go down again. Level 3 stops the run with a
+    not ask for the level even with ``chi2`` scaled by ``relax`` go down again. Level 3 stops the run with a
     checkpoint (``systems="stop"``), or only says so (``"warn"``).
+
+    ``chi2``, ``dropped``, ``ess`` and ``pearson`` are by default those of :class:`~trl_offpolicy.diagnosis.thresholds.
+    Thresholds`; in a configuration those of ``control.thresholds``.
 
     Args:
         chi2: thresholds of ``mismatch/chi2_token``, which no correction changes.
@@ -82,7 +86,7 @@ class Escalation:
         max_weight: of token TIS.
         patience: readings (logging steps).
         calm: readings.
-        relax: hysteresis, below 1.
+        relax: hysteresis of ``chi2``, below 1.
         systems: what level 3 does.
 
     Raises:
@@ -92,10 +96,10 @@ class Escalation:
     the first step; the hysteresis is this kit's.
     """
 
-    chi2: tuple[float, float, float] = (0.3, 2.0, 4.0)
-    dropped: tuple[float, float] = (0.10, 0.25)
-    ess: float = 0.3
-    pearson: float = 0.95
+    chi2: tuple[float, float, float] = limit("chi2_moderate", "chi2_reject", "chi2_systems")
+    dropped: tuple[float, float] = limit("dropped_high", "dropped_broken")
+    ess: float = limit("ess_broken")
+    pearson: float = limit("pearson_broken")
     low: float = 0.99
     high: float = 1.01
     max_weight: float = 2.0
@@ -160,7 +164,7 @@ class Escalation:
         return EscalationState(level), Action(step, self.name, self.setting, state.level, level, named)
 
     def demand(self, signals: Signals, level: int, relax: float) -> tuple[int, str]:
-        """The level that a reading asks for, and why, with thresholds scaled by ``relax``."""
+        """The level that a reading asks for, and why, with ``chi2`` scaled by ``relax``."""
         chi2, pearson, ess, dropped = signals
         rejecting = level > 0
         asked = [(0, "")]

@@ -8,6 +8,7 @@ from typing import ClassVar
 from trl_offpolicy.checks import check_fraction, check_whole, check_within
 from trl_offpolicy.control.actions import Action
 from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.diagnosis.thresholds import limit
 
 AGREEMENT = "offpolicy/rollout/sync_agreement"
 
@@ -32,7 +33,7 @@ class Resync:
     for ``forget`` readings the one try is there again.
 
     Args:
-        pearson: smallest correlation of the probabilities; -1 = any will do.
+        pearson: smallest correlation of the probabilities, ``pearson_broken`` of the diagnosis by default; -1 = any.
         drop: of the agreement on the probe, as a share of the first one.
         patience: readings (logging steps).
         forget: readings.
@@ -44,7 +45,7 @@ class Resync:
     backend"); to try the sync once before giving up is this kit's.
     """
 
-    pearson: float = 0.95
+    pearson: float = limit("pearson_broken")
     drop: float = 0.05
     patience: int = 2
     forget: int = 20

@@ -11,7 +11,7 @@ from trl_offpolicy.checks import check_bool, check_choice, check_fraction, check
 from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, Controller, ESSStep, LengthGuard
 from trl_offpolicy.control.escalation import Escalation
 from trl_offpolicy.control.resync import Resync
-from trl_offpolicy.diagnosis.thresholds import Thresholds, thresholds_from
+from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
 from trl_offpolicy.presets.parsing import parse_tagged
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class ControlSpec:
             critical; ``act`` also runs the controllers.
         controllers: with ``act``.
         named: the controllers were named one by one; one that cannot work then is an error.
-        thresholds: of the diagnosis.
+        thresholds: of the diagnosis. Controllers that a configuration names take theirs from here.
         patience: ``stop``: logging steps in a row with a critical verdict or a high risk.
         risk: ``stop``: collapse risk that counts as high.
         gradient_cosine: log the cosine between the gradients of consecutive optimizer steps; keeps a copy of one.
@@ -121,7 +121,8 @@ def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:
         named = list(CONTROLLERS)
     try:
         given["thresholds"] = _thresholds(given.get("thresholds"))
-        given |= {"policy": policy, "controllers": _controllers(named, where=f"{where}.controllers")}
+        controllers = _controllers(named, given["thresholds"], where=f"{where}.controllers")
+        given |= {"policy": policy, "controllers": controllers}
         return ControlSpec(**given)
     except (TypeError, ValueError) as error:
         message = str(error)
@@ -136,7 +137,8 @@ def _thresholds(given: Any) -> Thresholds:
     return thresholds_from(given)
 
 
-def _controllers(named: Any, *, where: str) -> tuple[Controller, ...]:
+def _controllers(named: Any, limits: Thresholds, *, where: str) -> tuple[Controller, ...]:
+    """Those named; an option that is not given, and is a threshold of the diagnosis, comes from ``limits``."""
     if named is None:
         return ()
     if isinstance(named, list | tuple):
@@ -150,5 +152,6 @@ def _controllers(named: Any, *, where: str) -> tuple[Controller, ...]:
             raise ValueError(f"{where} must name some of {known}, but got {name!r}.{near(str(name), known)}")
         if not isinstance(options, Mapping | None):
             raise ValueError(f"{where}.{name} must be a mapping of options or null, but got {options!r}.")
-        made.append(parse_tagged({"type": name, **(options or {})}, CONTROLLERS, where=f"{where}.{name}"))
+        known = limits_of(CONTROLLERS[name], limits)
+        made.append(parse_tagged({"type": name, **known, **(options or {})}, CONTROLLERS, where=f"{where}.{name}"))
     return tuple(made)

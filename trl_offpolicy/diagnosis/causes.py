@@ -72,6 +72,28 @@ CAUSES: dict[str, Cause] = {
         "fix the system instead: less lag, more syncs, the precision.",
         "offpolicy: verl/decoupled_token_icepop\n",
     ),
+    "rejection_limit": Cause(
+        "rejection at its limit",
+        "D",
+        "Rejection alone does up to a token chi-square of 2 and a tenth of the data dropped; this is more.",
+        "chi2_token between 2 and 4, or keep/dropped_* between 0.1 and 0.25; keep/<term>/* says which term drops. A "
+        "term that drops on purpose (negative advantages only, old versions) is no fault.",
+        "Token weights with a cap beside the rejection. Then a band of the width that was measured (trl-offpolicy "
+        "probe), less lag, the precision.",
+        "offpolicy: paper/geometric-mask   # the mask at 0.99 to 1.01 and token weights up to 2\n",
+    ),
+    "correction_limit": Cause(
+        "beyond correction",
+        "D",
+        "No correction will work: weights are noise, and rejection throws away more than it saves.",
+        "chi2_token above 4, more than a quarter dropped (keep/dropped_*), or ESS below 0.3 under rejection. If "
+        "mismatch/* is clean and staleness/* or total/* is large, the system is late; else engine and trainer differ. "
+        "Much dropped at a small chi2_token is a band narrower than the mismatch: see what trl-offpolicy probe "
+        "measures.",
+        "Fix the system, not the loss: fewer optimizer steps a generation and shorter queues where it is late; else "
+        "the same precision, sampling settings and routing on both sides. Correct what is left.",
+        "offpolicy: measure   # while you look for the cause\nnum_iterations: 1\n",
+    ),
     "clip_saturation": Cause(
         "saturated clip",
         "E",

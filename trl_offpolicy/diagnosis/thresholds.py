@@ -1,8 +1,8 @@
-"""Every number that a verdict depends on, in one place, with where it comes from."""
+"""Every number that a verdict or a controller depends on, in one place, with where it comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class Thresholds:
     chi2_systems: float = _number(4.0, "token chi-square above which no correction works", ESCALATION)
     ess_healthy: float = _number(0.5, "effective sample size below which weights blow up", TREE)
     ess_broken: float = _number(0.3, "below it after rejection the system must be fixed", ESCALATION)
-    dropped_high: float = _number(0.1, "share of sequences or tokens rejected", ESCALATION)
+    dropped_high: float = _number(0.1, "share of responses or tokens rejected up to which rejection does", ESCALATION)
     dropped_broken: float = _number(0.25, "share rejected at which the system must be fixed", ESCALATION)
     clip_high: float = _number(0.2, "share of clipped units", TREE)
     clip_rising: float = _number(1.1, "last half of the window over its first half that counts as rising", OURS)
@@ -94,3 +94,32 @@ def thresholds_from(values: Mapping[str, float]) -> Thresholds:
     if unknown:
         raise ValueError(f"thresholds must be among {', '.join(known)}, but got {', '.join(unknown)}.")
     return replace(Thresholds(), **values)
+
+
+def limit(*names: str, to: Callable[[float], Any] = float) -> Any:
+    """A dataclass field whose default is the threshold of that name, or a tuple where there are several.
+
+    Args:
+        names: fields of :class:`Thresholds`.
+        to: what the number becomes.
+    """
+    metadata = {"thresholds": names, "to": to}
+    return field(default=_values(metadata, Thresholds()), metadata=metadata)
+
+
+def limits_of(cls: type, limits: Thresholds) -> dict[str, Any]:
+    """The fields of a dataclass that :func:`limit` made, as these thresholds have them.
+
+    Example:
+        >>> @dataclass
+        ... class Guard:
+        ...     surge: float = limit("length_surge")
+        >>> Guard().surge, limits_of(Guard, thresholds_from({"length_surge": 1.5}))
+        (1.2, {'surge': 1.5})
+    """
+    return {one.name: _values(one.metadata, limits) for one in fields(cls) if "thresholds" in one.metadata}
+
+
+def _values(metadata: Mapping[str, Any], limits: Thresholds) -> Any:
+    found = tuple(metadata["to"](getattr(limits, name)) for name in metadata["thresholds"])
+    return found if len(found) > 1 else found[0]

@@ -17,9 +17,12 @@ Severity = Literal["ok", "notice", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "notice", "warning", "critical")
 Readings = Mapping[str, float]
 """Metric name without ``offpolicy/`` -> value over the window that is judged; finite. Beside the logged ones:
-``rising/<metric>`` (last half over first half of the window) and ``floor/kl_k3`` (times the noise floor);
+``rising/<metric>`` (last half over first half of the window), ``floor/kl_k3`` (times the noise floor),
+``lagged/kl_k3`` (only under version lag) and ``rejecting/ess`` (only where something is dropped);
 ``<metric>_ci95`` is the half-width of the 95 % interval of that value."""
 INTERVAL = "_ci95"
+ESS_UNDER_REJECTION = "weight_applied/ess_sequence"
+"""What ``rejecting/ess`` is, where anything is dropped."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,13 @@ _VARIANCE = (
     _ESS_LOW_SEQUENCE,
     _CHI2_HIGH,
     Symptom("total/chi2_token", ">", "chi2_high", "token chi-square of current/sampling"),
+)
+_BEYOND = (
+    Symptom("mismatch/chi2_token", ">", "chi2_systems", "token chi-square"),
+    Symptom("total/chi2_token", ">", "chi2_systems", "token chi-square of current/sampling"),
+    Symptom("keep/dropped_sequence_fraction", ">", "dropped_broken", "share of responses dropped"),
+    Symptom("keep/dropped_token_fraction", ">", "dropped_broken", "share of tokens dropped"),
+    Symptom("rejecting/ess", "<", "ess_broken", "ESS under rejection"),
 )
 _ENGINE = (
     Symptom(_PEARSON, "<", "pearson_broken", "correlation of the two probabilities"),
@@ -147,7 +157,20 @@ TREE: tuple[Step, ...] = (
         ),
         unless=_VARIANCE,
     ),
-    Step("weight_variance", "critical", _VARIANCE),
+    # escalation: rejection alone, with token weights, then nothing but a fix of the system
+    Step(
+        "rejection_limit",
+        "warning",
+        (
+            Symptom("mismatch/chi2_token", ">", "chi2_reject", "token chi-square"),
+            Symptom("total/chi2_token", ">", "chi2_reject", "token chi-square of current/sampling"),
+            Symptom("keep/dropped_sequence_fraction", ">", "dropped_high", "share of responses dropped"),
+            Symptom("keep/dropped_token_fraction", ">", "dropped_high", "share of tokens dropped"),
+        ),
+        unless=_BEYOND,
+    ),
+    Step("correction_limit", "critical", _BEYOND),
+    Step("weight_variance", "critical", _VARIANCE, unless=_BEYOND),
     Step(
         "weight_variance",
         "notice",

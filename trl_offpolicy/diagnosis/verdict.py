@@ -11,7 +11,15 @@ from trl_offpolicy.diagnosis.causes import CAUSES, Cause
 from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.summary import format_number
 from trl_offpolicy.diagnosis.thresholds import Thresholds
-from trl_offpolicy.diagnosis.tree import INTERVAL, SEVERITIES, TREE, Readings, Severity, Symptom
+from trl_offpolicy.diagnosis.tree import (
+    ESS_UNDER_REJECTION,
+    INTERVAL,
+    SEVERITIES,
+    TREE,
+    Readings,
+    Severity,
+    Symptom,
+)
 
 WINDOW = 20
 """Logged steps that a verdict looks at: the last ones."""
@@ -176,6 +184,9 @@ def _derived(found: Readings, rows: Sequence[dict[str, float]]) -> dict[str, flo
         extra["mismatch/-log_ppl_diff"] = -found["mismatch/log_ppl_diff"]
     if found.get("rollout/version_lag_mean", 0.0) > 0 and "total/kl_k3" in found:
         extra["lagged/kl_k3"] = found["total/kl_k3"]
+    if found.get("keep/dropped_token_fraction", 0.0) > 0:
+        pairs = {"": ESS_UNDER_REJECTION, INTERVAL: f"{ESS_UNDER_REJECTION}{INTERVAL}"}
+        extra |= {f"rejecting/ess{end}": found[key] for end, key in pairs.items() if key in found}
     clip = "offpolicy/loss/clip_region_fraction"
     values = [row[clip] for row in rows if math.isfinite(row.get(clip, math.nan))]
     half = len(values) // 2

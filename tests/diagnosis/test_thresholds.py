@@ -1,0 +1,243 @@
+"""Every documented threshold decides something: on one side of it the answer is another than on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from trl_offpolicy.control import Escalation, LengthGuard, Resync, parse_control
+from trl_offpolicy.control.escalation import Signals
+from trl_offpolicy.control.spec import CONTROLLERS
+from trl_offpolicy.diagnosis.antipatterns import find_antipatterns
+from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
+from trl_offpolicy.diagnosis.tree import ESS_UNDER_REJECTION, TREE
+from trl_offpolicy.diagnosis.verdict import diagnose
+
+HEALTHY = {
+    "mismatch/kl_k3": 0.001,
+    "mismatch/prob_pearson": 0.999,
+    "mismatch/log_ppl_diff": 0.001,
+    "mismatch/prob_diff_max": 0.1,
+    "mismatch/chi2_token": 0.01,
+    "staleness/kl_k3": 0.001,
+    "loss/clip_region_fraction": 0.02,
+}
+STEP = 0.02
+"""How far on either side of a threshold its reading is put, as a share of it."""
+Answer = Callable[[float, Thresholds], Any]
+
+
+class Walk(NamedTuple):
+    """``answer`` to a reading and thresholds; what it must be just below the threshold, and just above."""
+
+    answer: Answer
+    below: Any
+    above: Any
+
+
+def log_of(rows: list[dict[str, float]]) -> MetricsLog:
+    return MetricsLog(
+        tuple(
+            {"step": float(step), **{f"offpolicy/{key}": value for key, value in (HEALTHY | row).items()}}
+            for step, row in enumerate(rows, 1)
+        )
+    )
+
+
+def findings(log: MetricsLog, limits: Thresholds) -> set[str]:
+    return {f"{one.cause} {one.severity}" for one in diagnose(log, limits).findings}
+
+
+def verdict(metric: str, *, sign: float = 1.0, **others: float) -> Answer:
+    """The doctor's findings, one metric (times ``sign``) being the reading; ``__`` in others stands for ``/``."""
+    rest = {name.replace("__", "/"): value for name, value in others.items()}
+    return lambda value, limits: findings(log_of([rest | {metric: sign * value}] * 12), limits)
+
+
+def at_floor(value: float, limits: Thresholds) -> set[str]:
+    return findings(log_of([{"mismatch/kl_k3": 0.06, "noise_floor/kl_k3": 0.06 / value}] * 12), limits)
+
+
+def rising_clip(value: float, limits: Thresholds) -> set[str]:
+    clip = "loss/clip_region_fraction"
+    return findings(log_of([{clip: 0.3}] * 6 + [{clip: 0.3 * value}] * 6), limits)
+
+
+def jump_of_the_length(value: float, steps: int = 300) -> MetricsLog:
+    """Responses are a quarter longer from ``value`` steps before the end on; the five rows of the mean are included."""
+    key = "rollout/response_length_mean"
+    return log_of([{key: 100.0 if step < steps - value + 4 else 125.0} for step in range(1, steps + 1)])
+
+
+def habits(metric: str, **others: float) -> Answer:
+    rest = {name.replace("__", "/"): value for name, value in others.items()}
+    return lambda value, limits: [one.name for one in find_antipatterns(rest | {metric: value}, {}, limits)]
+
+
+def length_trap(value: float, limits: Thresholds) -> list[str]:
+    """Of the shortest quarter a fifth is dropped, of the others ``value`` times that."""
+    lengths, quarter = np.arange(1, 4001), np.arange(1000)
+    dropped = [quarter < 200, *[quarter < round(200 * value)] * 3]
+    rollouts: Any = SimpleNamespace(trainable=lengths, kept=np.where(np.concatenate(dropped), 0, lengths))
+    return [one.name for one in find_antipatterns({}, {}, limits, rollouts)]
+
+
+def controller(name: str, limits: Thresholds) -> Any:
+    spec = parse_control({"controllers": [name], "thresholds": asdict(limits)})
+    assert spec is not None
+    return spec.controllers[0]
+
+
+def level(signal: str, *, at: int = 1) -> Answer:
+    """The level that the escalation asks for."""
+    quiet = Signals(chi2=0.0, pearson=1.0, ess=1.0, dropped=0.0)
+
+    def answer(value: float, limits: Thresholds) -> int:
+        return int(controller("escalation", limits).demand(quiet._replace(**{signal: value}), at, 1.0)[0])
+
+    return answer
+
+
+def resync_is_off(value: float, limits: Thresholds) -> bool:
+    item = controller("resync", limits)
+    state, _ = item.step(item.start(), log_of([{"mismatch/prob_pearson": value}]), 1)
+    return bool(state.off > 0)
+
+
+def guard_acts(log: MetricsLog, limits: Thresholds) -> bool:
+    item = controller("length_guard", limits)
+    return item.step(item.start(), log, log.steps[-1])[1] is not None
+
+
+def guard_at_growth(value: float, limits: Thresholds) -> bool:
+    key = "rollout/response_length_mean"
+    return guard_acts(log_of([{key: 100.0}] * 150 + [{key: 100.0 * value}]), limits)
+
+
+def guard_at_jump(value: float, limits: Thresholds) -> bool:
+    return guard_acts(jump_of_the_length(value + 4), limits)
+
+
+ESS = next(one.metric for step in TREE for one in step.any_of if one.threshold == "ess_healthy")
+CHI2, PEARSON = "mismatch/chi2_token", "mismatch/prob_pearson"
+DROPPED, TOKENS = "keep/dropped_sequence_fraction", "keep/dropped_token_fraction"
+BROKEN, OFF = {"engine_mismatch critical"}, {"engine_mismatch notice"}
+VARIANCE, REJECT, BEYOND = {"weight_variance critical"}, {"rejection_limit warning"}, {"correction_limit critical"}
+SURGE = {"length_surge critical"}
+WALKS: dict[str, tuple[Walk, ...]] = {
+    "pearson_healthy": (Walk(verdict(PEARSON), OFF, set()),),
+    "pearson_broken": (
+        Walk(verdict(PEARSON), BROKEN, OFF),
+        Walk(level("pearson"), 3, 0),
+        Walk(resync_is_off, True, False),
+    ),
+    "kl_healthy": (
+        Walk(verdict("mismatch/kl_k3"), set(), OFF),
+        Walk(verdict("staleness/kl_k3"), set(), {"policy_staleness notice"}),
+    ),
+    "kl_high": (
+        Walk(verdict("mismatch/kl_k3"), OFF, BROKEN),
+        Walk(verdict("staleness/kl_k3"), {"policy_staleness notice"}, {"policy_staleness warning"}),
+    ),
+    "log_ppl_high": tuple(
+        Walk(verdict("mismatch/log_ppl_diff", sign=sign), set(), {"engine_mismatch warning"}) for sign in (1.0, -1.0)
+    ),
+    "prob_diff_high": (
+        Walk(verdict("mismatch/prob_diff_max"), set(), {"engine_mismatch warning"}),
+        Walk(habits("mismatch/prob_diff_max", mismatch__kl_k3=0.01), [], ["largest difference averaged away"]),
+    ),
+    "chi2_moderate": (
+        Walk(verdict(CHI2), set(), {"token_drift warning"}),
+        Walk(verdict("total/chi2_token"), set(), {"token_drift warning"}),
+        Walk(level("chi2"), 0, 1),
+    ),
+    "chi2_high": (Walk(verdict(CHI2), {"token_drift warning"}, VARIANCE),),
+    "chi2_sequence_high": (Walk(verdict("mismatch/chi2_sequence"), set(), {"weight_variance notice"}),),
+    "chi2_reject": (
+        Walk(verdict(CHI2), VARIANCE, VARIANCE | REJECT),
+        Walk(verdict("total/chi2_token"), VARIANCE, VARIANCE | REJECT),
+        Walk(level("chi2"), 1, 2),
+    ),
+    "chi2_systems": (
+        Walk(verdict(CHI2), VARIANCE | REJECT, BEYOND),
+        Walk(verdict("total/chi2_token"), VARIANCE | REJECT, BEYOND),
+        Walk(level("chi2"), 2, 3),
+    ),
+    "ess_healthy": (Walk(verdict(ESS), VARIANCE, set()),),
+    "ess_broken": (
+        Walk(verdict(ESS_UNDER_REJECTION, keep__dropped_token_fraction=0.05), BEYOND, VARIANCE),
+        Walk(level("ess"), 3, 0),
+    ),
+    "dropped_high": (
+        Walk(verdict(DROPPED), set(), REJECT),
+        Walk(verdict(TOKENS), set(), REJECT),
+        Walk(level("dropped"), 0, 2),
+    ),
+    "dropped_broken": (
+        Walk(verdict(DROPPED), REJECT, BEYOND),
+        Walk(verdict(TOKENS), REJECT, BEYOND),
+        Walk(level("dropped"), 2, 3),
+    ),
+    "clip_high": (Walk(verdict("loss/clip_region_fraction"), set(), {"clip_saturation notice"}),),
+    "clip_rising": (Walk(rising_clip, {"clip_saturation notice"}, {"clip_saturation warning"}),),
+    "length_surge": (Walk(verdict("rollout/length_surge"), set(), SURGE), Walk(guard_at_growth, False, True)),
+    "length_window": (
+        Walk(lambda value, limits: findings(jump_of_the_length(value), limits), SURGE, set()),
+        Walk(guard_at_jump, True, False),
+    ),
+    "floor_factor": (Walk(at_floor, set(), BROKEN),),
+    "logp_diff_spike": (
+        Walk(habits("mismatch/logp_diff_max", mismatch__kl_k3=0.01), [], ["largest difference averaged away"]),
+    ),
+    "post_tool_ratio": (
+        Walk(habits("post_tool/kl_k3_ratio", post_tool__kl_k3=0.03), [], ["mismatch after tool calls averaged away"]),
+    ),
+    "length_trap": (Walk(length_trap, [], ["length trap"]),),
+}
+"""Threshold -> what it decides. One that decides nothing has no place among the documented ones."""
+
+
+def test_every_threshold_is_walked() -> None:
+    assert set(WALKS) == {one.name for one in fields(Thresholds)}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_the_answer_changes_at_the_threshold(name: str) -> None:
+    default = Thresholds()
+    limit = getattr(default, name)
+    for answer, below, above in WALKS[name]:
+        assert answer(limit * (1 - STEP), default) == below
+        assert answer(limit * (1 + STEP), default) == above
+        # ... and it is this field that is read: the reading stays, the threshold moves past it
+        assert answer(limit, replace(default, **{name: limit * (1 + STEP)})) == below
+        assert answer(limit, replace(default, **{name: limit * (1 - STEP)})) == above
+
+
+def test_controllers_have_no_numbers_of_their_own() -> None:
+    """Their defaults are the thresholds; what a configuration says of the thresholds holds for them too."""
+    assert Escalation() == Escalation(chi2=(0.3, 2.0, 4.0), dropped=(0.1, 0.25), ess=0.3, pearson=0.95)
+    assert Resync().pearson == 0.95 and (LengthGuard().surge, LengthGuard().window) == (1.2, 100)
+    for cls in CONTROLLERS.values():
+        assert limits_of(cls, Thresholds()) == {
+            one.name: one.default for one in fields(cls) if "thresholds" in one.metadata
+        }
+    moved: Mapping[str, float] = {"chi2_systems": 6.0, "dropped_high": 0.2, "length_window": 50, "length_surge": 1.5}
+    spec = parse_control({"controllers": {"escalation": {"ess": 0.2}, "length_guard": None}, "thresholds": moved})
+    assert spec is not None and spec.thresholds == thresholds_from(moved)
+    assert spec.controllers == (
+        Escalation(chi2=(0.3, 2.0, 6.0), dropped=(0.2, 0.25), ess=0.2),
+        LengthGuard(surge=1.5, window=50),
+    )
+    own = parse_control({"controllers": {"escalation": {"chi2": [1, 2, 3]}}, "thresholds": {"chi2_systems": 6.0}})
+    assert own is not None and own.controllers == (Escalation(chi2=(1, 2, 3)),)  # what is given there wins
+
+
+def test_nothing_is_rejected_no_limit_of_rejection() -> None:
+    """An ESS that low without rejection is variance: rejection has not been tried."""
+    assert verdict(ESS_UNDER_REJECTION)(0.2, Thresholds()) == VARIANCE
