@@ -64,6 +64,9 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument(
         "--with", dest="others", metavar="PACKAGE", action="append", default=[], help="ask rldoctor or rlprobe as well"
     )
+    parser.add_argument(
+        "--loss", metavar="NAME", help="policy loss of another framework's run, in its words: some metrics need it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--fail-on", choices=("notice", "warning", "critical"), help=f"exit with {FOUND} from this severity on"
@@ -80,7 +83,8 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
             return 0
         if args.window < 1:
             raise ValueError(f"--window must be at least 1, but got {args.window}.")
-        seen = examine(args.run_dir, _thresholds(args.threshold), window=args.window, others=args.others)
+        thresholds = _thresholds(args.threshold)
+        seen = examine(args.run_dir, thresholds, window=args.window, others=args.others, loss=args.loss)
         if args.json:
             print(json.dumps(seen.as_dict(), indent=2))
         else:

@@ -37,6 +37,7 @@ class Examination:
         opinions: of other packages.
         attribution: likely cause of an engine mismatch, from the recorded tokens; None where there is no mismatch or
             no token was recorded.
+        remarks: on other frameworks' metric names that are not quite this kit's.
     """
 
     metrics: Path
@@ -46,12 +47,14 @@ class Examination:
     lengths: LengthShares | None
     opinions: tuple[Opinion, ...]
     attribution: Attribution | None
+    remarks: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "metrics": str(self.metrics),
             "frameworks": list(self.frameworks),
+            "remarks": list(self.remarks),
             **self.diagnosis.as_dict(),
             "antipatterns": [asdict(one) for one in self.antipatterns],
             "dropped_by_length": None if self.lengths is None else asdict(self.lengths),
@@ -66,6 +69,7 @@ def examine(
     *,
     window: int = WINDOW,
     others: Sequence[str] = (),
+    loss: str | None = None,
 ) -> Examination:
     """Read a run and judge it.
 
@@ -75,17 +79,18 @@ def examine(
         thresholds: None takes the defaults.
         window: the last logged steps that count.
         others: packages to ask as well, of :data:`~.other_doctors.OTHER_DOCTORS`.
+        loss: policy loss of another framework's run (:data:`~.names.LOSSES`), on which some of its metrics depend.
 
     Raises:
         FileNotFoundError: no metrics there.
-        ValueError: no training row, or an unknown name in ``others``.
+        ValueError: no training row, or an unknown name in ``others`` or ``loss``.
         ModuleNotFoundError: a package in ``others`` is not installed.
     """
     unknown = [name for name in others if name not in OTHER_DOCTORS]
     if unknown:
         raise ValueError(f"others must be among {', '.join(OTHER_DOCTORS)}, but got {', '.join(unknown)}.")
     path = metrics_file(run_dir)
-    log, rollouts = read_metrics(path), read_rollouts(path.parent)
+    log, rollouts = read_metrics(path, loss), read_rollouts(path.parent)
     info = read_run_info(path.parent)
     opinions = tuple(OTHER_DOCTORS[name](path) for name in others)
     return judge(log, rollouts, info, thresholds or Thresholds(), path=path, window=window, opinions=opinions)
@@ -111,6 +116,7 @@ def judge(
         lengths=None if rollouts is None else length_shares(rollouts),
         opinions=opinions,
         attribution=_attribution(found, rollouts, info),
+        remarks=log.remarks,
     )
 
 
@@ -146,6 +152,8 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
         out.print(f"[bold]{opinion.package}[/]: {escape(opinion.headline)}")
         for severity, title, advice in opinion.findings:
             _print_fields(out, {severity: title, "advice": advice})
+    for remark in seen.remarks:
+        out.print(f"[dim]{escape(remark)}[/]")
     if found.unknown:
         out.print(f"Not judged, because nothing was logged for it: {escape(', '.join(found.unknown))}.")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from trl_offpolicy.diagnosis.names import frameworks, translate
+from trl_offpolicy.diagnosis.names import frameworks, remarks, translate
 
 METRICS_FILE = "metrics.jsonl"
 STATE_FILE = "trainer_state.json"
@@ -41,12 +41,14 @@ class MetricsLog:
         skipped_lines: lines that held no JSON object with an integer ``step``.
         repeated_rows: rows whose step came again later (a resumed run); the later row counts.
         frameworks: whose metric names were logged.
+        remarks: on other frameworks' names that are not quite ours (:func:`~.names.remarks`).
     """
 
     rows: tuple[dict[str, float], ...]
     skipped_lines: int = 0
     repeated_rows: int = 0
     frameworks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -74,7 +76,7 @@ class MetricsLog:
         return "total" if "total" in groups and "mismatch" not in groups else "mismatch"
 
 
-def read_metrics(run_dir: str | Path) -> MetricsLog:
+def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
     """Read the training rows of a run.
 
     Evaluation keys (``eval_*``) and the end-of-run keys (``train_*``) are left out. A line that is no JSON
@@ -84,10 +86,12 @@ def read_metrics(run_dir: str | Path) -> MetricsLog:
     Args:
         run_dir: a folder with ``metrics.jsonl`` (else the newest ``trainer_state.json`` below it, else its only
             ``*.jsonl``), or such a file.
+        loss: the policy loss of another framework's run, in its words (:data:`~.names.LOSSES`): some of its names mean
+            another thing under another loss. None = unknown.
 
     Raises:
         FileNotFoundError: the folder or its ``metrics.jsonl`` is missing.
-        ValueError: the file holds no training row.
+        ValueError: the file holds no training row, or no framework has such a loss.
     """
     path = metrics_file(run_dir)
     rows: dict[int, dict[str, float]] = {}
@@ -102,11 +106,13 @@ def read_metrics(run_dir: str | Path) -> MetricsLog:
     _warn_about_lines(path, skipped)
     if not rows:
         raise ValueError(f"{path} must hold at least one training row, but got 0.")
+    keys = {key for row in rows.values() for key in row}
     return MetricsLog(
-        rows=tuple(translate(rows[step]) for step in sorted(rows)),
+        rows=tuple(translate(rows[step], loss) for step in sorted(rows)),
         skipped_lines=len(skipped),
         repeated_rows=repeated,
-        frameworks=frameworks(key for row in rows.values() for key in row),
+        frameworks=frameworks(keys),
+        remarks=remarks(keys, loss),
     )
 
 
