@@ -93,7 +93,10 @@ ADVANTAGES_IN_WORDS: dict[str, tuple[str, str]] = {  # YAML name: (formula, bias
     "rloo": ("r - mean of the others", "none"),
     "opo": ("r - mean weighted by length", "order 1 / n"),
     "gdpo": ("each reward function by its own spread, then the batch's", "as grpo, by function"),
-    "reinforce_plus_plus_baseline": ("r - mean, then / std over the batch's tokens", "little: one scale for all"),
+    "reinforce_plus_plus_baseline": (
+        "r - mean, then (A - mean) / std of the batch's tokens",
+        "little: one scale for all",
+    ),
     "optimal_token_baseline": ("by token: return - energy-weighted mean of those that reach it", "order 1 / n"),
     "opob": ("r - mean weighted by w^2 times the gradient's energy", "order 1 / n"),
 }

@@ -353,6 +353,47 @@ def test_more_reward_means_more_advantage(name):
     assert ESTIMATORS[name](replace(x, rewards=best))[0].abs().max() > 0
 
 
+ALONE = {name: (False, False) for name in ESTIMATORS} | {
+    "grpo batch": (True, True),
+    "gdpo": (False, True),
+    "reinforce++": (False, True),
+}
+"""Estimator -> whether a group of one moves the others by its reward, and by being there."""
+
+
+@every_estimator
+def test_what_a_group_of_one_gets_and_whom_it_moves(name):
+    """Three responses to one prompt, of unequal length, and a response that is alone."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+
+    def advantages(reward, rows=4):
+        return ESTIMATORS[name](
+            A.AdvantageInputs(
+                rewards=torch.tensor([1.0, 0.0, 0.5, reward])[:rows],
+                group_ids=torch.tensor([0, 0, 0, 1])[:rows],
+                mask=mask[:rows],
+                per_token_logps=torch.full((rows, 4), -1.0),
+                sum_sq_probs=torch.full((rows, 4), 0.4),
+                weights=torch.ones(rows, 4),
+            )
+        )
+
+    out, richer, without = advantages(3.0), advantages(30.0), advantages(0.0, rows=3)
+    by_reward, by_presence = ALONE[name]
+
+    # what it gets
+    if name == "otb, return":
+        assert out[3].tolist() == [3.0, 3.0, 3.0, 0.0] and richer[3].tolist() == [30.0, 30.0, 30.0, 0.0]
+    elif name == "reinforce++":  # its 0 among 0.5 x 4 tokens, -0.5 x 1 and 0 x 5: mean 0.15, n - 1 variance 0.1139
+        assert out[3].item() == richer[3].item() == close(-0.15 / math.sqrt(1.025 / 9), abs=1e-4)
+    else:
+        assert out[3].abs().max().item() == close(0.0, abs=1e-6)
+        assert richer[3].abs().max().item() == close(0.0, abs=1e-6)
+    # whom it moves
+    assert ((richer[:3] - out[:3]).abs().max().item() > 1e-2) is by_reward
+    assert ((without - out[:3]).abs().max().item() > 1e-2) is by_presence
+
+
 @every_estimator
 def test_single_groups_and_empty_rows(name):
     """A group of one has nothing to compare; a row without tokens says nothing about others' tokens."""
@@ -362,8 +403,8 @@ def test_single_groups_and_empty_rows(name):
     out = ESTIMATORS[name](replace(x, mask=mask))
 
     assert out.isfinite().all()
-    if name not in ("gdpo", "reinforce++", "otb, return"):  # the first two subtract the batch's mean afterwards
-        assert out[8].abs().sum().item() == 0.0
+    if name not in ("reinforce++", "otb, return"):  # the first subtracts the batch's mean afterwards
+        assert out[8].abs().sum().item() == close(0.0, abs=1e-6)
     if out.dim() == 2:
         assert out[0].abs().sum().item() == 0.0
 
@@ -371,7 +412,9 @@ def test_single_groups_and_empty_rows(name):
 @every_estimator
 def test_nothing_carries_gradient_and_nothing_is_changed(name):
     x = inputs()
-    x = replace(x, per_token_logps=x.per_token_logps.requires_grad_(), sum_sq_probs=x.sum_sq_probs.requires_grad_())
+    by_token = None if name == "gdpo" else torch.ones_like(x.per_token_logps).requires_grad_()
+    names = ("rewards", "per_token_logps", "sum_sq_probs", "weights")
+    x = replace(x, **{field: getattr(x, field).requires_grad_() for field in names}, token_rewards=by_token)
     before = {k: v.detach().clone() for k, v in vars(x).items() if v is not None}
 
     assert not ESTIMATORS[name](x).requires_grad

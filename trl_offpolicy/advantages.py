@@ -2,8 +2,16 @@
 
 They read whole prompt groups, hence before a trainer shuffles and splits the batch, and all ranks call them together.
 Each names what it ``requires`` of :class:`AdvantageInputs`. A response that is not ``counted`` (rejected, or without a
-reward) gets 0 and does not move the others; so does a group of one. Which of them are unbiased is said of on-policy
-samples.
+reward) gets 0 and does not move the others. A group of one has nothing to compare: its reward minus its own mean is 0
+(verl compares with 0 instead and leaves it its whole reward). That stays 0 and moves nobody, with these exceptions:
+
+- ``GRPO(scale="batch")``: it gets 0; its reward counts in the batch's standard deviation;
+- ``GDPO``: it gets 0, up to rounding; as a 0 it counts in the batch's standard deviation;
+- ``REINFORCEPlusPlusBaseline``: its 0 is normalised with the batch: it gets - mean / std, which is 0 only where the
+  mean over the batch's tokens is, and it counts in both;
+- ``OptimalTokenBaseline(alone="return")``: it gets its return.
+
+Which of them are unbiased is said of on-policy samples.
 """
 
 from __future__ import annotations
@@ -51,7 +59,7 @@ class GRPO:
     """(r - mean) / (std + 1e-4) of the group; biased towards prompts of small spread.
 
     Args:
-        scale: standard deviation of the "group" or of the whole "batch", or "none".
+        scale: standard deviation of the "group" or of the whole "batch" (groups of one count in it, too), or "none".
 
     Reference: Shao et al. 2024 (arXiv:2402.03300). See :func:`~trl_offpolicy.functional.advantages.group_advantages`.
 
@@ -120,7 +128,10 @@ class OPO:
 
 @dataclass(frozen=True, kw_only=True)
 class GDPO:
-    """Each reward function by its own spread, biased; see ``functional.advantages_groups.normalised_by_function``."""
+    """Each reward function by its own spread, then the batch's; biased. A group of one gets 0, up to rounding.
+
+    See ``functional.advantages_groups.normalised_by_function``.
+    """
 
     requires: ClassVar[tuple[str, ...]] = ()
     by_token: ClassVar[bool] = False
@@ -137,9 +148,11 @@ class GDPO:
 
 @dataclass(frozen=True, kw_only=True)
 class REINFORCEPlusPlusBaseline:
-    """r - mean of the group, then normalised over the batch's tokens; a scale of one for all prompts, biased little.
+    """r - mean of the group, then normalised over the batch's tokens: one scale for all prompts, biased little.
 
-    See :func:`~trl_offpolicy.functional.advantages_groups.whitened_by_token`.
+    A group of one enters as 0 and leaves as - mean / std of the batch's tokens, as the paper's formula has it: 0 only
+    where the mean is, e.g. with responses of equal length. See
+    :func:`~trl_offpolicy.functional.advantages_groups.whitened_by_token`.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("mask",)
@@ -202,7 +215,7 @@ class OPOB:
     w^2 (1 - 2 pi + sum pi^2), which needs the forward only and takes tokens' scores as uncorrelated (and reads mask,
     log-probs and sums of squares). See :func:`~trl_offpolicy.functional.advantages_groups.weighted_baseline`.
 
-    Reference: Huang et al. 2026 (arXiv:2602.17616); source 002.
+    Reference: Huang et al. 2026 (arXiv:2602.17616).
     """
 
     requires: ClassVar[tuple[str, ...]] = (*_ENERGY, "weights")

@@ -152,6 +152,6 @@ def _controllers(named: Any, limits: Thresholds, *, where: str) -> tuple[Control
             raise ValueError(f"{where} must name some of {known}, but got {name!r}.{near(str(name), known)}")
         if not isinstance(options, Mapping | None):
             raise ValueError(f"{where}.{name} must be a mapping of options or null, but got {options!r}.")
-        known = limits_of(CONTROLLERS[name], limits)
-        made.append(parse_tagged({"type": name, **known, **(options or {})}, CONTROLLERS, where=f"{where}.{name}"))
+        shared = limits_of(CONTROLLERS[name], limits)
+        made.append(parse_tagged({"type": name, **shared, **(options or {})}, CONTROLLERS, where=f"{where}.{name}"))
     return tuple(made)

@@ -15,6 +15,7 @@ STD_EPSILON = 1e-4
 """What TRL adds to a standard deviation before it divides."""
 
 
+@torch.no_grad()
 def group_advantages(
     rewards: Tensor, group_ids: Tensor, counted: Tensor, *, scale_rewards: ScaleRewards = "group"
 ) -> Tensor:
@@ -30,9 +31,10 @@ def group_advantages(
         scale_rewards: divide by the standard deviation (n - 1) of the "group", of the whole "batch", or not.
 
     Returns:
-        (B,) float32; 0 for responses that are not counted and for groups of one.
+        (B,) float32, no gradient; 0 for responses that are not counted and for groups of one. With "batch" a group of
+        one still counts in the standard deviation, by its reward.
 
-    Reference: Shao et al. 2024, GRPO (arXiv:2402.03300), Eq. 3; TRL ``scale_rewards``.
+    Reference: Shao et al. 2024, GRPO (arXiv:2402.03300), Section 4.1.2; TRL ``scale_rewards``.
 
     Example:
         >>> rewards, ids = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 0])

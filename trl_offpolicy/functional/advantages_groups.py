@@ -1,8 +1,9 @@
 """Advantages by response, from rewards (B,) and prompt groups that may be spread over ranks.
 
-Every function takes ``counted`` (B,) bool: responses that belong to the baseline; the others get 0, as do groups of
-one, which have nothing to compare (verl leaves those their whole reward). A NaN reward is not counted. Nothing carries
-gradient. Each rank makes the same calls and has the same number of rows.
+The baselines take ``counted`` (B,) bool: responses that belong to the baseline; the others get 0, as do groups of
+one, which have nothing to compare (verl leaves those their whole reward). What is normalised over the batch says what
+becomes of a group of one there. A NaN reward is not counted. Nothing carries gradient. Each rank makes the same calls
+and has the same number of rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from trl_offpolicy.functional.groups import group_members
 _VARIANCE_EPSILON = 1e-8  # as verl and OpenRLHF add to the variance
 
 
+@torch.no_grad()
 def leave_one_out(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
     """RLOO: the reward minus the mean of the *other* responses, n / (n - 1) (r - mean).
 
@@ -42,6 +44,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor
     return centred * count / (count - 1).clamp(min=1)
 
 
+@torch.no_grad()
 def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, importance: Tensor) -> Tensor:
     """Reward minus sum_i e_i r_i / sum_i e_i over the group: the baseline of least variance for energies e.
 
@@ -76,6 +79,7 @@ def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, impor
     return torch.where(here & (count > 1), values - baseline, 0.0).float()
 
 
+@torch.no_grad()
 def normalised_by_function(
     rewards: Tensor, group_ids: Tensor, counted: Tensor, weights: Tensor | None = None
 ) -> Tensor:
@@ -91,7 +95,8 @@ def normalised_by_function(
         weights: (K,) float; None = ones.
 
     Returns:
-        (B,) float32; 0 for a response without any reward.
+        (B,) float32; 0 for a response without any reward. Every group adds up to 0, so that the batch's mean is 0 up to
+        rounding and a group of one gets 0; as a 0 it counts in the batch's standard deviation.
 
     Reference: Liu et al. 2026, GDPO (arXiv:2601.05242); TRL's ``normalize_then_sum``. verl's batch normalisation counts
     each response once for every token.
@@ -109,6 +114,7 @@ def normalised_by_function(
     return torch.where(here, (total - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
 
 
+@torch.no_grad()
 def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
     """(A - mean) / sqrt(var + 1e-8) over the batch, each response counted once for every token.
 
@@ -117,7 +123,7 @@ def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
         lengths: (B,) trainable tokens; 0 = the response does not count.
 
     Returns:
-        (B,) float32; 0 where the length is 0.
+        (B,) float32; 0 where the length is 0. An advantage of 0 (a group of one) becomes - mean / std.
 
     Reference: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262), as verl and OpenRLHF compute it.
 

@@ -93,8 +93,8 @@ def optimal_token_baseline(
         (B, T) float32, 0 outside ``mask``. Where all W are 0 the plain mean takes over.
 
     Reference: Li et al. 2026 (arXiv:2602.07078) and verl's ``optimal_token_baseline``, ``tir_optimal_token_baseline``.
-    Source 002 scales W_t by the squared weight of t; here, as in verl's code, each token's energy is scaled by its own
-    before the sum (the same for weights that are constant over a response).
+    Liu 2026 ("Off-Policy Drift in LLM RL") scales W_t by the squared weight of t; here, as in verl's code, each token's
+    energy is scaled by its own before the sum (the same for weights that are constant over a response).
 
     Example:
         >>> optimal_token_baseline(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
