@@ -94,6 +94,20 @@ def test_gmpo_clips_one_side_of_each_token(a, loss, gradient):
     close(log_ratios.grad, row(*gradient))
 
 
+def test_gmpo_clips_each_token_by_its_own_advantage():
+    log_ratios = row(0.6, -0.6, 0.6, -0.3, 0.9).requires_grad_()
+    advantages = row(2.0, 1.0, -1.0, -1.0, 0.0)  # mean 0.2
+
+    terms = policy_losses.gmpo(log_ratios, advantages, torch.ones(1, 5).bool(), low=0.2, high=0.4)
+    terms.loss.sum().backward()
+
+    s = math.exp((0.4 - 0.6 + 0.6 - 0.2 + 0.0) / 5)
+    assert terms.loss.item() == pytest.approx(-0.2 * s)
+    close(log_ratios.grad, row(0.0, 1.0, 1.0, 0.0, 0.0) * (-0.2 * s / 5))
+    assert terms.clipped_high.tolist() == [[True, False, False, False, False]]
+    assert terms.clipped_low.tolist() == [[False, False, False, True, False]]
+
+
 def test_gmpo_takes_the_geometric_mean_of_the_weights():
     plain, weighted, zero = (
         policy_losses.gmpo(row(0.0, 0.0), row(2.0), ONES, low=0.2, high=0.4, weights=weights).loss.item()

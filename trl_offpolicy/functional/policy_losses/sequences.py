@@ -47,12 +47,13 @@ def gmpo(
 ) -> LossTerms:
     """GMPO: -A exp(mean_t c_t), c_t the log-ratio clipped to [-low, high] where the move is the advantage's own.
 
-    c_t = min(l, high) where A > 0, max(l, -low) where A < 0. What carries gradient: log r of the tokens that are not
-    clipped, all with the response's weight. Biased, as every geometric mean.
+    c_t = min(l, high) where A_t > 0, max(l, -low) where A_t < 0, 0 where A_t = 0. What carries gradient: log r of the
+    tokens that are not clipped, all with the response's weight. Biased, as every geometric mean.
 
     Args:
         log_ratios: (B, T) log(pi / pi_old), carries gradient.
-        advantages: no gradient; (B, T) is averaged over the response, since the ratio is the response's.
+        advantages: no gradient. The paper has one for each response, (B, 1). (B, T): each token is clipped by its own
+            sign, and A is their mean over the response, since the ratio is the response's (as in verl).
         mask: (B, T) bool.
         low: nats below 0, not a distance from the ratio 1.
         high: nats above 0.
@@ -64,9 +65,11 @@ def gmpo(
     Reference: Zhao et al. 2025, GMPO (arXiv:2507.20673), Eq. 4; verl's ``geo_mean``.
     """
     advantage = aggregate(advantages.expand_as(log_ratios), mask, "sequence_mean")
-    clipped_high = mask & (advantage > 0) & (log_ratios.detach() > high)
-    clipped_low = mask & (advantage < 0) & (log_ratios.detach() < -low)
+    clipped_high = mask & (advantages > 0) & (log_ratios.detach() > high)
+    clipped_low = mask & (advantages < 0) & (log_ratios.detach() < -low)
     clipped = torch.where(clipped_high, high, torch.where(clipped_low, -low, log_ratios))
+    if advantages.shape[-1] > 1:  # with one advantage for the response, 0 makes the whole loss 0
+        clipped = torch.where(advantages == 0, 0.0, clipped)
     loss = -advantage * ratio_of(aggregate(clipped, mask, "sequence_mean"))
     if weights is not None:
         logs = weights.log().clamp(min=GMPO_WEIGHT_FLOOR).expand_as(log_ratios)
