@@ -30,6 +30,17 @@ def evaluate(ratios, staleness=None, **options):
     return out, torch.autograd.grad(out.loss, batch.per_token_logps)[0]
 
 
+def test_a_cap_on_the_estimate():
+    out, slope = evaluate([[2.0, 8.0]], coef=0.1, estimator="k3", max_value=2.0)  # k3 = 1 - log 2 and 7 - log 8
+
+    assert out.loss.item() == pytest.approx(0.1 * (1 - L + 2.0) / 2, abs=1e-6)
+    assert slope.tolist()[0] == pytest.approx([-0.1 / 2, 0.0], abs=1e-6)
+    weighted, _ = evaluate([[8.0]], [[1.5]], coef=0.1, ratio_weighted=True, max_value=2.0)
+    assert weighted.loss.item() == pytest.approx(0.1 * 1.5 * 2.0, abs=1e-6)
+    with pytest.raises(ValueError, match=r"^max_value must be positive and finite, but got 0"):
+        op.KLPenalty(coef=0.1, max_value=0)
+
+
 def test_the_penalty_is_one_class_wherever_it_is_imported_from():
     assert op.KLPenalty is objectives.KLPenalty is kl_module.KLPenalty
 

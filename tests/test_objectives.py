@@ -117,6 +117,19 @@ def test_an_empty_row_counts_where_nothing_is_dropped(denominator):
     assert loss == pytest.approx(-0.5, abs=1e-6)
 
 
+def test_a_length_of_its_own_goes_before_that_of_the_reduction():
+    batch = policy_batch([[1.0, 1.0], [1.0, None]])
+    options = {"aggregation": "seq_mean_token_sum_norm", "max_length": 8}
+
+    assert loss_of(batch, Reduction(max_length=2), **options) == pytest.approx(-3 / 2 / 8, abs=1e-6)
+    with pytest.raises(ValueError, match=r"^max_length must be None unless aggregation is 'seq_mean_token_sum_norm'"):
+        Objective(max_length=8)
+    with pytest.raises(ValueError, match=r"^max_length must be positive and finite, but got 0"):
+        Objective(aggregation="seq_mean_token_sum_norm", max_length=0)
+    with pytest.raises(ValueError, match=r"^entropy_aggregation must be one of"):
+        Objective(entropy_aggregation="mean")
+
+
 def test_advantages_by_token():
     batch = policy_batch(TWO_ROWS, advantages=torch.tensor([[1.0, -2.0, 4.0], [3.0, NAN, NAN]]))
 
@@ -383,6 +396,34 @@ def test_entropy_bonus_is_not_divided_by_the_tokens_of_the_step():
     batch = policy_batch([[1.0, 1.0]], entropies=torch.ones(1, 2))
 
     assert loss_of(batch, Reduction(tokens=8), entropy_coef=0.5) == pytest.approx(-2 / 8 - 0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "reduction", "bonus"),
+    [  # entropies 1 2 / 4, the token of 4 dropped
+        ("token_mean", Reduction(), {"all": 7 / 3, "kept": 3 / 3}),
+        ("token_mean", Reduction(tokens=12, world_size=2), {"all": 7 / 6, "kept": 3 / 6}),
+        ("token_sum", Reduction(accumulation=3), {"all": 7.0, "kept": 3.0}),
+        ("seq_mean_token_sum", Reduction(sequences=4), {"all": 7 / 4, "kept": 3 / 4}),
+        ("seq_mean_token_mean", Reduction(accumulation=2), {"all": 5.5 / 4, "kept": 1.5 / 4}),
+    ],
+)
+def test_entropy_bonus_reduced_as_the_loss(aggregation, reduction, bonus):
+    keep = Correction(keep=(RatioBand(level="token", low=None, high=2.0),))
+    entropies = torch.tensor([[1.0, 2.0], [4.0, torch.nan]], requires_grad=True)
+    batch = policy_batch(
+        [[1.0, 1.0], [3.0, None]], entropies=entropies, advantages=torch.zeros(2)
+    )
+    for kl_on, expected in bonus.items():
+        objective = Objective(
+            correction=keep, entropy_coef=0.1, entropy_aggregation="loss", aggregation=aggregation, kl_on=kl_on
+        )
+        out = objective(batch, reduction)
+        assert out.loss.item() == pytest.approx(-0.1 * expected, abs=1e-6)
+        (slope,) = torch.autograd.grad(out.loss, entropies)
+        assert slope.isfinite().all()
+        assert (slope[1, 0] != 0) == (kl_on == "all")
+        assert out.per_token_loss.abs().max().item() == 0.0
 
 
 def test_entropy_bonus_needs_entropies():

@@ -34,7 +34,6 @@ _OBJECTIVE_SOURCE = {
     "entropy_coef": ("entropy_coef",),
 }
 _ADVANTAGE_SOURCE = {"advantages": ("scale_rewards", "multi_objective_aggregation")}
-_PRESET_OBJECTIVE = ("policy_loss", "aggregation", "kl_on", "kl_weighted", "denominator", "mode", "proximal")
 
 
 @dataclass
@@ -202,7 +201,7 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
     spec = args.offpolicy if args.offpolicy is not None else ("paper/tis" if args.use_vllm else "measure")
     spec = {"preset": spec} if isinstance(spec, str) else dict(spec)
     chosen = presets.from_mapping(spec, where="offpolicy")
-    objective = _with_preset(args, base.objective, chosen.objective)
+    objective = _with_preset(args, base.objective, chosen)
     overrides = spec.get("objective") or {}
     _refuse_double(args, overrides, where="offpolicy.objective.")
     objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
@@ -220,12 +219,9 @@ def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: dict[str, Any])
     return estimator
 
 
-def _with_preset(args: OffPolicyGRPOConfig, objective: Objective, chosen: Objective) -> Objective:
+def _with_preset(args: OffPolicyGRPOConfig, objective: Objective, chosen: Preset) -> Objective:
     """What the preset itself says about the loss; where it says nothing, TRL's fields stand."""
-    default = Objective()
-    said = {
-        name: getattr(chosen, name) for name in _PRESET_OBJECTIVE if getattr(chosen, name) != getattr(default, name)
-    }
+    said = dict(chosen.objective_changes)
     _refuse_double(args, said, where="the preset's ")
     return replace(objective, **said)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from trl_offpolicy.checks import check_bool, check_choice, check_number, check_positive
+from trl_offpolicy.checks import check_bool, check_choice, check_number, check_positive, check_positive_or_none
 from trl_offpolicy.functional.kl import (
     KL_ESTIMATORS,
     KLEstimator,
@@ -74,12 +74,15 @@ class KLPenalty:
             DeepSeek-V3.2's Eq. 7 and TRL's ``use_bias_correction_kl``. k2, k1+ and k3+ with the ratio detached.
         ratio_clip: eps of min(r k, clip(r, 1 - eps, 1 + eps) k), for several epochs on a batch; None = no clip. See
             :func:`~trl_offpolicy.functional.kl.ratio_weighted_kl`.
+        max_value: cap on the estimate of a token, nats, where its gradient ends (but for k1+ and k3+); None = no cap.
+            verl: 10 on k3.
     """
 
     coef: float | KLController
     estimator: KLEstimator = "k3"
     ratio_weighted: bool = False
     ratio_clip: float | None = None
+    max_value: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.coef, KLController):
@@ -90,6 +93,7 @@ class KLPenalty:
                 )
         check_choice("estimator", self.estimator, KL_ESTIMATORS)
         check_bool(ratio_weighted=self.ratio_weighted)
+        check_positive_or_none(max_value=self.max_value)
         if self.ratio_clip is not None:
             check_positive(ratio_clip=self.ratio_clip)
             if not self.ratio_weighted:
@@ -108,8 +112,10 @@ class KLPenalty:
             policy_log_ratios: (B, T) or (B, 1) log(pi / pi_old), with gradient; read if ``ratio_weighted``.
         """
         if not self.ratio_weighted:
-            return kl_estimate(log_ratios, self.estimator)
-        return ratio_weighted_kl(log_ratios, policy_log_ratios, self.estimator, ratio_clip=self.ratio_clip)
+            return kl_estimate(log_ratios, self.estimator, max_value=self.max_value)
+        return ratio_weighted_kl(
+            log_ratios, policy_log_ratios, self.estimator, ratio_clip=self.ratio_clip, max_value=self.max_value
+        )
 
     def updated(self, kl: float, samples: int) -> KLPenalty:
         """With the coefficient of the next step: itself unless ``coef`` is an :class:`AdaptiveKL`."""

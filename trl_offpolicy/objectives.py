@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trl_offpolicy.checks import check_bool, check_choice, check_number
+from trl_offpolicy.checks import check_bool, check_choice, check_number, check_whole
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
 from trl_offpolicy.gradient_stats import gradient_stats
@@ -39,10 +39,12 @@ from trl_offpolicy.types import (
 
 KLOn = Literal["all", "kept"]
 Denominator = Literal["all", "kept"]
+EntropyAggregation = Literal["token_mean", "loss"]
 Mode = Literal["decoupled", "bypass"]
 _CHOICES = {
     "kl_on": get_args(KLOn),
     "denominator": get_args(Denominator),
+    "entropy_aggregation": get_args(EntropyAggregation),
     "mode": get_args(Mode),
     "aggregation": AGGREGATIONS,
 }
@@ -58,8 +60,12 @@ class Objective:
         kl: penalty against ``ref_per_token_logps``, or None.
         kl_on: "all": rejected tokens keep their KL term (TRL); "kept": it goes with them (verl).
         kl_weighted: multiply the KL term by the importance weights.
-        entropy_coef: entropy bonus, mean over the tokens of the policy term; a negative one is a penalty.
+        entropy_coef: entropy bonus; a negative one is a penalty.
+        entropy_aggregation: "token_mean": its mean over the tokens of the policy term (TRL). "loss": reduced as the
+            loss is, over the tokens that have a KL term (``kl_on``; verl).
         aggregation: see :func:`~trl_offpolicy.functional.aggregation.aggregate_loss`.
+        max_length: L of ``aggregation="seq_mean_token_sum_norm"``; None = that of the ``Reduction`` (the trainers give
+            the longest completion that they allow), else T of the batch.
         denominator: "all": dropped tokens stay in every denominator; "kept": they leave it, and so does a response
             that was dropped whole.
         mode: "decoupled": three policies, the loss's ratio is pi / pi_old (or pi / proximal) and weights hold
@@ -87,7 +93,9 @@ class Objective:
     kl_on: KLOn = "all"
     kl_weighted: bool = False
     entropy_coef: float = 0.0
+    entropy_aggregation: EntropyAggregation = "token_mean"
     aggregation: Aggregation = "token_mean"
+    max_length: int | None = None
     denominator: Denominator = "all"
     mode: Mode = "decoupled"
     proximal: Proximal = field(default_factory=RecomputedProximal)
@@ -103,6 +111,13 @@ class Objective:
             raise TypeError(f"correction must be a Correction or None, but got {self.correction!r}.")
         if not hasattr(self.policy_loss, "weight_use") or isinstance(self.policy_loss, type):
             raise TypeError(f"policy_loss must be a loss of trl_offpolicy.losses, but got {self.policy_loss!r}.")
+        if self.max_length is not None:
+            check_whole("max_length", self.max_length, least=1)
+            if self.aggregation != "seq_mean_token_sum_norm":
+                raise ValueError(
+                    "max_length must be None unless aggregation is 'seq_mean_token_sum_norm', "
+                    f"but got {self.max_length} with {self.aggregation!r}."
+                )
         if self.kl is not None and self.kl_on == "all" and self.denominator == "kept":
             raise ValueError(
                 "kl_on must be 'kept' with denominator='kept' (dropped tokens leave the sum and the denominator, their "
@@ -196,9 +211,9 @@ class Objective:
         beta = 0.0 if self.kl is None else self.kl.beta
         per_token = policy if kl is None else policy + beta * self._masked_kl(kl, corrected)
         loss = self._reduce(per_token, batch.mask, corrected.keep_mask, reduction)
-        bonus = self._entropy_bonus(batch)
+        bonus = self._entropy_bonus(batch, corrected.keep_mask, reduction)
         if bonus is not None:
-            loss = loss - self.entropy_coef * bonus / reduction.accumulation
+            loss = loss - self.entropy_coef * bonus
         parts = LossParts(terms, policy, kl, beta, corrected.keep_mask)
         return ObjectiveOutput(
             loss=loss,
@@ -288,14 +303,18 @@ class Objective:
             self.aggregation,
             tokens=share if by_token else None,
             sequences=sequences,
-            max_length=reduction.max_length,
+            max_length=reduction.max_length if self.max_length is None else self.max_length,
         )
         return loss if total is not None else loss / reduction.accumulation
 
-    def _entropy_bonus(self, batch: PolicyBatch) -> Tensor | None:
-        """Mean entropy over the tokens of the policy term; carries gradient."""
+    def _entropy_bonus(self, batch: PolicyBatch, keep_mask: Tensor, reduction: Reduction) -> Tensor | None:
+        """The entropy of this micro-batch, reduced; carries gradient."""
         if self.entropy_coef == 0.0:
             return None
         if batch.entropies is None:
             raise ValueError(f"entropies must be given when entropy_coef is {self.entropy_coef}, but got None.")
-        return aggregate_loss(batch.entropies.float(), policy_mask(batch), "token_mean")
+        entropies = batch.entropies.float()
+        if self.entropy_aggregation == "token_mean":
+            return aggregate_loss(entropies, policy_mask(batch), "token_mean") / reduction.accumulation
+        counted = keep_mask if self.kl_on == "kept" else batch.mask
+        return self._reduce(torch.where(counted, entropies, 0.0), batch.mask, keep_mask, reduction)

@@ -24,17 +24,33 @@ L = math.log(2)
 # ----------------------------------------------------------------------------------------------- value, gradient
 
 
-@pytest.mark.parametrize(
-    ("estimator", "value", "gradient"),
-    [  # pi / ref = 2 and 1/2: x = L and -L
-        ("k1", (L, -L), (1.0, 1.0)),
-        ("abs", (L, L), (1.0, -1.0)),
-        ("k2", (L**2 / 2, L**2 / 2), (L, -L)),
-        ("k3", (0.5 - 1 + L, 2 - 1 - L), (0.5, -1.0)),
-        ("k1+", (L, -L), (L, -L)),
-        ("k3+", (0.5 - 1 + L, 2 - 1 - L), (L, -L)),
-    ],
-)
+VALUES = [  # pi / ref = 2 and 1/2: x = L and -L
+    ("k1", (L, -L), (1.0, 1.0)),
+    ("abs", (L, L), (1.0, -1.0)),
+    ("k2", (L**2 / 2, L**2 / 2), (L, -L)),
+    ("k3", (0.5 - 1 + L, 2 - 1 - L), (0.5, -1.0)),
+    ("k1+", (L, -L), (L, -L)),
+    ("k3+", (0.5 - 1 + L, 2 - 1 - L), (L, -L)),
+]
+
+
+@pytest.mark.parametrize(("estimator", "value", "gradient"), VALUES)
+def test_a_cap_ends_value_and_gradient(estimator, value, gradient):
+    x = torch.tensor([[L, -L, 0.0]], requires_grad=True)
+    cap, through = 0.25, estimator.endswith("+")
+
+    estimate = kl_estimate(x, estimator, max_value=cap)
+    (slope,) = torch.autograd.grad(estimate.sum(), x)
+
+    capped = [each > cap for each in value]
+    assert estimate.tolist()[0][:2] == pytest.approx([min(each, cap) for each in value], abs=1e-6)
+    free = [g if through or not over else 0.0 for g, over in zip(gradient, capped, strict=True)]
+    assert slope.tolist()[0][:2] == pytest.approx(free, abs=1e-6)
+    doubled = ratio_weighted_kl(x.detach(), torch.full((1, 3), math.log(2)), estimator, max_value=cap)
+    assert doubled.tolist()[0][:2] == pytest.approx([2 * min(each, cap) for each in value], abs=1e-6)
+
+
+@pytest.mark.parametrize(("estimator", "value", "gradient"), VALUES)
 def test_value_and_gradient(estimator, value, gradient):
     x = torch.tensor([[L, -L, 0.0]], requires_grad=True)
 

@@ -112,8 +112,15 @@ def test_baseline():
 def test_kl_and_entropy():
     found = rows(preset(), preset(kl=op.KLPenalty(coef=0.1), kl_weighted=True, entropy_coef=0.01))
 
-    assert found["KL term"] == ("none", "coef=0.1, estimator=k3, ratio_weighted=False, ratio_clip=None, weighted=True")
+    settings = "coef=0.1, estimator=k3, ratio_weighted=False, ratio_clip=None, max_value=None"
+    assert found["KL term"] == ("none", f"{settings}, weighted=True")
     assert found["entropy bonus"] == ("0", "0.01")
+    found = rows(
+        preset(aggregation="seq_mean_token_sum_norm"),
+        preset(aggregation="seq_mean_token_sum_norm", max_length=64, entropy_aggregation="loss"),
+    )
+    assert found["entropy bonus"] == ("0", "0, reduced as the loss")
+    assert found["aggregation"] == ("seq_mean_token_sum_norm", "seq_mean_token_sum_norm, L = 64")
     assert rows(preset(), preset(source_clamp=10.0))["log clamp"][1] == "+-20 nats (source: +-10 nats)"
 
 

@@ -35,7 +35,7 @@ def reference_log_ratio(logps: Tensor, reference: Tensor, mask: Tensor) -> Tenso
     return torch.where(usable, logps.float(), 0.0) - torch.where(usable, reference, 0.0)
 
 
-def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value: float | None = None) -> Tensor:
     """KL(pi || ref) per token, nats, for tokens sampled from pi.
 
     With x = log(pi / ref):
@@ -59,35 +59,44 @@ def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3") -> Tensor:
         log_ratios: (B, T) float32, log(pi / ref); carries gradient.
         estimator: one of the names above. The exponential of k3 is clamped to +20 nats, where its gradient ends; k1,
             abs and k2 are not clamped.
+        max_value: cap on the estimate, nats; a capped token has no gradient, except under k1+ and k3+, whose gradient
+            is that of k2 everywhere. None = no cap.
 
     Returns:
         Shape of ``log_ratios``, with the gradient said above; 0 where the log-ratio is 0.
 
-    Reference: Schulman 2020, "Approximating KL divergence"; the straight-through forms as in verl's ``kl_penalty``,
-    which also clamps the value of k3 to 10 nats.
+    Reference: Schulman 2020, "Approximating KL divergence"; the straight-through forms and the cap (10 on k3) as in
+    verl's ``kl_penalty``.
 
     Example:
         >>> kl_estimate(torch.tensor([0.0, 1.0]), "k2"), kl_estimate(torch.tensor([0.0, 1.0]), "k3")
         (tensor([0.0000, 0.5000]), tensor([0.0000, 0.3679]))
     """
-    if estimator == "k1":
-        return log_ratios
-    if estimator == "abs":
-        return log_ratios.abs()
-    if estimator == "k2":
-        return log_ratios.square() / 2
-    if estimator == "k3":
-        reverse = (-log_ratios).clamp(max=LOG_RATIO_CLAMP)
-        return reverse.exp() - reverse - 1
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"estimator must be one of {list(KL_ESTIMATORS)}, but got {estimator!r}.")
-    value = kl_estimate(log_ratios.detach(), "k1" if estimator == "k1+" else "k3")
-    gradient = log_ratios.square() / 2
-    return value + (gradient - gradient.detach())
+    if estimator in ("k1+", "k3+"):
+        value = kl_estimate(log_ratios.detach(), "k1" if estimator == "k1+" else "k3", max_value=max_value)
+        gradient = log_ratios.square() / 2
+        return value + (gradient - gradient.detach())
+    if estimator == "k1":
+        value = log_ratios
+    elif estimator == "abs":
+        value = log_ratios.abs()
+    elif estimator == "k2":
+        value = log_ratios.square() / 2
+    else:
+        reverse = (-log_ratios).clamp(max=LOG_RATIO_CLAMP)
+        value = reverse.exp() - reverse - 1
+    return value if max_value is None else value.clamp(max=max_value)
 
 
 def ratio_weighted_kl(
-    log_ratios: Tensor, policy_log_ratios: Tensor, estimator: KLEstimator = "k3", *, ratio_clip: float | None = None
+    log_ratios: Tensor,
+    policy_log_ratios: Tensor,
+    estimator: KLEstimator = "k3",
+    *,
+    ratio_clip: float | None = None,
+    max_value: float | None = None,
 ) -> Tensor:
     """KL(pi || ref) per token from tokens of another policy: the estimate times r = pi / pi_old.
 
@@ -101,6 +110,7 @@ def ratio_weighted_kl(
         policy_log_ratios: (B, T) or (B, 1) float32, log(pi / pi_old); carries gradient; clamped to +-20 nats.
         estimator: see :func:`kl_estimate`.
         ratio_clip: eps, or None.
+        max_value: cap on the estimate before the ratio multiplies it, see :func:`kl_estimate`.
 
     Returns:
         (B, T).
@@ -115,7 +125,7 @@ def ratio_weighted_kl(
         >>> ratio_weighted_kl(x, r, "k2"), ratio_weighted_kl(x, r, "k2", ratio_clip=0.2)
         (tensor([1.5000]), tensor([0.6000]))
     """
-    estimate = kl_estimate(log_ratios, estimator)
+    estimate = kl_estimate(log_ratios, estimator, max_value=max_value)
     if estimator in K2_GRADIENT:
         policy_log_ratios = policy_log_ratios.detach()
     ratio = policy_log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()

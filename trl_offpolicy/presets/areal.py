@@ -10,19 +10,12 @@ import torch
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level, aggregate
+from trl_offpolicy.presets import bounds
 from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.terms import (
-    DivergenceBand,
-    KeepTerm,
-    RatioBand,
-    RawWeight,
-    TermInputs,
-    TruncateWeight,
-    Violations,
-    Weight,
-)
-from trl_offpolicy.types import Ratio, Scope, check_number
+from trl_offpolicy.terms import KeepTerm, RawWeight, TermInputs, Violations, Weight
+from trl_offpolicy.terms.keep import reach
+from trl_offpolicy.types import Ratio, Scope
 
 CHOICES = {
     "level": ("token", "sequence"),
@@ -94,8 +87,9 @@ def from_areal(**rejection_sampling: object) -> Preset:
     **Bugs reproduced:** "kl_k3" is exp(-l) - 1 + l, the estimator of the other direction (its documentation says
     r - log r - 1): :class:`ReversedK3Band`. "kl_k1" has the opposite sign of Schulman's k1.
 
-    Said aloud here: without any ``rejection_sampling`` option the decoupled loss applies no weight at all, and without
-    ``use_decoupled_loss`` the options do nothing and the loss's ratio is pi / mu.
+    Said aloud here: a bound that nothing reaches (1e9) is left open; without any ``rejection_sampling`` option the
+    decoupled loss applies no weight at all, and without ``use_decoupled_loss`` the options do nothing and the loss's
+    ratio is pi / mu.
 
     Raises:
         UnknownOptionError: an option that AReaL does not have.
@@ -125,7 +119,7 @@ def from_areal(**rejection_sampling: object) -> Preset:
 def _check(options: ARealOptions, given: list[str]) -> None:
     for name, allowed in CHOICES.items():
         check_choice(name, getattr(options, name), allowed)
-    check_number("upper", options.upper)
+    bounds.check_bound("upper", options.upper)
     if options.metric == "ratio" and options.upper <= 1:
         raise ValueError(f"upper must be above 1 for metric 'ratio', but got {options.upper}.")
     if options.action == "clamp" and options.metric != "ratio":
@@ -147,27 +141,40 @@ def _weight(options: ARealOptions) -> Weight:
             "action 'clamp' with agg 'max' and lower is not expressible here: AReaL raises the geometric mean to lower "
             "only in responses whose largest ratio is out of bounds. Use agg 'mean', or lower=None."
         )
-    return TruncateWeight(level=level, max_weight=options.upper, min_weight=options.lower)
+    return bounds.truncate(level, bounds.lower("lower", options.lower), bounds.upper("upper", options.upper))
 
 
 def _keep(options: ARealOptions) -> tuple[KeepTerm, ...]:
     if options.action == "clamp":
         return ()
-    level, low, high = options.decision, options.lower, options.upper
+    level, low = options.decision, options.lower
     if options.metric == "ratio":
-        return (RatioBand(level=level, low=low, high=high),)
+        return bounds.ratio_band(level, bounds.lower("lower", low), bounds.upper("upper", options.upper))
     if options.metric == "kl_k1":
-        return (_log_ratio_band(level, low, high),)
+        least, largest = reach("k1", level)
+        return _log_ratio_band(level, bounds.lower("lower", low, least), bounds.upper("upper", options.upper, largest))
     if low is not None and low <= 0:
-        tell(f"lower={low} has no effect on {options.metric}, which is never negative, in AReaL as here.", stacklevel=5)
+        tell(f"lower={low} has no effect on {options.metric}, which is never negative, in AReaL as here.")
         low = None
+    # the same limit for both directions of k3
+    high = bounds.upper("upper", options.upper, reach("k2" if options.metric == "kl_k2" else "k3", level)[1])
+    if low is None and high == math.inf:
+        return ()
     if options.metric == "kl_k2":
-        return (DivergenceBand(statistic="k2", level=level, low=low, high=high),)
+        return bounds.divergence_band("k2", level, low, high)
     return (ReversedK3Band(level=level, low=low, high=high),)
 
 
-def _log_ratio_band(level: Level, low: float | None, high: float) -> KeepTerm:
+def _log_ratio_band(level: Level, low: bounds.Bound, high: bounds.Bound) -> tuple[KeepTerm, ...]:
     """Log rho in [low, high]. k1 = -log rho; it has no maximum over tokens, log rho has that of rho."""
     if level == "sequence_max":
-        return RatioBand(level=level, low=None if low is None else math.exp(low), high=math.exp(high))
-    return DivergenceBand(statistic="k1", level=level, low=-high, high=None if low is None else -low)
+        return bounds.ratio_band(level, _exp(low), _exp(high))
+    return bounds.divergence_band("k1", level, _negative(high), _negative(low))
+
+
+def _exp(bound: bounds.Bound) -> bounds.Bound:
+    return bound if bound in (None, -math.inf) else math.exp(bound)  # type: ignore[arg-type]
+
+
+def _negative(bound: bounds.Bound) -> bounds.Bound:
+    return None if bound is None else -bound

@@ -92,16 +92,17 @@ def _correction_rows(correction: Correction) -> dict[str, str]:
 def _objective_rows(objective: Objective) -> dict[str, str]:
     loss = objective.policy_loss
     bypass = objective.mode == "bypass"
-    kl = objective.kl
+    kl, length = objective.kl, objective.max_length
+    as_loss = objective.entropy_aggregation == "loss"
     return {
         "mode": "bypass (two policies, pi / mu)" if bypass else "decoupled (three policies, pi / pi_old)",
         "policy loss": _named(loss),
         "centre of the clip": _named(objective.proximal),
-        "aggregation": objective.aggregation,
+        "aggregation": objective.aggregation + ("" if length is None else f", L = {length}"),
         "denominator": "dropped tokens stay" if objective.denominator == "all" else "dropped tokens leave",
         "KL of dropped tokens": "stays" if objective.kl_on == "all" else "goes with them",
         "KL term": "none" if kl is None else f"{settings_text(kl)}, weighted={objective.kl_weighted}",
-        "entropy bonus": number(objective.entropy_coef),
+        "entropy bonus": number(objective.entropy_coef) + (", reduced as the loss" if as_loss else ""),
         "scope": objective.scope,
     }
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.losses import PPOClip
+from trl_offpolicy.presets import bounds
 from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.terms import BandWeight, RatioBand, RawWeight, TruncateWeight
-from trl_offpolicy.types import check_number
+from trl_offpolicy.terms import RawWeight
 
 TYPES = ("tis", "icepop", "seq-mask-tis")
 _CITATION = "OpenRLHF, openrlhf/models/loss.py"
@@ -39,7 +39,8 @@ def from_openrlhf(**options: object) -> Preset:
     On the command line: ``--algo.advantage.is_correction_enable``, ``_type``, ``_threshold``. Bounds are inclusive;
     dropped tokens stay in the denominator and keep their KL term. OpenRLHF does not clamp log-ratios.
 
-    Said aloud here, silent in OpenRLHF: type and threshold without enable_vllm_is_correction or with "gspo".
+    Said aloud here, silent in OpenRLHF: a bound that no ratio reaches (1e9), which is left open; type and threshold
+    without enable_vllm_is_correction or with "gspo".
 
     Raises:
         UnknownOptionError: an option that OpenRLHF does not have.
@@ -72,14 +73,14 @@ def from_openrlhf(**options: object) -> Preset:
 def _check(options: OpenRLHFOptions) -> tuple[float, float]:
     check_choice("vllm_is_correction_type", options.vllm_is_correction_type, TYPES)
     check_choice("policy_loss_type", options.policy_loss_type, ("ppo", "gspo"))
-    bounds = options.vllm_is_truncated_threshold
-    if isinstance(bounds, str) or not isinstance(bounds, Sequence) or len(bounds) != 2:
-        raise ValueError(f"vllm_is_truncated_threshold must be [low, high], but got {bounds!r}.")
-    for value in bounds:
-        check_number("vllm_is_truncated_threshold", value)
+    both = options.vllm_is_truncated_threshold
+    if isinstance(both, str) or not isinstance(both, Sequence) or len(both) != 2:
+        raise ValueError(f"vllm_is_truncated_threshold must be [low, high], but got {both!r}.")
+    for value in both:
+        bounds.check_bound("vllm_is_truncated_threshold", value)
     read = (
         ("vllm_is_correction_type",)
-        if tuple(bounds) == (0.5, 5.0)
+        if tuple(both) == (0.5, 5.0)
         else (
             "vllm_is_correction_type",
             "vllm_is_truncated_threshold",
@@ -90,12 +91,14 @@ def _check(options: OpenRLHFOptions) -> tuple[float, float]:
     elif options.policy_loss_type == "gspo":
         warn_no_effect(options, read, "with policy_loss_type='gspo'", framework="OpenRLHF")
         tell("enable_vllm_is_correction applies no weight with policy_loss_type='gspo': the ratio becomes pi / mu.")
-    return bounds[0], bounds[1]
+    return both[0], both[1]
 
 
 def _correction(kind: str, low: float, high: float) -> Correction:
+    floor = bounds.lower("vllm_is_truncated_threshold[0]", low)
+    cap = bounds.upper("vllm_is_truncated_threshold[1]", high)
     if kind == "tis":
-        return Correction(weight=TruncateWeight(max_weight=high, min_weight=low))
+        return Correction(weight=bounds.truncate("token", floor, cap))
     if kind == "icepop":
-        return Correction(weight=BandWeight(low=low, high=high))
-    return Correction(weight=RawWeight(), keep=(RatioBand(level="sequence_mean", low=low, high=high),))
+        return Correction(weight=bounds.band("token", floor, cap))
+    return Correction(weight=RawWeight(), keep=bounds.ratio_band("sequence_mean", floor, cap))

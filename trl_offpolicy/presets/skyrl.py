@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level
+from trl_offpolicy.presets import bounds
 from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.terms import KeepTerm, OutlierVeto, RatioBand, TruncateWeight, Weight
+from trl_offpolicy.terms import KeepTerm, Weight
 
 LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence"}
 METRICS: dict[str, Level] = {"geometric": "sequence_mean", "product": "sequence"}
@@ -48,9 +49,9 @@ def from_skyrl(**off_policy_correction: object) -> Preset:
     it cannot change, or drops it. Bounds are inclusive; dropped tokens stay in the denominator (SkyRL scales the
     advantages by the original mask); the KL term keeps them too.
 
-    Said aloud here, silent in SkyRL: one side of the token mask alone switches it off (a warning), missing log-probs
-    of the sampler switch everything off (an error). Not reproduced: NaN log-probs, which three of SkyRL's four masks
-    keep; they are neutral here.
+    Said aloud here, silent in SkyRL: a bound that no ratio reaches (1e9), which is left open; one side of the token
+    mask alone, which switches it off; missing log-probs of the sampler, which switch everything off there (an error
+    here). Not reproduced: NaN log-probs, which three of SkyRL's four masks keep; they are neutral here.
 
     Raises:
         UnknownOptionError: an option that SkyRL does not have.
@@ -92,19 +93,24 @@ def _check(options: SkyRLOptions) -> None:
 def _weight(options: SkyRLOptions) -> Weight | None:
     if options.tis_ratio_type is None:
         return None
-    cap = getattr(options, _CAPS[options.tis_ratio_type])
-    return TruncateWeight(level=LEVELS[options.tis_ratio_type], max_weight=cap)
+    name = _CAPS[options.tis_ratio_type]
+    return bounds.truncate(LEVELS[options.tis_ratio_type], None, bounds.upper(name, getattr(options, name)))
 
 
 def _keep(options: SkyRLOptions) -> tuple[KeepTerm, ...]:
     keep: list[KeepTerm] = []
-    low, high = options.outlier_token_is_threshold_low, options.outlier_token_is_threshold_high
+    low, high = _bounds(options, "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
     if low is not None or high is not None:
-        keep.append(OutlierVeto(low=low, high=high))
+        keep.extend(bounds.veto(low, high))
     low, high = options.token_mask_is_threshold_low, options.token_mask_is_threshold_high
     if low is not None and high is not None:
-        keep.append(RatioBand(level="token", low=low, high=high))
+        low, high = _bounds(options, "token_mask_is_threshold_low", "token_mask_is_threshold_high")
+        keep.extend(bounds.ratio_band("token", low, high))
     if options.sequence_mask_metric is not None:
-        low, high = (getattr(options, name) for name in _BANDS[options.sequence_mask_metric])
-        keep.append(RatioBand(level=METRICS[options.sequence_mask_metric], low=low, high=high))
+        low, high = _bounds(options, *_BANDS[options.sequence_mask_metric])
+        keep.extend(bounds.ratio_band(METRICS[options.sequence_mask_metric], low, high))
     return tuple(keep)
+
+
+def _bounds(options: SkyRLOptions, low: str, high: str) -> tuple[bounds.Bound, bounds.Bound]:
+    return bounds.lower(low, getattr(options, low)), bounds.upper(high, getattr(options, high))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level
+from trl_offpolicy.presets import bounds
 from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.terms import KeepTerm, OutlierVeto, RatioBand, RawWeight, TruncateWeight, Weight
-from trl_offpolicy.types import check_number
+from trl_offpolicy.terms import KeepTerm, RawWeight, Weight
 
 LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
 MODES = ("truncate", "clip", "mask")
@@ -62,7 +62,8 @@ def from_slime(**mis_options: object) -> Preset:
     Loss: slime's default, the mean over responses of their token mean, with the original token count as denominator;
     the KL term of dropped tokens goes with them.
 
-    Said aloud here, silent in slime: without use_tis nothing is rejected either, whatever use_rs says (a warning).
+    Said aloud here, silent in slime: a bound that no ratio reaches (1e9) is left open; without use_tis nothing is
+    rejected either, whatever use_rs says (a warning).
     Not reproduced: sequences without a trainable token, which slime counts as weight 0 in a sequence-level
     tis_batch_normalize, are left out of that mean.
 
@@ -98,7 +99,7 @@ def _check(options: SlimeOptions) -> None:
     check_choice("tis_level", options.tis_level, LEVELS)
     check_choice("rs_level", options.rs_level, LEVELS)
     check_choice("tis_mode", options.tis_mode, MODES)
-    check_number("tis_upper_bound", options.tis_upper_bound)
+    bounds.check_bound("tis_upper_bound", options.tis_upper_bound)
     if options.tis_upper_bound <= 0:
         raise ValueError(f"tis_upper_bound must be positive, but got {options.tis_upper_bound}.")
     if not options.use_tis:
@@ -116,8 +117,8 @@ def _weight(options: SlimeOptions) -> Weight:
     level, (low, high) = LEVELS[options.tis_level], options.tis_bounds
     if options.tis_mode == "mask":
         return RawWeight(level=level)
-    floor = low if options.tis_mode == "clip" else None
-    return TruncateWeight(level=level, max_weight=high, min_weight=floor)
+    floor = bounds.lower("tis_lower_bound", low) if options.tis_mode == "clip" else None
+    return bounds.truncate(level, floor, bounds.upper("tis_upper_bound", high))
 
 
 def _keep(options: SlimeOptions) -> tuple[KeepTerm, ...]:
@@ -129,7 +130,10 @@ def _keep(options: SlimeOptions) -> tuple[KeepTerm, ...]:
         level, (low, high) = LEVELS[options.rs_level], options.rs_bounds
         known_low, known_high = bands.get(level, (low, high))
         bands[level] = max(low, known_low), min(high, known_high)
-    keep: list[KeepTerm] = [RatioBand(level=level, low=low, high=high) for level, (low, high) in bands.items()]
+    keep: list[KeepTerm] = []
+    for level, (low, high) in bands.items():
+        where = f"at {level} level, the lower bound", f"at {level} level, the upper bound"
+        keep.extend(bounds.ratio_band(level, bounds.lower(where[0], low), bounds.upper(where[1], high)))
     if options.use_rs and options.rs_veto_threshold is not None:
-        keep.append(OutlierVeto(low=options.rs_veto_threshold, high=None))
+        keep.extend(bounds.veto(bounds.lower("rs_veto_threshold", options.rs_veto_threshold), None))
     return tuple(keep)

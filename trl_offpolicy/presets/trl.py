@@ -8,9 +8,10 @@ from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.kl import KLPenalty
 from trl_offpolicy.losses import CISPO, SAPO, VESPO, PolicyLoss, PPOClip, RatioLevel
+from trl_offpolicy.presets import bounds
 from trl_offpolicy.presets.options import read_options
 from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.terms import BandWeight, KeepTerm, OffPolicySequenceMask, TruncateWeight, Weight
+from trl_offpolicy.terms import KeepTerm, OffPolicySequenceMask, Weight
 from trl_offpolicy.types import Ratio
 
 AGGREGATION: dict[str, Aggregation] = {
@@ -60,7 +61,8 @@ def from_trl(**grpo_options: object) -> Preset:
     Semantics kept: the IS weight multiplies the policy term before the KL term is added; masked tokens stay in every
     denominator; non-finite sampling log-probs are neutral; VESPO takes the weight inside its kernel.
 
-    TRL does not clamp log-ratios; here they are clamped to +-20 nats.
+    TRL does not clamp log-ratios; here they are clamped to +-20 nats, and a bound that no ratio reaches then (1e9) is
+    left open with a warning.
 
     Raises:
         UnknownOptionError: an option TRL does not have (a TypeError and a ValueError).
@@ -105,11 +107,13 @@ def _weight(options: TRLOptions) -> Weight:
             "vllm_importance_sampling_mode must be token_truncate, token_mask, sequence_truncate or sequence_mask, "
             f"but got {options.vllm_importance_sampling_mode!r}."
         )
+    floor = bounds.lower("vllm_importance_sampling_clip_min", low)
+    cap = bounds.upper("vllm_importance_sampling_clip_max", high)
     if kind == "mask":
-        return BandWeight(level=level, low=low, high=high)  # type: ignore[arg-type]
+        return bounds.band(level, floor, cap)  # type: ignore[arg-type]
     if high is None:
         raise ValueError("vllm_importance_sampling_clip_max must be given in a truncate mode, but got None.")
-    return TruncateWeight(level=level, max_weight=high, min_weight=low)  # type: ignore[arg-type]
+    return bounds.truncate(level, floor, cap)  # type: ignore[arg-type]
 
 
 def _policy_loss(options: TRLOptions) -> PolicyLoss:

@@ -10,11 +10,13 @@ from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.masks import Statistic
 from trl_offpolicy.losses import GPG
+from trl_offpolicy.presets import bounds
 from trl_offpolicy.presets.options import UnknownOptionError, check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.parsing import near
 from trl_offpolicy.presets.preset import Preset, make_preset
 from trl_offpolicy.presets.verl_losses import VerlLossOptions, aggregation, check_loss_options, policy_loss
-from trl_offpolicy.terms import BandWeight, DivergenceBand, KeepTerm, TruncateWeight, Weight
+from trl_offpolicy.terms import KeepTerm, Weight
+from trl_offpolicy.terms.keep import reach
 from trl_offpolicy.types import Ratio
 
 REJECTION_MODES: dict[str, tuple[Statistic, Level]] = {
@@ -32,7 +34,7 @@ REJECTION_MODES: dict[str, tuple[Statistic, Level]] = {
 }
 LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence"}
 LOSSES = ("ppo_clip", "reinforce")
-_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +176,10 @@ def _weight(options: VerlOptions) -> Weight | None:
     low, high = _is_bounds(options.rollout_is_threshold)
     if options.bypass_mode and not options.reinforce:
         return None
-    level = LEVELS[options.rollout_is]
+    level, where = LEVELS[options.rollout_is], "rollout_is_threshold"
     if low is None:
-        return TruncateWeight(level=level, max_weight=high, ratio=options.ratio)
-    return BandWeight(level=level, low=low, high=high, ratio=options.ratio)
+        return bounds.truncate(level, None, bounds.upper(where, high), options.ratio)
+    return bounds.band(level, bounds.lower(where, low), bounds.upper(where, high), options.ratio)
 
 
 def _keep(options: VerlOptions) -> tuple[KeepTerm, ...]:
@@ -187,22 +189,27 @@ def _keep(options: VerlOptions) -> tuple[KeepTerm, ...]:
     for mode in modes:
         check_choice("rollout_rs", mode, REJECTION_MODES)
     thresholds = _thresholds(options.rollout_rs_threshold, modes)
-    return tuple(_term(mode, spec, options.ratio) for mode, spec in zip(modes, thresholds, strict=True))
+    terms = [_term(mode, spec, options.ratio) for mode, spec in zip(modes, thresholds, strict=True)]
+    return tuple(term for found in terms for term in found)
 
 
-def _term(mode: str, spec: str, ratio: Ratio) -> DivergenceBand:
+def _term(mode: str, spec: str, ratio: Ratio) -> tuple[KeepTerm, ...]:
     statistic, level = REJECTION_MODES[mode]
     where = f"rollout_rs_threshold of {mode}"
+    least, largest = reach(statistic, level)
     if statistic != "k1":
         if "_" in spec:
             raise ValueError(f"{where} must be one upper bound, but got {spec!r}.")
-        return DivergenceBand(statistic=statistic, level=level, high=_positive(where, spec), ratio=ratio)
+        high = bounds.upper(where, _positive(where, spec), largest)
+        return bounds.divergence_band(statistic, level, None, high, ratio)
     low, high = _bounds(where, spec)
     low = 1 / high if low is None else low
     if low > high:
         raise ValueError(f"{where} must be 'low_high' with low <= high, or a number >= 1, but got {spec!r}.")
     # -log rho against the logs of bounds on rho: verl's sign
-    return DivergenceBand(statistic="k1", level=level, low=math.log(low), high=math.log(high), ratio=ratio)
+    low, high = (math.log(bound) for bound in (low, high))
+    floor, cap = bounds.lower(f"log {where}", low, least), bounds.upper(f"log {where}", high, largest)
+    return bounds.divergence_band("k1", level, floor, cap, ratio)
 
 
 def _thresholds(given: float | str | None, modes: list[str]) -> list[str]:
@@ -236,7 +243,7 @@ def _bounds(where: str, spec: str) -> tuple[float | None, float]:
 
 def _positive(where: str, text: str) -> float:
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    if not 0 < value < math.inf:
+    if not value > 0:
         raise ValueError(f"{where} must hold positive numbers, but got {text!r}.")
     return value
 

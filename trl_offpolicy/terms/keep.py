@@ -39,6 +39,15 @@ STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
 differences do not add up over tokens, and no statistic but the ratio accumulates along a prefix."""
 
 
+def reach(statistic: Statistic, level: Level) -> tuple[float, float]:
+    """Least and largest value of a statistic of log-ratios that are clamped to +-20; a sum over tokens has no limit."""
+    c = LOG_RATIO_CLAMP
+    largest = {"k1": c, "k2": c * c / 2, "k3": math.expm1(c) - c, "abs": c, "binary_kl": c}
+    largest |= {"prob_diff": 1.0, "binary_tv": 1.0}
+    most = math.inf if level in ("sequence", "turn") else largest[statistic]
+    return (-most if statistic in ("k1", "prob_diff") else 0.0), most
+
+
 @dataclass(frozen=True, kw_only=True)
 class RatioBand:
     """Keep what has its ratio at ``level`` inside [low, high] (inclusive). Both must be said; None = open.
@@ -98,11 +107,8 @@ class DivergenceBand:
 
     def _check_reach(self) -> None:
         """Bounds inside what the statistic can reach, from log-ratios clamped to +-20."""
-        c = LOG_RATIO_CLAMP
-        largest = {"k1": c, "k2": c * c / 2, "k3": math.expm1(c) - c, "abs": c, "binary_kl": c}
-        largest |= {"prob_diff": 1.0, "binary_tv": 1.0}
-        signed = self.statistic in ("k1", "prob_diff")
-        least = -largest[self.statistic] if signed else 0.0
+        least, largest = reach(self.statistic, self.level)
+        signed = least < 0
         if not signed and self.high is not None and self.high <= 0:
             raise ValueError(
                 f"high must be positive for {self.statistic}, which is never negative, but got {self.high}."
@@ -111,12 +117,9 @@ class DivergenceBand:
             raise ValueError(
                 f"low must be positive or None for {self.statistic}, which is never negative, but got {self.low}."
             )
-        if self.level in ("sequence", "turn"):
-            return  # a sum has no such limit
-        if self.high is not None and self.high >= largest[self.statistic]:
+        if self.high is not None and self.high >= largest:
             raise ValueError(
-                f"high must be below {largest[self.statistic]:.4g} for {self.statistic} to ever fire, "
-                f"but got {self.high}."
+                f"high must be below {largest:.4g} for {self.statistic} to ever fire, but got {self.high}."
             )
         if signed and self.low is not None and self.low <= least:
             raise ValueError(f"low must be above {least} for {self.statistic} to ever fire, but got {self.low}.")
