@@ -48,6 +48,38 @@ def test_mapping_overrides_the_preset(config: Any) -> None:
     )
 
 
+def test_a_whole_configuration_of_verl_reaches_the_objective(config: Any) -> None:
+    options = {
+        "actor_rollout_ref": {
+            "actor": {
+                "optim": {"lr": 1e-6},
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.05,
+                "kl_loss_type": "mse",
+                "entropy_coeff": 0.01,
+                "loss_agg_mode": "seq-mean-token-sum-norm",
+                "loss_scale_factor": 512,
+                "policy_loss": {"loss_mode": "cispo"},
+            }
+        },
+        "algorithm": {"adv_estimator": "rloo", "rollout_correction": {"rollout_is": "token"}},
+    }
+    with pytest.warns(UserWarning, match=r"^Not about the loss, and not used here: optim "):
+        made = config(use_vllm=True, offpolicy={"framework": "verl", "options": options})
+    with pytest.warns(UserWarning):
+        preset = made.preset
+
+    objective = preset.objective
+    assert objective.kl == op.KLPenalty(coef=0.05, estimator="k2")
+    assert made.beta == 0.05  # so that TRL loads the reference model
+    assert (objective.entropy_coef, objective.entropy_aggregation, objective.max_length) == (0.01, "loss", 512)
+    assert objective.policy_loss == op.losses.CISPO(low=0.8, high=1.2)
+    assert objective.correction.weights == (op.TruncateWeight(max_weight=2.0),)
+    assert preset.advantages == op.advantages.RLOO()
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"^the preset's kl and beta set the same quantity"):
+        config(use_vllm=True, beta=0.04, offpolicy={"framework": "verl", "options": options})
+
+
 def test_trl_off_policy_mask_joins_the_keep_terms(config: Any) -> None:
     correction = config(use_vllm=True, off_policy_mask_threshold=0.5).preset.correction
     assert correction.keep == (op.OffPolicySequenceMask(max_divergence=0.5),)

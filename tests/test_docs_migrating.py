@@ -15,15 +15,17 @@ from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.objectives import Objective
 from trl_offpolicy.presets.areal import ARealOptions
 from trl_offpolicy.presets.openrlhf import OpenRLHFOptions
+from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES
 from trl_offpolicy.presets.skyrl import SkyRLOptions
 from trl_offpolicy.presets.slime import SlimeOptions
 from trl_offpolicy.presets.trl import TRLOptions
 from trl_offpolicy.presets.verl import VerlOptions
+from trl_offpolicy.presets.verl_advantages import ESTIMATORS, VerlAdvantageOptions
 from trl_offpolicy.presets.verl_losses import VerlLossOptions
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text()
 OPTIONS: dict[str, tuple[type, ...]] = {
-    "verl": (VerlOptions, VerlLossOptions),
+    "verl": (VerlOptions, VerlLossOptions, VerlAdvantageOptions),
     "SkyRL": (SkyRLOptions,),
     "slime": (SlimeOptions,),
     "TRL": (TRLOptions,),
@@ -60,6 +62,22 @@ def test_options_and_defaults_are_those_that_are_read(title: str) -> None:
         assert {name for name in loss if not name.startswith(("sapo_", "vespo_"))} <= named
         read = {name: default for name, default in read.items() if name.startswith("vllm_")}
     assert dict(rows) == read
+
+
+def test_every_estimator_of_verl_has_a_row() -> None:
+    table = section("verl").split("| `adv_estimator` | here |")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^\| ([\w, ]+) \| (.*) \|$", table, flags=re.MULTILINE))
+    taken = {name for names, here in rows.items() if "refused" not in here for name in names.split(", ")}
+    assert taken == set(ESTIMATORS)
+    for names, here in rows.items():
+        (kind,) = re.findall(r"type: (\w+)", here) or re.findall(r"^`(\w+)`", here) or [None]
+        for name in names.split(", "):
+            if "refused" in here:
+                with pytest.raises(NotImplementedError):
+                    presets.from_verl(adv_estimator=name)
+            elif name != "gdpo" and kind is not None:
+                estimator = presets.from_verl(adv_estimator=name).advantages
+                assert type(estimator) is ADVANTAGE_TYPES[kind]
 
 
 @pytest.mark.parametrize("title", OPTIONS)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.advantage_inputs import AdvantageInputs
-from trl_offpolicy.checks import check_bool, check_choice
-from trl_offpolicy.functional.advantages import ScaleRewards, group_advantages
+from trl_offpolicy.checks import check_bool, check_choice, check_positive
+from trl_offpolicy.functional.advantages import STD_EPSILON, ScaleRewards, group_advantages
 from trl_offpolicy.functional.advantages_groups import (
     leave_one_out,
     normalised_by_function,
@@ -32,7 +32,7 @@ from trl_offpolicy.functional.advantages_groups import (
     whitened_by_token,
 )
 from trl_offpolicy.functional.advantages_tokens import Alone, optimal_token_baseline, returns_to_go
-from trl_offpolicy.types import Scope
+from trl_offpolicy.types import Scope, check_positive
 
 _ENERGY = ("mask", "per_token_logps", "sum_sq_probs")
 
@@ -56,10 +56,11 @@ class AdvantageEstimator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:
-    """(r - mean) / (std + 1e-4) of the group; biased towards prompts of small spread.
+    """(r - mean) / (std + epsilon) of the group; biased towards prompts of small spread.
 
     Args:
         scale: standard deviation of the "group" or of the whole "batch" (groups of one count in it, too), or "none".
+        epsilon: added to the standard deviation; TRL 1e-4, verl 1e-6.
 
     Reference: Shao et al. 2024 (arXiv:2402.03300). See :func:`~trl_offpolicy.functional.advantages.group_advantages`.
 
@@ -70,11 +71,13 @@ class GRPO:
     """
 
     scale: ScaleRewards = "group"
+    epsilon: float = STD_EPSILON
     requires: ClassVar[tuple[str, ...]] = ()
     by_token: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("scale", self.scale, get_args(ScaleRewards))
+        check_positive(epsilon=self.epsilon)
 
     @property
     def scope(self) -> Scope:
@@ -83,7 +86,9 @@ class GRPO:
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32."""
-        return group_advantages(inputs.total, inputs.group_ids, inputs.present, scale_rewards=self.scale)
+        return group_advantages(
+            inputs.total, inputs.group_ids, inputs.present, scale_rewards=self.scale, epsilon=self.epsilon
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

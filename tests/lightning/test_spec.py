@@ -39,6 +39,20 @@ def test_presets_survive_a_checkpoint(name):
     assert again.objective.policy_loss == preset.objective.policy_loss
 
 
+def test_a_configuration_of_verl_with_kl_entropy_and_advantages():
+    actor = {"use_kl_loss": True, "kl_loss_type": "kl+", "entropy_coeff": 0.01, "clip_ratio_high": 0.28}
+    options = {"actor": actor, "algorithm": {"adv_estimator": "opo"}}
+
+    preset = resolve({"framework": "verl", "options": options})
+
+    assert preset.objective.kl == op.KLPenalty(coef=0.001, estimator="k1+")
+    assert (preset.objective.entropy_coef, preset.objective.entropy_aggregation) == (0.01, "loss")
+    assert preset.objective.policy_loss == op.losses.PPOClip(low=0.2, high=0.28, dual_clip=3.0)
+    assert preset.advantages == op.advantages.OPO()
+    again = resolve(plain(preset))
+    assert (again.objective, again.advantages) == (preset.objective, preset.advantages)
+
+
 def test_objective_as_mapping_or_object():
     by_mapping = resolve("paper/tis", {"policy_loss": {"type": "cispo", "high": 5.0}, "entropy_coef": 0.1}).objective
     by_object = resolve("paper/tis", op.Objective(policy_loss=op.losses.CISPO(high=5.0), entropy_coef=0.1)).objective

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ DUAL = losses.PPOClip(low=0.2, high=0.2, dual_clip=3.0)
 def quiet(**options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="gspo is reduced by")
         return presets.from_verl(**options)
 
 
@@ -129,6 +131,51 @@ def test_numbers(mode, seed, weighted, random_batch):
     assert torch.autograd.grad(loss, batch.per_token_logps)[0][batch.mask].abs().max() > 1e-4
 
 
+# ------------------------------------------------------------------------------------------------------ KL and entropy
+
+KL = {  # of x = log(pi / ref): value, slope
+    "kl": (lambda x: x, lambda x: 1.0),
+    "abs": (abs, lambda x: math.copysign(1.0, x)),
+    "mse": (lambda x: x * x / 2, lambda x: x),
+    "low_var_kl": (lambda x: min(math.exp(-x) - 1 + x, 10.0), lambda x: 0.0 if x < -2.6 else 1 - math.exp(-x)),
+}
+KL |= {"k1": KL["kl"], "k2": KL["mse"], "k3": KL["low_var_kl"]}
+KL |= {f"{name}+": (KL[name][0], KL["k2"][1]) for name in ("kl", "k1", "mse", "k2", "low_var_kl", "k3")}
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_kl_loss_types(kind, random_batch):
+    batch = replace(random_batch(4), advantages=torch.zeros(8))
+    x = torch.linspace(-4, 3, 7).expand(8, 7)  # k3 is above 10 nats at x = -4 (51) and -2.8 (13)
+    batch = replace(batch, ref_per_token_logps=torch.where(batch.mask, batch.per_token_logps.detach() - x, torch.nan))
+    value, slope = KL[kind]
+
+    objective = quiet(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef="3e-1").objective
+    loss = objective(batch).loss
+
+    tokens = int(batch.mask.sum())
+    expected = 0.3 * sum(value(a) for a in x[batch.mask].tolist()) / tokens
+    assert loss.item() == pytest.approx(expected, rel=2e-5)
+    found = torch.autograd.grad(loss, batch.per_token_logps)[0][batch.mask]
+    wanted = torch.tensor([0.3 * slope(a) / tokens for a in x[batch.mask].tolist()])
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_entropy_is_reduced_as_the_loss_over_the_tokens_that_verl_counts(bypass, random_batch):
+    batch = random_batch(1)
+    entropies = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0))
+    batch = replace(batch, entropies=entropies.requires_grad_(), advantages=torch.zeros(8))
+    options = {"entropy_coeff": 0.1, "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 50}
+    rejection = {"rollout_rs": "token_k2", "rollout_rs_threshold": 0.05}
+
+    out = quiet(**options, **rejection, bypass_mode=bypass).objective(batch)
+
+    counted = batch.mask if bypass else out.keep_mask
+    assert 0 < int(out.keep_mask.sum()) < int(batch.mask.sum())
+    assert out.loss.item() == pytest.approx(-0.1 * entropies[counted].sum().item() / 8 / 50, rel=2e-5)
+
+
 # ----------------------------------------------------------------------------------------------------------- said aloud
 
 
@@ -138,6 +185,9 @@ def test_numbers(mode, seed, weighted, random_batch):
         ({"clip_ratio": 0.3}, r"^clip_ratio=0.3 has no effect unless clip_ratio_low or clip_ratio_high is None"),
         ({"loss_mode": "gpg", "clip_ratio_high": 0.3}, r"^clip_ratio_high=0.3 has no effect on the loss 'gpg'"),
         ({"loss_mode": "gspo", "clip_ratio_c": 5.0}, r"^clip_ratio_c=5.0 has no effect on the loss 'gspo'"),
+        ({"loss_scale_factor": 9}, r"^loss_scale_factor=9 has no effect unless loss_agg_mode is 'seq-mean-token-"),
+        ({"kl_loss_coef": 0.1}, r"^kl_loss_coef=0.1 has no effect without use_kl_loss"),
+        ({"use_kl_loss": True, "kl_loss_coef": 0}, r"^use_kl_loss has no effect with kl_loss_coef=0"),
         ({"tau_pos": 2.0}, r"^tau_pos=2.0 has no effect on the loss 'vanilla'"),
         ({"dro_beta": 0.1}, r"^dro_beta=0.1 has no effect on the loss 'vanilla'"),
         ({"loss_mode": "gspo", "bypass_mode": True}, r"^loss_mode='gspo' has no effect in bypass_mode"),
@@ -150,6 +200,47 @@ def test_numbers(mode, seed, weighted, random_batch):
 def test_what_verl_does_not_read_is_said(options, message):
     with pytest.warns(UserWarning, match=message):
         presets.from_verl(**options)
+
+
+def test_whose_aggregation_gspo_has_is_said():
+    said = r"^gspo is reduced by loss_agg_mode='token-mean', as in verl 0\.9\.1; verl up to 0\.9\.0 always took"
+    with pytest.warns(UserWarning, match=said):
+        presets.from_verl(loss_mode="gspo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        presets.from_verl(loss_mode="gspo", loss_agg_mode="seq-mean-token-mean")
+
+
+def test_a_covariance_setting_of_none_is_verls_own_default():
+    nothing = dict.fromkeys(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"))
+
+    assert quiet(loss_mode="clip_cov", **nothing).objective.policy_loss == losses.ClipCov(
+        low=0.2, high=0.2, fraction=0.0002, cov_low=1.0, cov_high=5.0
+    )
+    assert quiet(loss_mode="kl_cov", **nothing).objective.policy_loss == losses.KLCov(fraction=0.0002, coef=1.0)
+    assert quiet(**nothing).objective == quiet().objective
+
+
+@pytest.mark.parametrize(
+    ("mode", "rejection", "said"),
+    [
+        ("gspo", "token_k1", True),
+        ("geo_mean", "token_k1", True),
+        ("kl_cov", "seq_mean_k1", True),
+        ("gspo", "seq_mean_k1", False),
+        ("vanilla", "token_k1", False),
+    ],
+)
+def test_averages_over_rejected_tokens_are_said(mode, rejection, said):
+    options = {"loss_mode": mode, "rollout_rs": rejection, "rollout_rs_threshold": 2.0}
+    if said:
+        with pytest.warns(UserWarning, match=rf"^{mode} averages over the tokens that rollout_rs rejects"):
+            presets.from_verl(**options)
+    else:
+        quiet(**options)
+    if mode == "vanilla":
+        with pytest.warns(UserWarning, match=r"^seq-mean-token-mean averages over"):
+            presets.from_verl(**options, loss_agg_mode="seq-mean-token-mean")
 
 
 def test_bypass_mode_clips_with_the_actors_settings():
@@ -167,6 +258,21 @@ def test_bypass_mode_clips_with_the_actors_settings():
         ({"loss_mode": "dro"}, ValueError, r"^dro_beta must be a positive number with loss_mode='dro'"),
         ({"clip_ratio_hihg": 0.3}, UnknownOptionError, r"Did you mean 'clip_ratio_high'"),
         ({"loss_mode": "vanilla", "clip_ratio_c": 1.0}, ValueError, r"^dual_clip must be above 1"),
+        ({"clip_ratio_c": None}, ValueError, r"^clip_ratio_c must be a finite number, but got None"),
+        ({"clip_ratio": None, "clip_ratio_low": None}, ValueError, r"^clip_ratio must be a finite number"),
+        ({"loss_mode": "bypass_mode"}, ValueError, r"^bypass_mode must be True with loss_mode 'bypass_mode'"),
+        ({"use_kl_loss": True, "kl_loss_type": "k4"}, ValueError, r"^kl_loss_type must be one of"),
+        ({"use_kl_loss": True, "kl_loss_type": "full"}, NotImplementedError, r"\(verl does not implement it either\)"),
+        ({"use_kl_loss": True, "kl_loss_type": "abs+"}, NotImplementedError, r"^kl_loss_type must be one of"),
+        ({"use_kl_loss": True, "kl_loss_coef": -0.1}, ValueError, r"^kl_loss_coef must be at least 0"),
+        ({"kl_loss_coef": "a lot"}, ValueError, r"^kl_loss_coef must be a number, but got 'a lot'"),
+        ({"use_kl_loss": True, "loss_mode": "sapo"}, NotImplementedError, r"^loss_agg_mode must .* 'sapo' and use_kl"),
+        ({"entropy_coeff": 0.1, "loss_mode": "geo_mean"}, NotImplementedError, r"^loss_agg_mode must .* and entropy_c"),
+        (
+            {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 0},
+            ValueError,
+            r"^loss_scale_factor must be positive",
+        ),
     ],
 )
 def test_refusals(options, error, message):

@@ -17,9 +17,14 @@ STD_EPSILON = 1e-4
 
 @torch.no_grad()
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, counted: Tensor, *, scale_rewards: ScaleRewards = "group"
+    rewards: Tensor,
+    group_ids: Tensor,
+    counted: Tensor,
+    *,
+    scale_rewards: ScaleRewards = "group",
+    epsilon: float = STD_EPSILON,
 ) -> Tensor:
-    """GRPO's advantage with a baseline of the counted responses only: (r - mean) / (std + 1e-4).
+    """GRPO's advantage with a baseline of the counted responses only: (r - mean) / (std + epsilon).
 
     A response that rejection took out of the loss says something about the engine, not about the policy; left in the
     group's mean and spread it still moves the others. With all responses counted this is TRL's advantage.
@@ -29,6 +34,7 @@ def group_advantages(
         group_ids: (B,) integer; a group may be spread over ranks, every rank makes this call.
         counted: (B,) bool, responses that belong to the baseline.
         scale_rewards: divide by the standard deviation (n - 1) of the "group", of the whole "batch", or not.
+        epsilon: added to it.
 
     Returns:
         (B,) float32, no gradient; 0 for responses that are not counted and for groups of one. With "batch" a group of
@@ -55,4 +61,4 @@ def group_advantages(
         count = member.sum(-1)
         mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
     squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
-    return advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + STD_EPSILON)
+    return advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)

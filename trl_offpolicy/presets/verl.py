@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.masks import Statistic
 from trl_offpolicy.losses import GPG
 from trl_offpolicy.presets import bounds
-from trl_offpolicy.presets.options import UnknownOptionError, check_choice, read_options, tell, warn_no_effect
-from trl_offpolicy.presets.parsing import near
+from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.presets.verl_losses import VerlLossOptions, aggregation, check_loss_options, policy_loss
+from trl_offpolicy.presets.verl_advantages import VerlAdvantageOptions, estimator
+from trl_offpolicy.presets.verl_config import configuration, flatten
+from trl_offpolicy.presets.verl_losses import SEQUENCE_MEAN, VerlLossOptions, check_loss_options, policy_loss, reduced
 from trl_offpolicy.terms import KeepTerm, Weight
 from trl_offpolicy.terms.keep import reach
 from trl_offpolicy.types import Ratio
@@ -34,6 +36,10 @@ REJECTION_MODES: dict[str, tuple[Statistic, Level]] = {
 }
 LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence"}
 LOSSES = ("ppo_clip", "reinforce")
+OVER_RESPONSE = ("gspo", "geo_mean", "sapo")
+OVER_BATCH = ("clip_cov", "kl_cov")
+"""Losses that average over the tokens of a response, or of the micro-batch."""
+Read = TypeVar("Read")
 _NUMBER = re.compile(r"\s*[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf)\s*", re.IGNORECASE)
 
 
@@ -61,8 +67,19 @@ class VerlOptions:
         return "current/sampling" if self.bypass_mode else "old/sampling"
 
 
-def from_verl(**options_given: object) -> Preset:
-    """A preset from verl's ``rollout_correction`` and actor options; what is left out has the default of verl's YAML.
+_OWN = tuple(item.name for item in fields(VerlOptions))
+_KNOWN = configuration(
+    tuple(name for name in _OWN if name != "use_v1"), tuple(item.name for item in fields(VerlAdvantageOptions))
+)
+
+
+def from_verl(**options_given: Any) -> Preset:
+    """A preset from verl's configuration; what is left out has the default of verl's YAML.
+
+    Options stand by themselves (``rollout_is="token"``), or in verl's own sections: ``from_verl(**config)`` with all of
+    ``ppo_trainer.yaml``, with ``actor_rollout_ref.actor`` or ``algorithm`` alone, or
+    ``from_verl(actor=..., algorithm=...)``. What is not about the loss (``optim``, ``fsdp_config``,
+    ``ppo_mini_batch_size``) is left out, with one warning that lists it and says why.
 
     - rollout_is: "token" or "sequence" (product of ratios); None = no weights. (verl's Python dataclass says
       "sequence", but its trainers read the YAML, which says null.)
@@ -85,20 +102,29 @@ def from_verl(**options_given: object) -> Preset:
     Denominator: in decoupled mode verl replaces ``response_mask``, so rejected tokens leave the sum and the KL term.
     Its V1 trainer counts the tokens of ``loss_mask``, which the correction does not touch: they stay in the
     denominator. With ``use_v1=False``, the deprecated trainer, they leave it too, which needs the whole generation
-    batch here. In bypass mode they stay in both, and keep their KL term.
+    batch here. In bypass mode they stay in both, and keep their KL term. verl's ``global_batch_info`` is the trainer's
+    here: ``Reduction(world_size=dp_size, tokens=batch_num_tokens, sequences=global_batch_size)``.
+    Beside the loss: ``use_kl_loss``, ``kl_loss_coef``, ``kl_loss_type`` (:data:`~.verl_losses.KL_TYPES`; k3 capped at
+    10 nats), ``entropy_coeff`` (reduced as the loss is), ``loss_scale_factor`` (L of seq-mean-token-sum-norm).
+    Advantages: ``adv_estimator`` with ``norm_adv_by_std_in_grpo`` and ``handle_zero_tail``
+    (:data:`~.verl_advantages.ESTIMATORS`); without it the trainer's own.
 
     **Bug reproduced:** the k1 statistic is -log rho but is compared with log low and log high, so ``"0.5_4.0"`` keeps
     rho in [1/4, 2], not in [0.5, 4]. :class:`~trl_offpolicy.RatioBand` says what is meant.
 
-    Not reproduced: ``"0.5_5_0"`` is an error here (verl reads 0.5 to 50); non-finite log-probs are neutral (verl
-    spreads NaN); a batch without a kept token has loss 0 (verl: 0/0); log-ratios are clamped to +-20 nats per token
-    before they are summed for a sequence weight (verl: the sum only); gspo and geo_mean take the mean over all
-    trainable tokens, clip_cov and kl_cov their covariance (verl: over the kept ones, which differs where single tokens
-    are rejected); the seq-mean aggregations count empty responses, as verl's trainers do.
+    Not reproduced: ``"0.5_5_0"`` is an error here (verl reads 0.5 to 50); a bound that no ratio reaches (1e9) is left
+    open with a warning; non-finite log-probs are neutral (verl spreads NaN); a batch without a kept token has loss 0
+    (verl: 0/0); log-ratios are clamped to +-20 nats per token before they are summed for a sequence weight (verl: the
+    sum only); the seq-mean aggregations count empty responses, as verl's trainers do. What averages does so over all
+    trainable tokens, in verl over the kept ones, and a warning says where that differs: gspo, geo_mean, sapo and
+    "seq-mean-token-mean" where single tokens are rejected, the covariance of clip_cov and kl_cov where any are.
+    geo_mean's mean over the responses is that of the whole step (verl: of each micro-batch, whatever their number). A
+    group of one response has advantage 0 (verl: its reward).
 
     Raises:
         UnknownOptionError: an option that verl does not have.
-        ValueError: a value that verl would refuse, or would read as something else.
+        ValueError: a value that verl would refuse, or would read as something else; an option given twice.
+        NotImplementedError: what verl has and this kit has not (GAE, the KL in the reward).
 
     Example:
         >>> from_verl(rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01).formula
@@ -106,12 +132,13 @@ def from_verl(**options_given: object) -> Preset:
 
     Reference: verl 0.9.1, ``trainer/ppo/rollout_corr_helper.py``, ``trainer/ppo/core_algos.py``.
     """
-    options, loss = _read(options_given)
+    options, loss, advantages = _read(options_given)
     _check(options)
     check_loss_options(loss, bypass=options.bypass_mode, reinforce=options.reinforce)
     if options.bypass_mode:
         loss = replace(loss, loss_mode="vanilla")
     weight, keep = _weight(options), _keep(options)
+    _say_what_sees_rejected_tokens(loss, keep)
     leaves = bool(keep) and not options.bypass_mode and not options.use_v1
     return make_preset(
         "verl",
@@ -123,28 +150,27 @@ def from_verl(**options_given: object) -> Preset:
         ),
         citation="verl 0.9.1, algorithm.rollout_correction",
         notes="What verl computes with these options.",
+        advantages=estimator(advantages, weighted=weight is not None and not options.bypass_mode),
         policy_loss=GPG() if options.reinforce else policy_loss(loss),
-        aggregation=aggregation(loss),
         mode="bypass" if options.bypass_mode else "decoupled",
         kl_on="all" if options.bypass_mode else "kept",
         denominator="kept" if leaves else "all",
+        **reduced(loss),
     )
 
 
-def _read(given: dict[str, object]) -> tuple[VerlOptions, VerlLossOptions]:
-    """The options of the rollout correction and those of the loss, told apart by their names."""
-    of_loss = [item.name for item in fields(VerlLossOptions)]
-    known = [*(item.name for item in fields(VerlOptions)), *of_loss]
-    for name in given:
-        if name not in known:
-            raise UnknownOptionError(
-                f"{name} is not an option of verl's rollout_correction or loss, which has {known}.{near(name, known)}"
-            )
-    correction = {name: value for name, value in given.items() if name not in of_loss}
-    loss = {name: value for name, value in given.items() if name in of_loss}
+def _read(given: dict[str, Any]) -> tuple[VerlOptions, VerlLossOptions, VerlAdvantageOptions]:
+    """The options of the rollout correction, of the loss and of the advantages, told apart by their names."""
+    flat = flatten(given, _KNOWN)
+
+    def read(cls: type[Read], section: str) -> Read:
+        own = {item.name: flat[item.name] for item in fields(cls) if item.name in flat}  # type: ignore[arg-type]
+        return read_options(cls, own, framework=section, numbers_as_text=True)
+
     return (
-        read_options(VerlOptions, correction, framework="verl's rollout_correction"),
-        read_options(VerlLossOptions, loss, framework="verl's actor"),
+        read(VerlOptions, "verl's rollout_correction"),
+        read(VerlLossOptions, "verl's actor"),
+        read(VerlAdvantageOptions, "verl's algorithm"),
     )
 
 
@@ -168,6 +194,18 @@ def _check(options: VerlOptions) -> None:
         )
     if options.rollout_rs is None:
         warn_no_effect(options, ("rollout_rs_threshold",), "without rollout_rs", framework="verl")
+
+
+def _say_what_sees_rejected_tokens(loss: VerlLossOptions, keep: tuple[KeepTerm, ...]) -> None:
+    """Rejected tokens are padding in verl; here they stay in what a loss or a row averages over."""
+    by_token = any(getattr(term, "level", None) == "token" for term in keep)
+    averaged = loss.loss_mode if loss.loss_mode in (*OVER_RESPONSE, *OVER_BATCH) else loss.loss_agg_mode
+    over_rows = averaged in OVER_RESPONSE or loss.loss_agg_mode == SEQUENCE_MEAN
+    if (keep and averaged in OVER_BATCH) or (by_token and over_rows):
+        tell(
+            f"{averaged} averages over the tokens that rollout_rs rejects as well; verl leaves them out there, so that "
+            "the loss differs where some are rejected."
+        )
 
 
 def _weight(options: VerlOptions) -> Weight | None:
