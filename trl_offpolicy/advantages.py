@@ -32,7 +32,7 @@ from trl_offpolicy.functional.advantages_groups import (
     whitened_by_token,
 )
 from trl_offpolicy.functional.advantages_tokens import Alone, optimal_token_baseline, returns_to_go
-from trl_offpolicy.types import Scope, check_positive
+from trl_offpolicy.types import Scope
 
 _ENERGY = ("mask", "per_token_logps", "sum_sq_probs")
 

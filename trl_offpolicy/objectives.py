@@ -111,13 +111,7 @@ class Objective:
             raise TypeError(f"correction must be a Correction or None, but got {self.correction!r}.")
         if not hasattr(self.policy_loss, "weight_use") or isinstance(self.policy_loss, type):
             raise TypeError(f"policy_loss must be a loss of trl_offpolicy.losses, but got {self.policy_loss!r}.")
-        if self.max_length is not None:
-            check_whole("max_length", self.max_length, least=1)
-            if self.aggregation != "seq_mean_token_sum_norm":
-                raise ValueError(
-                    "max_length must be None unless aggregation is 'seq_mean_token_sum_norm', "
-                    f"but got {self.max_length} with {self.aggregation!r}."
-                )
+        self._check_length()
         if self.kl is not None and self.kl_on == "all" and self.denominator == "kept":
             raise ValueError(
                 "kl_on must be 'kept' with denominator='kept' (dropped tokens leave the sum and the denominator, their "
@@ -131,6 +125,16 @@ class Objective:
             raise ValueError(f"aggregation must be {published!r} with {name}, but got {self.aggregation!r}.")
         self._check_centre()
         self._check_counted_once()
+
+    def _check_length(self) -> None:
+        if self.max_length is None:
+            return
+        check_whole("max_length", self.max_length, least=1)
+        if self.aggregation != "seq_mean_token_sum_norm":
+            raise ValueError(
+                f"max_length must be None unless aggregation is 'seq_mean_token_sum_norm', but got {self.max_length} "
+                f"with {self.aggregation!r}."
+            )
 
     def _check_centre(self) -> None:
         """A centre of its own needs a loss whose ratio is taken against it, and weights that it can be moved out to."""

@@ -2,8 +2,10 @@
 
 Reads from standard input ``{"batch": {...}, "cases": {name: options}, "named": [...], "losses": {name: options}}``
 with lists of numbers, writes ``{name: {"weights": ..., "mask": ..., "loss": ...}}`` to standard output, for ``losses``
-``{name: {"loss": ..., "gradient": ...}}``. ``named`` are class methods of verl's ``RolloutCorrectionConfig``;
-``losses`` hold options of the actor and its policy loss beside those of the rollout correction.
+``{name: {"loss": ..., "gradient": ..., "entropy_gradient": ...}}``. ``named`` are class methods of verl's
+``RolloutCorrectionConfig``; ``losses`` hold options of the actor and its policy loss beside those of the rollout
+correction, ``dp_size`` with the ``tokens`` and ``sequences`` of all ranks, and ``by_token``, advantages of each token.
+With ``advantages`` in the request it answers ``{"advantages": {name: ...}}`` of verl's estimators.
 """
 
 import json
@@ -62,38 +64,74 @@ def run(options, batch):
 
 CORRECTION = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 ACTOR = ("loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+ACTOR += ("loss_scale_factor", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type")
 
 
 def run_loss(options, batch):
-    """Loss and gradient of verl's registered policy loss, with its real ``ActorConfig``."""
+    """Loss and gradient of verl's registered loss with its real ``ActorConfig``, added up as in its ``ppo_loss``."""
     from verl.trainer.ppo import core_algos
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
     from verl.workers.config.actor import ActorConfig, PolicyLossConfig
 
+    options = dict(options)
+    mask = batch["mask"]
+    dp_size, by_token = options.pop("dp_size", 1), options.pop("by_token", False)
+    tokens, sequences = options.pop("tokens", int(mask.sum())), options.pop("sequences", len(mask))
     correction = {name: value for name, value in options.items() if name in CORRECTION}
     actor = {name: value for name, value in options.items() if name in ACTOR}
     own = {name: value for name, value in options.items() if name not in (*CORRECTION, *ACTOR)}
     config = ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig(**own), **actor
     )
-    mask = batch["mask"]
-    info = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
-    config.global_batch_info.update(info)
+    config.global_batch_info.update(
+        dp_size=dp_size,
+        batch_num_tokens=tokens,
+        global_batch_size=sequences,
+        loss_scale_factor=config.loss_scale_factor,
+    )
     proto, kept, _ = compute_rollout_correction_and_rejection_mask(
         old_log_prob=batch["old"], rollout_log_prob=batch["sampling"], response_mask=mask, **correction
     )
-    current = batch["current"].clone().requires_grad_()
+    current, entropies = (batch[name].clone().requires_grad_() for name in ("current", "entropies"))
+    advantages = batch["token_advantages"] if by_token else batch["advantages"].unsqueeze(1).expand_as(mask)
     loss, _ = core_algos.get_policy_loss_fn(config.policy_loss.loss_mode)(
         old_log_prob=batch["old"],
         log_prob=current,
-        advantages=batch["advantages"].unsqueeze(1).expand_as(mask).clone(),
+        advantages=advantages * mask,
         response_mask=kept,
         loss_agg_mode=config.loss_agg_mode,
         config=config,
         rollout_is_weights=None if proto is None else proto.batch["rollout_is_weights"],
     )
-    (gradient,) = torch.autograd.grad(loss, current)
-    return {"loss": loss.item(), "gradient": gradient.tolist()}
+    how = {"loss_agg_mode": config.loss_agg_mode, **config.global_batch_info}
+    if config.entropy_coeff:
+        loss = loss - config.entropy_coeff * core_algos.agg_loss(entropies, kept, **how)
+    if config.use_kl_loss:
+        kl = core_algos.kl_penalty(current, batch["ref"], config.kl_loss_type)
+        loss = loss + config.kl_loss_coef * core_algos.agg_loss(kl, kept, **how)
+    slopes = torch.autograd.grad(loss, (current, entropies), allow_unused=True)
+    gradient, of_entropy = (torch.zeros_like(mask) if slope is None else slope for slope in slopes)
+    return {"loss": loss.item(), "gradient": gradient.tolist(), "entropy_gradient": of_entropy.tolist()}
+
+
+def run_advantages(options, batch):
+    """Advantages by token of verl's registered estimator, called as its ``compute_advantage`` does."""
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo import core_algos
+
+    options = dict(options)
+    name, mask = options.pop("adv_estimator"), batch[options.pop("mask")]
+    if "token_baseline" in name:
+        options["old_log_probs"], options["sum_pi_squared"] = batch["old"], batch["squares"]
+        options["rollout_is_weights"] = batch["weights"] if options.pop("weighted") else None
+    found, _ = core_algos.get_adv_estimator_fn(name)(
+        token_level_rewards=batch["token_rewards"].clone(),
+        response_mask=mask,
+        index=batch["groups"].long().numpy(),
+        config=AlgoConfig(),
+        **options,
+    )
+    return found.tolist()
 
 
 def main():
@@ -107,6 +145,8 @@ def main():
         cases[f"verl/{name}"] = {item: getattr(made, item) for item in made.__dataclass_fields__ if item[0] != "_"}
     answer = {name: run(options, batch) for name, options in cases.items()}
     answer |= {name: run_loss(options, batch) for name, options in request["losses"].items()}
+    made = {name: run_advantages(options, batch) for name, options in request.get("advantages", {}).items()}
+    answer |= {"advantages": made} if made else {}
     print("ORACLE", json.dumps(answer))
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import subprocess
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 from plain_verl import MODES
 
-from trl_offpolicy import presets
+from trl_offpolicy import Reduction, presets
+from trl_offpolicy.advantages import AdvantageInputs
+from trl_offpolicy.presets.verl_losses import KL_TYPES
 
 pytestmark = pytest.mark.slow
 
@@ -74,22 +77,77 @@ def loss_cases():
         reduced = [{"loss_agg_mode": name, **plain[-1]} for name in modes]
         rejected = [] if mode in ("clip_cov", "kl_cov") else [{**BY_SEQUENCE, **weighted[0]}]
         found += [*plain, *weighted, *reduced, *rejected]
-    return {f"loss {json.dumps(options)}": options for options in found}
+    return {f"loss {json.dumps(options)}": options for options in [*found, *rank_cases(), *beside_cases()]}
 
 
-def ask_verl(batch):
-    """What verl answers for all cases on one batch."""
+def rank_cases():
+    """One rank of two or four, advantages by response and by token: what verl calls dp_size is our world_size."""
+    found = []
+    for mode, settings in LOSSES.items():
+        modes = ("token-mean",) if mode in ("sapo", "geo_mean") else AGGREGATIONS
+        for (i, name), by_token in itertools.product(enumerate(modes), (False, True)):
+            size = (2, 4)[i % 2]
+            shared = {"dp_size": size, "tokens": 37 * size, "sequences": 8 * size, "by_token": by_token}
+            found.append({"loss_mode": mode, **settings[-1], "loss_agg_mode": name, **shared})
+    return found
+
+
+def beside_cases():
+    """KL and entropy terms, reduced in every way, in one process and on one rank of two, some responses rejected."""
+    kinds = itertools.cycle(KL_TYPES)
+    found = []
+    for name, ranks, rejection in itertools.product(AGGREGATIONS, (1, 2), ({}, BY_SEQUENCE)):
+        shared = {} if ranks == 1 else {"dp_size": 2, "tokens": 90, "sequences": 16}
+        for _ in range(3):
+            kl = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": next(kinds)}
+            found.append({"loss_agg_mode": name, **kl, "entropy_coeff": 0.05, **rejection, **shared})
+    norm = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 50, "entropy_coeff": 0.05}
+    return [*found, norm]
+
+
+ADVANTAGES = [
+    {"adv_estimator": "grpo"},
+    {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
+    {"adv_estimator": "grpo_vectorized"},
+    {"adv_estimator": "rloo"},
+    {"adv_estimator": "rloo_vectorized"},
+    {"adv_estimator": "opo"},
+    {"adv_estimator": "reinforce_plus_plus_baseline"},
+    *(
+        {"adv_estimator": name, "handle_zero_tail": tail, "weighted": weighted}
+        for name, tail, weighted in itertools.product(
+            ("optimal_token_baseline", "tir_optimal_token_baseline"), (True, False), (False, True)
+        )
+    ),
+]
+
+
+def advantage_cases():
+    """Every estimator; gaps between turns only where verl counts trainable tokens, not positions."""
+    masks = {True: ("mask", "filled"), False: ("filled",)}
+    found = [
+        {**case, "mask": mask} for case in ADVANTAGES for mask in masks[case["adv_estimator"][:3] != "opt"]
+    ]
+    return {json.dumps(case): case for case in found}
+
+
+def ask_verl(batch, more):
+    """What verl answers for all cases on one batch; ``more`` are tensors beside it."""
     fields = {
         "current": batch.per_token_logps.detach(),
         "old": batch.old_per_token_logps,
         "sampling": batch.sampling_per_token_logps,
+        "ref": batch.ref_per_token_logps,
+        "entropies": batch.entropies,
     }
-    padded = {name: torch.where(batch.mask, values, 0.0).tolist() for name, values in fields.items()}
+    padded = {name: torch.where(batch.mask, values, 0.0) for name, values in fields.items()}
+    padded |= {"mask": batch.mask.float(), "advantages": batch.advantages, **more}
     request = {
-        "batch": {**padded, "mask": batch.mask.float().tolist(), "advantages": batch.advantages.tolist()},
+        "batch": {name: values.tolist() for name, values in padded.items()},
         "cases": cases(),
         "named": NAMED,
         "losses": loss_cases(),
+        "advantages": advantage_cases(),
     }
     done = subprocess.run(
         [PYTHON, str(Path(__file__).with_name("run_verl.py"))],
@@ -105,11 +163,38 @@ def ask_verl(batch):
     return json.loads(line.removeprefix("ORACLE "))
 
 
+def tensors_beside(batch, seed):
+    """Advantages by token; rewards, groups and the rest that advantages are made from."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, length = batch.mask.shape
+    ends = batch.mask.float().cumsum(-1).argmax(-1)
+    rewards = torch.where(batch.mask.any(-1), torch.randn(rows, generator=generator), 0.0)
+    by_token = torch.randn(rows, length, generator=generator)
+    by_token[0, 0] = 0.0
+    return {
+        "token_advantages": by_token,
+        "token_rewards": torch.zeros(rows, length).scatter_(1, ends.unsqueeze(1), rewards.unsqueeze(1)),
+        "groups": torch.arange(rows) // 4,
+        "filled": (torch.arange(length) <= ends.unsqueeze(1)).float() * batch.mask.any(-1, keepdim=True),
+        "squares": torch.rand(rows, length, generator=generator),
+        "weights": torch.rand(rows, length, generator=generator) + 0.5,
+    }
+
+
+def with_fields(batch, seed):
+    """With a reference and entropies."""
+    generator = torch.Generator().manual_seed(seed)
+    ref = batch.old_per_token_logps + 1.5 * torch.randn(batch.mask.shape, generator=generator)
+    return replace(batch, ref_per_token_logps=ref, entropies=torch.rand(batch.mask.shape, generator=generator))
+
+
 @pytest.mark.skipif(PYTHON is None, reason=HOW)
 @pytest.mark.parametrize(("seed", "spread"), [(0, 0.3), (1, 0.3), (2, 1.0), (3, 0.01)])
 def test_verl_itself_computes_the_same(seed, spread, random_batch):
-    batch = random_batch(seed, spread=spread, drift=spread)
-    answers = ask_verl(batch)
+    batch = with_fields(random_batch(seed, spread=spread, drift=spread), seed)
+    more = tensors_beside(batch, seed)
+    answers = ask_verl(batch, more)
+    advantages = answers.pop("advantages")
     built = {name: presets.from_verl(**options) for name, options in cases().items()}
     built |= {f"verl/{name}": presets.get(f"verl/{name}") for name in NAMED}
 
@@ -124,14 +209,49 @@ def test_verl_itself_computes_the_same(seed, spread, random_batch):
         if out.keep_mask.any():
             assert out.loss.item() == pytest.approx(answer["loss"], rel=2e-5, abs=1e-6), name
     for name, options in loss_cases().items():
-        assert_same_loss(name, presets.from_verl(**options).objective, batch, answers[name])
+        assert_same_loss(name, options, batch, more["token_advantages"], answers[name])
+    assert set(advantages) == set(advantage_cases())
+    for name, options in advantage_cases().items():
+        assert_same_advantages(name, options, batch, more, advantages[name])
 
 
-def assert_same_loss(name, objective, batch, answer):
-    batch = replace(batch, per_token_logps=batch.per_token_logps.detach().clone().requires_grad_())
-    loss = objective(batch).loss
-    (gradient,) = torch.autograd.grad(loss, batch.per_token_logps)
+def assert_same_loss(name, options, batch, token_advantages, answer):
+    options = dict(options)
+    size, by_token = options.pop("dp_size", 1), options.pop("by_token", False)
+    step = Reduction(tokens=options.pop("tokens", None), sequences=options.pop("sequences", None), world_size=size)
+    batch = replace(
+        batch,
+        per_token_logps=batch.per_token_logps.detach().clone().requires_grad_(),
+        entropies=batch.entropies.clone().requires_grad_(),
+        advantages=token_advantages if by_token else batch.advantages,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = presets.from_verl(**options).objective(batch, step).loss
+    slopes = torch.autograd.grad(loss, (batch.per_token_logps, batch.entropies), allow_unused=True)
 
     assert loss.item() == pytest.approx(answer["loss"], rel=5e-5, abs=2e-6), name
-    expected = torch.tensor(answer["gradient"])[batch.mask]
-    torch.testing.assert_close(gradient[batch.mask], expected, rtol=2e-4, atol=2e-6, msg=lambda m: f"{name}: {m}")
+    for slope, expected in zip(slopes, (answer["gradient"], answer["entropy_gradient"]), strict=True):
+        found = torch.zeros(batch.mask.shape) if slope is None else slope
+        wanted = torch.tensor(expected)[batch.mask]
+        torch.testing.assert_close(found[batch.mask], wanted, rtol=2e-4, atol=2e-6, msg=lambda m: f"{name}: {m}")
+
+
+def assert_same_advantages(name, options, batch, more, answer):
+    options = dict(options)
+    mask, weighted = more.get(options.pop("mask"), batch.mask) != 0, options.pop("weighted", False)
+    correction = {"rollout_is": "token"} if weighted else {}
+    estimator = presets.from_verl(**options, **correction).advantages
+    inputs = AdvantageInputs(
+        rewards=more["token_rewards"].sum(-1),
+        group_ids=more["groups"],
+        mask=mask,
+        per_token_logps=batch.old_per_token_logps,
+        sum_sq_probs=more["squares"],
+        weights=more["weights"],
+    )
+    found = estimator(inputs)
+    found = torch.where(mask, found if found.dim() == 2 else found.unsqueeze(1), 0.0)
+    torch.testing.assert_close(
+        found, torch.tensor(answer), rtol=1e-4, atol=2e-5, msg=lambda m: f"{name}: {m}"
+    )

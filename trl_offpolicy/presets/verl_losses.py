@@ -135,7 +135,7 @@ def reduced(options: VerlLossOptions) -> dict[str, Any]:
     fixed = options.loss_mode in FIXED_AGGREGATION
     mode = SEQUENCE_MEAN if fixed else options.loss_agg_mode
     found: dict[str, Any] = {"aggregation": AGGREGATIONS[mode], "kl": _kl(options)}
-    if mode == "seq-mean-token-sum-norm":
+    if mode == "seq-mean-token-sum-norm" and options.loss_scale_factor is not None:
         check_positive(loss_scale_factor=options.loss_scale_factor)
         found["max_length"] = options.loss_scale_factor
     check_number("entropy_coeff", options.entropy_coeff)
