@@ -171,12 +171,14 @@ def tensors_beside(batch, seed):
     rewards = torch.where(batch.mask.any(-1), torch.randn(rows, generator=generator), 0.0)
     by_token = torch.randn(rows, length, generator=generator)
     by_token[0, 0] = 0.0
+    p = torch.where(batch.mask, batch.old_per_token_logps.exp(), 0.5)  # the sum of squares is at least its square
     return {
         "token_advantages": by_token,
         "token_rewards": torch.zeros(rows, length).scatter_(1, ends.unsqueeze(1), rewards.unsqueeze(1)),
         "groups": torch.arange(rows) // 4,
         "filled": (torch.arange(length) <= ends.unsqueeze(1)).float() * batch.mask.any(-1, keepdim=True),
-        "squares": torch.rand(rows, length, generator=generator),
+        "filled_old": p.log(),
+        "squares": p.square() + torch.rand(p.shape, generator=generator) * (1 - p).square(),
         "weights": torch.rand(rows, length, generator=generator) + 0.5,
     }
 
@@ -246,7 +248,7 @@ def assert_same_advantages(name, options, batch, more, answer):
         rewards=more["token_rewards"].sum(-1),
         group_ids=more["groups"],
         mask=mask,
-        per_token_logps=batch.old_per_token_logps,
+        per_token_logps=more["filled_old"],
         sum_sq_probs=more["squares"],
         weights=more["weights"],
     )
