@@ -161,8 +161,8 @@ class ESSStep:
 
     def __post_init__(self) -> None:
         check_choice("rule", self.rule, ("sqrt", "linear"))
-        if not isinstance(self.metric, str) or not self.metric:
-            raise TypeError(f"metric must be the name of a logged metric, but got {self.metric!r}.")
+        if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
+            raise TypeError(f"metric must be None or the name of a logged metric, but got {self.metric!r}.")
         check_fraction(base=self.base, smallest=self.smallest)
         check_positive(resolution=self.resolution)
 

@@ -17,6 +17,7 @@ from trl_offpolicy.control.actions import Action
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.thresholds import limit
+from trl_offpolicy.diagnosis.tree import APPLIED_ESS
 from trl_offpolicy.terms import RatioBand, TruncateWeight
 
 CORRECTION_LEVEL = "correction_level"
@@ -41,8 +42,7 @@ class Signals(NamedTuple):
             found = row.get(f"offpolicy/{key}")
             return None if found is None or found != found else found
 
-        applied = (value("weight_applied/ess_token"), value("weight_applied/ess_sequence"))
-        ess = [share for share in applied if share is not None]
+        ess = [share for share in map(value, APPLIED_ESS) if share is not None]
         return cls(
             value(f"{group}/chi2_token"),
             value(f"{group}/prob_pearson"),
@@ -77,9 +77,7 @@ class Escalation:
     Args:
         chi2: thresholds of ``mismatch/chi2_token``, which no correction changes.
         dropped: of ``keep/dropped_sequence_fraction``.
-        ess: of the applied weights, the smaller of ``weight_applied/ess_token`` and ``ess_sequence``. Not that of the
-            products over responses (``kept/ess_sequence``): a mean ratio of 1.01, which the mask lets pass, is a
-            product of e^4 over 400 tokens, so that this would end every run of long responses.
+        ess: of the applied weights, the smaller of ``weight_applied/ess_token`` and ``ess_sequence``.
         pearson: of ``mismatch/prob_pearson``; -1 = never.
         low: of the geometric mask.
         high: of the geometric mask.

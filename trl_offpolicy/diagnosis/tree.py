@@ -21,8 +21,9 @@ Readings = Mapping[str, float]
 ``lagged/kl_k3`` (only under version lag) and ``rejecting/ess`` (only where something is dropped);
 ``<metric>_ci95`` is the half-width of the 95 % interval of that value."""
 INTERVAL = "_ci95"
-ESS_UNDER_REJECTION = "weight_applied/ess_sequence"
-"""What ``rejecting/ess`` is, where anything is dropped."""
+APPLIED_ESS = ("weight_applied/ess_token", "weight_applied/ess_sequence")
+"""``rejecting/ess``, where anything is dropped, is the smallest of these. Not that of the products over responses
+(``kept/ess_sequence``): a mean ratio of 1.01, which a geometric mask lets pass, is a product of e^4 over 400 tokens."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.summary import format_number
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.tree import (
-    ESS_UNDER_REJECTION,
+    APPLIED_ESS,
     INTERVAL,
     SEVERITIES,
     TREE,
@@ -185,8 +185,8 @@ def _derived(found: Readings, rows: Sequence[dict[str, float]]) -> dict[str, flo
     if found.get("rollout/version_lag_mean", 0.0) > 0 and "total/kl_k3" in found:
         extra["lagged/kl_k3"] = found["total/kl_k3"]
     if found.get("keep/dropped_token_fraction", 0.0) > 0:
-        pairs = {"": ESS_UNDER_REJECTION, INTERVAL: f"{ESS_UNDER_REJECTION}{INTERVAL}"}
-        extra |= {f"rejecting/ess{end}": found[key] for end, key in pairs.items() if key in found}
+        applied = min((key for key in APPLIED_ESS if key in found), key=found.__getitem__, default="")
+        extra |= {f"rejecting/ess{end}": found[applied + end] for end in ("", INTERVAL) if applied + end in found}
     clip = "offpolicy/loss/clip_region_fraction"
     values = [row[clip] for row in rows if math.isfinite(row.get(clip, math.nan))]
     half = len(values) // 2
