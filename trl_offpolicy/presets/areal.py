@@ -173,7 +173,7 @@ def _log_ratio_band(level: Level, low: bounds.Bound, high: bounds.Bound) -> tupl
 
 
 def _exp(bound: bounds.Bound) -> bounds.Bound:
-    return bound if bound in (None, -math.inf) else math.exp(bound)  # type: ignore[arg-type]
+    return bound if bound is None or bound == -math.inf else math.exp(bound)
 
 
 def _negative(bound: bounds.Bound) -> bounds.Bound:

@@ -7,6 +7,7 @@ that build a term, an open side is infinite; None is the framework's own, and is
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
@@ -16,6 +17,7 @@ from trl_offpolicy.terms import BandWeight, DivergenceBand, KeepTerm, OutlierVet
 from trl_offpolicy.types import Ratio, check_number
 
 Bound = float | None
+Given = TypeVar("Given", float, Bound)
 LARGEST_RATIO = math.exp(LOG_RATIO_CLAMP)
 _HIGHEST_CAP = math.nextafter(LARGEST_RATIO, 0.0)
 _WHY = f"log-ratios are held within +-{LOG_RATIO_CLAMP:g} nats here, and nothing reaches it"
@@ -27,7 +29,7 @@ def check_bound(name: str, value: object) -> None:
         check_number(name, value)
 
 
-def upper(name: str, value: Bound, limit: float = LARGEST_RATIO) -> Bound:
+def upper(name: str, value: Given, limit: float = LARGEST_RATIO) -> Given:
     """``value``, or infinity with a warning if it is ``limit`` or more.
 
     Args:
