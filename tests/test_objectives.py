@@ -124,7 +124,7 @@ def test_a_length_of_its_own_goes_before_that_of_the_reduction():
     assert loss_of(batch, Reduction(max_length=2), **options) == pytest.approx(-3 / 2 / 8, abs=1e-6)
     with pytest.raises(ValueError, match=r"^max_length must be None unless aggregation is 'seq_mean_token_sum_norm'"):
         Objective(max_length=8)
-    with pytest.raises(ValueError, match=r"^max_length must be positive and finite, but got 0"):
+    with pytest.raises(ValueError, match=r"^max_length must be a whole number of at least 1, but got 0"):
         Objective(aggregation="seq_mean_token_sum_norm", max_length=0)
     with pytest.raises(ValueError, match=r"^entropy_aggregation must be one of"):
         Objective(entropy_aggregation="mean")

@@ -67,7 +67,7 @@ MEANT = {  # the odd values that a field accepts, with what they mean there
     ("DISPO", "correct_threshold"): (SIGNED, "a reward has either sign"),
     ("DivergenceBand", "low"): (NONE, "open side"),
     ("DivergenceBand", "high"): (NONE, "open side"),
-    ("ESSStep", "metric"): (NONE | {"0.2", "unknown"}, "the ESS of the products; the name of any metric: extensions have their own"),
+    ("ESSStep", "metric"): (NONE | {"0.2", "unknown"}, "the ESS of the products; the name of any metric"),
     ("GroupRejection", "max_dropped_fraction"): ({0}, "one dropped response drops its group"),
     ("InterpolatedProximal", "lag"): ({0}, "the centre is the current policy"),
     ("OAPL", "value_beta"): (NONE, "beta"),

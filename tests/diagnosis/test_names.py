@@ -311,7 +311,7 @@ def _skyrl() -> list[Case]:
         out = float(((ratio < 1 / half) | (ratio > half)).float().mean())
         cases.append(Case(f"policy/loss_metrics/{name}_sequence_mask_masked_ratio", out, *_of(metrics, kept)))
     gap = (b.sampling - b.old).abs()[b.mask]
-    for end, value in (("mean", gap.mean()), ("max", gap.max())):
+    for end, value in (("mean", gap.mean()), ("std", gap.std(correction=0)), ("max", gap.max())):
         name = f"mismatch/logp_diff_{end}"
         cases.append(Case(f"policy/rollout_train_logprobs_abs_diff_{end}", float(value), *_of(token, name)))
     for key in ("policy/loss_metrics/clip_ratio", "policy/clip_ratio", "policy/ppo_clip_ratio"):

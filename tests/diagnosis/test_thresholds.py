@@ -16,7 +16,7 @@ from trl_offpolicy.control.spec import CONTROLLERS
 from trl_offpolicy.diagnosis.antipatterns import find_antipatterns
 from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
-from trl_offpolicy.diagnosis.tree import ESS_UNDER_REJECTION, TREE
+from trl_offpolicy.diagnosis.tree import APPLIED_ESS, TREE
 from trl_offpolicy.diagnosis.verdict import diagnose
 
 HEALTHY = {
@@ -171,7 +171,7 @@ WALKS: dict[str, tuple[Walk, ...]] = {
     ),
     "ess_healthy": (Walk(verdict(ESS), VARIANCE, set()),),
     "ess_broken": (
-        Walk(verdict(ESS_UNDER_REJECTION, keep__dropped_token_fraction=0.05), BEYOND, VARIANCE),
+        *(Walk(verdict(key, keep__dropped_token_fraction=0.05), BEYOND, VARIANCE) for key in APPLIED_ESS),
         Walk(level("ess"), 3, 0),
     ),
     "dropped_high": (
@@ -240,4 +240,4 @@ def test_controllers_have_no_numbers_of_their_own() -> None:
 
 def test_nothing_is_rejected_no_limit_of_rejection() -> None:
     """An ESS that low without rejection is variance: rejection has not been tried."""
-    assert verdict(ESS_UNDER_REJECTION)(0.2, Thresholds()) == VARIANCE
+    assert all(verdict(key)(0.2, Thresholds()) == VARIANCE for key in APPLIED_ESS)
