@@ -46,8 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    """One, unless OMP_NUM_THREADS asks for more: the tensors here are tiny, and threads only wait for each other."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    """One, as the tensors here are tiny. OMP_NUM_THREADS may ask for more, up to this process's share of the cores.
+
+    More threads than cores wait for each other: two times two on two cores take four times as long.
+    """
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share = max(1, (os.cpu_count() or 1) // processes)
+    torch.set_num_threads(min(share, int(os.environ.get("OMP_NUM_THREADS", "1"))))
 
 
 @pytest.fixture(autouse=True)
