@@ -21,11 +21,11 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 # No usage statistics from vLLM and the Hub client.
 export DO_NOT_TRACK := 1
 
-# Test processes side by side: `make test WORKERS=1` for one. Each computes on one thread.
+# Test processes side by side, as many as there are cores; `make test WORKERS=0` runs all tests in one.
 WORKERS ?= auto
-PYTEST := $(RUN) -m pytest -n $(WORKERS) --durations=10
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --maxprocesses=8 --durations=10
 
-.PHONY: help install quickstart test test-integration test-all test-slow mutate lint docs learn bench model clean
+.PHONY: help install quickstart test fast-tests test-integration test-all test-slow mutate lint docs learn bench model clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,7 +33,10 @@ help:  ## list the targets
 quickstart: model  ## install, prepare the model, train with measured and corrected rollouts (CPU, about 10 minutes in all)
 	.venv/bin/accelerate launch $(ONE_PROCESS) recipes/grpo.py --config recipes/quickstart/config.yaml
 
-test: lint  ## lint, types, fast tests and docstring examples (minutes)
+test: .venv/.test-ready  ## lint, types, fast tests and docstring examples (under five minutes)
+	@$(MAKE) --no-print-directory -j2 lint fast-tests
+
+fast-tests: .venv/.test-ready
 	$(PYTEST) --dist worksteal tests $(PACKAGES) --doctest-modules
 
 test-integration: .venv/.test-ready  ## the tests that train, compile, or start processes or a vLLM engine

@@ -272,8 +272,8 @@ def test_rloo_is_unbiased_and_grpo_is_not():
             total += logps.exp()[arms].prod().detach() * part
         return total
 
-    torch.testing.assert_close(gradient(A.RLOO()), exact, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(gradient(A.DrGRPO()), exact / 2, rtol=1e-6, atol=1e-7)  # (n - 1) / n
+    torch.testing.assert_close(gradient(A.RLOO()), exact, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradient(A.DrGRPO()), exact / 2, rtol=1e-5, atol=1e-7)  # (n - 1) / n
     assert (gradient(A.GRPO()) - exact).abs().max() > 0.01
 
 

@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_the_same_turns_without_tool_tokens(name, fill):
 
     assert whole.loss.item() == pytest.approx(alone.loss.item(), rel=1e-5)
     assert gradient[~MASK].abs().max() == 0 and gradient[MASK].abs().max() > 0
-    torch.testing.assert_close(compacted(gradient), alone_gradient, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(compacted(gradient), alone_gradient, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(compacted(whole.weights), alone.weights)
     assert compacted(whole.keep_mask).equal(alone.keep_mask)
     found, expected = whole.stats.compute(), alone.stats.compute()

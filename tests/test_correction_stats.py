@@ -55,8 +55,8 @@ def test_each_group_compares_its_two_policies(group, kl_k1, ppl_sampling, ppl_ol
     stats = stats_of([[2.0, 2.0]], [[4.0, 4.0]])
 
     assert value(stats, f"{group}/kl_k1") == pytest.approx(kl_k1, abs=1e-6)
-    assert value(stats, f"{group}/ppl_sampling") == pytest.approx(ppl_sampling, rel=1e-6)
-    assert value(stats, f"{group}/ppl_old") == pytest.approx(ppl_old, rel=1e-6)
+    assert value(stats, f"{group}/ppl_sampling") == pytest.approx(ppl_sampling, rel=1e-5)
+    assert value(stats, f"{group}/ppl_old") == pytest.approx(ppl_old, rel=1e-5)
 
 
 def test_each_ratio_group_has_every_diagnostic():

@@ -26,7 +26,7 @@ from trl_offpolicy import (
 from trl_offpolicy.presets.parsing import parse_correction
 
 NAN, INF = float("nan"), float("inf")
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 RATIOS = [[1.5, 8.0, 0.25], [0.5, 3.0, None], [None, None, None]]
 
@@ -565,8 +565,8 @@ def test_verl_ess_of_34_for_tiny_weights():
     # log 1.5e-9 = -20.3 is clamped at -20: weights 2.06e-9 and 4e-9
     low, high = math.exp(-20), 4e-9
     expected = (low + high) ** 2 / (2 * (low**2 + high**2))
-    assert float(stats["weight/ess_token"]) == pytest.approx(expected, rel=1e-6)
-    assert float(stats["weight/ess_sequence"]) == pytest.approx(expected, rel=1e-6)
+    assert float(stats["weight/ess_token"]) == pytest.approx(expected, rel=1e-5)
+    assert float(stats["weight/ess_sequence"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_verl_empty_rows_counted_into_metrics():
@@ -601,7 +601,7 @@ def test_verl_k3_overflow():
 
     assert out.keep_mask.tolist() == [[False, False], [True, True]]
     # (e^20 - 21) / 4 tokens
-    assert float(out.stats["mismatch/kl_k3"]) == pytest.approx((math.exp(20) - 21) / 4, rel=1e-6)
+    assert float(out.stats["mismatch/kl_k3"]) == pytest.approx((math.exp(20) - 21) / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("denominator", ["all", "kept"])

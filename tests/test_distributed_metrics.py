@@ -139,7 +139,7 @@ def alone(scenario):
 def same(got, expected):
     assert got.keys() == expected.keys()
     for key, value in expected.items():
-        assert got[key] == pytest.approx(value, rel=1e-6, abs=1e-12), key
+        assert got[key] == pytest.approx(value, rel=1e-5, abs=1e-12), key
 
 
 every = pytest.mark.parametrize("scenario", SCENARIOS)
@@ -155,6 +155,7 @@ def test_collections(ranks, scenario, updates):
         same(ranks[rank][scenario][updates], expected)
 
 
+@pytest.mark.integration
 @every
 def test_stats_of_a_correction_and_its_objective(ranks, scenario):
     expected = alone(scenario)["stats"]
@@ -172,6 +173,7 @@ def test_stats_of_a_correction_and_its_objective(ranks, scenario):
         same(ranks[rank][scenario]["stats"], expected)
 
 
+@pytest.mark.integration
 @every
 @pytest.mark.parametrize("key", NORMALIZED, ids="-".join)
 def test_normalized_weights(ranks, scenario, key):
@@ -179,8 +181,8 @@ def test_normalized_weights(ranks, scenario, key):
     assert abs(normalizer - 1) > 1e-3
     for rank, rows in ROWS.items():
         weights, logged = ranks[rank][scenario]["normalized"][key]
-        torch.testing.assert_close(weights, expected[rows, : WIDTH[rank]], rtol=1e-6, atol=0)
-        assert logged == pytest.approx(normalizer, rel=1e-6)
+        torch.testing.assert_close(weights, expected[rows, : WIDTH[rank]], rtol=1e-5, atol=0)
+        assert logged == pytest.approx(normalizer, rel=1e-5)
 
 
 @pytest.mark.integration

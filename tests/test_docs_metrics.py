@@ -191,10 +191,10 @@ def test_statements_about_masks():
     kept = rho[rho >= 0.8]
     stats = out.stats.compute()
     assert 0 < len(kept) < rho.numel()
-    assert stats["offpolicy/weight/mean"] == pytest.approx(rho.mean().item(), rel=1e-6)
-    assert stats["offpolicy/weight_applied/mean"] == pytest.approx(kept.clamp(max=1.2).mean().item(), rel=1e-6)
-    assert stats["offpolicy/mismatch/tv"] == pytest.approx(((rho - 1).abs().mean() / 2).item(), rel=1e-6)
-    assert stats["offpolicy/kept/tv"] == pytest.approx(((kept - 1).abs().mean() / 2).item(), rel=1e-6)
+    assert stats["offpolicy/weight/mean"] == pytest.approx(rho.mean().item(), rel=1e-5)
+    assert stats["offpolicy/weight_applied/mean"] == pytest.approx(kept.clamp(max=1.2).mean().item(), rel=1e-5)
+    assert stats["offpolicy/mismatch/tv"] == pytest.approx(((rho - 1).abs().mean() / 2).item(), rel=1e-5)
+    assert stats["offpolicy/kept/tv"] == pytest.approx(((kept - 1).abs().mean() / 2).item(), rel=1e-5)
     assert math.isclose(stats["offpolicy/weight/truncated_fraction"], (rho > 1.2).double().mean().item())
 
 

@@ -155,11 +155,13 @@ def foreign(site: Path) -> list[str]:
     return found
 
 
+@pytest.mark.integration
 def test_internal_links_lead_somewhere(site: Path) -> None:
     assert len(list(site.rglob("*.html"))) > 20
     assert broken_links(site) == []
 
 
+@pytest.mark.integration
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert foreign(site) == []
 
@@ -177,6 +179,7 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
     assert [one.rpartition("cdn.org/")[2] for one in foreign(tmp_path)] == ["a.js", "a.css", "b.css", "c.png"]
 
 
+@pytest.mark.integration
 def test_external_links_are_well_formed(site: Path) -> None:
     """Without a network only their form can be checked."""
     found = {link for page in pages(site) for link in parsed(page).links if urlsplit(link).scheme}
@@ -184,6 +187,7 @@ def test_external_links_are_well_formed(site: Path) -> None:
     assert [link for link in found if not form.fullmatch(link)] == []
 
 
+@pytest.mark.integration
 def test_every_page_of_the_checkout_is_in_the_site(site: Path) -> None:
     sources = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     assert {path.with_suffix(".html") for path in sources} <= {path.relative_to(site) for path in pages(site)}
@@ -191,6 +195,7 @@ def test_every_page_of_the_checkout_is_in_the_site(site: Path) -> None:
     assert readmes and all((site / f"recipes_{name}.html").is_file() for name in readmes)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("package", API)
 def test_public_names_are_in_the_reference(site: Path, package: str) -> None:
     """Under any of the paths at which the name can be imported."""
@@ -237,6 +242,7 @@ def owners(module: str, name: str) -> list[str]:
     return [f"{module}.{cls}.{name}" for cls, one in vars(import_module(module)).items() if isinstance(one, type)]
 
 
+@pytest.mark.integration
 def test_docstrings_are_rendered(site: Path) -> None:
     """No role and no session is left as text."""
     for page in (site / "api").glob("*.html"):

@@ -56,7 +56,7 @@ def test_the_power_is_that_of_the_loops(with_sums: bool) -> None:
     weights = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
     keep = data.mask.clone()
     keep[0, 1] = False
-    assert power(data, weights, keep) == pytest.approx(by_hand(data, weights, keep), rel=1e-6)
+    assert power(data, weights, keep) == pytest.approx(by_hand(data, weights, keep), rel=1e-5)
     assert power(data, weights, torch.zeros_like(keep)) == 0.0
 
 
@@ -64,7 +64,7 @@ def test_the_objective_reports_it_with_what_it_applied() -> None:
     data = batch()
     tis = op.Correction(weight=op.TruncateWeight(max_weight=1.1), keep=(op.OutlierVeto(low=0.9, high=None),))
     out = op.Objective(correction=tis)(data)
-    assert float(out.stats["gradient/power"]) == pytest.approx(by_hand(data, out.weights, out.keep_mask), rel=1e-6)
+    assert float(out.stats["gradient/power"]) == pytest.approx(by_hand(data, out.weights, out.keep_mask), rel=1e-5)
     plain = op.Objective()(data)
     assert float(plain.stats["gradient/power"]) != pytest.approx(float(out.stats["gradient/power"]), rel=1e-3)
 
@@ -83,7 +83,7 @@ def test_micro_batches_merge_to_the_whole() -> None:
     parts = [batch(seed=seed) for seed in (1, 2)]
     stats = [gradient_stats(part, torch.ones(3, 4), part.mask) for part in parts]
     expected = sum(by_hand(part, torch.ones(3, 4), part.mask) for part in parts) / 2
-    assert float(stats[0].merge(stats[1])["gradient/power"]) == pytest.approx(expected, rel=1e-6)
+    assert float(stats[0].merge(stats[1])["gradient/power"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_the_sums_the_mean_is_the_same_for_sampled_tokens() -> None:

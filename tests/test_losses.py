@@ -11,7 +11,7 @@ from trl_offpolicy.losses import LossInputs
 
 NAN, INF = float("nan"), float("inf")
 L = math.log(2)
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 ALL = [losses.PPOClip, losses.CISPO, losses.SAPO, losses.VESPO]
 
 
@@ -77,8 +77,8 @@ def test_vespo_constants_by_sign():
     positive, negative = (loss(inputs(ratios=((2.0,),), advantage=a)).loss.item() for a in (1.0, -1.0))
 
     # phi = e^lambda w^k e^(-lambda w) at w = 2: 2 e^-0.5 and 4 e^-0.25; loss = -phi A logp, logp = -3
-    assert positive == pytest.approx(3 * 2 * math.exp(-0.5), rel=1e-6)
-    assert negative == pytest.approx(-3 * 4 * math.exp(-0.25), rel=1e-6)
+    assert positive == pytest.approx(3 * 2 * math.exp(-0.5), rel=1e-5)
+    assert negative == pytest.approx(-3 * 4 * math.exp(-0.25), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_vespo_w_is_the_product_over_the_sequence(weights, w):
 
     gate = loss(inputs(weights=weights)).gate
 
-    assert gate.item() == pytest.approx(math.exp(0.5) * w * math.exp(-0.5 * w), rel=1e-6)
+    assert gate.item() == pytest.approx(math.exp(0.5) * w * math.exp(-0.5 * w), rel=1e-5)
 
 
 def test_vespo_leaves_padding_out():

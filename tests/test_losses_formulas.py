@@ -72,7 +72,7 @@ def test_at_ratio_1_the_gradient_is_the_policy_gradient(name):
 
     tokens = batch.mask.sum(-1, keepdim=True) if name != "luspo" else 1
     by_hand = torch.where(batch.mask, -batch.advantages[:, None] / (ROWS * tokens), 0.0)
-    torch.testing.assert_close(expected, by_hand, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(expected, by_hand, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(gradient_of(loss, batch, aggregation), expected, rtol=1e-5, atol=1e-7)
 
 

@@ -16,7 +16,7 @@ from trl_offpolicy.presets.preset import make_preset
 from trl_offpolicy.types import SCOPES
 
 NAN, INF = float("nan"), float("inf")
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-7)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-7)
 BOUNDS = {"low_correct": 0.5, "high_correct": 1.0, "low_incorrect": 0.2, "high_incorrect": 0.1}
 DISPO = partial(losses.DISPO, correct_threshold=0.5, **BOUNDS)
 

@@ -35,7 +35,7 @@ from trl_offpolicy.functional.aggregation import AGGREGATIONS
 
 NAN, INF = float("nan"), float("inf")
 L = math.log(2)
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 TWO_ROWS = [[1.0, 1.0, 1.0], [1.0, None, None]]
 A13 = {"advantages": torch.tensor([1.0, 3.0])}
@@ -328,7 +328,7 @@ def test_kl_of_a_far_reference_is_clamped():
 
     out, gradient = evaluate(batch, kl=KLPenalty(coef=1.0))
 
-    assert out.loss.item() == pytest.approx(math.exp(20) - 21, rel=1e-6)
+    assert out.loss.item() == pytest.approx(math.exp(20) - 21, rel=1e-5)
     assert gradient.item() == 0.0
 
 

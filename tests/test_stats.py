@@ -132,7 +132,7 @@ def test_all_reduce_of_real_stats_is_the_whole_batch():
 
     whole = objective(policy_batch(rows, stale)).stats.compute()
     for reduced in all_reduced(parts):  # ranks hold different numbers of rows
-        assert reduced.compute() == pytest.approx(whole, rel=1e-6, abs=1e-6)
+        assert reduced.compute() == pytest.approx(whole, rel=1e-5, abs=1e-6)
     assert any(key.endswith("_ci95") for key in whole)
 
 

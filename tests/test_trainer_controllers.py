@@ -43,7 +43,7 @@ def test_the_coefficient_follows_what_was_measured(build: Build) -> None:
         expected = adaptive_kl_coef(
             row["offpolicy/loss/kl_coef"], row["offpolicy/loss/kl"], target=0.02, samples=ROWS, horizon=40
         )
-        assert after == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(expected, rel=1e-5)
         assert row["kl"] == row["offpolicy/loss/kl"]
         whole = row["offpolicy/loss/policy"] + row["offpolicy/loss/kl_coef"] * row["offpolicy/loss/kl"]
         assert row["loss"] == pytest.approx(whole, abs=1e-5)

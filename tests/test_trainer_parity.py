@@ -30,7 +30,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vesp
 LEVELS = ("token", "sequence")
 LOSS_OPTIONS = {"cispo": {"epsilon_high": 1.1}}  # there it is the cap of the ratio itself
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-LIMIT = 1e-6
+LIMIT = 1e-5
 """Largest difference allowed: absolute, plus as much relative to the largest entry of the gradient, whose norm must
 agree to 3 times this, relative."""
 ROW_MEANS = {

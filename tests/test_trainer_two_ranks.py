@@ -170,7 +170,7 @@ def test_one_coefficient_from_the_tokens_of_both_ranks(ranks: list[dict[str, Any
         expected = adaptive_kl_coef(
             row["offpolicy/loss/kl_coef"], row["offpolicy/loss/kl"], target=0.02, samples=8, horizon=40
         )
-        assert after == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(expected, rel=1e-5)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def _tokens(
 
 
 def test_kl_k1_is_the_mean_of_sampling_minus_old(rollouts: Rollouts) -> None:
-    assert stats.kl_k1(rollouts) == pytest.approx((math.log(2) - math.log(1.5)) / 3, rel=1e-6)
+    assert stats.kl_k1(rollouts) == pytest.approx((math.log(2) - math.log(1.5)) / 3, rel=1e-5)
 
 
 def test_histogram_counts_ratios_before_and_kept_weights_after() -> None:
@@ -60,7 +60,7 @@ def test_histogram_puts_the_tail_into_the_outermost_bars() -> None:
     log_ratio = np.full(10_000, 0.01)
     log_ratio[:3] = (-5.0, 5.0, 6.0)
     histogram = stats.ratio_histogram(_tokens(log_ratio, weight=2.0, keep=np.arange(10_000) < 7))
-    assert histogram.edges[-1] == pytest.approx(math.exp(0.015), rel=1e-6)
+    assert histogram.edges[-1] == pytest.approx(math.exp(0.015), rel=1e-5)
     assert (histogram.before[0], histogram.before[-1], histogram.outside_before) == (1, 2, 3)
     assert histogram.after is not None
     assert (histogram.after[-1], histogram.after.sum(), histogram.outside_after) == (7, 7, 7)
@@ -114,7 +114,7 @@ def test_sequence_points_are_geometric_means_over_observed_tokens(rollouts: Roll
     points = stats.sequence_points(rollouts)
     assert points.row.tolist() == [0, 2]
     assert points.length.tolist() == [2, 2]
-    np.testing.assert_allclose(points.geometric_mean, [math.sqrt(0.5), 1.5], rtol=1e-6)
+    np.testing.assert_allclose(points.geometric_mean, [math.sqrt(0.5), 1.5], rtol=1e-5)
     assert points.state.tolist() == [stats.KEPT, stats.DROPPED]
 
 

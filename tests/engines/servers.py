@@ -56,6 +56,7 @@ class Server:
         try:
             ServerClient(self.url, patience=QUICK).wait_until_up()
         except Exception as error:
+            self.kill()
             raise AssertionError(f"{error}\n{self.log.read_text()[-3000:]}") from error
 
     def kill(self) -> None:

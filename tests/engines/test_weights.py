@@ -60,7 +60,7 @@ def test_lora_is_merged_as_peft_merges_it_and_the_model_is_left_alone(fresh_mode
     expected = dict(model.merge_and_unload().named_parameters())
     assert set(merged) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(merged[name], value.data, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(merged[name], value.data, atol=1e-6, rtol=1e-5)
     changed = [name for name in merged if not torch.equal(merged[name], fresh_model().get_parameter(name))]
     assert len(changed) == 4  # two layers, two modules
 

@@ -23,7 +23,7 @@ def trl_advantages(rewards, scale):
 def test_with_all_counted_it_is_trls(scale):
     out = group_advantages(REWARDS, IDS, ALL, scale_rewards=scale)
 
-    torch.testing.assert_close(out, trl_advantages(REWARDS, scale), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, trl_advantages(REWARDS, scale), rtol=1e-5, atol=1e-6)
 
 
 def test_rejected_responses_do_not_move_the_others():
@@ -33,9 +33,9 @@ def test_rejected_responses_do_not_move_the_others():
     moved = group_advantages(REWARDS + 100 * (~counted).float(), IDS, counted)
 
     spread = 0.5**0.5  # of (1, 0)
-    assert out[:3].tolist() == pytest.approx([0.5 / (spread + 1e-4), -0.5 / (spread + 1e-4), 0.0], rel=1e-6)
+    assert out[:3].tolist() == pytest.approx([0.5 / (spread + 1e-4), -0.5 / (spread + 1e-4), 0.0], rel=1e-5)
     assert torch.equal(out, moved)
-    torch.testing.assert_close(out[3:], trl_advantages(REWARDS, "group")[3:], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out[3:], trl_advantages(REWARDS, "group")[3:], rtol=1e-5, atol=1e-6)
 
 
 def test_batch_scale_is_that_of_the_counted():
@@ -44,7 +44,7 @@ def test_batch_scale_is_that_of_the_counted():
     out = group_advantages(REWARDS, IDS, counted, scale_rewards="batch")
 
     spread = REWARDS[counted].std().item() + 1e-4
-    assert out[:2].tolist() == pytest.approx([0.5 / spread, -0.5 / spread], rel=1e-6)
+    assert out[:2].tolist() == pytest.approx([0.5 / spread, -0.5 / spread], rel=1e-5)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

@@ -118,7 +118,7 @@ def test_far_references():
     (straight,) = torch.autograd.grad(values["k3+"].sum(), x)
 
     assert all(value.isfinite().all() for value in values.values())
-    assert values["k3"][1].item() == pytest.approx(math.exp(20) - 21, rel=1e-6)
+    assert values["k3"][1].item() == pytest.approx(math.exp(20) - 21, rel=1e-5)
     assert slope.tolist() == [1.0, 0.0]  # the clamp ends it
     assert straight.tolist() == [50.0, -50.0]  # and not the one of k2
 
@@ -288,7 +288,7 @@ def test_kl_in_the_reward_is_k2_in_the_loss():
     as_loss = (-0.7 * logps + 0.2 * kl_estimate(logps - reference, "k2")).sum()
 
     torch.testing.assert_close(
-        torch.autograd.grad(shaped, logps), torch.autograd.grad(as_loss, logps), rtol=1e-6, atol=1e-7
+        torch.autograd.grad(shaped, logps), torch.autograd.grad(as_loss, logps), rtol=1e-5, atol=1e-7
     )
 
 

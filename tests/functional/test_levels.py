@@ -10,7 +10,7 @@ import torch
 from trl_offpolicy.functional.levels import LEVELS, TOKEN_LEVELS, aggregate, aggregate_ratio, group_mean, turn_index
 
 NAN, INF = float("nan"), float("inf")
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 # Row 0: two turns (1, 3) and (5, -2); row 1: one token; row 2: nothing trainable.
 VALUES = torch.tensor([[1.0, 3.0, NAN, 5.0, -2.0, INF], [NAN, -4.0, NAN, NAN, -INF, NAN], [NAN] * 6])

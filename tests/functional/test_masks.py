@@ -17,7 +17,7 @@ from trl_offpolicy.functional.masks import (
 )
 
 NAN, INF = float("nan"), float("inf")
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_k3_is_exact_where_the_policies_nearly_agree():
 
 
 def test_k3_of_the_largest_log_ratio_is_finite():
-    assert divergence(torch.tensor([20.0]), "k3").item() == pytest.approx(math.exp(20) - 21, rel=1e-6)
+    assert divergence(torch.tensor([20.0]), "k3").item() == pytest.approx(math.exp(20) - 21, rel=1e-5)
 
 
 def test_unknown_statistic_is_refused():

@@ -22,7 +22,7 @@ from trl_offpolicy.functional.weight_moments import weight_moments
 
 NAN, INF = float("nan"), float("inf")
 L = math.log(2)
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 # Row 0: p = (1/2, 1/4), rho = (2, 1/2), then a NaN and padding. Row 1: p = 1/2, rho = 1/4. Row 2: empty.
 SAMPLING = torch.tensor([[-L, -2 * L, -1.0, NAN], [-L, NAN, -5.0, 0.0], [-1.0, -1.0, -1.0, -1.0]])
@@ -133,8 +133,8 @@ def test_garbage_log_probs_give_finite_perplexities():
 
     folded = fold_ratio_rows(ratio_rows(log_ratio(garbage, garbage, mask), garbage, mask))
 
-    assert folded["ppl_denominator"].item() == pytest.approx(math.exp(80), rel=1e-6)
-    assert folded["ppl_numerator"].item() == pytest.approx(math.exp(80), rel=1e-6)
+    assert folded["ppl_denominator"].item() == pytest.approx(math.exp(80), rel=1e-5)
+    assert folded["ppl_numerator"].item() == pytest.approx(math.exp(80), rel=1e-5)
 
 
 def test_the_product_of_ratios_is_clamped_in_chi2_sequence():
@@ -142,7 +142,7 @@ def test_the_product_of_ratios_is_clamped_in_chi2_sequence():
 
     folded = fold_ratio_rows(ratio_rows(ratio, torch.full((2, 2), -20.0), ratio.observed))
 
-    assert folded["chi2_sequence"].item() == pytest.approx(math.exp(40) + math.exp(-40) - 2, rel=1e-6)
+    assert folded["chi2_sequence"].item() == pytest.approx(math.exp(40) + math.exp(-40) - 2, rel=1e-5)
 
 
 def test_small_mismatch_is_not_rounding_noise():
@@ -207,7 +207,7 @@ def test_quantile_is_the_upper_edge_of_its_bin(quantile, expected):
     counts = torch.zeros(HISTOGRAM_BINS, dtype=torch.float64)
     counts[0], counts[160], counts[180] = 10, 80, 10
 
-    assert histogram_quantile(counts, quantile).item() == pytest.approx(expected, rel=1e-6)
+    assert histogram_quantile(counts, quantile).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_quantile_of_nothing_is_zero():

@@ -8,7 +8,7 @@ import torch
 
 from trl_offpolicy.functional.policy_losses import cispo, ppo_clip, sapo, vespo_phi
 
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
 def at(ratio):
@@ -97,7 +97,7 @@ def test_extreme_log_ratios_stay_finite(size):
     ):
         assert terms.loss.isfinite().all()
     loss = ppo_clip(log_ratios, advantage(-1.0), low=0.2, high=0.2).loss
-    assert loss.item() == pytest.approx(max(0.8, math.exp(math.copysign(20, size))), rel=1e-6)
+    assert loss.item() == pytest.approx(max(0.8, math.exp(math.copysign(20, size))), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_vespo_phi(w, a, phi):
 
     value = vespo_phi(log_w, advantage(a), **GAMMA)
 
-    assert value.item() == pytest.approx(phi, rel=1e-6, abs=1e-6)
+    assert value.item() == pytest.approx(phi, rel=1e-5, abs=1e-6)
     assert not value.requires_grad
 
 

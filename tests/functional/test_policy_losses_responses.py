@@ -34,8 +34,8 @@ def test_aspo(ratio, a, loss, gradient):
     terms = policy_losses.aspo(row(math.log(ratio)), logps, row(a), low=0.2, max_weight=3.0)
     terms.loss.sum().backward()
 
-    assert terms.loss.item() == pytest.approx(loss, rel=1e-6)
-    assert logps.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-9)
+    assert terms.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert logps.grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_tbpo_has_a_band_for_negative_responses(ratio, a, value, gradient):
     terms.loss.sum().backward()
 
     assert terms.loss.item() == pytest.approx(value)
-    assert log_ratio.grad.item() == pytest.approx(gradient, rel=1e-6, abs=1e-9)
+    assert log_ratio.grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_flips_by_expert_against_a_count(seed: int) -> None:
     assert expert_flip_rates(m).view(2, 6).tolist() == [pytest.approx(row) for row in expected]
     delta = sum(map(sum, expected)) / 12
     assert ROUTING_DIAGNOSTICS["expert_flip_mean"](m).item() == pytest.approx(delta)
-    assert delta == pytest.approx(2 * 4 * (1 - routing_agreement(m).item()) / 6, rel=1e-6)
+    assert delta == pytest.approx(2 * 4 * (1 - routing_agreement(m).item()) / 6, rel=1e-5)
     assert ROUTING_DIAGNOSTICS["expert_flip_max"](m).item() == pytest.approx(max(map(max, expected)))
     layers = [routing_moments(first[:, :, i : i + 1], second[:, :, i : i + 1], mask, experts=6) for i in range(2)]
     assert torch.equal(stacked_layers(layers).sums, m.sums) and stacked_layers(layers).layout == m.layout

@@ -19,7 +19,7 @@ from trl_offpolicy.functional.weights import (
 
 NAN, INF = float("nan"), float("inf")
 RATIO = torch.tensor([0.1, 0.5, 1.0, 2.0, 3.0])
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_ess_cap_by_hand():
     # (3 + C)^2 = 0.8 * 4 * (3 + C^2): 2.2 C^2 - 6 C + 0.6 = 0
     cap = ess_cap(torch.tensor([1.0, 9.0, 1.0, 1.0]), target=0.8)
 
-    assert cap.item() == pytest.approx((6 + math.sqrt(36 - 5.28)) / 4.4, rel=1e-6)
+    assert cap.item() == pytest.approx((6 + math.sqrt(36 - 5.28)) / 4.4, rel=1e-5)
 
 
 @pytest.mark.parametrize("target", [0.05, 0.3, 0.5, 0.9, 0.999])
@@ -147,7 +147,7 @@ def test_padding_does_not_count_and_order_does_not_matter():
 
 def test_the_cap_is_exact_over_eighteen_decades():
     # (a + C)^2 = 1.8 (a^2 + C^2) has the root C = 2 a
-    assert ess_cap(torch.tensor([1e-8, 4e8]), target=0.9).item() == pytest.approx(2e-8, rel=1e-6)
+    assert ess_cap(torch.tensor([1e-8, 4e8]), target=0.9).item() == pytest.approx(2e-8, rel=1e-5)
 
 
 def test_equal_largest_ratios_are_capped_together():
@@ -156,13 +156,13 @@ def test_equal_largest_ratios_are_capped_together():
     cap = ess_cap(ratios, target=0.7).item()
 
     assert 1 < cap < 50
-    assert plain.ess([min(r, cap) for r in ratios.tolist()]) == pytest.approx(0.7, rel=1e-6)
+    assert plain.ess([min(r, cap) for r in ratios.tolist()]) == pytest.approx(0.7, rel=1e-5)
 
 
 def test_a_target_of_nearly_one_caps_at_the_smallest_ratio():
     cap = ess_cap(torch.tensor([0.5, 3.0, 7.0]), target=math.nextafter(1, 0)).item()
 
-    assert cap == pytest.approx(0.5, rel=1e-6)
+    assert cap == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -145,7 +145,7 @@ def test_what_does_nothing_in_areal_is_said():
         ({"metric": "k3"}, ValueError, r"^metric must be one of .*Did you mean 'kl_k3'"),
         ({"agg": "min"}, ValueError, r"^agg must be one of"),
         ({"upper": 1.0}, ValueError, r"^upper must be above 1 for metric 'ratio', but got 1.0"),
-        ({"upper": "5"}, ValueError, r"^upper must be a finite number"),
+        ({"upper": "5"}, ValueError, r"^upper must be a number, but got"),
         ({"lower": 6.0}, ValueError, r"^low must be at most high"),
         ({"action": "clamp", "metric": "kl_k2"}, ValueError, r"^metric must be 'ratio' with action 'clamp'"),
         ({"use_decoupled_loss": 1}, ValueError, r"^use_decoupled_loss must be True or False"),

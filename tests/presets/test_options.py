@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 
+from trl_offpolicy.presets.areal import ARealOptions
+from trl_offpolicy.presets.openrlhf import OpenRLHFOptions
 from trl_offpolicy.presets.options import UnknownOptionError, check_choice, read_options, warn_no_effect
+from trl_offpolicy.presets.skyrl import SkyRLOptions
+from trl_offpolicy.presets.slime import SlimeOptions
+from trl_offpolicy.presets.trl import TRLOptions
+from trl_offpolicy.presets.verl import VerlOptions
+from trl_offpolicy.presets.verl_losses import VerlLossOptions
+
+FRAMEWORKS = (ARealOptions, OpenRLHFOptions, SkyRLOptions, SlimeOptions, TRLOptions, VerlOptions, VerlLossOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,26 @@ def test_an_unknown_name_is_refused_with_near_names():
 def test_a_switch_is_true_or_false(bad):
     with pytest.raises(ValueError, match=r"^active must be True or False, but got "):
         read_options(Options, {"active": bad}, framework="X")
+
+
+def test_every_option_of_every_framework_is_of_its_kind():
+    """Also one that the framework does not read under the other options: a typing error there is one, too."""
+    odd = {"None": None, "bool": True, "int": 3, "float": 0.5, "str": "x", "list": [], "nan": float("nan")}
+    taken = {"int": {"int"}, "float": {"int", "float"}, "bool": {"bool"}, "str": {"str"}, "None": {"None"}}
+    refused = 0
+    for cls in FRAMEWORKS:
+        for item in fields(cls):
+            kinds = item.type.split(" | ")
+            if not set(kinds) <= set(taken):
+                continue  # sequences: their own framework checks them
+            fitting = set().union(*(taken[kind] for kind in kinds))
+            for kind in odd.keys() - fitting:
+                with pytest.raises(ValueError, match=rf"^{item.name} must be .*, but got "):
+                    read_options(cls, {item.name: odd[kind]}, framework="X")
+                refused += 1
+            for kind in fitting:
+                read_options(cls, {item.name: odd[kind]}, framework="X")
+    assert refused > 250
 
 
 def test_choices():

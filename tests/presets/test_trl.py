@@ -11,7 +11,7 @@ from trl_offpolicy import BandWeight, OffPolicySequenceMask, Reduction, Truncate
 from trl_offpolicy.presets.trl import AGGREGATION, GLOBAL_TOKEN_LOSSES
 
 L = math.log(2)
-close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 ROWS = [[1.0, 1.0, 1.0], [1.0, None, None]]
 A13 = {"advantages": torch.tensor([1.0, 3.0])}
 
@@ -164,10 +164,10 @@ def test_formula_names_the_mode():
         (
             {"vllm_importance_sampling_clip_max": "3.0"},
             ValueError,
-            r"^high must be a finite number, but got '3.0'",
+            r"^vllm_importance_sampling_clip_max must be a number or None, but got '3.0'",
         ),
-        ({"beta": "0.1"}, ValueError, r"^coef must be a finite number, but got '0.1'"),
-        ({"epsilon": "0.2"}, ValueError, r"^low must be a finite number, but got '0.2'"),
+        ({"beta": "0.1"}, ValueError, r"^beta must be a number, but got '0.1'"),
+        ({"epsilon": "0.2"}, ValueError, r"^epsilon must be a number, but got '0.2'"),
     ],
 )
 def test_bad_options_are_named(options, error, message):

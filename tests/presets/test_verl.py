@@ -213,7 +213,7 @@ def test_nan_stays_where_it_is(random_batch):
         ({"rollout_is": "token", "rollout_is_threshold": "_5"}, r"^rollout_is_threshold must hold positive numbers"),
         ({"rollout_is": "token", "rollout_is_threshold": "nan"}, r"^rollout_is_threshold must hold positive numbers"),
         ({"rollout_is": "token", "rollout_is_threshold": "5_0.5"}, r"^rollout_is_threshold must be 'low_high'"),
-        ({"rollout_is": "token", "rollout_is_threshold": True}, r"^rollout_is_threshold must be a number or a string"),
+        ({"rollout_is": "token", "rollout_is_threshold": True}, r"^rollout_is_threshold must be a number"),
         ({"rollout_is": "token", "rollout_is_threshold": -2.0}, r"^rollout_is_threshold must hold positive numbers"),
         ({"rollout_is": "turn"}, r"^rollout_is must be one of \['token', 'sequence'\], but got 'turn'"),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, r"^rollout_rs must be one of .*Did you mean"),

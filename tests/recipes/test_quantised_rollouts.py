@@ -399,8 +399,8 @@ def recorded(log_ratio: list[list[float]], steps: list[int], kept: list[int]) ->
 def test_demonstration_reads_the_rollouts_of_a_run() -> None:
     rho = np.array([[2.0, 1.0], [1.0, 1.0]])
     found = demonstration.measured(recorded(np.log(rho).tolist(), [1, 2], [2, 0]))
-    assert found["kl_k3"] == pytest.approx(np.mean(rho - 1 - np.log(rho)), rel=1e-6)
-    assert found["ess"] == pytest.approx(5**2 / (4 * 7), rel=1e-6) and found["dropped"] == 0.5
+    assert found["kl_k3"] == pytest.approx(np.mean(rho - 1 - np.log(rho)), rel=1e-5)
+    assert found["ess"] == pytest.approx(5**2 / (4 * 7), rel=1e-5) and found["dropped"] == 0.5
 
 
 def test_demonstration_sets_the_band_from_the_first_quarter() -> None:

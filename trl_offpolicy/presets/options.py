@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from trl_offpolicy.checks import check_bool, check_choice, near
+from trl_offpolicy.checks import check_choice, near
 
 __all__ = ["UnknownOptionError", "check_choice", "read_options", "tell", "warn_no_effect"]
 
@@ -37,7 +38,7 @@ def read_options(
 
     Raises:
         UnknownOptionError: a name that ``cls`` does not have; the message holds near matches.
-        ValueError: a switch that is not True or False.
+        ValueError: a value of another kind than the option's (None, NaN, text for a number, ...).
     """
     values = dict(given)
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
@@ -46,11 +47,35 @@ def read_options(
             raise UnknownOptionError(
                 f"{name} is not an option of {framework}, which has {list(known)}.{near(name, known)}"
             )
-        if known[name].type == "bool":
-            check_bool(**{name: value})
         if numbers_as_text and isinstance(value, str) and known[name].type in ("float", "float | None"):
             values[name] = _number(name, value)
+        _check_kind(name, values[name], str(known[name].type).split(" | "))
     return cls(**values)
+
+
+def _is_number(value: object) -> bool:
+    """Infinity, too: one more way of saying "no bound" (bounds.py). NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "float": ("a number", _is_number),
+    "str": ("text", lambda value: isinstance(value, str)),
+    "None": ("None", lambda value: value is None),
+}
+
+
+def _check_kind(name: str, value: object, kinds: list[str]) -> None:
+    """Raise unless ``value`` is of one of the ``kinds`` of an annotation, whether or not the framework reads it then.
+
+    Kinds beside those of ``_KINDS`` (sequences) are left to who reads them.
+    """
+    if any(kind not in _KINDS or _KINDS[kind][1](value) for kind in kinds):
+        return
+    expected = " or ".join(_KINDS[kind][0] for kind in kinds)
+    raise ValueError(f"{name} must be {expected}, but got {value!r}.")
 
 
 def _number(name: str, text: str) -> float:
