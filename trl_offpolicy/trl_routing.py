@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_offpolicy.async_rollouts.settings import AsyncSettings
 from trl_offpolicy.batches import trainable
-from trl_offpolicy.functional.routing import ROUTING_DIAGNOSTICS
+from trl_offpolicy.functional.routing import EXPERT_DIAGNOSTICS, ROUTING_DIAGNOSTICS
 from trl_offpolicy.fused_head import is_aligned
 from trl_offpolicy.routing.engine import RouteStore, aligned_routes
 from trl_offpolicy.routing.freeze import freeze_router, freeze_router_bias
@@ -136,7 +136,7 @@ class TrainerRouting:
         """``routing/*`` of the last scored rows: the router's own choice against the record."""
         if self._last is None:
             return Stats({})
-        return Stats({"routing": Group(self._last.moments, ROUTING_DIAGNOSTICS)})
+        return Stats({"routing": Group(self._last.moments, {**ROUTING_DIAGNOSTICS, **EXPERT_DIAGNOSTICS})})
 
 
 def scores_old(args: Any, stages: Stages | None, *, reads_old: bool) -> bool:

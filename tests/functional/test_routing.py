@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from trl_offpolicy.functional.routing import (
+    EXPERT_DIAGNOSTICS,
     ROUTING_DIAGNOSTICS,
+    expert_flip_max,
+    expert_flip_mean,
     expert_flip_rates,
     routing_agreement,
     routing_flip_fraction,
@@ -69,7 +72,7 @@ def test_parts_merge_to_the_whole() -> None:
     whole = routing_moments(first, second, mask)
     parts = [routing_moments(first[i : i + 1], second[i : i + 1], mask[i : i + 1]) for i in range(3)]
     merged = parts[0].merge(parts[1]).merge(parts[2])
-    for finalize in (routing_agreement, routing_flip_fraction):
+    for finalize in ROUTING_DIAGNOSTICS.values():  # also of moments that were not counted by expert
         assert finalize(merged) == finalize(whole)
     by_layer = routing_moments(first[:, :, :1], second[:, :, :1], mask).merge(
         routing_moments(first[:, :, 1:], second[:, :, 1:], mask)
@@ -100,9 +103,9 @@ def test_flips_by_expert_against_a_count(seed: int) -> None:
     expected = by_expert(first, second, mask)
     assert expert_flip_rates(m).view(2, 6).tolist() == [pytest.approx(row) for row in expected]
     delta = sum(map(sum, expected)) / 12
-    assert ROUTING_DIAGNOSTICS["expert_flip_mean"](m).item() == pytest.approx(delta)
+    assert expert_flip_mean(m).item() == pytest.approx(delta)
     assert delta == pytest.approx(2 * 4 * (1 - routing_agreement(m).item()) / 6, rel=1e-5)
-    assert ROUTING_DIAGNOSTICS["expert_flip_max"](m).item() == pytest.approx(max(map(max, expected)))
+    assert expert_flip_max(m).item() == pytest.approx(max(map(max, expected)))
     layers = [routing_moments(first[:, :, i : i + 1], second[:, :, i : i + 1], mask, experts=6) for i in range(2)]
     assert torch.equal(stacked_layers(layers).sums, m.sums) and stacked_layers(layers).layout == m.layout
     assert torch.equal(m.merge(m).maxima, m.maxima)  # the number of layers does not add up
@@ -131,8 +134,9 @@ def test_metrics_are_shells_over_the_moments() -> None:
     for i in range(3):
         metrics.update(first[i : i + 1], second[i : i + 1], mask[i : i + 1])
     m = routing_moments(first, second, mask, experts=6)
-    assert metrics.compute() == {f"offpolicy/routing/{name}": f(m) for name, f in ROUTING_DIAGNOSTICS.items()}
-    assert ROUTING_METRICS.keys() == ROUTING_DIAGNOSTICS.keys()
+    every = {**ROUTING_DIAGNOSTICS, **EXPERT_DIAGNOSTICS}
+    assert metrics.compute() == {f"offpolicy/routing/{name}": f(m) for name, f in every.items()}
+    assert ROUTING_METRICS.keys() == every.keys()
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,7 @@ def _share(m: Moments, name: str, *, empty: float) -> Tensor:
     return torch.where(count > 0, m[name] / count.clamp(min=1.0), empty)
 
 
+ROUTING_DIAGNOSTICS: dict[str, Finalizer] = {"agreement": routing_agreement, "flip_fraction": routing_flip_fraction}
+"""Key of ``offpolicy/routing/<key>`` -> finaliser, of any moments of a routing."""
 EXPERT_DIAGNOSTICS: dict[str, Finalizer] = {"expert_flip_mean": expert_flip_mean, "expert_flip_max": expert_flip_max}
-"""Of moments that were counted by expert."""
-ROUTING_DIAGNOSTICS: dict[str, Finalizer] = {
-    "agreement": routing_agreement,
-    "flip_fraction": routing_flip_fraction,
-    **EXPERT_DIAGNOSTICS,
-}
-"""Key of ``offpolicy/routing/<key>`` -> finaliser."""
+"""Likewise, of moments that were counted by expert alone."""

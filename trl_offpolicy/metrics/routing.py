@@ -66,7 +66,8 @@ class RoutingMetric(MomentMetric):
 
 
 def _routing(name: str, key: str, *, better: bool = False) -> type[RoutingMetric]:
-    return derived(RoutingMetric, name, f"routing/{key}", ROUTING_DIAGNOSTICS[key], __name__, better=better)
+    finalize = {**ROUTING_DIAGNOSTICS, **EXPERT_DIAGNOSTICS}[key]
+    return derived(RoutingMetric, name, f"routing/{key}", finalize, __name__, better=better)
 
 
 RoutingAgreement = _routing("RoutingAgreement", "agreement", better=True)
