@@ -108,6 +108,17 @@ def test_ratio_diagnostic_on_policy(name):
     assert value == pytest.approx(on_policy.get(name, 0.0), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["kl_k3", "kl_reverse_k3"])
+@pytest.mark.parametrize("length", [7, 33, 257])
+def test_k3_is_never_negative(name, length):
+    """A log-ratio of -1e-7 on every token: the difference of the float32 sums is smaller than their rounding."""
+    shift = torch.full((3, length), -1e-7)
+
+    sample = ratio_moments(shift, torch.zeros(3, length), torch.ones(3, length).bool())
+
+    assert RATIO_DIAGNOSTICS[name](sample).item() >= 0.0
+
+
 def test_pearson_without_variance():
     pearson, mask = RATIO_DIAGNOSTICS["prob_pearson"], torch.ones(1, 2).bool()
     flat, other = torch.tensor([[-L, -L]]), torch.tensor([[-L, -2 * L]])

@@ -85,6 +85,15 @@ def test_r2vpo_narrows_the_clip_of_a_group_that_varies():
     close(terms.loss, -torch.tensor([[0.8], [1.1], [1.15], [1.15]]))
 
 
+def test_quatros_stabiliser_is_not_rounding_where_the_policies_nearly_agree():
+    """r log r - r + 1 is l^2 / 2 there; as written, float32 gave 0 at 1e-4."""
+    log_ratios = row(1e-4, -3e-4, 1e-3)
+
+    loss = policy_losses.quatro(log_ratios, row(0.0, 0.0, 0.0), row(1.0), radius=0.5).loss
+
+    torch.testing.assert_close(loss, log_ratios.square() / 2, rtol=2e-2, atol=0.0)
+
+
 def test_quatro_has_no_clip_and_pulls_back_by_the_querys_multiplier():
     # std 0.5, radius 0.125: lambda = 0.5 / 0.5 = 1; r = 2
     log_ratios = row(math.log(2)).requires_grad_()

@@ -48,17 +48,17 @@ def group_advantages(
         tensor([ 0.5000, -0.5000,  0.0000])
     """
     here = counted & ~rewards.isnan()
-    values = torch.where(here, rewards.float(), 0.0)
+    values = torch.where(here, rewards.float(), 0.0).double()  # so that equal rewards are equal to their mean
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
     count = member.sum(-1)
     mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
     advantages = torch.where(here & (count > 1), values - mean, 0.0)
     if scale_rewards == "none":
-        return advantages
+        return advantages.float()
     if scale_rewards == "batch":
         member = gather_rows(here).expand(len(rewards), -1)
         count = member.sum(-1)
         mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
     squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
-    return advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)
+    return (advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)).float()

@@ -30,6 +30,11 @@ def _std(m: Moments, squares: str, name: str) -> Tensor:
     return (_mean(m, squares) - _mean(m, name).square()).clamp(min=0.0).sqrt()
 
 
+def _not_negative(difference: Tensor) -> Tensor:
+    """A difference of float32 row sums that is never negative, less what rounding made of it."""
+    return difference.clamp(min=0.0)
+
+
 def _maximum(m: Moments, name: str) -> Tensor:
     top = m[name]
     return torch.where(top > -torch.inf, top, 0.0)
@@ -42,16 +47,16 @@ def kl_k1(m: Moments) -> Tensor:
 
 def kl_k3(m: Moments) -> Tensor:
     """E[rho - 1 - l], nats: unbiased for KL(denominator || numerator), never negative, low variance."""
-    return _mean(m, "excess") - _mean(m, "log_ratio")
+    return _not_negative(_mean(m, "excess") - _mean(m, "log_ratio"))
 
 
 def kl_reverse_k3(m: Moments) -> Tensor:
     """E[rho l - rho + 1], nats: unbiased for KL(numerator || denominator), never negative."""
-    return _mean(m, "excess_log_ratio") + _mean(m, "log_ratio") - _mean(m, "excess")
+    return _not_negative(_mean(m, "excess_log_ratio") + _mean(m, "log_ratio") - _mean(m, "excess"))
 
 
 def tv(m: Moments) -> Tensor:
-    """E|rho - 1| / 2: total variation distance of the next-token distributions, unbiased, in [0, 1]."""
+    """E|rho - 1| / 2: total variation distance of the next-token distributions, unbiased; an estimate may exceed 1."""
     return _mean(m, "abs_excess") / 2
 
 
@@ -61,7 +66,7 @@ def chi2_token(m: Moments) -> Tensor:
 
 
 def chi2_token_p95(m: Moments) -> Tensor:
-    """95th percentile over responses of the response's own token chi-square (bins 12 % wide, floor 1e-8 reads 0)."""
+    """95th percentile over responses of the response's own token chi-square (bins 12 % wide; below 1.1e-8 reads 0)."""
     return histogram_quantile(m.histogram[:HISTOGRAM_BINS], 0.95)
 
 
@@ -232,12 +237,12 @@ def weight_max(m: Moments) -> Tensor:
 
 
 def ess_token(m: Moments) -> Tensor:
-    """Effective sample size over tokens, (sum w)^2 / (n sum w^2), a fraction in (0, 1]; 0 if every weight is 0."""
+    """Effective sample size over tokens, (sum w)^2 / (n sum w^2), a fraction in [0, 1]; 0 if every weight is 0."""
     return _effective_fraction(m["weight"], m["weight_sq"], m["tokens"])
 
 
 def ess_sequence(m: Moments) -> Tensor:
-    """Effective sample size over sequences, of each sequence's mean weight; a fraction in (0, 1].
+    """Effective sample size over sequences, of each sequence's mean weight; a fraction in [0, 1]; 0 if all are 0.
 
     Of token weights the mean of a long response is near 1 however far its product is: see :func:`ess_product`.
     """

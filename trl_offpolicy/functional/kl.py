@@ -86,7 +86,7 @@ def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value:
         value = log_ratios.square() / 2
     else:
         reverse = (-log_ratios).clamp(max=LOG_RATIO_CLAMP)
-        value = reverse.exp() - reverse - 1
+        value = torch.expm1(reverse) - reverse  # exp(-x) - 1 would be rounding noise for small x
     return value if max_value is None else value.clamp(max=max_value)
 
 

@@ -109,7 +109,7 @@ def prefix_bounds(mask: Tensor, *, low: float, high: float) -> tuple[Tensor, Ten
 
 
 def shaped_weight(ratio: Tensor, *, gamma: float) -> Tensor:
-    """``r / (r + gamma)``: in (0, 1), steep where the trainer finds the token unlikely.
+    """``r / (r + gamma)``: in (0, 1], steep where the trainer finds the token unlikely.
 
     1 / (1 + gamma) on-policy, not 1. The study that introduced it for fused rollouts found it unstable.
 

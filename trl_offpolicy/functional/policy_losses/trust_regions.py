@@ -131,5 +131,5 @@ def quatro(log_ratios: Tensor, advantages: Tensor, reward_std: Tensor, *, radius
     """
     inside = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     ratio = inside.exp()
-    stabiliser = ratio * inside - ratio + 1
+    stabiliser = ratio * inside - torch.expm1(inside)  # not r - 1, which is rounding noise where r is near 1
     return LossTerms(-ratio * advantages + reward_std / math.sqrt(2 * radius) * stabiliser)
