@@ -70,8 +70,9 @@ class KLPenalty:
         estimator: k1, abs, k2, k3, k1+ or k3+; :func:`~trl_offpolicy.functional.kl.kl_estimate` says for each how value
             and gradient are biased and where it belongs. On-policy k2, k1+ and k3+ have the gradient of the KL.
         ratio_weighted: multiply by pi/pi_old, the ratio of the loss at its level, which makes gradient (all but abs)
-            and value (k1, k3, k1+, k3+) unbiased on tokens of pi_old. k1, abs and k3 with the ratio's gradient; k3 is
-            DeepSeek-V3.2's Eq. 7 and TRL's ``use_bias_correction_kl``. k2, k1+ and k3+ with the ratio detached.
+            and value (k1, k3, k1+, k3+) unbiased on tokens of pi_old where the ratio is the token's. k1, abs and
+            k3 with the ratio's gradient; k3 is DeepSeek-V3.2's Eq. 7 and TRL's ``use_bias_correction_kl``. k2, k1+ and
+            k3+ with the ratio detached.
         ratio_clip: eps of min(r k, clip(r, 1 - eps, 1 + eps) k), for several epochs on a batch; None = no clip. See
             :func:`~trl_offpolicy.functional.kl.ratio_weighted_kl`.
         max_value: cap on the estimate of a token, nats, where its gradient ends (but for k1+ and k3+); None = no cap.

@@ -1,4 +1,4 @@
-"""Mismatch after a tool call: old/sampling on the tokens behind the first tool output, apart from those before it.
+"""Mismatch after a tool call: old/sampling on the tokens after the first tool output, apart from those before it.
 
 What a tool returns was written by no policy. It moves the model to contexts that it rarely reaches by itself, where
 tokens are less certain and engine and trainer differ more (Liu 2026, "Off-Policy Drift in LLM RL", source 5).

@@ -61,7 +61,9 @@ def test_batches_with_and_without_groups_do_not_mix():
         unknown.merge(known)
 
 
-@pytest.mark.parametrize(("dof", "value"), [(1, 12.706), (10, 2.228), (30, 2.042), (31, 2.03951), (60, 2.0003), (1000, 1.9623)])
+@pytest.mark.parametrize(
+    ("dof", "value"), [(1, 12.706), (10, 2.228), (30, 2.042), (31, 2.03951), (60, 2.0003), (1000, 1.9623)]
+)
 def test_t_quantiles(dof, value):
     assert t_quantile_975(dof) == pytest.approx(value, rel=3e-4)
 

@@ -67,9 +67,10 @@ class Escalation:
     A reading asks for level 1 (geometric rejection) with chi2_token above ``chi2[0]``; for 2 (token TIS beside it)
     above ``chi2[1]``, or where rejection drops more than ``dropped[0]``; for 3 (systems fix) above ``chi2[2]``, with
     more than ``dropped[1]`` dropped or an ESS below ``ess`` under rejection, or a Pearson correlation below
-    ``pearson``. ``patience`` such readings in a row go up, one level at a time; ``calm`` readings in a row that would
-    not ask for the level even with ``chi2`` scaled by ``relax`` go down again. Level 3 stops the run with a
-    checkpoint (``systems="stop"``), or only says so (``"warn"``).
+    ``pearson``. What is dropped and the ESS are looked at from level 1 on, not under the configured correction alone.
+    ``patience`` such readings in a row go up, one level at a time; ``calm`` readings in a row that would not ask for
+    the level even with ``chi2`` scaled by ``relax`` go down again. Level 3 stops the run with a checkpoint
+    (``systems="stop"``), or only says so (``"warn"``).
 
     ``chi2``, ``dropped``, ``ess`` and ``pearson`` are by default those of :class:`~trl_offpolicy.diagnosis.thresholds.
     Thresholds`; in a configuration those of ``control.thresholds``.

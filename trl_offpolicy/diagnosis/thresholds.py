@@ -51,7 +51,7 @@ class Thresholds:
     length_window: float = _number(100.0, "optimizer steps over which a length surge is measured", TREE)
     floor_factor: float = _number(2.0, "times the noise floor up to which a distance says nothing", OURS)
     logp_diff_spike: float = _number(1.0, "largest |log-ratio| (a factor of e) beside a small mean", OURS)
-    post_tool_ratio: float = _number(3.0, "KL k3 behind tool output over that before it", OURS)
+    post_tool_ratio: float = _number(3.0, "KL k3 after tool output over that before it", OURS)
     length_trap: float = _number(
         2.0, "times as often dropped: the longest quarter of responses against the shortest, or the reverse", OURS
     )

@@ -146,7 +146,10 @@ def diagnose(log: MetricsLog, thresholds: Thresholds | None = None, *, window: i
 
 
 def read(rows: Sequence[dict[str, float]], window: int, thresholds: Thresholds) -> Readings:
-    """What the tree looks at: means over the last ``window`` rows (extremes for maxima), and what is derived."""
+    """What the tree looks at: means over the last ``window`` rows, and what is derived.
+
+    Of maxima the largest, of minima and of ``prob_pearson`` the smallest.
+    """
     last = rows[-window:]
     names = {key for row in last for key in row if key.startswith("offpolicy/")}
     found = _intervals(last, [name for name in names if name.endswith(INTERVAL)])

@@ -116,9 +116,9 @@ def ratio_weighted_kl(
         (B, T).
 
     Reference: DeepSeek-V3.2 (arXiv:2512.02556), Eq. 7, which is k3 without clip, and TRL's
-    ``use_bias_correction_kl``. The clip: Liu et al. 2025 (arXiv:2510.01555) as source 001 quotes it, "min(rho k',
-    clip(rho) k')" for the KL as loss. The quotation does not say what carries gradient; here k' is the estimate. Read
-    with k' as a detached coefficient and as PPO's pessimism, it would be a maximum.
+    ``use_bias_correction_kl``. The clip: Liu et al. 2025 (arXiv:2510.01555) as a survey of off-policy corrections
+    quotes it, "min(rho k', clip(rho) k')" for the KL as loss. The quotation does not say what carries gradient; here k'
+    is the estimate. Read with k' as a detached coefficient and as PPO's pessimism, it would be a maximum.
 
     Example:
         >>> x, r = torch.tensor([1.0]), torch.tensor([3.0]).log()
@@ -176,7 +176,7 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, samples: int, hor
     Raises:
         ValueError: ``kl`` is not finite, or ``samples`` at least 5 horizons (beta would not stay positive).
 
-    Reference: Ziegler et al. 2019 (arXiv:1909.08593), Section 2.2, as source 002 writes it.
+    Reference: Ziegler et al. 2019 (arXiv:1909.08593), Section 2.2.
 
     Example:
         >>> round(adaptive_kl_coef(0.1, 12.0, target=6.0, samples=50, horizon=100), 6)

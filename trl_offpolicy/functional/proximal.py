@@ -63,7 +63,7 @@ def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: in
         (B, T) float32, no gradient.
 
     Reference: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641); as a stand-in for
-    missing old log-probs in Guan et al. 2026 (source 002).
+    missing old log-probs in Guan et al. 2026 (arXiv:2605.12070).
 
     Example:
         >>> averaged_logps(torch.tensor([[-3.0]]), torch.tensor([[-1.0]]), decay=0.5, count=1)
