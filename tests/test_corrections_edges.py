@@ -14,14 +14,16 @@ from trl_offpolicy import (
     DivergenceBand,
     ESSWeight,
     GroupRejection,
+    OffPolicySequenceMask,
     OutlierVeto,
     PolicyBatch,
     RatioBand,
     RawWeight,
     StalenessBound,
     TruncateWeight,
+    presets,
 )
-from trl_offpolicy.functional.masks import PROBABILITY_STATISTICS
+from trl_offpolicy.functional.masks import PROBABILITY_STATISTICS, divergence
 
 NAN, INF = float("nan"), float("inf")
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
@@ -242,3 +244,50 @@ def test_every_keep_term_alone_and_together_only_drops():
             assert not (together & ~CORRECTIONS[name](batch).keep_mask).any(), name
     weighed = Correction(weight=TruncateWeight(max_weight=1.5), keep=terms_of(KEEPS.values()))(batch)
     assert torch.equal(weighed.keep_mask, together)
+
+
+OPPOSITE = [30.0, -25.0, 0.3, -4.9, 0.1]  # log-ratios that add up to 0.5; held within +-20 nats each they made -4.5
+PRODUCT, GEOMETRIC = math.exp(0.5), math.exp(0.1)
+BY_RESPONSE = {  # preset, weight, kept
+    "verl": (presets.from_verl(rollout_is="sequence", rollout_is_threshold=5.0), PRODUCT, True),
+    "skyrl": (presets.from_skyrl(tis_ratio_type="sequence"), PRODUCT, True),
+    "skyrl product": (presets.from_skyrl(sequence_mask_metric="product"), 1.0, True),
+    "skyrl geometric": (presets.from_skyrl(sequence_mask_metric="geometric", geo_mask_high=1.2), 1.0, True),
+    "slime": (presets.from_slime(tis_level="sequence"), PRODUCT, True),
+    "slime geometric": (presets.from_slime(tis_level="geometric", tis_mode="mask"), GEOMETRIC, True),
+    "areal": (presets.from_areal(level="sequence", agg="sum", upper=2.0, lower=0.5), GEOMETRIC, True),
+    "trl": (presets.from_trl(vllm_importance_sampling_mode="sequence_mask"), PRODUCT, True),
+}
+
+
+@pytest.mark.parametrize("name", BY_RESPONSE)
+def test_extreme_tokens_of_one_response_add_up_before_anything_is_clamped(name):
+    preset, weight, kept = BY_RESPONSE[name]
+    sampling = torch.tensor([[-31.0, -2.0, -3.0, -2.0, -1.0]])
+    old = sampling + torch.tensor([OPPOSITE])
+    batch = PolicyBatch(
+        per_token_logps=old.clone().requires_grad_(), old_per_token_logps=old, sampling_per_token_logps=sampling,
+        completion_mask=torch.ones(1, 5).bool(), advantages=torch.ones(1),
+    )  # fmt: skip
+
+    out = preset.correction(batch)
+
+    assert out.keep_mask.expand(1, 5).tolist() == [[kept] * 5]
+    torch.testing.assert_close(out.weights.expand(1, 5), torch.full((1, 5), weight), rtol=1e-4, atol=0)
+
+
+def test_divergences_are_of_log_ratios_held_within_20_nats_as_in_verl():
+    held = divergence(torch.tensor([[30.0, -30.0]]), "k2")
+    assert held.tolist() == [[200.0, 200.0]]
+    assert divergence(torch.tensor([[30.0, -30.0]]), "k1").tolist() == [[-20.0, 20.0]]
+
+
+def test_the_off_policy_mask_averages_log_ratios_as_they_are():
+    """TRL and DeepSeek: the mean of log(mu / pi), here 7 nats over -35 and 21; held within 20 it is -0.5 nats."""
+    log_ratios = torch.tensor([[-35.0, 21.0]])
+    batch = PolicyBatch(
+        per_token_logps=torch.full((1, 2), -40.0) + log_ratios, completion_mask=torch.ones(1, 2).bool(),
+        sampling_per_token_logps=torch.full((1, 2), -40.0), advantages=-torch.ones(1),
+    )  # fmt: skip
+    out = Correction(keep=(OffPolicySequenceMask(max_divergence=1.0),))(batch)
+    assert not out.keep_mask.any()

@@ -12,7 +12,7 @@ from torch import Tensor
 from trl_offpolicy.functional.booleans import both, count_true
 from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS, fraction, kl_k3
 from trl_offpolicy.functional.levels import turn_index
-from trl_offpolicy.functional.log_ratios import LogRatio
+from trl_offpolicy.functional.log_ratios import LogRatio, excess_of
 from trl_offpolicy.functional.moments import Layout, Moments, moments
 from trl_offpolicy.stats import Group
 
@@ -52,7 +52,7 @@ def post_tool_group(ratio: LogRatio, mask: Tensor, turn_ids: Tensor, rows: Tenso
     observed = ratio.observed if rows is None else both(ratio.observed, rows.unsqueeze(-1))
     later = turn_index(mask, turn_ids) > 0
     after, before = both(observed, later), both(observed, ~later)
-    excess = torch.expm1(ratio.values)
+    excess = excess_of(ratio.values)
     log_ratios, excess_after = (torch.where(after, part, 0.0).double() for part in (ratio.values, excess))
     k3_before = torch.where(before, excess - ratio.values, 0.0).double()
     sums = [

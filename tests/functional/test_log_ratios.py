@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, log_ratio
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, excess_of, log_ratio, ratio_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -15,14 +15,18 @@ def test_is_numerator_minus_denominator():
     assert ratio.observed.tolist() == [[True, True]]
 
 
-def test_is_clamped_to_20_nats_on_both_sides():
-    numerator = torch.tensor([[0.0, -30.0, 0.0, -20.0, 0.0]])
-    denominator = torch.tensor([[-30.0, 0.0, -20.0, 0.0, -19.5]])
+def test_is_as_it_is_up_to_10000_nats_and_its_ratio_clamped_to_20():
+    lowest = torch.finfo(torch.float32).min
+    numerator = torch.tensor([[0.0, -30.0, 0.0, lowest, 0.0]])
+    denominator = torch.tensor([[-30.0, 0.0, lowest, 0.0, -19.5]])
 
     values = log_ratio(numerator, denominator, torch.ones(1, 5).bool()).values
 
     assert LOG_RATIO_CLAMP == 20.0
-    assert values.tolist() == [[20.0, -20.0, 20.0, -20.0, 19.5]]
+    assert values.tolist() == [[30.0, -30.0, 1e4, -1e4, 19.5]]
+    held = torch.tensor([[20.0, -20.0, 20.0, -20.0, 19.5]])
+    torch.testing.assert_close(ratio_of(values), held.exp(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(excess_of(values), held.expm1(), rtol=1e-6, atol=0)
 
 
 def test_padding_is_zero_and_not_observed_whatever_it_holds():
@@ -71,5 +75,5 @@ def test_no_gradient_flows_and_inputs_stay_as_they_are():
     values = log_ratio(numerator, denominator, torch.tensor([[True, False, True]])).values
 
     assert not values.requires_grad
-    assert values.tolist() == [[1.0, 0.0, -20.0]]
+    assert values.tolist() == [[1.0, 0.0, -29.0]]
     assert torch.equal(denominator, before)

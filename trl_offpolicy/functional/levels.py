@@ -83,14 +83,13 @@ def aggregate_ratio(
     group_ids: Tensor | None = None,
     zero_outside: bool = False,
 ) -> Tensor:
-    """Ratio at ``level``: aggregated in log space, clamped to +-20 nats, then exponentiated.
+    """Ratio at ``level``: aggregated in log space, then clamped to +-20 nats, then exponentiated.
 
     Args and shapes as :func:`aggregate`; an empty row and a masked token give 1.
     """
     total = aggregate(log_ratios, mask, level, turn_ids=turn_ids, group_ids=group_ids, zero_outside=zero_outside)
-    if level == "token" and zero_outside:  # log-ratios, clamped when they were made
-        return exp_of(total)
-    return total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp_()
+    held = total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return exp_of(held) if torch.compiler.is_compiling() else held.exp_()
 
 
 def turn_index(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:

@@ -11,7 +11,13 @@ from trl_offpolicy.functional.blocks import row_blocks
 from trl_offpolicy.functional.booleans import as_float, both
 
 LOG_RATIO_CLAMP = 20.0
-"""Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do."""
+"""Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do.
+
+Sums and means over tokens are of the log-ratios as they are: +30 and -25 nats in one response make a product of e^5.
+"""
+LOG_RATIO_LIMIT = 1e4
+"""nats: where a token's log-ratio itself ends. vLLM writes -9999 for a log-prob of minus infinity; a lowest float32,
+which some masks hold, would leave nothing of a sum."""
 
 
 class LogRatio(NamedTuple):
@@ -27,7 +33,7 @@ class LogRatio(NamedTuple):
 
 @torch.no_grad()
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
-    """Log-ratio ``numerator - denominator`` on trainable tokens, clamped to +-20 nats.
+    """Log-ratio ``numerator - denominator`` on trainable tokens, held within +-10000 nats.
 
     Args:
         numerator: (B, T) log-probs in nats, any float dtype; cast to float32 before subtracting.
@@ -46,14 +52,14 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
     if torch.compiler.is_compiling():
         part = numerator.float() - denominator.float()
         observed = mask & (part.abs() < torch.inf)
-        return LogRatio(torch.where(observed, part.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), 0.0), observed)
+        return LogRatio(torch.where(observed, part.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0), observed)
     values = torch.empty_like(mask, dtype=torch.float32)
     observed = torch.empty_like(mask)
     for rows in row_blocks(mask.shape, mask.device):
         part = torch.sub(numerator[rows].float(), denominator[rows].float(), out=values[rows])
         observed[rows] = both(mask[rows], part.abs() < torch.inf)
         torch.nan_to_num_(part, nan=0.0, posinf=0.0, neginf=0.0)  # so that 0 * x below is 0
-        part.clamp_(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).mul_(as_float(mask[rows]))
+        part.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).mul_(as_float(mask[rows]))
     return LogRatio(values, observed)
 
 
@@ -80,9 +86,10 @@ _LOG2_E = 1.4426950408889634
 
 
 def excess_of(log_ratios: Tensor) -> Tensor:
-    """The ratios less 1, exact where the policies nearly agree."""
+    """The ratios less 1, of log-ratios clamped to +-20 nats; exact where the policies nearly agree."""
+    log_ratios = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     if not torch.compiler.is_compiling():
-        return torch.expm1(log_ratios)
+        return log_ratios.expm1_()
     series = torch.ones_like(log_ratios)  # inductor's own expm1 is exp - 1 on a CPU
     for k in range(_SERIES_TERMS, 1, -1):
         series = 1 + log_ratios / k * series

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.collective import gather_flat
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 
 Statistic = Literal["k1", "k2", "k3", "abs", "prob_diff", "binary_tv", "binary_kl"]
 
@@ -100,7 +101,7 @@ PROBABILITY_STATISTICS: tuple[Statistic, ...] = ("prob_diff", "binary_tv", "bina
 def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | None = None) -> Tensor:
     r"""Per-token divergence statistic of two policies.
 
-    With l = log(p / q), q the denominator (the policy that sampled):
+    With l = log(p / q) clamped to +-20 nats (as verl does), q the denominator (the policy that sampled):
 
     - k1 = -l (unbiased, signed), k2 = l^2 / 2 (biased, never negative), k3 = exp(l) - 1 - l (unbiased, never negative);
       all estimate KL(q || p), nats.
@@ -121,6 +122,7 @@ def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | N
 
     Reference: Schulman 2020, "Approximating KL divergence"; Qi et al. 2026, DPPO (arXiv:2602.04879), binary TV and KL.
     """
+    log_ratios = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     if statistic == "k1":
         return -log_ratios
     if statistic == "k2":

@@ -106,8 +106,8 @@ def classes_in(namespace: Mapping[str, Any], base: type[M]) -> dict[str, type[M]
 class RatioMetric(MomentMetric):
     """Base of the diagnostics of rho = numerator / denominator on tokens that the denominator sampled.
 
-    l = log rho in nats clamped to +-20, E = mean over observed trainable tokens, a_i and b_i = mean log-prob of
-    response i under numerator and denominator. Tokens with a non-finite log-ratio are left out.
+    l = log rho in nats (rho is clamped to e^+-20), E = mean over observed trainable tokens, a_i and b_i = mean
+    log-prob of response i under numerator and denominator. Tokens with a non-finite log-ratio are left out.
 
     Example:
         >>> import torch

@@ -10,6 +10,7 @@ import torch
 
 from trl_offpolicy.corrections import Correction
 from trl_offpolicy.functional.levels import Level, aggregate
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.presets import bounds
 from trl_offpolicy.presets.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
@@ -65,7 +66,8 @@ class ReversedK3Band:
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Statistic above ``high``, below ``low``."""
-        per_token = torch.expm1(-inputs.log_ratios) + inputs.log_ratios
+        held = inputs.log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        per_token = torch.expm1(-held) + held
         value = aggregate(per_token, inputs.mask, self.level)
         return Violations(value > self.high, None if self.low is None else value < self.low)
 

@@ -114,8 +114,7 @@ def from_verl(**options_given: Any) -> Preset:
 
     Not reproduced: ``"0.5_5_0"`` is an error here (verl reads 0.5 to 50); a bound that no ratio reaches (1e9) is left
     open with a warning; non-finite log-probs are neutral (verl spreads NaN); a batch without a kept token has loss 0
-    (verl: 0/0); log-ratios are clamped to +-20 nats per token before they are summed for a sequence weight (verl: the
-    sum only); the seq-mean aggregations count empty responses, as verl's trainers do. What averages does so over all
+    (verl: 0/0); the seq-mean aggregations count empty responses, as verl's trainers do. What averages does so over all
     trainable tokens, in verl over the kept ones, and a warning says where that differs: gspo, geo_mean, sapo and
     "seq-mean-token-mean" where single tokens are rejected, the covariance of clip_cov and kl_cov where any are.
     geo_mean's mean over the responses is that of the whole step (verl: of each micro-batch, whatever their number). A

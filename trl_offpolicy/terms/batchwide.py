@@ -8,7 +8,7 @@ from typing import ClassVar
 from trl_offpolicy.checks import check_number
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import group_mean
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_LIMIT
 from trl_offpolicy.terms.checks import check_ratio, check_scope
 from trl_offpolicy.terms.inputs import KeepTerm, TermInputs, Violations, is_late
 from trl_offpolicy.types import Ratio, Scope
@@ -33,7 +33,7 @@ class SecondMomentBudget:
         check_ratio(self.ratio)
         check_scope(self.scope, self.ratio)
         check_number("budget", self.budget)
-        largest = LOG_RATIO_CLAMP**2
+        largest = LOG_RATIO_LIMIT**2
         if not 0 < self.budget < largest:
             raise ValueError(f"budget must be in (0, {largest:.0f}) nats squared to ever fire, but got {self.budget}.")
 

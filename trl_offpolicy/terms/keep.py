@@ -13,7 +13,7 @@ from torch import Tensor
 from trl_offpolicy.checks import check_choice, check_number, check_whole
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import Level
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LOG_RATIO_LIMIT
 from trl_offpolicy.functional.masks import STATISTICS, Statistic
 from trl_offpolicy.terms.checks import (
     check_group_level,
@@ -206,9 +206,9 @@ class OffPolicySequenceMask:
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         check_number("max_divergence", self.max_divergence)
-        if not 0 <= self.max_divergence < LOG_RATIO_CLAMP:
+        if not 0 <= self.max_divergence < LOG_RATIO_LIMIT:
             raise ValueError(
-                f"max_divergence must be in [0, {LOG_RATIO_CLAMP}) nats to ever fire, but got {self.max_divergence}."
+                f"max_divergence must be in [0, {LOG_RATIO_LIMIT:.0f}) nats to ever fire, but got {self.max_divergence}."
             )
 
     def violations(self, inputs: TermInputs) -> Violations:
