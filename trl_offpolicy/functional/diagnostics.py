@@ -2,8 +2,8 @@
 
 Notation: rho = numerator / denominator on trainable tokens sampled by the denominator, l = log rho in nats; rho is
 clamped to e^+-20, l is not. E is the mean over all observed trainable tokens of the sample (a mean of sums, never a
-mean of means). a_i, b_i are a response's mean log-prob under numerator and denominator. Each function takes :class:`Moments` and returns a 0-d
-float64 tensor; an empty sample gives 0.
+mean of means). a_i, b_i are a response's mean log-prob under numerator and denominator. Each function takes
+:class:`Moments` and returns a 0-d float64 tensor; an empty sample gives 0.
 
 References: KL estimators k1, k3: Schulman 2020; the perplexity and chi-square set: Li, Liu et al. 2025 (verl's
 rollout-correction metrics); ESS: Kong 1992.

@@ -37,7 +37,11 @@ def from_openrlhf(**options: object) -> Preset:
       correction is enabled, and applies no weight.
 
     On the command line: ``--algo.advantage.is_correction_enable``, ``_type``, ``_threshold``. Bounds are inclusive;
-    dropped tokens stay in the denominator and keep their KL term. OpenRLHF does not clamp log-ratios.
+    dropped tokens stay in the denominator and keep their KL term. OpenRLHF clamps the log-ratio of its PPO loss to +-20
+    nats, as here, but none of the others.
+
+    Not reproduced: GSPO's mean counts responses without a trainable token (OpenRLHF: only the others); a batch without
+    any has loss 0 (OpenRLHF: 0/0).
 
     Said aloud here, silent in OpenRLHF: a bound that no ratio reaches (1e9), which is left open; type and threshold
     without enable_vllm_is_correction or with "gspo".

@@ -51,7 +51,8 @@ def from_skyrl(**off_policy_correction: object) -> Preset:
 
     Said aloud here, silent in SkyRL: a bound that no ratio reaches (1e9), which is left open; one side of the token
     mask alone, which switches it off; missing log-probs of the sampler, which switch everything off there (an error
-    here). Not reproduced: NaN log-probs, which three of SkyRL's four masks keep; they are neutral here.
+    here). Not reproduced: NaN log-probs, which three of SkyRL's four masks keep, and infinite ones, whose
+    ratio SkyRL clamps to e^+-20; both are neutral here.
 
     Raises:
         UnknownOptionError: an option that SkyRL does not have.

@@ -208,7 +208,8 @@ class OffPolicySequenceMask:
         check_number("max_divergence", self.max_divergence)
         if not 0 <= self.max_divergence < LOG_RATIO_LIMIT:
             raise ValueError(
-                f"max_divergence must be in [0, {LOG_RATIO_LIMIT:.0f}) nats to ever fire, but got {self.max_divergence}."
+                f"max_divergence must be in [0, {LOG_RATIO_LIMIT:.0f}) nats to ever fire, "
+                f"but got {self.max_divergence}."
             )
 
     def violations(self, inputs: TermInputs) -> Violations:
