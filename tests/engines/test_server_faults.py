@@ -29,7 +29,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
 PROBE = [[5, 6, 7, 20, 33, 4], [8, 9, 10, 11]]
 SHORT = Sampling(max_tokens=6)
 LONG = Sampling(max_tokens=50, extra={"ignore_eos": True})
-WAITS = Patience(timeout=60.0, retries=3, start_timeout=120.0)
+WAITS = Patience(timeout=60.0, retries=3, start_timeout=400.0)  # a server starts in 30 s, on a busy machine in 190
 HASTY = Patience(timeout=1.0, retries=1, start_timeout=5.0)
 
 
