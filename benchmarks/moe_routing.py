@@ -55,7 +55,8 @@ def scored(model: Any, rollouts: Rollouts) -> dict[str, Any]:
     prompt_parts = [[float("nan")] * (len(prompt) - 1) for prompt in rollouts.prompt_ids]
     known = zip(prompt_parts, rollouts.sampling_per_token_logps, strict=True)
     sampling = padded([unknown + logps for unknown, logps in known], fill=float("nan"))
-    routes = padded(rollouts.routed_experts, fill=-1)
+    # int16: vLLM's own report has as few bytes as its experts need, and -1 fits in no unsigned ones
+    routes = padded([torch.as_tensor(row).to(torch.int16) for row in rollouts.routed_experts], fill=-1)
     routes = torch.nn.functional.pad(routes, (0, 0, 0, 0, 0, ids.shape[1] - routes.shape[1]), value=-1)
 
     def logps() -> Tensor:
