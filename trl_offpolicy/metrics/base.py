@@ -98,9 +98,14 @@ def derived(
 
 
 def classes_in(namespace: Mapping[str, Any], base: type[M]) -> dict[str, type[M]]:
-    """{last part of the key: class} of what a module derived from ``base``, in its order."""
-    found = (one for one in namespace.values() if isinstance(one, type) and issubclass(one, base) and one is not base)
-    return {one.key.rpartition("/")[2]: one for one in found}
+    """{key: class} of what a module derived from ``base`` with :func:`derived`, in its order."""
+    found = (one for one in namespace.values() if isinstance(one, type) and issubclass(one, base))
+    return {one.key: one for one in found if "key" in vars(one)}  # a base has none of its own
+
+
+def by_quantity(classes: Mapping[str, type[M]]) -> dict[str, type[M]]:
+    """The same by the last part of the key, for classes of one group."""
+    return {key.rpartition("/")[2]: one for key, one in classes.items()}
 
 
 class RatioMetric(MomentMetric):

@@ -8,7 +8,7 @@ from typing import Any
 from trl_offpolicy import correction_stats, gradient_stats, objective_stats, post_tool, rollout_stats
 from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.moments import Layout
-from trl_offpolicy.metrics.base import MomentMetric, derived
+from trl_offpolicy.metrics.base import MomentMetric, classes_in, derived
 from trl_offpolicy.stats import Stats
 
 GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
@@ -113,9 +113,5 @@ LossGateMean = _of("loss", "LossGateMean", "gate_mean")
 
 GradientPower = _of("gradient", "GradientPower", "power", better=False)
 
-GROUP_METRICS: Mapping[str, type[GroupMetric]] = {
-    one.key: one
-    for one in globals().values()
-    if isinstance(one, type) and issubclass(one, GroupMetric) and one not in (GroupMetric, TermMetric)
-}
+GROUP_METRICS: Mapping[str, type[GroupMetric]] = classes_in(globals(), GroupMetric)
 """Key below ``offpolicy/`` -> class."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS
-from trl_offpolicy.metrics.base import RatioMetric, classes_in, derived
+from trl_offpolicy.metrics.base import RatioMetric, by_quantity, classes_in, derived
 
 
 def _ratio(name: str, key: str, *, better: bool | None = False) -> type[RatioMetric]:
@@ -43,5 +43,5 @@ ResponseMaxProbDiffAboveHalf = _ratio("ResponseMaxProbDiffAboveHalf", "response_
 ESSProduct = _ratio("ESSProduct", "ess_sequence", better=True)
 NonfiniteFraction = _ratio("NonfiniteFraction", "nonfinite_fraction")
 
-RATIO_METRICS: Mapping[str, type[RatioMetric]] = classes_in(globals(), RatioMetric)
+RATIO_METRICS: Mapping[str, type[RatioMetric]] = by_quantity(classes_in(globals(), RatioMetric))
 """Key of ``offpolicy/mismatch/<key>`` -> class."""

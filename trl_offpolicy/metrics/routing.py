@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trl_offpolicy.functional.routing import EXPERT_DIAGNOSTICS, ROUTING_DIAGNOSTICS, ROUTING_LAYOUT, expert_layout
 from trl_offpolicy.functional.routing import routing_moments as moments_of
-from trl_offpolicy.metrics.base import MomentMetric, classes_in, derived
+from trl_offpolicy.metrics.base import MomentMetric, by_quantity, classes_in, derived
 
 
 class RoutingMetric(MomentMetric):
@@ -75,7 +75,7 @@ RoutingFlipFraction = _routing("RoutingFlipFraction", "flip_fraction")
 RoutingExpertFlipMean = _routing("RoutingExpertFlipMean", "expert_flip_mean")
 RoutingExpertFlipMax = _routing("RoutingExpertFlipMax", "expert_flip_max")
 
-ROUTING_METRICS: Mapping[str, type[RoutingMetric]] = classes_in(globals(), RoutingMetric)
+ROUTING_METRICS: Mapping[str, type[RoutingMetric]] = by_quantity(classes_in(globals(), RoutingMetric))
 """Key of ``offpolicy/routing/<key>`` -> class."""
 
 

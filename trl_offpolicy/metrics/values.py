@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trl_offpolicy.functional.diagnostics import fraction
 from trl_offpolicy.functional.moments import Layout, moments
-from trl_offpolicy.metrics.base import MomentMetric, derived
+from trl_offpolicy.metrics.base import MomentMetric, classes_in, derived
 
 _mean = fraction("part", "whole")
 
@@ -56,9 +56,5 @@ GradientSignal = _value("GradientSignal", "gradient/signal", better=None)
 GradientNoise = _value("GradientNoise", "gradient/noise")
 GradientCosinePrevious = _value("GradientCosinePrevious", "gradient/cosine_previous", better=None)
 
-VALUE_METRICS: Mapping[str, type[ValueMetric]] = {
-    one.key: one
-    for one in globals().values()
-    if isinstance(one, type) and issubclass(one, ValueMetric) and one is not ValueMetric
-}
+VALUE_METRICS: Mapping[str, type[ValueMetric]] = classes_in(globals(), ValueMetric)
 """Key below ``offpolicy/`` -> class."""

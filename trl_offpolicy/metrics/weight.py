@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trl_offpolicy.functional.diagnostics import WEIGHT_DIAGNOSTICS
-from trl_offpolicy.metrics.base import WeightMetric, classes_in, derived
+from trl_offpolicy.metrics.base import WeightMetric, by_quantity, classes_in, derived
 
 
 def _weight(name: str, key: str, *, better: bool | None) -> type[WeightMetric]:
@@ -19,5 +19,5 @@ WeightMax = _weight("WeightMax", "max", better=None)
 ESSToken = _weight("ESSToken", "ess_token", better=True)
 ESSSequence = _weight("ESSSequence", "ess_sequence", better=True)
 
-WEIGHT_METRICS: Mapping[str, type[WeightMetric]] = classes_in(globals(), WeightMetric)
+WEIGHT_METRICS: Mapping[str, type[WeightMetric]] = by_quantity(classes_in(globals(), WeightMetric))
 """Key of ``offpolicy/weight/<key>`` -> class."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from typing import TypeVar
 
+from trl_offpolicy.checks import check_number
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.masks import Statistic
-from trl_offpolicy.presets.options import tell
+from trl_offpolicy.presets.options import is_number, tell
 from trl_offpolicy.terms import BandWeight, DivergenceBand, KeepTerm, OutlierVeto, RatioBand, RawWeight, TruncateWeight
-from trl_offpolicy.types import Ratio, check_number
+from trl_offpolicy.types import Ratio
 
 Bound = float | None
 Given = TypeVar("Given", float, Bound)
@@ -37,7 +38,7 @@ def upper(name: str, value: Given, limit: float = LARGEST_RATIO) -> Given:
         value: a bound; what is not a number is left to the term.
         limit: what the bounded quantity can reach at most; by default a ratio.
     """
-    if _is_number(value) and value is not None and value >= limit:
+    if is_number(value) and value is not None and value >= limit:
         tell(f"{name}={value} is taken as no cap: {_WHY}.")
         return math.inf
     return value
@@ -45,7 +46,7 @@ def upper(name: str, value: Given, limit: float = LARGEST_RATIO) -> Given:
 
 def lower(name: str, value: Bound, limit: float = 1 / LARGEST_RATIO) -> Bound:
     """``value``, or minus infinity with a warning if it is ``limit`` or less; a negative ratio is left to the term."""
-    if _is_number(value) and value is not None and value <= limit and not value < 0 < limit:
+    if is_number(value) and value is not None and value <= limit and not value < 0 < limit:
         tell(f"{name}={value} is taken as no floor: {_WHY}.")
         return -math.inf
     return value
@@ -84,10 +85,6 @@ def divergence_band(
     if _opened(low, high):
         return ()
     return (DivergenceBand(statistic=statistic, level=level, low=_closed(low), high=_closed(high), ratio=ratio),)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _closed(bound: Bound) -> Bound:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trl_offpolicy.checks import check_choice, near
 
-__all__ = ["UnknownOptionError", "check_choice", "read_options", "tell", "warn_no_effect"]
+__all__ = ["UnknownOptionError", "check_choice", "is_number", "read_options", "tell", "warn_no_effect"]
 
 Options = TypeVar("Options")
 _PACKAGE = __name__.partition(".")[0]
@@ -53,7 +53,7 @@ def read_options(
     return cls(**values)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Infinity, too: one more way of saying "no bound" (bounds.py). NaN is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
@@ -61,7 +61,7 @@ def _is_number(value: object) -> bool:
 _KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "bool": ("True or False", lambda value: isinstance(value, bool)),
     "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    "float": ("a number", _is_number),
+    "float": ("a number", is_number),
     "str": ("text", lambda value: isinstance(value, str)),
     "None": ("None", lambda value: value is None),
 }
