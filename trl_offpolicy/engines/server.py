@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ class ServerEngine:
         self.return_routing = return_routing
         self.run = run or uuid.uuid4().hex[:12]
         self._source: WeightSource | None = None
+        self._resending = threading.Lock()
         self._sent: Path | None = None
         self._adapter: str | None = None
         self.client.wait_until_up()
@@ -92,7 +94,6 @@ class ServerEngine:
             EngineUnreachable: the server stayed away for all retries, or kept on returning too few completions.
             EngineError: another run has put its weights on the server.
         """
-        self._ensure_current()
         options = {**sampling.vllm_options(), "n": n, "return_token_ids": True}
         with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(prompt_ids))) as pool:
             answers = list(pool.map(lambda ids: self._complete(list(ids), options, n), prompt_ids))
@@ -121,7 +122,6 @@ class ServerEngine:
 
     def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
         """(token ids, log-probs, finish reason) of ``n`` completions; "abort" where :meth:`cut` ended one early."""
-        self._ensure_current()
         choices = self._complete(prompt, {**options, "return_token_ids": True}, n)
         return [(list(choice["token_ids"]), sampled_logps(choice), str(choice["finish_reason"])) for choice in choices]
 
@@ -152,6 +152,7 @@ class ServerEngine:
             named = {**body, "model": self._adapter or self.model}
             return self.client.post("/v1/completions", named, recover=self._ensure_current)
 
+        self._ensure_current()  # a server that came back between two requests has old weights
         try:
             choices: list[dict[str, Any]] = send()["choices"]
         except Refused as error:
@@ -252,18 +253,24 @@ class ServerEngine:
 
     def _ensure_current(self) -> None:
         """The server holds the weights that this run has sent it last; after a restart it gets them again."""
-        if self._sent is None:
+        if self._sent is None or self._holds_own():
             return
+        # Of many requests that find the server fresh, one sends; the others wait. If they sent too, their reset of the
+        # prefix cache would meet the requests of those that had gone on.
+        with self._resending:
+            if not self._holds_own():
+                logger.warning("The server was started anew: sending version %s again.", self.version)
+                self._load(self._sent)
+
+    def _holds_own(self) -> bool:
+        """True if the server holds this run's weights, False if it was started anew."""
         label = self._server_label()
-        if label == self._label:
-            return
-        if label != _FRESH:
+        if label not in (self._label, _FRESH):
             raise EngineError(
                 f"The vLLM server at {self.client.base_url} holds weights of another run ({label}; this run's are "
                 f"{self._label}): two trainers share one server. Give each its own."
             )
-        logger.warning("The server was started anew: sending version %s again.", self.version)
-        self._load(self._sent)
+        return label == self._label
 
     def _base_model(self) -> str:
         models = self.client.get("/v1/models")["data"]

@@ -11,7 +11,7 @@ from trl_offpolicy.engines.cpu_experts import EXTENSION, ReloadsExperts
 from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.sampling_states import Finding, engine_findings, judge, server_arguments
 
-RESET_TRIES, RESET_PAUSE = 20, 0.25  # seconds between two
+RESET_PATIENCE, RESET_PAUSE = 60.0, 0.25  # seconds in all, and between two tries
 
 
 def server_config(client: ServerClient, routes: Collection[str]) -> dict[str, Any]:
@@ -66,14 +66,16 @@ def forget_old_keys(client: ServerClient) -> None:
     Raises:
         SyncError: it went on declining.
     """
-    for attempt in range(RESET_TRIES):
-        if attempt:
-            time.sleep(RESET_PAUSE)
+    end = time.monotonic() + RESET_PATIENCE
+    while True:
         answer = client.post("/reset_prefix_cache?reset_external=true", {})
         if not isinstance(answer, dict) or answer.get("success", True):
             return  # older servers say nothing
+        if time.monotonic() >= end:
+            break
+        time.sleep(RESET_PAUSE)
     raise SyncError(
-        f"The vLLM server at {client.base_url} did not reset its prefix cache in {RESET_TRIES} tries: requests of "
-        "another client are running, or keys and values are being moved. Its answers would come from those of the old "
-        "weights. Give the trainer a server of its own."
+        f"The vLLM server at {client.base_url} did not reset its prefix cache within {RESET_PATIENCE:.0f} s: requests "
+        "of another client are running, or keys and values are being moved. Its answers would come from those of the "
+        "old weights. Give the trainer a server of its own."
     )

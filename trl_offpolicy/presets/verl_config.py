@@ -138,5 +138,3 @@ def _walk(given: Mapping[str, object], known: Section, where: str) -> Iterator[t
                 f"{path} is not an option of {section}, which has {[*known.options, *known.sections]} for the loss."
                 f"{near(name, names)}"
             )
-
-
