@@ -2,8 +2,8 @@
 
     PYTHONPATH=. VERL_PYTHON benchmarks/against_verl.py [--rows 64] [--length 4096] [--rounds 20]
 
-VERL_PYTHON is the Python of an environment that has verl (``tests/presets/test_verl_oracle.py`` says how to make one);
-this kit needs torch only and comes from the checkout. Both get the same tensors and the options of verl's preset
+VERL_PYTHON is the Python of an environment that has verl (tests/presets/frameworks/test_verl_oracle.py says how to make
+one); this kit needs torch only and comes from the checkout. Both get the same tensors and the options of verl's preset
 ``decoupled_geo_rs_token_tis`` (token TIS 2.0, geometric rejection). verl computes its IS, RS and off-policy metrics;
 this kit all its diagnostics of old/sampling: as it does in every step (as moments), plain and with ``compiled=True``
 (which needs a C++ compiler), and once also as numbers, which is done once a logging window. One thread, interleaved,

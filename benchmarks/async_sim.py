@@ -45,7 +45,7 @@ def measured_lengths(run: Path) -> Floats:
     Raises:
         FileNotFoundError: there is no such file.
     """
-    from trl_offpolicy.diagnosis.rollouts import read_rollouts
+    from trl_offpolicy.run_folder.rollouts import read_rollouts
 
     rollouts = read_rollouts(run)
     if rollouts is None:

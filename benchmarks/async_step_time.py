@@ -30,7 +30,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_offpolicy.config import OffPolicyGRPOConfig
-from trl_offpolicy.engines.client import ServerClient
+from trl_offpolicy.engines.server.client import ServerClient
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 PORT = 8766

@@ -20,10 +20,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from trl_offpolicy.engines.client import ServerClient
 from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.engines.server import ServerEngine
+from trl_offpolicy.engines.server.client import ServerClient
 from trl_offpolicy.engines.weights import ModelWeights
 
 PORT = 8765

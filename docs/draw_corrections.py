@@ -1,7 +1,7 @@
 """Draw the pictures of docs/corrections.md: ``python docs/draw_corrections.py``.
 
 Nothing is drawn by hand: every weight, mask and diagnostic comes from calling the package on a grid of ratios or on
-synthetic log-ratios. The same packages give the same files; ``tests/test_docs_corrections.py`` draws them again.
+synthetic log-ratios. The same packages give the same files; ``tests/docs/test_docs_corrections.py`` draws them again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import trl_offpolicy as op
-from trl_offpolicy.correction_stats import noise_floor
-from trl_offpolicy.diagnosis.plots import BLUE, GREEN, GREY, ORANGE
+from trl_offpolicy.correction.measure import noise_floor
+from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, ORANGE
 from trl_offpolicy.functional.masks import divergence
 
 PICTURES: Pictures = {}

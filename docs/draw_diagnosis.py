@@ -21,9 +21,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trl_offpolicy.diagnosis.causes import CAUSES
-from trl_offpolicy.diagnosis.plots import BLUE, GREY, ORANGE
+from trl_offpolicy.diagnosis.report.plots import BLUE, GREY, ORANGE
 from trl_offpolicy.diagnosis.thresholds import Thresholds
-from trl_offpolicy.diagnosis.tree import TREE, Step
+from trl_offpolicy.diagnosis.verdict.tree import TREE, Step
 
 PAGE = Path(__file__).resolve().parent / "diagnosis.md"
 EXAMPLES: dict[str, dict[str, Any]] = json.loads(PAGE.with_name("diagnosis_examples.json").read_text())

@@ -9,7 +9,7 @@ from drawing import picture as register
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trl_offpolicy.diagnosis.plots import BLUE, GREEN, GREY, INK, ORANGE
+from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, INK, ORANGE
 
 PICTURES: Pictures = {}
 picture = partial(register, PICTURES)

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator
 
-from trl_offpolicy.diagnosis.plots import BLUE, GREEN, GREY, INK, ORANGE, figure_style
+from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, INK, ORANGE, figure_style
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 GROUND = "#ffffff"

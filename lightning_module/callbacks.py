@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning_module.control import run_folder
 from lightning_module.module import OffPolicyGRPOModule
 from lightning_module.streams import MicroStep
-from trl_offpolicy.callbacks import RunFolderCallback
-from trl_offpolicy.declared import declared_sides
-from trl_offpolicy.recording import RolloutRecorder
+from trl_offpolicy.run_folder.declared import declared_sides
+from trl_offpolicy.run_folder.writer import RolloutRecorder
+from trl_offpolicy.trl.callbacks import RunFolderCallback
 
 _NO_CONTROL: Any = None  # transformers' callbacks take a TrainerControl, which these do not read
 

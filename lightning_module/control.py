@@ -16,10 +16,10 @@ from trl_offpolicy.control import (
     append_actions,
     parse_control,
 )
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.diagnosis.gradient_cosine import ConsecutiveCosine
-from trl_offpolicy.diagnosis.run_data import METRICS_FILE, read_metrics
-from trl_offpolicy.gradient_stats import gradient_variance
+from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.objective.gradient_stats import gradient_variance
+from trl_offpolicy.run_folder.run_data import METRICS_FILE, read_metrics
 from trl_offpolicy.stats import PREFIX
 
 if TYPE_CHECKING:

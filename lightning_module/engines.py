@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from lightning_module.models import is_adapted, without_adapter, zero3_gathered
-from trl_offpolicy.engines.client import Patience
 from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling
-from trl_offpolicy.engines.hf_generate import TransformersEngine, score_with
-from trl_offpolicy.engines.server import ServerEngine
-from trl_offpolicy.engines.sync_check import SyncCheck
+from trl_offpolicy.engines.hf import TransformersEngine, score_with
+from trl_offpolicy.engines.server.client import Patience
+from trl_offpolicy.engines.server.engine import ServerEngine
+from trl_offpolicy.engines.sync import SyncCheck
 
 ENGINES = ("transformers", "vllm", "server")
 

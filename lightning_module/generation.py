@@ -21,13 +21,13 @@ from lightning_module.rollouts import RolloutBuffer, collate
 from lightning_module.scoring import Scorer
 from lightning_module.state import of_all_ranks, set_random_state
 from lightning_module.streams import MicroStep
-from trl_offpolicy.advantages import AdvantageInputs
-from trl_offpolicy.batches import policy_batch, total_rewards
 from trl_offpolicy.engines.engine import Engine
-from trl_offpolicy.engines.hf_generate import TransformersEngine
-from trl_offpolicy.engines.sync_check import SyncCheck, probe_of
-from trl_offpolicy.engines.weights import ModelWeights
+from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.engines.sync import SyncCheck, probe_of
+from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.objective.advantages import AdvantageInputs
+from trl_offpolicy.rollouts.batches import policy_batch, total_rewards
 
 if TYPE_CHECKING:
     from lightning_module.module import OffPolicyGRPOModule

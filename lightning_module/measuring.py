@@ -10,9 +10,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_module.metrics import CompletionMetric, StatsMetric
-from trl_offpolicy.objectives import Objective
+from trl_offpolicy.metrics.trl_names import trl_names
+from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.stats import PREFIX, Stats
-from trl_offpolicy.trl_names import trl_names
 
 
 class Measuring:

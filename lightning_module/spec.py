@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning_module.imports import import_path
 from trl_offpolicy import presets
-from trl_offpolicy.advantages import GRPO, AdvantageEstimator
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.objectives import Objective
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.objective.advantages import GRPO, AdvantageEstimator
+from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets import parsing
 from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
 from trl_offpolicy.presets.preset import Preset, make_preset

@@ -22,10 +22,10 @@ from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes.tasks import REWARDS, agent_tools, load_splits
-from trl_offpolicy.callbacks import RecipeCallback
 from trl_offpolicy.config import OffPolicyGRPOConfig
-from trl_offpolicy.model_card import recipe_options
+from trl_offpolicy.diagnosis.report.model_card import recipe_options
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.trl.callbacks import RecipeCallback
 
 
 @dataclass

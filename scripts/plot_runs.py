@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 from drawing import label, legend_below, to_svg
 
-from trl_offpolicy.diagnosis.run_data import MetricsLog, read_metrics
-from trl_offpolicy.diagnosis.step_plots import running_mean
+from trl_offpolicy.diagnosis.report.step_plots import running_mean
+from trl_offpolicy.run_folder.run_data import MetricsLog, read_metrics
 
 PANELS = (
     ("reward", "reward (mean of 5 steps)", 5),

@@ -4,7 +4,7 @@
 
 Trains recipes/quickstart with its sync switched off (only the first weights arrive), so that engine and trainer drift
 apart as the policy learns, under a product mask that loses the longest responses first. About 10 minutes on 2 cores.
-Writes metrics.jsonl, run.json and rollouts.parquet, token ids left out, to trl_offpolicy/diagnosis/demo_run/.
+Writes metrics.jsonl, run.json and rollouts.parquet, token ids left out, to trl_offpolicy/diagnosis/report/demo_run/.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "trl_offpolicy" / "diagnosis" / "demo_run"
+TARGET = ROOT / "trl_offpolicy" / "diagnosis" / "report" / "demo_run"
 CHANGES = {
     "offpolicy": "paper/product-mask",
     "engine": {"dtype": "float32", "enforce_eager": True, "check_sync": False, "seed": 0},
@@ -31,7 +31,7 @@ def train(folder: Path, steps: int) -> None:
 
     sys.path.insert(0, str(ROOT))
     from recipes import grpo
-    from trl_offpolicy.engines import trl as engines
+    from trl_offpolicy.trl import engine as engines
 
     config = yaml.safe_load((ROOT / "recipes" / "quickstart" / "config.yaml").read_text())
     config |= CHANGES | {"max_steps": steps, "output_dir": str(folder / "run")}

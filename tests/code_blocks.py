@@ -1,4 +1,4 @@
-"""Fenced blocks of the documentation: found, run, checked. ``tests/test_docs_code.py`` says which."""
+"""Fenced blocks of the documentation: found, run, checked. ``tests/docs/test_docs_code.py`` says which."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def check_yaml(spec: dict[str, Any], folder: Path) -> str:
 
 def check_training(spec: dict[str, Any], folder: Path) -> str:
     """Every key is a field of the recipe script, and the trainer's configuration takes the values."""
-    from trl_offpolicy.config import OffPolicyGRPOConfig
     from trl_offpolicy.engines.settings import EngineSettings
+    from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
     own = {item.name for item in fields(OffPolicyGRPOConfig)}
     others = {item.name for cls in recipe_arguments() for item in fields(cls)} - own
@@ -185,7 +185,7 @@ def check_command(words: list[str]) -> str:
         AssertionError, SystemExit, ValueError: something in it does not exist.
     """
     if words[0] == "trl-offpolicy":
-        from trl_offpolicy.cli import build_parser
+        from trl_offpolicy.cli.commands import build_parser
 
         return str(build_parser().parse_args(words[1:]).command)
     if words[0] == "make":
@@ -244,7 +244,7 @@ def check_script(words: list[str]) -> str:
     if path == "recipes/grpo.py":
         from trl import TrlParser
 
-        from trl_offpolicy.config import OffPolicyGRPOConfig
+        from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
         recipe, model = recipe_arguments()
         on_cpu = ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]  # a recipe for a GPU is parsed as well

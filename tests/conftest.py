@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from known_runs import rollout_parts, write_run  # noqa: F401
 from other_digits import OtherDigits
 from triton_interpreter import interpreter_environment
 
@@ -109,7 +110,7 @@ def make_args(tmp_path: Path) -> Callable[..., Any]:
 
     from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH
 
-    from trl_offpolicy.config import OffPolicyGRPOConfig
+    from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
     def args(**options: Any) -> Any:
         defaults = {
@@ -141,7 +142,7 @@ def build(make_args: Callable[..., Any], fresh_model: Callable[..., Any], tokeni
     """``build(rollout_func=None, **options)``: a trainer that is ready to train."""
     from tiny_models import score_last_word, tiny_prompts
 
-    from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+    from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
     def trainer(rollout_func: Any = None, **options: Any) -> Any:
         return OffPolicyGRPOTrainer(

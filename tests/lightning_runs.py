@@ -14,7 +14,7 @@ from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine
 
 from lightning_module import OffPolicyGRPOModule, PromptDataModule
 from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
-from trl_offpolicy.engines.weights import WeightSource
+from trl_offpolicy.engines.weights.source import WeightSource
 
 
 class Played:

@@ -4,7 +4,7 @@ import torch
 from plain_losses import Case, Row
 
 from trl_offpolicy import PolicyBatch
-from trl_offpolicy.losses import LossInputs
+from trl_offpolicy.objective.losses import LossInputs
 
 ROWS, LENGTH = 7, 6
 

@@ -32,12 +32,12 @@ from trl_offpolicy import (
     losses,
     presets,
 )
+from trl_offpolicy.correction.terms.inputs import is_late
+from trl_offpolicy.correction.terms.keep import STATISTIC_LEVELS
+from trl_offpolicy.correction.terms.weights import WEIGHT_LEVELS
 from trl_offpolicy.functional.kl import KL_ESTIMATORS
 from trl_offpolicy.functional.levels import LEVELS
-from trl_offpolicy.presets.trl import AGGREGATION
-from trl_offpolicy.terms.inputs import is_late
-from trl_offpolicy.terms.keep import STATISTIC_LEVELS
-from trl_offpolicy.terms.weights import WEIGHT_LEVELS
+from trl_offpolicy.presets.frameworks.trl import AGGREGATION
 from trl_offpolicy.types import RATIOS
 
 TIS = Correction(weight=TruncateWeight(max_weight=2.0))

@@ -27,7 +27,7 @@ batch = op.PolicyBatch(
 result = op.Objective(policy_loss=op.losses.PPOClip(), correction=op.presets.get("paper/tis").correction)(batch)
 result.loss.backward()
 assert result.weights.tolist()[0][1] == 2.0
-from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 from lightning_module import OffPolicyGRPOModule
 """
 

@@ -24,7 +24,7 @@ from property_cases import (
 )
 
 from trl_offpolicy import BandWeight, Correction, TruncateWeight
-from trl_offpolicy.terms.weights import WEIGHT_LEVELS
+from trl_offpolicy.correction.terms.weights import WEIGHT_LEVELS
 
 NAN, INF = float("nan"), float("inf")
 every_case = pytest.mark.parametrize("case", CASES)

@@ -13,16 +13,20 @@ import typing
 import pytest
 import torch
 
-from trl_offpolicy import checks, losses, presets, terms
+from trl_offpolicy import checks, losses, presets
 from trl_offpolicy.control import ControlSpec, Escalation, LengthGuard
 from trl_offpolicy.control.spec import parse_control
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
-from trl_offpolicy.objectives import Objective
+from trl_offpolicy.correction import terms
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.objective.kl import AdaptiveKL, FixedKL, KLPenalty
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.objective.proximal import AveragedProximal, RecomputedProximal
 from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
-from trl_offpolicy.proximal import AveragedProximal, RecomputedProximal
 
-MODULES = ("advantages", "control", "corrections", "kl", "losses", "objectives", "proximal", "terms", "types")
+MODULES = (
+    "control", "correction.correction", "correction.terms", "objective.advantages", "objective.kl", "objective.losses",
+    "objective.objective", "objective.proximal", "types",
+)  # fmt: skip
 RECORDS = {  # made by the code, not by hand: a batch, a result, a state
     "Action", "Average", "ControlState", "CorrectionOutput", "EscalationState", "LengthState", "ObjectiveOutput",
     "Outcome", "PolicyBatch", "ResyncState", "Risk", "ScaleState", "Supervisor", "TermInputs",
@@ -126,7 +130,7 @@ def settings():
         inside = [f"{module.__name__}.{item.name}" for item in pkgutil.iter_modules(getattr(module, "__path__", ()))]
         for part in [module, *map(importlib.import_module, inside)]:
             found |= {one for _, one in inspect.getmembers(part, dataclasses.is_dataclass) if inspect.isclass(one)}
-    ours = {one for one in found if one.__module__.removeprefix("trl_offpolicy.").split(".")[0] in MODULES}
+    ours = {one for one in found if one.__module__.removeprefix("trl_offpolicy.").startswith(MODULES)}
     assert {one.__name__ for one in ours} >= RECORDS
     return {one: one(**WITHOUT_DEFAULT.get(one, {})) for one in ours if one.__name__ not in RECORDS}
 

@@ -55,3 +55,16 @@ def records(trainer: Any) -> list[dict[str, Any]]:
 
 def rollouts(trainer: Any) -> pd.DataFrame:
     return pd.read_parquet(Path(trainer.args.output_dir) / "rollouts.parquet")
+
+
+def generation_batches(trainer: Any) -> list[dict[str, Any]]:
+    """The dicts that leave ``_generate_and_score_completions``, before shuffle and split."""
+    seen: list[dict[str, Any]] = []
+    original = trainer._generate_and_score_completions
+
+    def keep(inputs: Any) -> dict[str, Any]:
+        seen.append(original(inputs))
+        return {**seen[-1]}
+
+    trainer._generate_and_score_completions = keep
+    return seen

@@ -5,12 +5,9 @@
 
 from typing import Any
 
-from trl_offpolicy import advantages, losses, presets, proximal
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
-from trl_offpolicy.objectives import Objective
-from trl_offpolicy.stats import Stat, Stats
-from trl_offpolicy.terms import (
+from trl_offpolicy import presets
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms import (
     BandWeight,
     DivergenceBand,
     ESSWeight,
@@ -27,6 +24,10 @@ from trl_offpolicy.terms import (
     StalenessBound,
     TruncateWeight,
 )
+from trl_offpolicy.objective import advantages, losses, proximal
+from trl_offpolicy.objective.kl import AdaptiveKL, FixedKL, KLPenalty
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.stats import Stat, Stats
 from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction
 
 __version__ = "0.1.0"
@@ -46,7 +47,7 @@ def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True,
     ``rollout_func``) there is no mismatch to measure, which is said.
 
     TRL's vLLM in the trainer's process does not survive its own weight sync on CPU: build the trainer inside
-    ``with trl_offpolicy.engines.trl.trl_engine({}, folder=...)`` there, or use a ``rollout_func``.
+    ``with trl_offpolicy.trl.engine.trl_engine({}, folder=...)`` there, or use a ``rollout_func``.
 
     Args:
         trainer: a ``trl.GRPOTrainer``, before ``train()``.
@@ -56,13 +57,13 @@ def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True,
         write_report: print the summary and write the report at the end.
 
     Returns:
-        An :class:`~trl_offpolicy.stock.Observer`, whose ``detach()`` undoes it.
+        An :class:`~trl_offpolicy.trl.attach.Observer`, whose ``detach()`` undoes it.
 
     Raises:
         TypeError: ``trainer`` is no ``trl.GRPOTrainer``.
         ValueError: it is this kit's own, it is attached already, or ``control`` would change the run.
     """
-    from trl_offpolicy.stock import Observer
+    from trl_offpolicy.trl.attach import Observer
 
     return Observer(trainer, control=control, record_rollouts=record_rollouts, write_report=write_report)
 

@@ -20,7 +20,7 @@ from trl_offpolicy.checks import check_positive as check_positive
 from trl_offpolicy.functional.booleans import count_true
 
 if TYPE_CHECKING:
-    from trl_offpolicy.proximal import Average
+    from trl_offpolicy.objective.proximal import Average
     from trl_offpolicy.stats import Stats
 
 Ratio = Literal["old/sampling", "current/old", "current/sampling"]

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 import trl_offpolicy as op
-from trl_offpolicy.gradient_stats import gradient_variance
-from trl_offpolicy.recording import append_metrics
+from trl_offpolicy.objective.gradient_stats import gradient_variance
+from trl_offpolicy.run_folder.writer import append_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn, rounded

@@ -62,8 +62,6 @@ class Run:
     lost_tokens: bool = False
 
 
-
-
 def rejecting(low: float, high: float) -> op.Objective:
     """PPO's clip, responses outside of the band left out."""
     band = op.RatioBand(level="sequence_mean", low=low, high=high)

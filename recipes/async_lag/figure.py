@@ -13,7 +13,7 @@ from docs.drawing import label, to_svg
 from recipes.async_lag.lag import VARIANTS
 from recipes.async_lag.tables import Outcome, lag_name, of_cell, summarise
 from recipes.quantised_rollouts.tables import interval
-from trl_offpolicy.diagnosis.plots import BLUE, GREEN, GREY, INK, ORANGE
+from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, INK, ORANGE
 
 STYLES = {
     "naive": (ORANGE, "--", "s"),

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trl_offpolicy.diagnosis.rollouts import Rollouts, read_rollouts
+from trl_offpolicy.run_folder.rollouts import Rollouts, read_rollouts
 
 CONFIG = "recipes/quantised_rollouts/trainer.yaml"
 ENGINE = {"dtype": "float32", "enforce_eager": True, "seed": 0}

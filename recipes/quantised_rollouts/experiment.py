@@ -17,7 +17,7 @@ import trl_offpolicy as op
 from recipes.quantised_rollouts.jobs import outcome_of, write_atomically, write_outcome
 from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn, rounded
 from recipes.quantised_rollouts.sorting import Answers, Sorter, prompts, reward, sample, token_logps, warm_start
-from trl_offpolicy.corrections import Correction
+from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.metrics.weight import ESSToken
 from trl_offpolicy.stats import Stats
 

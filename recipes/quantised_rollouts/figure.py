@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from docs.drawing import label, to_svg
 from recipes.quantised_rollouts.experiment import VARIANTS
 from recipes.quantised_rollouts.tables import Outcome, by_seed, collapsed, interval, summarise
-from trl_offpolicy.diagnosis.plots import BLUE, GREEN, GREY, INK, ORANGE
+from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, INK, ORANGE
 
 LINES = {"none": (ORANGE, "--"), "tis": (BLUE, "-"), "ppo_is": (GREY, "-.")}
 SHAPES = {8: (GREEN, "^"), 4: (BLUE, "o"), 3: (ORANGE, "s"), 2: (GREY, "D")}

@@ -10,7 +10,7 @@ import pytest
 
 import trl_offpolicy as op
 from trl_offpolicy.control import Action, Escalation, ESSStep, LengthGuard, Resync, append_actions, read_actions
-from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 LENGTH = "offpolicy/rollout/response_length_mean"
 

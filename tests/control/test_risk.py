@@ -10,8 +10,8 @@ import pytest
 from trl_offpolicy.control import Risk, collapse_risk
 from trl_offpolicy.control.collapse import collapse_step
 from trl_offpolicy.control.risk import PARTS, ramp
-from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 RUNS = Path(__file__).parent / "runs"
 

@@ -19,8 +19,8 @@ from trl_offpolicy.control import (
     parse_control,
 )
 from trl_offpolicy.control.supervisor import _WHOLE_ROWS
-from trl_offpolicy.diagnosis.run_data import MetricsLog
-from trl_offpolicy.diagnosis.verdict import diagnose
+from trl_offpolicy.diagnosis.verdict.judge import diagnose
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 GOOD = {"loss": 0.1, "offpolicy/mismatch/kl_k3": 1e-4, "offpolicy/mismatch/prob_pearson": 0.999}
 BAD = {"loss": 0.1, "offpolicy/mismatch/kl_k3": 0.5, "offpolicy/mismatch/prob_pearson": 0.8}

@@ -21,8 +21,8 @@ def train(folder: Path, rank: int) -> dict[str, Any]:
     from trainer_runs import Engine
     from transformers import TrainerCallback
 
-    from trl_offpolicy.config import OffPolicyGRPOConfig
-    from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+    from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+    from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
     class Forge(TrainerCallback):  # type: ignore[misc]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from trl_offpolicy.cli import main
 from trl_offpolicy.control import parse_control
-from trl_offpolicy.diagnosis.antipatterns import find_antipatterns
 from trl_offpolicy.diagnosis.doctor import examine
-from trl_offpolicy.diagnosis.names import NAMES, frameworks, translate
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.verdict.antipatterns import find_antipatterns
+from trl_offpolicy.run_folder.names import NAMES, frameworks, translate
 
 MISMATCH = {"offpolicy/mismatch/kl_k3": 0.2, "offpolicy/mismatch/prob_pearson": 0.9}
 

@@ -13,11 +13,11 @@ import pytest
 from trl_offpolicy.control import Escalation, LengthGuard, Resync, parse_control
 from trl_offpolicy.control.escalation import Signals
 from trl_offpolicy.control.spec import CONTROLLERS
-from trl_offpolicy.diagnosis.antipatterns import find_antipatterns
-from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
-from trl_offpolicy.diagnosis.tree import APPLIED_ESS, TREE
-from trl_offpolicy.diagnosis.verdict import diagnose
+from trl_offpolicy.diagnosis.verdict.antipatterns import find_antipatterns
+from trl_offpolicy.diagnosis.verdict.judge import diagnose
+from trl_offpolicy.diagnosis.verdict.tree import APPLIED_ESS, TREE
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 HEALTHY = {
     "mismatch/kl_k3": 0.001,

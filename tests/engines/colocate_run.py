@@ -18,9 +18,9 @@ from peft import LoraConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_models import save_tiny_model, spread, tiny_prompts
 
-from trl_offpolicy.config import OffPolicyGRPOConfig
-from trl_offpolicy.engines import trl as trl_engines
-from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.trl import engine as trl_engines
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 LORA_TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 MISMATCH = "offpolicy/mismatch/logp_diff_max"

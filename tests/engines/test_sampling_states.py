@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_offpolicy.engines import server_checks
 from trl_offpolicy.engines.colocate import forget_old_keys
 from trl_offpolicy.engines.engine import EngineError, Sampling, SyncError
 from trl_offpolicy.engines.sampling_states import (
@@ -21,7 +20,8 @@ from trl_offpolicy.engines.sampling_states import (
     request_findings,
     server_arguments,
 )
-from trl_offpolicy.engines.serve import ServeOptions, announce
+from trl_offpolicy.engines.server import checks as server_checks
+from trl_offpolicy.engines.server.serve import ServeOptions, announce
 
 NEUTRAL = {
     "top_p": 0.9,  # mirrored by the trainer, and so no finding
@@ -172,7 +172,7 @@ def test_what_is_said_is_whole():
 
 
 def test_the_trainer_asks_before_it_loads(make_args):
-    from trl_offpolicy.trainer_checks import check_engine, sampling_findings
+    from trl_offpolicy.trl.checks import check_engine, sampling_findings
 
     args = make_args(use_vllm=True, vllm_mode="colocate", engine={"kv_cache_dtype": "fp8", "check_sync": True})
     args.vllm_structured_outputs_regex = "[0-9]+"
@@ -199,7 +199,7 @@ def test_run_json_and_the_attribution_know(build):
     """Without vLLM nothing is found; what the engine declares of its cache reaches the attribution."""
     from trl_offpolicy.diagnosis.attribution.declarations import differences, excluded
     from trl_offpolicy.diagnosis.attribution.evidence import Declared
-    from trl_offpolicy.run_description import run_description
+    from trl_offpolicy.trl.run_description import run_description
 
     trainer = build()
     info = run_description(trainer.args, trainer.args.preset, trainer)

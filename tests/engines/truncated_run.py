@@ -20,10 +20,10 @@ from datasets import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_models import save_tiny_model, spread, tiny_prompts
 
-from trl_offpolicy.config import OffPolicyGRPOConfig
-from trl_offpolicy.engines.filtered_scoring import FilteredScoring
 from trl_offpolicy.functional.truncated_sampling import Truncation
-from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+from trl_offpolicy.trl.filtered_scoring import FilteredScoring
+from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 GENERATIONS = 4
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3}

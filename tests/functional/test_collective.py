@@ -12,7 +12,7 @@ import two_ranks
 
 import trl_offpolicy as op
 from trl_offpolicy.functional.collective import gather_flat, gather_padded, gather_rows, is_distributed, sum_ranks
-from trl_offpolicy.staging import stage
+from trl_offpolicy.objective.staging import stage
 
 NAN = float("nan")
 SCENARIOS = ("spread", "idle_rank")  # in the second, rank 1 has responses but no trainable token

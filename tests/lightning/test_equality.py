@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer_runs import Engine, records
 from transformers import TrainerCallback
 
-from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 STEPS, RATE = 3, 0.02
 GRADIENT_LIMIT, METRIC_LIMIT, MOMENT_LIMIT = 1e-4, 2e-4, 2e-3

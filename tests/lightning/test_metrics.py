@@ -9,6 +9,7 @@ import torch
 
 import trl_offpolicy as op
 from lightning_module.metrics import CompletionMetric, StatsMetric
+from trl_offpolicy.correction.measure import noise_floor
 
 
 def batch(rows, seed):
@@ -38,7 +39,7 @@ def test_it_computes_what_merged_stats_compute():
 def test_a_group_that_comes_later_is_added():
     metric, mask = StatsMetric(), torch.ones(1, 1).bool()
     metric.update(stats_of(batch(4, 0)))
-    metric.update(op.correction_stats.noise_floor(torch.zeros(1, 1), torch.ones(1, 1), mask))
+    metric.update(noise_floor(torch.zeros(1, 1), torch.ones(1, 1), mask))
     assert metric.has("noise_floor") and metric.compute()["offpolicy/noise_floor/kl_k1"] == pytest.approx(-1.0)
     metric.reset()
     assert metric.compute() == {} and not metric.has("noise_floor")

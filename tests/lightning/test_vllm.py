@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.servers import Server
+from engines.server.servers import Server
 
 pytestmark = pytest.mark.integration
 

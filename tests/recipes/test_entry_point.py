@@ -14,7 +14,7 @@ import pytest
 import yaml
 from trl import GRPOConfig, ModelConfig, TrlParser
 
-from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

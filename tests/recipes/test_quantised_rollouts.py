@@ -34,7 +34,7 @@ from recipes.quantised_rollouts.sorting import (
     solutions,
     token_logps,
 )
-from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Settings(warm_up_steps=2, generations=2, groups=2, group_size=4, log_every=1, questions=8, answers=2)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from engines.servers import Server
+from engines.server.servers import Server
 from safetensors.torch import load_file
 from scale_out.launching import ROOT
 from scale_out.smoke import ONE_PROCESS, ranks_that_recorded, run_recipe, save_chat_model, training_rows
 
-from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 RECIPES = ROOT / "recipes"
 AGREE = 2e-4

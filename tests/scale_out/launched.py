@@ -24,8 +24,8 @@ from tiny_models import score_last_word
 from trainer_runs import Engine
 
 from recipes import grpo
-from trl_offpolicy.engines.weights import ModelWeights
-from trl_offpolicy.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.engines.weights.source import ModelWeights
+from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 
 class Words:

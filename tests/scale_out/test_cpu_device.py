@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 
 def test_a_checkpoint_can_be_loaded_to_the_device_of_the_arguments(

@@ -9,7 +9,7 @@ import torch
 import two_ranks
 from torch import nn
 
-from trl_offpolicy.diagnosis.gradient_cosine import ConsecutiveCosine
+from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine
 
 
 def model() -> nn.Module:

@@ -1,6 +1,6 @@
 """Watching a run while it trains and acting on what is seen: thresholds to actions, without any trainer.
 
-``trl_offpolicy.control_callback`` applies it in TRL, ``lightning_module.control`` in Lightning.
+``trl_offpolicy.trl.control`` applies it in TRL, ``lightning_module.control`` in Lightning.
 """
 
 from trl_offpolicy.control.actions import ACTIONS_FILE, Action, append_actions, read_actions

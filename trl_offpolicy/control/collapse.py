@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 SMOOTH = 5
 """Logged rows whose median is the reward."""

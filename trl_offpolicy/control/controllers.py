@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from trl_offpolicy.checks import check_choice, check_fraction, check_positive, check_proper_fraction, check_whole
 from trl_offpolicy.control.actions import Action
-from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.thresholds import limit
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 LENGTH_KEYS = ("offpolicy/rollout/response_length_mean", "completions/mean_length")
 """Where the mean response length stands, the kit's own name first."""

@@ -14,11 +14,11 @@ from trl_offpolicy.checks import (
     check_within,
 )
 from trl_offpolicy.control.actions import Action
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.diagnosis.run_data import MetricsLog
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms import RatioBand, TruncateWeight
 from trl_offpolicy.diagnosis.thresholds import limit
-from trl_offpolicy.diagnosis.tree import APPLIED_ESS
-from trl_offpolicy.terms import RatioBand, TruncateWeight
+from trl_offpolicy.diagnosis.verdict.tree import APPLIED_ESS
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 CORRECTION_LEVEL = "correction_level"
 LEVELS = ("as configured", "geometric rejection", "geometric rejection and token TIS", "systems fix")

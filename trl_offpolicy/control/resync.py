@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from trl_offpolicy.checks import check_fraction, check_whole, check_within
 from trl_offpolicy.control.actions import Action
-from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.thresholds import limit
+from trl_offpolicy.run_folder.run_data import MetricsLog
 
 AGREEMENT = "offpolicy/rollout/sync_agreement"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from trl_offpolicy.control.controllers import ESS_KEYS, LENGTH_KEYS
-from trl_offpolicy.diagnosis.run_data import MetricsLog
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.run_folder.run_data import MetricsLog
 from trl_offpolicy.stats import PREFIX
 
 RECENT = 5

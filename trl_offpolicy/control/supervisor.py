@@ -15,9 +15,9 @@ from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, LENGTH_KEYS
 from trl_offpolicy.control.escalation import CORRECTION_LEVEL, LEVELS
 from trl_offpolicy.control.risk import collapse_risk
 from trl_offpolicy.control.spec import ControlSpec
-from trl_offpolicy.diagnosis.run_data import EVAL_PREFIX, MetricsLog
-from trl_offpolicy.diagnosis.tree import SEVERITIES
-from trl_offpolicy.diagnosis.verdict import WINDOW, Diagnosis, diagnose
+from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, diagnose
+from trl_offpolicy.diagnosis.verdict.tree import SEVERITIES
+from trl_offpolicy.run_folder.run_data import EVAL_PREFIX, MetricsLog
 from trl_offpolicy.stats import PREFIX
 
 CONTROL_METRICS = (

@@ -3,16 +3,16 @@
 matplotlib, pyarrow and rich are imported only when a figure, a rollout file or a table asks for them.
 """
 
-from trl_offpolicy.diagnosis.report import write_report
-from trl_offpolicy.diagnosis.run_data import MetricsLog, read_metrics, read_run_info
-from trl_offpolicy.diagnosis.statement import describe_run
-from trl_offpolicy.diagnosis.summary import (
+from trl_offpolicy.diagnosis.report.report import write_report
+from trl_offpolicy.diagnosis.report.statement import describe_run
+from trl_offpolicy.diagnosis.report.summary import (
     RunSummary,
     SummaryRow,
     print_summary,
     summarize_log,
     summarize_run,
 )
+from trl_offpolicy.run_folder.run_data import MetricsLog, read_metrics, read_run_info
 
 __all__ = [
     "MetricsLog",

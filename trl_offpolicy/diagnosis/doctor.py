@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_offpolicy.diagnosis.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution
 from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
-from trl_offpolicy.diagnosis.rollouts import Rollouts, read_rollouts
-from trl_offpolicy.diagnosis.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
 from trl_offpolicy.diagnosis.thresholds import Thresholds
-from trl_offpolicy.diagnosis.verdict import WINDOW, Diagnosis, Finding, diagnose
+from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
+from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
+from trl_offpolicy.run_folder.rollouts import Rollouts, read_rollouts
+from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,11 +75,12 @@ def examine(
 
     Args:
         run_dir: a run folder, or a metrics file of this kit, TRL, verl, SkyRL or slime
-            (:func:`~.run_data.metrics_file`).
+            (:func:`~trl_offpolicy.run_folder.run_data.metrics_file`).
         thresholds: None takes the defaults.
         window: the last logged steps that count.
         others: packages to ask as well, of :data:`~.other_doctors.OTHER_DOCTORS`.
-        loss: policy loss of another framework's run (:data:`~.names.LOSSES`), on which some of its metrics depend.
+        loss: policy loss of another framework's run (:data:`~trl_offpolicy.run_folder.names.LOSSES`), on which some of
+            its metrics depend.
 
     Raises:
         FileNotFoundError: no metrics there.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_offpolicy.diagnosis.run_data import MetricsLog, metrics_file, read_metrics
+from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics
 
 _RLPROBE_FIELDS = {
     "reward": "reward_mean",

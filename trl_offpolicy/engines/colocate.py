@@ -12,10 +12,10 @@ from torch import Tensor
 from trl_offpolicy.engines.cpu_experts import forget_expert_kernels
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
-from trl_offpolicy.engines.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.rounding import round_weights
-from trl_offpolicy.engines.weights import WeightSource
-from trl_offpolicy.routing.engine import RoutedLLM, routing_arguments
+from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
+from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
+from trl_offpolicy.engines.weights.source import WeightSource
 
 
 class ColocateEngine:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 from trl_offpolicy.checks import check_number, check_positive, check_whole
-from trl_offpolicy.engines.weights import WeightSource
+from trl_offpolicy.engines.weights.source import WeightSource
 
 
 class EngineError(RuntimeError):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trl_offpolicy.engines.client import Patience
 from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding
-from trl_offpolicy.engines.server import Transfer as ServerTransfer
+from trl_offpolicy.engines.server.client import Patience
+from trl_offpolicy.engines.server.engine import Transfer as ServerTransfer
 
 Transfer = Literal["auto", "memory", "folder", "adapter", "nccl"]
 

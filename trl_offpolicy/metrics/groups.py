@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trl_offpolicy import correction_stats, gradient_stats, objective_stats, post_tool, rollout_stats
+from trl_offpolicy.correction import measure as correction_stats
+from trl_offpolicy.correction import post_tool
 from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.moments import Layout
 from trl_offpolicy.metrics.base import MomentMetric, classes_in, derived
+from trl_offpolicy.objective import gradient_stats, rollout_stats
+from trl_offpolicy.objective import measure as objective_stats
 from trl_offpolicy.stats import Stats
 
 GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {

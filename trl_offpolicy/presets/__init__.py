@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trl_offpolicy.checks import near
-from trl_offpolicy.presets.areal import from_areal
 from trl_offpolicy.presets.catalog import BUILDERS, groups
 from trl_offpolicy.presets.diff import Difference, diff
-from trl_offpolicy.presets.openrlhf import from_openrlhf
-from trl_offpolicy.presets.options import UnknownOptionError
+from trl_offpolicy.presets.frameworks.areal import from_areal
+from trl_offpolicy.presets.frameworks.openrlhf import from_openrlhf
+from trl_offpolicy.presets.frameworks.options import UnknownOptionError
+from trl_offpolicy.presets.frameworks.skyrl import from_skyrl
+from trl_offpolicy.presets.frameworks.slime import from_slime
+from trl_offpolicy.presets.frameworks.trl import from_trl
+from trl_offpolicy.presets.frameworks.verl.translate import from_verl
 from trl_offpolicy.presets.preset import Preset
-from trl_offpolicy.presets.skyrl import from_skyrl
-from trl_offpolicy.presets.slime import from_slime
 from trl_offpolicy.presets.text import mapping_text, settings_text
-from trl_offpolicy.presets.trl import from_trl
-from trl_offpolicy.presets.verl import from_verl
 
 __all__ = [
     "FRAMEWORKS",

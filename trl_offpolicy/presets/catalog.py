@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.presets import frameworks, papers_masks, papers_weights, verl_presets
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.presets import papers_masks, papers_weights
+from trl_offpolicy.presets.frameworks import named as frameworks
+from trl_offpolicy.presets.frameworks.verl import named as verl_presets
 from trl_offpolicy.presets.preset import Preset, make_preset
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trl_offpolicy.corrections import Correction
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms import KeepTerm, Weight
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-from trl_offpolicy.objectives import Objective
+from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.text import RATIO_TEXT, number, settings_text
-from trl_offpolicy.terms import KeepTerm, Weight
 
 ABSENT = "-"
 

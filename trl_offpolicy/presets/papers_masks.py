@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.functional.masks import Statistic
-from trl_offpolicy.presets.papers_weights import MIS
-from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.terms import (
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms import (
     DivergenceBand,
     OffPolicySequenceMask,
     OutlierVeto,
@@ -16,6 +13,9 @@ from trl_offpolicy.terms import (
     SecondMomentBudget,
     TruncateWeight,
 )
+from trl_offpolicy.functional.masks import Statistic
+from trl_offpolicy.presets.papers_weights import MIS
+from trl_offpolicy.presets.preset import Preset, make_preset
 from trl_offpolicy.types import Ratio
 
 GEOMETRIC = "'A geometric view of off-policy sequence masking' 2026; " + MIS

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.functional.levels import Level
-from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.terms import (
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms import (
     BandWeight,
     ESSWeight,
     PrefixMinWeight,
@@ -16,6 +14,8 @@ from trl_offpolicy.terms import (
     ShapedWeight,
     TruncateWeight,
 )
+from trl_offpolicy.functional.levels import Level
+from trl_offpolicy.presets.preset import Preset, make_preset
 
 TIS = "Yao et al. 2025, 'Your efficient RL framework secretly brings you off-policy RL training'"
 MIS = "Liu, Li et al. 2025, 'When speed kills stability: demystifying RL collapse from the training-inference mismatch'"

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from trl_offpolicy import advantages, losses, proximal, terms
-from trl_offpolicy.advantages import AdvantageEstimator
 from trl_offpolicy.checks import near as near  # its old home
-from trl_offpolicy.corrections import Correction
-from trl_offpolicy.kl import AdaptiveKL, FixedKL, KLPenalty
-from trl_offpolicy.objectives import Objective
+from trl_offpolicy.correction import terms
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.objective import advantages, losses, proximal
+from trl_offpolicy.objective.advantages import AdvantageEstimator
+from trl_offpolicy.objective.kl import AdaptiveKL, FixedKL, KLPenalty
+from trl_offpolicy.objective.objective import Objective
 
 WEIGHT_TYPES = {
     "truncate": terms.TruncateWeight,

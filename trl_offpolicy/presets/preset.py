@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from trl_offpolicy.advantages import AdvantageEstimator
-from trl_offpolicy.corrections import Correction
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms import StalenessBound
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-from trl_offpolicy.objectives import Objective
+from trl_offpolicy.objective.advantages import AdvantageEstimator
+from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.text import formula_of
-from trl_offpolicy.terms import StalenessBound
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from trl_offpolicy.objectives import Objective
-from trl_offpolicy.terms import (
+from trl_offpolicy.correction.terms import (
     BandWeight,
     DivergenceBand,
     ESSWeight,
@@ -27,6 +26,7 @@ from trl_offpolicy.terms import (
     TruncateWeight,
     Weight,
 )
+from trl_offpolicy.objective.objective import Objective
 
 RATIO_TEXT = {"old/sampling": "pi_old / mu", "current/old": "pi / pi_old", "current/sampling": "pi / mu"}
 _RHO = {

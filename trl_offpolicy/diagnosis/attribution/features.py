@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.diagnosis.statement import SAME_POLICY_KL
+from trl_offpolicy.diagnosis.report.statement import SAME_POLICY_KL
 
 Array = NDArray[Any]
 MAX_LOG_RATIO = 20.0
@@ -136,8 +136,8 @@ def floor_k3(evidence: TokenEvidence) -> float:
 def noise_level(evidence: TokenEvidence) -> float:
     """The noise floor, KL k3 in nats: between two scorings, and at least what this kit calls the same policy.
 
-    Two scorings on a CPU can agree to the last bit; :data:`~trl_offpolicy.diagnosis.statement.SAME_POLICY_KL` is what
-    float32 arithmetic in another order makes of the same weights.
+    Two scorings on a CPU can agree to the last bit. ``SAME_POLICY_KL`` is what float32 arithmetic in another order
+    makes of the same weights.
     """
     floor = floor_k3(evidence)
     return max(SAME_POLICY_KL, floor if np.isfinite(floor) else 0.0)

@@ -12,7 +12,7 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import kl_k3
 from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS, OTHER_WEIGHTS
-from trl_offpolicy.diagnosis.rollouts import Rollouts, fetch_rows
+from trl_offpolicy.run_folder.rollouts import Rollouts, fetch_rows
 
 MOST_ROWS = 256
 """Completions looked at: the last ones."""

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trl_offpolicy.cli import commands as cli
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [{"step": step, "reward": 0.5, "offpolicy/mismatch/kl_k3": 0.125} for step in range(4)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def test_report_writes_the_page_and_prints_table_and_path(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run_dir)]) == 0
+    out, err = capsys.readouterr()
+    assert (run_dir / "report.html").is_file()
+    assert "0.1250" in out and out.rstrip().endswith(str(run_dir / "report.html")) and err == ""
+
+
+def test_report_output_option(run_dir: Path, tmp_path: Path) -> None:
+    assert cli.main(["report", str(run_dir), "--output", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").is_file() and not (run_dir / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda run: run / "absent", "run_dir must be an existing folder, but got "),
+        (lambda run: run.parent, "run_dir must contain metrics.jsonl or trainer_state.json, but got "),
+    ],
+)
+def test_bad_run_folder_is_one_line_and_status_2(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], make: Any, message: str
+) -> None:
+    assert cli.main(["report", str(make(run_dir))]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"trl-offpolicy report: {message}")
+
+
+def test_unwritable_output_is_one_line_and_status_2(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run_dir), "--output", str(run_dir / "no" / "page.html")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_crashed_run_warns_once_in_one_line(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 4, "rew')
+    assert cli.main(["report", str(run_dir)]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("warning: ") and "skipped 1 line(s)" in err and err.count("\n") == 1
+
+
+def test_every_unreadable_part_of_a_run_warns(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "rollouts.parquet").write_bytes(b"PAR1 cut")
+    (run_dir / "run.json").write_text("{")
+    assert cli.main(["report", str(run_dir)]) == 0
+    err = capsys.readouterr().err
+    assert err.count("warning: ") == err.count("\n") == 2
+    assert "rollouts.parquet is left out" in err and "run.json is left out" in err
+
+
+def test_tokenizer_option_decodes(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl_offpolicy.diagnosis
+
+    class AutoTokenizer:
+        @staticmethod
+        def from_pretrained(name: str) -> Any:
+            return types.SimpleNamespace(decode=lambda ids: f"{name}:{ids}")
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=AutoTokenizer))
+    monkeypatch.setattr(trl_offpolicy.diagnosis, "write_report", lambda *_, decode: seen.update(decode=decode))
+    assert cli.main(["report", str(run_dir), "--tokenizer", "tiny"]) == 0
+    assert seen["decode"]([1]) == "tiny:[1]"
+
+
+@pytest.mark.parametrize("argv", [[], ["unknown"], ["report"], ["report", "x", "--what"]])
+def test_bad_arguments_exit_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert "usage: trl-offpolicy" in capsys.readouterr().err
+
+
+def test_presets_are_listed_under_their_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["general", f"  {'measure':<31}  w = 1, nothing dropped"]
+    assert lines.index("paper") < lines.index("skyrl") < lines.index("verl")
+    assert "  paper/tis                        w_t = min(pi_old / mu, C)" in lines
+
+
+def test_presets_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets", "paper/tis", "verl/bypass_pg_is"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert first.startswith("paper/tis\n  formula:  w_t = min(pi_old / mu, C)\n")
+    assert second.startswith("verl/bypass_pg_is\n") and "source:   verl 0.9.1" in second
+
+
+def test_two_presets_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["presets", "--diff", "paper/tis", "verl/decoupled_k3_rs"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "semantics paper/tis verl/decoupled_k3_rs" in rows
+    assert "weight: type TruncateWeight none (1)" in rows
+    assert "keep: divergence_k3_sequence_mean - high=0.01, low=None, on pi_old / mu" in rows
+    assert "KL of dropped tokens stays goes with them" in rows
+    assert not any(row.startswith("mode") for row in rows)
+
+
+def test_presets_that_compute_the_same_are_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets", "--diff", "paper/icepop", "ring-1t/icepop"]) == 0
+    assert capsys.readouterr().out == "paper/icepop and ring-1t/icepop compute the same numbers.\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["paper/tiss"], "but got 'paper/tiss'. Did you mean 'paper/tis'"),
+        (["--diff", "paper/tis", "paper/icpop"], "but got 'paper/icpop'. Did you mean 'paper/icepop'"),
+        (["paper/tis", "--diff", "paper/tis", "measure"], "--diff must stand alone, but got also paper/tis."),
+    ],
+)
+def test_bad_presets_are_one_line_and_status_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["presets", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
+
+
+def test_a_subcommand_is_one_function(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def hello(parser: argparse.ArgumentParser) -> cli.Runner:
+        """Say hello."""
+        parser.add_argument("name")
+
+        def run(args: argparse.Namespace) -> int:
+            if args.name == "nobody":
+                raise ModuleNotFoundError("No module named 'x'", name="x")
+            print(f"hello {args.name}")
+            return 3
+
+        return run
+
+    monkeypatch.setitem(cli.COMMANDS, "hello", hello)
+    assert cli.main(["hello", "you"]) == 3
+    assert capsys.readouterr().out == "hello you\n"
+    assert cli.main(["hello", "nobody"]) == 1
+    assert capsys.readouterr().err == "trl-offpolicy hello: package x is not installed.\n"
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert "Say hello." in capsys.readouterr().out

@@ -1,0 +1,255 @@
+"""Keep terms that judge a response by itself: what they measure at which level, by hand."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from trl_offpolicy import (
+    DivergenceBand,
+    OffPolicySequenceMask,
+    OutlierVeto,
+    ProbabilityDifferenceMask,
+    RatioBand,
+    StalenessBound,
+)
+from trl_offpolicy.correction.terms import TermInputs
+from trl_offpolicy.correction.terms.keep import STATISTIC_LEVELS
+from trl_offpolicy.functional.levels import LEVELS
+
+NAN, INF = float("nan"), float("inf")
+L = math.log(2)
+NONE = [False, False]
+POSITIVE = torch.ones(3, 1)
+close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+
+# Row 0: ratios (4, 1); row 1: (1/2, 1/2); row 2: (1, padding).
+LOG_RATIOS = torch.tensor([[2 * L, 0.0], [-L, -L], [0.0, NAN]])
+MASK = torch.tensor([[True, True], [True, True], [True, False]])
+SEEN = TermInputs(LOG_RATIOS, MASK, POSITIVE)
+PAIRS = [(statistic, level) for statistic, levels in STATISTIC_LEVELS.items() for level in levels]
+
+
+def flags(violations, side):
+    value = getattr(violations, side)
+    return None if value is None else value.tolist()
+
+
+# -------------------------------------------------------------------------------------------------- ratio band
+
+
+@pytest.mark.parametrize(
+    ("level", "above", "below"),
+    [  # band [0.6, 1.5], above and below
+        ("token", [[True, False], NONE, NONE], [NONE, [True, True], NONE]),
+        ("sequence", [[True], [False], [False]], [[False], [True], [False]]),  # products 4, 1/4, 1
+        ("sequence_mean", [[True], [False], [False]], [[False], [True], [False]]),  # 2, 1/2, 1
+    ],
+)
+def test_ratio_band(level, above, below):
+    violations = RatioBand(low=0.6, high=1.5, level=level).violations(SEEN)
+
+    assert flags(violations, "above") == above
+    assert flags(violations, "below") == below
+
+
+def test_ratio_band_levels_differ():
+    def above(level):
+        band = RatioBand(low=None, high=3.0, level=level)
+        return flags(band.violations(SEEN), "above")
+
+    assert above("sequence") == [[True], [False], [False]]  # product 4
+    assert above("sequence_mean") == [[False], [False], [False]]  # geometric mean 2
+
+
+def test_ratio_band_bounds_are_inclusive():
+    on_policy = torch.zeros(1, 2), torch.ones(1, 2).bool(), torch.ones(1, 1)
+
+    for level in ("token", "sequence", "sequence_mean"):
+        violations = RatioBand(low=1.0, high=1.0, level=level).violations(TermInputs(*on_policy))
+        assert not violations.above.any()
+        assert not violations.below.any()
+
+
+def test_open_sides_cannot_be_violated():
+    open_low = RatioBand(low=None, high=1.5).violations(SEEN)
+    open_high = RatioBand(low=0.6, high=None).violations(SEEN)
+
+    assert (open_low.below, flags(open_low, "above")) == (None, [[True], [False], [False]])
+    assert (open_high.above, flags(open_high, "below")) == (None, [[False], [True], [False]])
+
+
+@pytest.mark.parametrize(
+    ("statistic", "level", "values"),
+    [
+        ("k1", "token", [[-2 * L, 0.0], [L, L], [0.0, 0.0]]),
+        ("k1", "sequence", [[-2 * L], [2 * L], [0.0]]),
+        ("k1", "sequence_mean", [[-L], [L], [0.0]]),
+        ("k2", "sequence", [[2 * L * L], [L * L], [0.0]]),  # (2L)^2 / 2; 2 L^2 / 2
+        ("k2", "sequence_mean", [[L * L], [L * L / 2], [0.0]]),
+        ("k3", "sequence", [[3 - 2 * L], [2 * L - 1], [0.0]]),  # 4 - 1 - 2L; 2 (1/2 - 1 + L)
+        ("k3", "sequence_mean", [[1.5 - L], [L - 0.5], [0.0]]),
+    ],
+)
+def test_divergence_band_measures(statistic, level, values):
+    """The bounds just below and just above each value decide, so the value is what is claimed."""
+    values = torch.tensor(values)
+    for value in values.unique().tolist():
+        for edge in (value - 1e-5, value + 1e-5):
+            if statistic != "k1" and edge <= 0:
+                continue
+            high = DivergenceBand(statistic=statistic, level=level, high=edge)
+            low = DivergenceBand(statistic=statistic, level=level, low=edge, high=None)
+            assert torch.equal(high.violations(SEEN).above, values > edge)
+            assert torch.equal(low.violations(SEEN).below, values < edge)
+
+
+def test_divergence_band_bounds_are_inclusive():
+    measured = torch.tensor([[-0.5, 0.5]]), torch.ones(1, 2).bool(), torch.ones(1, 1)
+
+    for statistic, low, high in (("k1", -0.5, 0.5), ("k2", 0.125, 0.125)):  # k2 = 0.5^2 / 2
+        band = DivergenceBand(statistic=statistic, level="token", low=low, high=high).violations(TermInputs(*measured))
+        assert not (band.above | band.below).any()
+
+
+def test_divergence_k1_and_ratio_band_agree_in_direction():
+    """k1 = -log rho: rho <= 1.5 is k1 >= -log 1.5 (verl's k1 band keeps the reciprocal)."""
+    ratio = RatioBand(level="sequence_mean", low=0.6, high=1.5).violations(SEEN)
+    k1 = DivergenceBand(statistic="k1", level="sequence_mean", low=-math.log(1.5), high=-math.log(0.6)).violations(SEEN)
+
+    assert torch.equal(ratio.above, k1.below)
+    assert torch.equal(ratio.below, k1.above)
+
+
+def test_outlier_veto_takes_the_whole_sequence():
+    veto = OutlierVeto(low=0.6, high=3.0).violations(SEEN)
+
+    assert flags(veto, "above") == [[True], [False], [False]]  # the token with ratio 4
+    assert flags(veto, "below") == [[False], [True], [False]]
+    assert OutlierVeto(low=None, high=3.0).violations(SEEN).below is None
+    assert OutlierVeto(low=0.6, high=None).violations(SEEN).above is None
+
+
+def test_outlier_veto_bounds_are_inclusive():
+    log_ratios, mask, advantages = torch.tensor([[0.5, -0.25]]), torch.ones(1, 2).bool(), torch.ones(1, 1)
+    veto = OutlierVeto(low=math.exp(-0.25), high=math.exp(0.5)).violations(TermInputs(log_ratios, mask, advantages))
+
+    assert not (veto.above | veto.below).any()
+
+
+def test_off_policy_sequence_mask_of_row_advantages():
+    # mean log(mu / pi) = -mean l: -L, L, 0
+    advantages = torch.tensor([[-1.0], [-1.0], [-1.0]])
+
+    def dropped(max_divergence, a=advantages):
+        term = OffPolicySequenceMask(max_divergence=max_divergence)
+        return term.violations(TermInputs(LOG_RATIOS, MASK, a)).below.tolist()
+
+    assert dropped(0.5) == [[False], [True], [False]]
+    assert dropped(0.7) == [[False], [False], [False]]  # L = 0.693
+    assert dropped(0.5, -advantages) == [[False], [False], [False]]
+    assert dropped(0.5, 0 * advantages) == [[False], [False], [False]]
+    assert OffPolicySequenceMask(max_divergence=0.5).violations(TermInputs(LOG_RATIOS, MASK, advantages)).above is None
+
+
+def test_off_policy_sequence_mask_equality_is_kept():
+    log_ratios, mask = torch.tensor([[-0.25, -0.75]]), torch.ones(1, 2).bool()  # mean 0.5, exact in binary
+
+    def dropped(max_divergence, values=log_ratios):
+        term = OffPolicySequenceMask(max_divergence=max_divergence)
+        return term.violations(TermInputs(values, mask, -torch.ones(1, 1))).below.item()
+
+    assert not dropped(0.5)
+    assert dropped(0.4999)
+    assert not dropped(0, 0 * log_ratios)
+
+
+def test_off_policy_sequence_mask_of_token_advantages():
+    advantages = torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+
+    below = OffPolicySequenceMask(max_divergence=0.5).violations(TermInputs(LOG_RATIOS, MASK, advantages)).below
+
+    assert below.tolist() == [[False, False], [True, False], [False, False]]
+
+
+# ----------------------------------------------------------------------------------- probability difference mask
+
+
+@pytest.mark.parametrize(
+    ("advantage", "above", "below"),
+    [  # p - q = 0.25, -0.4, 0.1, -0.1
+        (1.0, [True, False, False, False], [False] * 4),
+        (-1.0, [False] * 4, [False, True, False, False]),
+        (0.0, [False] * 4, [False] * 4),
+        ([-1.0, 1.0, 1.0, -1.0], [False] * 4, [False] * 4),  # moved against its advantage: may go on
+        ([1.0, -1.0, NAN, NAN], [True, False, False, False], [False, True, False, False]),
+    ],
+)
+def test_probability_difference_is_judged_by_the_sign_of_the_advantage(advantage, above, below):
+    q, p = torch.tensor([[0.25, 0.8, 0.5, 0.5]]), torch.tensor([[0.5, 0.4, 0.6, 0.4]])
+    advantages = torch.tensor(advantage).view(1, -1)
+    seen = TermInputs((p / q).log(), torch.ones(1, 4).bool(), advantages, denominator_logps=q.log())
+
+    violations = ProbabilityDifferenceMask().violations(seen)
+
+    assert flags(violations, "above") == [above]
+    assert flags(violations, "below") == [below]
+
+
+def test_probability_difference_bounds_are_inclusive_and_rare_tokens_move_freely():
+    log_q = torch.tensor([[0.0, -12.0]])
+    seen = TermInputs(torch.tensor([[-L, 6.0]]), torch.ones(1, 2).bool(), torch.tensor([[-1.0, 1.0]]), log_q)
+
+    # p - q = -0.5 exactly; e^-6 - e^-12 = 0.002 for a ratio of 403
+    assert not ProbabilityDifferenceMask(low=-0.5, high=0.01).violations(seen).below.any()
+    assert not ProbabilityDifferenceMask(low=-0.5, high=0.01).violations(seen).above.any()
+    assert ProbabilityDifferenceMask(low=-0.4999, high=0.01).violations(seen).below.tolist() == [[True, False]]
+
+
+# ------------------------------------------------------------------------------------------------ staleness bound
+
+
+@pytest.mark.parametrize(
+    ("lags", "max_lag", "above"),
+    [
+        ([[3], [0], [9]], 3, [False, False, True]),
+        ([[3], [0], [9]], 2, [True, False, True]),
+        ([[1], [0], [9]], 0, [True, False, True]),
+        ([[0, 4], [1, 2], [1, 99]], 3, [True, False, False]),  # the oldest token decides; padding has no age
+        ([[-5], [-1], [0]], 0, [False, False, False]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16])
+def test_staleness_bound_reads_the_oldest_trainable_token(dtype, lags, max_lag, above):
+    seen = TermInputs(LOG_RATIOS, MASK, POSITIVE, version_lags=torch.tensor(lags, dtype=dtype))
+
+    violations = StalenessBound(max_lag=max_lag).violations(seen)
+
+    assert violations.above.flatten().tolist() == above
+    assert violations.below is None
+
+
+def test_staleness_bound_needs_versions():
+    with pytest.raises(ValueError, match=r"^policy_versions and current_version must be given for a staleness bound"):
+        StalenessBound(max_lag=1).violations(SEEN)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 1), (2, 4)])
+def test_nothing_trainable_violates_nothing(shape):
+    rows = shape[0]
+    ids = torch.zeros(rows, dtype=torch.int64)
+    nothing = torch.full(shape, NAN)
+    seen = TermInputs(nothing, torch.zeros(shape).bool(), -torch.ones(rows, 1), nothing, None, ids, ids[:, None] + 9)
+    terms = [
+        *(RatioBand(low=0.9, high=1.1, level=level) for level in LEVELS),
+        *(DivergenceBand(statistic=statistic, high=0.1, level=level) for statistic, level in PAIRS),
+        ProbabilityDifferenceMask(),
+        OutlierVeto(low=0.9, high=1.1),
+        OffPolicySequenceMask(max_divergence=0.1),
+        StalenessBound(max_lag=1),
+    ]
+
+    for term in terms:
+        for violated in term.violations(seen):
+            assert violated is None or (len(violated) == rows and not violated.any()), term

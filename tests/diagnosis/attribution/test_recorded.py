@@ -1,0 +1,95 @@
+"""The doctor's attribution from recorded rollouts: what is read, at which steps, and what the declarations add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trl_offpolicy.diagnosis.attribution.attribute import attribute
+from trl_offpolicy.diagnosis.attribution.recorded import attribute_run, recorded_evidence
+from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.run_folder.rollouts import read_rollouts
+
+SAME = {"dtype": "float32", "quantization": "none", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+def rows(steps: range, change: Any, *, count: int = 16, length: int = 20, seed: int = 0) -> list[dict[str, Any]]:
+    """Completions from known distributions; ``change`` maps the sampler's logits to the trainer's."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for step in steps:
+        for row in range(count):
+            logits = generator.normal(0, 2, (length, 30))
+            mu = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+            ids = np.array([generator.choice(30, p=np.exp(one)) for one in mu])
+            new = change(logits)
+            old = new - np.logaddexp.reduce(new, axis=1, keepdims=True)
+            at = (np.arange(length), ids)
+            found.append(
+                {
+                    "step": step,
+                    "group_id": row // 4,
+                    "completion_ids": ids.tolist(),
+                    "completion_mask": [True] * (length - 1) + [False],
+                    "sampling_per_token_logps": mu[at].astype(np.float32).tolist(),
+                    "old_per_token_logps": old[at].astype(np.float32).tolist(),
+                    "entropies": (-(np.exp(old) * old).sum(1)).astype(np.float32).tolist(),
+                }
+            )
+    return found
+
+
+def metrics(steps: int) -> list[dict[str, Any]]:
+    return [{"step": step, "offpolicy/mismatch/kl_k3": 0.2} for step in range(1, steps + 1)]
+
+
+def test_rows_of_the_window_become_evidence(write_run: Any) -> None:
+    folder = write_run(metrics(5), [rows(range(5), lambda x: x / 1.3)])
+    rollouts = read_rollouts(folder)
+    assert rollouts is not None
+    late = recorded_evidence(rollouts, {"declared": {"engine": SAME, "trainer": SAME}}, steps=(4, 5))
+    assert late is not None and late.sampling_per_token_logps.shape == (2 * 16, 19)
+    assert late.engine is not None and late.engine.dtype == "float32"
+    assert late.token_ids is not None and late.entropies is not None and late.group_ids is not None
+    part = rows(range(5), lambda x: x / 1.3)[3 * 16]
+    assert late.token_ids[0].tolist() == part["completion_ids"][:19]
+    np.testing.assert_allclose(late.sampling_per_token_logps[0], part["sampling_per_token_logps"][:19])
+    np.testing.assert_allclose(late.old_per_token_logps[0], part["old_per_token_logps"][:19], rtol=1e-5)
+    assert recorded_evidence(rollouts, {}, steps=(90, 99)) is None
+
+
+def test_a_temperature_fault_is_named_by_the_doctor(write_run: Any) -> None:
+    folder = write_run(metrics(3), [rows(range(3), lambda x: x / 1.3)])
+    seen = examine(folder)
+    assert seen.attribution is not None and seen.attribution.cause == "temperature"
+    assert seen.as_dict()["attribution"]["cause"] == "temperature"
+
+
+def test_old_logps_alone_are_enough_evidence_without_entropies(write_run: Any) -> None:
+    part = [{k: v for k, v in row.items() if k not in ("entropies", "group_id")} for row in rows(range(2), lambda x: x)]
+    rollouts = read_rollouts(write_run(metrics(2), [part]))
+    assert rollouts is not None
+    evidence = recorded_evidence(rollouts, {})
+    assert evidence is not None and evidence.entropies is None and evidence.engine is None
+    assert attribute(evidence).cause == "none"
+
+
+def test_a_healthy_run_gets_no_attribution(write_run: Any) -> None:
+    quiet = [{**row, "offpolicy/mismatch/kl_k3": 0.001} for row in metrics(3)]
+    assert examine(write_run(quiet, [rows(range(3), lambda x: x / 1.3)])).attribution is None
+
+
+def test_a_mismatch_that_grew_from_nothing_is_blamed_on_weights(write_run: Any) -> None:
+    """The same late tokens: there from the start it is a setting, grown over the run it is weights."""
+    late = rows(range(5, 10), lambda x: x / 1.3)
+    grown = read_rollouts(write_run(metrics(10), [rows(range(5), lambda x: x), late]))
+    constant = read_rollouts(write_run(metrics(10), [rows(range(5), lambda x: x / 1.3), late]))
+    assert grown is not None and constant is not None
+    judged = attribute_run(grown, {}, steps=(6, 10))
+    assert judged is not None and judged.cause == "other_weights" and judged.runner_up == "temperature"
+    declared = {"declared": {"engine": SAME | {"weight_version": 0}, "trainer": SAME}}
+    synced = attribute_run(grown, declared, steps=(6, 10))
+    assert synced is not None and synced.cause == "stale_weights" and "KL k3 grew from" in " ".join(synced.reasons)
+    steady = attribute_run(constant, {}, steps=(6, 10))
+    assert steady is not None and steady.cause == "temperature"

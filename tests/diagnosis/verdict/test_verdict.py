@@ -1,0 +1,172 @@
+"""The decision tree: each branch is taken by its own symptom, and only by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.thresholds import Thresholds, thresholds_from
+from trl_offpolicy.diagnosis.verdict.judge import diagnose
+from trl_offpolicy.diagnosis.verdict.tree import TREE
+from trl_offpolicy.run_folder.run_data import MetricsLog
+
+HEALTHY = {
+    "mismatch/kl_k3": 0.001,
+    "mismatch/prob_pearson": 0.999,
+    "mismatch/log_ppl_diff": 0.001,
+    "mismatch/prob_diff_max": 0.1,
+    "mismatch/chi2_token": 0.01,
+    "mismatch/chi2_sequence": 0.3,
+    "mismatch/nonfinite_fraction": 0.0,
+    "staleness/kl_k3": 0.001,
+    "weight_applied/ess_token": 0.98,
+    "loss/clip_region_fraction": 0.02,
+    "rollout/response_length_mean": 100.0,
+}
+
+
+def log(steps: int = 12, **changed: Any) -> MetricsLog:
+    """Healthy rows with some metrics replaced: a number, or a function of the step. ``__`` stands for ``/``."""
+    metrics = HEALTHY | {name.replace("__", "/"): value for name, value in changed.items()}
+    rows = [
+        {"step": float(s), **{f"offpolicy/{k}": v(s) if callable(v) else v for k, v in metrics.items()}}
+        for s in range(1, steps + 1)
+    ]
+    return MetricsLog(tuple(rows))
+
+
+def causes(found: MetricsLog) -> list[tuple[str, str]]:
+    return [(one.cause, one.severity) for one in diagnose(found).findings]
+
+
+def test_a_healthy_run_is_ok() -> None:
+    seen = diagnose(log())
+    assert seen.findings == () and seen.verdict == "ok" and seen.steps == (1, 12)
+    assert seen.line() == "ok  KL k3 0.001 nats a token" and seen.unknown == ("noise floor",)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"mismatch__prob_pearson": 0.94}, ("engine_mismatch", "critical")),
+        ({"mismatch__kl_k3": 0.06}, ("engine_mismatch", "critical")),
+        ({"mismatch__prob_pearson": 0.98}, ("engine_mismatch", "notice")),
+        ({"mismatch__kl_k3": 0.03}, ("engine_mismatch", "notice")),
+        ({"mismatch__prob_diff_max": 0.6}, ("engine_mismatch", "warning")),
+        ({"mismatch__log_ppl_diff": 0.2}, ("engine_mismatch", "warning")),
+        ({"mismatch__log_ppl_diff": -0.2}, ("engine_mismatch", "warning")),
+        ({"mismatch__nonfinite_fraction": 0.01}, ("nonfinite", "warning")),
+        ({"staleness__kl_k3": 0.06}, ("policy_staleness", "warning")),
+        ({"staleness__kl_k3": 0.03}, ("policy_staleness", "notice")),
+        ({"rollout__version_lag_mean": 2.0, "total__kl_k3": 0.08}, ("policy_staleness", "warning")),
+        ({"mismatch__chi2_token": 0.5}, ("token_drift", "warning")),
+        ({"mismatch__chi2_token": 1.5}, ("weight_variance", "critical")),
+        ({"weight_applied__ess_token": 0.4}, ("weight_variance", "critical")),
+        ({"mismatch__chi2_sequence": 50.0}, ("weight_variance", "notice")),
+        ({"mismatch__ess_sequence": 0.4}, ("weight_variance", "notice")),
+        ({"total__ess_sequence": 0.4}, ("weight_variance", "notice")),
+        ({"weight_applied__ess_sequence": 0.4}, ("weight_variance", "critical")),
+        ({"loss__clip_region_fraction": 0.3}, ("clip_saturation", "notice")),
+        ({"loss__clip_region_fraction": lambda step: 0.2 + 0.02 * step}, ("clip_saturation", "warning")),
+        ({"rollout__response_length_mean": lambda step: 100.0 + 5 * step}, ("length_surge", "critical")),
+        ({"rollout__length_surge": 1.3}, ("length_surge", "critical")),
+    ],
+)
+def test_each_symptom_leads_to_its_cause(changed: dict[str, Any], expected: tuple[str, str]) -> None:
+    assert causes(log(**changed)) == [expected]
+
+
+def test_a_moderate_drift_with_a_low_ess_is_variance_not_drift() -> None:
+    assert causes(log(mismatch__chi2_token=0.5, weight_applied__ess_token=0.4)) == [("weight_variance", "critical")]
+
+
+def test_a_distance_at_the_noise_floor_is_no_engine_mismatch() -> None:
+    noisy = {"mismatch__kl_k3": 0.06, "mismatch__prob_pearson": 0.9}
+    assert causes(log(**noisy, noise_floor__kl_k3=0.04)) == []
+    assert causes(log(**noisy, noise_floor__kl_k3=0.01)) == [("engine_mismatch", "critical")]
+
+
+def test_total_without_lag_is_not_called_staleness() -> None:
+    assert causes(log(total__kl_k3=0.08)) == []
+
+
+def test_only_the_window_counts_and_since_names_the_first_step_of_the_stretch() -> None:
+    late = log(60, mismatch__kl_k3=lambda step: 0.09 if 5 <= step <= 10 or step >= 45 else 0.001)
+    (finding,) = diagnose(late).findings
+    assert finding.since == 45 and finding.evidence == {
+        "mismatch/kl_k3": pytest.approx(0.09 * 16 / 20 + 0.001 * 4 / 20)
+    }
+    assert causes(log(60, mismatch__kl_k3=lambda step: 0.09 if step <= 30 else 0.001)) == []
+
+
+def test_a_single_spike_of_a_maximum_is_not_averaged_away() -> None:
+    spike = log(20, mismatch__prob_diff_max=lambda step: 0.9 if step == 10 else 0.05)
+    assert causes(spike) == [("engine_mismatch", "warning")]
+
+
+def test_nonfinite_values_and_missing_metrics_are_left_out() -> None:
+    rows = ({"step": 1.0, "loss": 0.1}, {"step": 2.0, "offpolicy/mismatch/kl_k3": math.nan})
+    seen = diagnose(MetricsLog(rows))
+    assert seen.findings == () and "agreement of engine and trainer" in seen.unknown
+    assert seen.line().startswith("ok?")
+
+
+def test_what_the_interval_leaves_open_is_no_finding() -> None:
+    """20 rows of KL 0.06 +- 0.02 make a mean of 0.06 +- 0.0045; a single one may as well lie below 0.05."""
+    noisy = {"mismatch__kl_k3": 0.06, "mismatch__kl_k3_ci95": 0.02}
+    assert causes(log(1, **noisy)) == [("engine_mismatch", "notice")]
+    (finding,) = diagnose(log(20, **noisy)).findings
+    assert finding.severity == "critical" and "KL k3 at equal weights 0.06 ± 0.004 (limit 0.05)" in finding.symptom
+    wide = {"mismatch__kl_k3": 0.06, "mismatch__kl_k3_ci95": lambda step: math.nan if step == 3 else 0.5}
+    assert causes(log(20, **wide)) == [("engine_mismatch", "critical")]  # an interval is missing: the mean decides
+    assert causes(log(20, weight_applied__ess_token=0.45, weight_applied__ess_token_ci95=0.3)) == []
+
+
+def test_the_worst_comes_first() -> None:
+    seen = diagnose(log(mismatch__nonfinite_fraction=0.1, staleness__kl_k3=0.03, mismatch__kl_k3=0.2))
+    assert [one.severity for one in seen.findings] == ["critical", "warning", "notice"]
+    assert seen.verdict == "critical" and "engine mismatch" in seen.line() and "(+2 more)" in seen.line()
+
+
+def test_length_surge_compares_with_a_hundred_steps_before() -> None:
+    slow = log(300, rollout__response_length_mean=lambda step: 100.0 * 1.0015**step)
+    assert causes(slow) == []  # 16 % in 100 steps, 57 % over the whole run
+    assert causes(log(300, rollout__response_length_mean=lambda step: 100.0 * 1.0025**step)) != []
+
+
+def test_limits_can_be_moved() -> None:
+    strict = thresholds_from({"kl_high": 0.0009, "kl_healthy": 0.0005})
+    assert diagnose(log(), strict).verdict == "critical"
+    with pytest.raises(ValueError, match=r"kl_healthy must not exceed kl_high"):
+        thresholds_from({"kl_high": 0.001})
+    with pytest.raises(ValueError, match=r"thresholds must be among .*, but got kl_low"):
+        thresholds_from({"kl_low": 0.1})
+    with pytest.raises(ValueError, match=r"ess_healthy must be a positive number, but got -1"):
+        replace(Thresholds(), ess_healthy=-1)
+
+
+def test_every_branch_has_a_cause_a_fix_and_known_thresholds() -> None:
+    limits = {one.name for one in fields(Thresholds)}
+    for step in TREE:
+        assert step.cause in CAUSES
+        for symptom in (*step.any_of, *step.all_of, *step.unless):
+            assert isinstance(symptom.threshold, float) or symptom.threshold in limits
+    for one in fields(Thresholds):
+        assert one.metadata["meaning"] and one.metadata["source"]
+    for cause in CAUSES.values():
+        assert cause.confirm and cause.fix
+
+
+@pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.snippet])
+def test_every_snippet_is_a_configuration_that_loads(name: str, tmp_path: Path) -> None:
+    from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
+
+    settings = yaml.safe_load(CAUSES[name].snippet)
+    args = OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+    assert resolve_preset(args).objective is not None

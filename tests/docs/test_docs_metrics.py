@@ -1,0 +1,207 @@
+"""docs/metrics.md against the code: the keys on the page are those that are emitted, no more and no fewer."""
+
+import contextlib
+import io
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import trl_offpolicy as op
+from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
+from trl_offpolicy.correction.measure import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
+from trl_offpolicy.engines.sync import SYNC_METRICS
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
+from trl_offpolicy.metrics import GROUP_METRICS, RATIO_METRICS, ROUTING_METRICS, VALUE_METRICS, WEIGHT_METRICS
+from trl_offpolicy.objective.gradient_stats import GRADIENT_METRICS
+from trl_offpolicy.rollouts.ahead.queue import AHEAD_METRICS
+from trl_offpolicy.rollouts.token_ids import TOKEN_ID_METRICS
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+KEYS = re.compile(r"^Keys: `(offpolicy/\S+/)<quantity>`$")
+COLUMNS = ["formula", "unit", "divided by", "healthy", "source"]
+
+
+def cells(line):
+    return [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+@cache
+def table():
+    """{key: row}: the first table with a "quantity" column after each "Keys:" line, its braces expanded."""
+    rows, prefixes, header = {}, [], None
+    for line in PAGE.splitlines():
+        if match := KEYS.match(line):
+            before, _, rest = match[1].partition("{")
+            names, _, after = rest.partition("}")
+            prefixes, header = [before + name + after for name in names.split(",")], None
+        elif line.startswith("#"):
+            prefixes, header = [], None
+        elif line.startswith("| quantity |"):
+            header = cells(line)
+        elif header and prefixes and line.startswith("| `"):
+            row = dict(zip(header, cells(line), strict=True))
+            for prefix in prefixes:
+                key = prefix + row["quantity"].strip("`")
+                assert key not in rows, f"{key} stands twice on the page."
+                rows[key] = row
+    return rows
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    sampling = -torch.rand(4, 6, generator=generator) - 0.1
+    old = sampling + 0.3 * torch.randn(4, 6, generator=generator)
+    return op.PolicyBatch(
+        per_token_logps=old + 0.1 * torch.randn(4, 6, generator=generator),
+        old_per_token_logps=old,
+        sampling_per_token_logps=sampling,
+        ref_per_token_logps=old - 0.1,
+        entropies=torch.ones(4, 6),
+        completion_mask=torch.ones(4, 6).bool(),
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        rewards=torch.tensor([1.0, 0.0, 0.75, 0.25]),
+        policy_versions=torch.zeros(4, 6, dtype=torch.long),
+        current_version=1,
+        turn_ids=torch.tensor([[0, 0, 0, 1, 1, 1]] * 4),
+    )
+
+
+TIS = op.Correction(weight=op.TruncateWeight(max_weight=2.0))
+
+
+@cache
+def emitted():
+    """All keys that can be emitted, with ``<term>`` in place of the keep terms' names."""
+    correction = op.Correction(
+        weight=op.TruncateWeight(max_weight=2.0),
+        keep=(
+            op.RatioBand(low=0.9, high=1.1),
+            op.RatioBand(low=0.5, high=2.0),
+            op.OutlierVeto(low=1e-4, high=100.0),
+            op.DivergenceBand(statistic="k3", high=0.01),
+            op.OffPolicySequenceMask(max_divergence=0.05),
+        ),
+        correct_threshold=0.5,
+    )
+    objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
+    stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
+    of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *TOKEN_ID_METRICS, "outside_fraction")
+    by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
+    by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
+    by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
+    by_routing = {f"offpolicy/routing/{name}" for name in ROUTING_METRICS}
+    by_term = {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats}
+    return by_term | by_engine | by_gradient | by_control | by_routing
+
+
+def test_every_emitted_key_is_on_the_page():
+    assert sorted(emitted() - table().keys()) == []
+
+
+def test_every_key_on_the_page_is_emitted():
+    assert sorted(table().keys() - emitted()) == []
+    assert len(table()) == 5 * len(RATIO_METRICS) + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10 + len(ROUTING_METRICS)
+
+
+@pytest.mark.parametrize("preset", op.presets.names())
+def test_presets_emit_documented_keys_only(preset):
+    objective = op.presets.get(preset).objective
+    keys = {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in objective(batch()).stats}
+    assert sorted(keys - table().keys()) == []
+
+
+def test_every_row_is_complete():
+    for key, row in table().items():
+        assert [column for column in row if column not in ("quantity", "class")] == COLUMNS, key
+        assert all(row.values()), key
+
+
+WITHOUT_CLASS = {LENGTH_SURGE} | {f"offpolicy/control/{name}" for name in CONTROL_METRICS}
+"""Made from rows that are logged already."""
+
+
+def classes():
+    """{key: class} of everything that trl_offpolicy.metrics holds."""
+    found = {f"offpolicy/{key}": cls for key, cls in {**GROUP_METRICS, **VALUE_METRICS}.items()}
+    ratios = ("mismatch", "kept", "staleness", "total", "noise_floor")
+    tables = [(group, RATIO_METRICS) for group in ratios]
+    tables += [("weight", WEIGHT_METRICS), ("weight_applied", WEIGHT_METRICS), ("routing", ROUTING_METRICS)]
+    return found | {f"offpolicy/{group}/{name}": cls for group, of in tables for name, cls in of.items()}
+
+
+def test_every_key_has_its_class_or_is_named_as_one_without():
+    shown = {key: row["class"].strip("`") for key, row in table().items()}
+    assert shown == dict.fromkeys(WITHOUT_CLASS, "-") | {key: cls.__name__ for key, cls in classes().items()}
+    assert "(`control/*` and\n`rollout/length_surge`)" in PAGE
+
+
+def test_sources_are_listed():
+    listed = set(re.findall(r"^- \[(\w)\] ", PAGE, flags=re.MULTILINE))
+    used = {mark for row in table().values() for cell in row.values() for mark in re.findall(r"\[([A-Z])\]", cell)}
+    assert used == listed
+
+
+def test_keep_term_names_are_those_of_the_code():
+    assert op.RatioBand(low=None, high=2.0, level="token").name == "ratio_band_token"
+    assert op.DivergenceBand(statistic="k1", high=1.0, level="sequence").name == "divergence_k1_sequence"
+    for name in (
+        "ratio_band_<level>",
+        "divergence_<statistic>_<level>",
+        "outlier_veto",
+        "off_policy_sequence_mask",
+        *(term.name for term in (op.ProbabilityDifferenceMask, op.StalenessBound, op.SecondMomentBudget)),
+        op.GroupRejection.name,
+    ):
+        assert f"`{name}`" in PAGE
+    assert op.OutlierVeto(low=None, high=2.0).name == "outlier_veto"
+    assert op.OffPolicySequenceMask(max_divergence=0.1).name == "off_policy_sequence_mask"
+
+
+def test_intervals_are_those_on_the_page():
+    (sentence,) = re.findall(r"\*\*Intervals\*\*: (.*?), are logged", PAGE, flags=re.DOTALL)
+    assert re.findall(r"`(\w+)`", sentence) == [
+        *RATIO_INTERVALS, "mismatch", "staleness", "total", *WEIGHT_INTERVALS, "weight_applied",
+    ]  # fmt: skip
+    keys = {key for key in op.Objective(correction=TIS)(batch()).stats.compute() if key.endswith("_ci95")}
+    ratios = {
+        f"offpolicy/{group}/{name}_ci95" for group in ("mismatch", "staleness", "total") for name in RATIO_INTERVALS
+    }
+    assert keys == ratios | {f"offpolicy/weight_applied/{name}_ci95" for name in WEIGHT_INTERVALS}
+
+
+def test_constants_on_the_page():
+    first, last = HISTOGRAM_DECADES
+    assert round(100 * (10 ** ((last - first) / HISTOGRAM_BINS) - 1)) == 12 and "12 % wide" in PAGE
+    assert (first, last) == (-8, 4) and f"{HISTOGRAM_BINS} bins in log10 from 1e-8 to 1e4" in PAGE
+    assert LOG_RATIO_CLAMP == 20 and "clamped to +-20" in PAGE
+
+
+def test_statements_about_masks():
+    """Raw weights over all trainable tokens, applied ones and ``kept`` over the kept tokens."""
+    data = batch()
+    out = op.Correction(
+        weight=op.TruncateWeight(max_weight=1.2), keep=(op.RatioBand(level="token", low=0.8, high=None),)
+    )(data)
+    rho = (data.old_per_token_logps - data.sampling_per_token_logps).double().exp()
+    kept = rho[rho >= 0.8]
+    stats = out.stats.compute()
+    assert 0 < len(kept) < rho.numel()
+    assert stats["offpolicy/weight/mean"] == pytest.approx(rho.mean().item(), rel=1e-5)
+    assert stats["offpolicy/weight_applied/mean"] == pytest.approx(kept.clamp(max=1.2).mean().item(), rel=1e-5)
+    assert stats["offpolicy/mismatch/tv"] == pytest.approx(((rho - 1).abs().mean() / 2).item(), rel=1e-5)
+    assert stats["offpolicy/kept/tv"] == pytest.approx(((kept - 1).abs().mean() / 2).item(), rel=1e-5)
+    assert math.isclose(stats["offpolicy/weight/truncated_fraction"], (rho > 1.2).double().mean().item())
+
+
+def test_the_example_runs_as_shown():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    shown = re.findall(r"print\(.*\)  # (.*)", code)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "docs/metrics.md", "exec"), {})
+    assert printed.getvalue().split() == shown and shown

@@ -1,0 +1,125 @@
+"""What `trl-offpolicy serve` would start, and who may reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from trl_offpolicy.cli import commands as cli
+from trl_offpolicy.engines.engine import EngineUnreachable
+from trl_offpolicy.engines.server.client import Patience, ServerClient
+from trl_offpolicy.engines.server.guard import RequireKey
+from trl_offpolicy.engines.server.serve import (
+    ServeOptions,
+    checkpoint_dtype,
+    command,
+    environment,
+    exposure,
+    require_free_port,
+)
+from trl_offpolicy.engines.weights.lora import served_rank
+
+
+@pytest.mark.parametrize("more", [{}, {"expose": True}, {"api_key": "k"}])
+def test_other_machines_need_both_the_flag_and_a_key(more):
+    with pytest.raises(ValueError, match="host must be loopback"):
+        ServeOptions(model="m", host="0.0.0.0", **more)
+    ServeOptions(model="m", host="0.0.0.0", expose=True, api_key="k")
+
+
+def test_the_key_is_never_on_the_command_line_and_guards_every_route():
+    options = ServeOptions(model="m", api_key="topsecret", lora_rank=8)
+    assert "topsecret" not in " ".join(command(options))
+    assert environment(options)["VLLM_API_KEY"] == "topsecret"
+    assert (
+        command(options)[command(options).index("--middleware") + 1] == "trl_offpolicy.engines.server.guard.RequireKey"
+    )
+    assert all("API key" in who for routes, _, who in exposure(options) if routes != "/health")
+
+
+def test_flags_that_the_trainer_relies_on(model_folder):
+    line = " ".join(command(ServeOptions(model=str(model_folder()), lora_rank=12, extra=("--seed", "3"))))
+    for part in ("--logprobs-mode processed_logprobs", "--dtype float32", "--max-lora-rank 16", "--host 127.0.0.1"):
+        assert part in line
+    assert line.endswith("--seed 3")
+    assert environment(ServeOptions(model="m"))["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_dtype_is_the_checkpoints(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float16"}))
+    assert checkpoint_dtype(str(tmp_path)) == "float16"
+    assert checkpoint_dtype("some/hub-name") == "auto"
+
+
+def test_served_rank():
+    assert [served_rank(rank) for rank in (1, 8, 9, 64, 600)] == [8, 8, 16, 64, 600]
+
+
+def test_dry_run_prints_the_command_and_the_notice_but_not_the_key(model_folder, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "topsecret")
+    assert cli.main(["serve", "--model", str(model_folder()), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "vllm.entrypoints.openai.api_server" in out and "CALL METHODS" in out.replace("\n", " ")
+    assert "topsecret" not in out
+
+
+def test_bad_input_is_one_line(capsys):
+    assert cli.main(["serve", "--model", "m", "--host", "0.0.0.0", "--dry-run"]) == cli.BAD_INPUT
+    assert "host must be loopback" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match="port must be free"):
+            require_free_port("127.0.0.1", taken.getsockname()[1])
+
+
+def ask_guard(monkeypatch, path, headers):
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    sent, passed = [], []
+
+    async def app(scope, receive, send):
+        passed.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(RequireKey(app)({"type": "http", "path": path, "headers": headers}, None, send))
+    return sent[0]["status"] if sent else 200, passed
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/collective_rpc", [], 401),
+        ("/collective_rpc", [(b"authorization", b"Bearer wrong")], 401),
+        ("/collective_rpc", [(b"authorization", b"Bearer k")], 200),
+        ("/health", [], 200),
+        ("/health/../collective_rpc", [], 401),
+    ],
+)
+def test_guard(monkeypatch, path, headers, status):
+    answered, passed = ask_guard(monkeypatch, path, headers)
+    assert answered == status
+    assert passed == ([path] if status == 200 else [])
+
+
+def test_guard_without_a_key_does_not_start(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(RuntimeError, match="VLLM_API_KEY must be set"):
+        RequireKey(lambda *_: None)
+
+
+def test_client_names_what_is_wrong():
+    with pytest.raises(ValueError, match="base_url must look like"):
+        ServerClient("127.0.0.1:8000")
+    with pytest.raises(ValueError, match="retries must be a whole number"):
+        Patience(retries=1.5)
+    with pytest.raises(EngineUnreachable, match="trl-offpolicy serve"):
+        ServerClient("http://127.0.0.1:9", patience=Patience(start_timeout=0.1)).wait_until_up()
+    assert [Patience().pause(i) for i in (0, 1, 2, 10)] == [1.0, 2.0, 4.0, 30.0]

@@ -1,0 +1,83 @@
+"""Many requests find a server started anew, one sends the weights; the real one is in test_server_faults.py."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trl_offpolicy.engines.engine import EngineError, SyncError
+from trl_offpolicy.engines.server.engine import ServerEngine
+
+
+class RestartedServer:
+    """Answers as a vLLM server that has forgotten its weights, and declines a reset beside requests."""
+
+    base_url = "http://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.label = "default"
+        self.loads = 0
+        self.asked_before_loading = 0
+
+    def get(self, path: str) -> Any:
+        label = self.label
+        time.sleep(0.01)  # long enough for every other request to read the same label
+        return {"weight_version": label}
+
+    def post(self, path: str, body: dict[str, Any], **_: Any) -> Any:
+        if path == "/collective_rpc":
+            self.loads += 1
+        elif path == "/update_weight_version":
+            self.label = body["new_version"]
+        elif path == "/v1/completions":
+            self.asked_before_loading += self.label == "default"
+            return {"choices": [{}]}
+        return {"success": self.label == "default"}  # of the reset: once there are weights, there are requests
+
+
+def engine_of(server: RestartedServer, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ServerEngine:
+    monkeypatch.setattr("trl_offpolicy.engines.server.checks.RESET_PATIENCE", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("trl_offpolicy.engines.server.engine.ServerClient", lambda *_, **__: _Started())
+        patched.setattr("trl_offpolicy.engines.server.engine.server_config", lambda *_: {})
+        patched.setattr("trl_offpolicy.engines.server.engine.require_ready", lambda *_, **__: ())
+        engine = ServerEngine(server.base_url, folder=folder, run="mine")
+    engine.client = server  # type: ignore[assignment]
+    engine.version, engine._sent = 4, folder
+    return engine
+
+
+class _Started:
+    def wait_until_up(self) -> None: ...
+
+    def get(self, path: str) -> Any:
+        return {"data": [{"id": "model"}], "paths": {}}
+
+
+def test_only_one_request_sends_the_weights_and_none_goes_before_it(monkeypatch, tmp_path):
+    server = RestartedServer()
+    engine = engine_of(server, monkeypatch, tmp_path)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda _: engine._post_completion({}), range(16)))
+    assert (server.loads, server.label, server.asked_before_loading) == (1, "mine:4", 0)
+
+
+def test_every_request_meets_the_weights_of_another_run(monkeypatch, tmp_path):
+    server = RestartedServer()
+    engine = engine_of(server, monkeypatch, tmp_path)
+    server.label = "theirs:9"
+    with pytest.raises(EngineError, match=r"holds weights of another run \(theirs:9; this run's are mine:4\)"):
+        engine._post_completion({})
+    assert server.loads == 0
+
+
+def test_the_double_declines_a_second_sending(monkeypatch, tmp_path):
+    server = RestartedServer()
+    engine = engine_of(server, monkeypatch, tmp_path)
+    engine._load(tmp_path)
+    with pytest.raises(SyncError, match="did not reset its prefix cache"):
+        engine._load(tmp_path)

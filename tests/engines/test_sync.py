@@ -1,0 +1,93 @@
+"""The proof of a sync as a rule on numbers; with real engines it is tested in test_colocate and test_server."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trl_offpolicy.engines.engine import SyncError
+from trl_offpolicy.engines.sync import SyncCheck, SyncLimits, probe_of
+
+TOKENS = 60
+
+
+def walk(steps, size, seed=0):
+    """The trainer's log-probs of a probe over versions: a random walk."""
+    generator = torch.Generator().manual_seed(seed)
+    moves = torch.randn(steps, TOKENS, generator=generator) * size
+    return -1.0 + moves.cumsum(0)
+
+
+def noisy(scores, noise, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (scores + noise * torch.randn(TOKENS, generator=generator)).tolist()
+
+
+@pytest.mark.parametrize(("step", "noise"), [(1e-3, 1e-6), (1e-3, 0.03), (1.0, 1e-6), (1.0, 0.03), (0.0, 0.03)])
+def test_no_alarm_while_syncs_arrive(step, noise):
+    for seed in range(20):
+        check = SyncCheck()
+        for version, trainer in enumerate(walk(12, step, seed)):
+            agreement = check.observe(
+                version, engine=[noisy(trainer, noise, 100 * seed + version)], trainer=[trainer.tolist()]
+            )
+            assert agreement == pytest.approx(math.exp(-0.8 * noise), rel=0.3 * noise + 1e-5)
+
+
+def test_rounding_that_grows_with_a_large_step_is_no_fault():
+    check, trainer = SyncCheck(), walk(3, 1.0)
+    for version, noise in enumerate((1e-3, 0.03, 0.05)):
+        check.observe(version, engine=[noisy(trainer[version], noise, version)], trainer=[trainer[version].tolist()])
+
+
+@pytest.mark.parametrize(("step", "noise"), [(1e-3, 1e-6), (1e-3, 0.03), (1.0, 0.03)])
+def test_an_engine_that_stays_where_it_was_is_stale(step, noise):
+    check, trainer = SyncCheck(), walk(4, step)
+    for version in range(3):
+        answer = noisy(trainer[version], noise, version)
+        check.observe(version, engine=[answer], trainer=[trainer[version].tolist()])
+    with pytest.raises(SyncError, match=r"version 3 .* Stale weights: its answers did not move"):
+        check.observe(3, engine=[answer], trainer=[trainer[3].tolist()])
+
+
+def test_an_older_version_is_named():
+    check, trainer = SyncCheck(), walk(5, 0.1)
+    for version in range(4):
+        check.observe(version, engine=[noisy(trainer[version], 1e-5, version)], trainer=[trainer[version].tolist()])
+    with pytest.raises(SyncError, match="it answers with version 1"):
+        check.observe(4, engine=[noisy(trainer[1], 1e-5, 9)], trainer=[trainer[4].tolist()])
+
+
+def test_half_a_file_is_a_fault_and_a_missing_adapter_is_named():
+    trainer = walk(2, 0.1)
+    base = (trainer[1] + 0.5).tolist()
+    for answer, others, cause in (
+        (noisy(trainer[1], 0.3, 1), {}, "arrived in part"),
+        (base, {"the base model": [base]}, "answers as the base model: the adapter was not applied"),
+    ):
+        check = SyncCheck()
+        check.observe(0, engine=[noisy(trainer[0], 1e-4, 0)], trainer=[trainer[0].tolist()])
+        with pytest.raises(SyncError, match=cause):
+            check.observe(1, engine=[answer], trainer=[trainer[1].tolist()], others=others)
+
+
+def test_another_model_fails_at_the_first_sync_and_nan_at_any():
+    with pytest.raises(SyncError, match="Another model"):
+        SyncCheck().observe(0, engine=[[-5.0, -9.0]], trainer=[[-1.0, -2.0]])
+    with pytest.raises(SyncError, match="not finite"):
+        SyncCheck().observe(0, engine=[[-1.0, math.nan]], trainer=[[-1.0, -2.0]])
+
+
+def test_only_the_last_versions_are_kept():
+    check, trainer = SyncCheck(SyncLimits(history=3)), walk(20, 0.1)
+    for version in range(20):
+        check.observe(version, engine=[noisy(trainer[version], 1e-4, version)], trainer=[trainer[version].tolist()])
+    assert sorted(check._trainer) == [17, 18, 19]
+
+
+def test_the_probe_is_a_few_distinct_cut_prompts():
+    assert probe_of([[1] * 100, [1] * 100, [2, 3], [4]]) == [[1] * 48, [2, 3]]
+    with pytest.raises(SyncError, match="at least two tokens"):
+        probe_of([[1]])

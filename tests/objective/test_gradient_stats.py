@@ -1,0 +1,149 @@
+"""Gradient variance by proxy, and cosines of gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import trl_offpolicy as op
+from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine, cosine, cosines_by_version, rows_by_version
+from trl_offpolicy.objective.gradient_stats import gradient_stats, gradient_variance
+
+
+def batch(rows: int = 3, length: int = 4, *, with_sums: bool = False, seed: int = 0) -> op.PolicyBatch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([length, 2, 0])[:rows]
+    logps = -torch.rand(rows, length, generator=generator) - 0.1
+    probs = logps.exp()
+    sums = probs.square() + (1 - probs).square() * torch.rand(rows, length, generator=generator)  # as they can be
+    return op.PolicyBatch(
+        per_token_logps=logps,
+        sampling_per_token_logps=logps + 0.3 * torch.randn(rows, length, generator=generator),
+        completion_mask=torch.arange(length) < lengths.unsqueeze(1),
+        advantages=torch.randn(rows, generator=generator),
+        sum_sq_probs=sums if with_sums else None,
+    )
+
+
+def by_hand(data: op.PolicyBatch, weights: torch.Tensor, keep: torch.Tensor) -> float:
+    """verl 0.9.1's proxy 2 in loops: mean over responses of (mean w)^2 (mean A)^2 sum_t (1 - 2 pi + sum pi^2)."""
+    total, responses = 0.0, 0
+    for row in range(len(data.mask)):
+        if not data.mask[row].any():
+            continue
+        responses += 1
+        kept = [t for t in range(data.mask.shape[1]) if data.mask[row, t] and keep[row, t]]
+        if not kept:
+            continue
+        score = 0.0
+        for t in kept:
+            pi = math.exp(float(data.per_token_logps[row, t]))
+            score += 1 - pi if data.sum_sq_probs is None else 1 - 2 * pi + float(data.sum_sq_probs[row, t])
+        weight = sum(float(weights[row, t]) for t in kept) / len(kept)
+        total += (weight * float(data.advantages[row])) ** 2 * score
+    return total / responses
+
+
+def power(data: op.PolicyBatch, weights: torch.Tensor, keep: torch.Tensor) -> float:
+    return gradient_stats(data, weights, keep).compute()["offpolicy/gradient/power"]
+
+
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_the_power_is_that_of_the_loops(with_sums: bool) -> None:
+    data = batch(with_sums=with_sums)
+    weights = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+    keep = data.mask.clone()
+    keep[0, 1] = False
+    assert power(data, weights, keep) == pytest.approx(by_hand(data, weights, keep), rel=1e-5)
+    assert power(data, weights, torch.zeros_like(keep)) == 0.0
+
+
+def test_the_objective_reports_it_with_what_it_applied() -> None:
+    data = batch()
+    tis = op.Correction(weight=op.TruncateWeight(max_weight=1.1), keep=(op.OutlierVeto(low=0.9, high=None),))
+    out = op.Objective(correction=tis)(data)
+    assert float(out.stats["gradient/power"]) == pytest.approx(by_hand(data, out.weights, out.keep_mask), rel=1e-5)
+    plain = op.Objective()(data)
+    assert float(plain.stats["gradient/power"]) != pytest.approx(float(out.stats["gradient/power"]), rel=1e-3)
+
+
+def test_padding_and_missing_rows_do_not_matter() -> None:
+    data = batch(with_sums=True)
+    clean = power(data, torch.ones(3, 4), data.mask)
+    for name in ("per_token_logps", "sum_sq_probs"):
+        getattr(data, name)[~data.mask] = float("nan")
+    weights = torch.ones(3, 4)
+    weights[~data.mask] = float("inf")
+    assert power(data, weights, data.mask) == clean
+
+
+def test_micro_batches_merge_to_the_whole() -> None:
+    parts = [batch(seed=seed) for seed in (1, 2)]
+    stats = [gradient_stats(part, torch.ones(3, 4), part.mask) for part in parts]
+    expected = sum(by_hand(part, torch.ones(3, 4), part.mask) for part in parts) / 2
+    assert float(stats[0].merge(stats[1])["gradient/power"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_the_sums_the_mean_is_the_same_for_sampled_tokens() -> None:
+    """E pi(y) = sum pi^2, so E[1 - pi(y)] = E[1 - 2 pi(y) + sum pi^2]."""
+    probs = torch.tensor([0.6, 0.3, 0.1])
+    sums = probs.square().sum()
+    exact = (probs * (1 - 2 * probs + sums)).sum()
+    assert torch.isclose((probs * (1 - probs)).sum(), exact)
+
+
+def test_signal_and_noise() -> None:
+    logs = {"grad_norm": 2.0, "offpolicy/gradient/power": 10.0}
+    assert gradient_variance(logs, responses=4) == {"offpolicy/gradient/signal": 4.0, "offpolicy/gradient/noise": 2.0}
+    assert gradient_variance({**logs, "grad_norm": 4.0}, responses=4)["offpolicy/gradient/noise"] == 0.0
+    assert gradient_variance(logs, responses=1)["offpolicy/gradient/noise"] == 0.0
+    assert gradient_variance({"grad_norm": 2.0}, responses=4) == {}
+    assert gradient_variance({**logs, "grad_norm": math.nan}, responses=4) == {}
+
+
+# ------------------------------------------------------------------------------------------------------------- cosines
+
+
+def test_cosine_of_gradients_in_several_tensors() -> None:
+    first, second = [torch.tensor([1.0]), torch.tensor([2.0, 0.0])], [torch.tensor([3.0]), torch.tensor([0.0, 4.0])]
+    assert float(cosine(first, second)) == pytest.approx(3 / (5**0.5 * 5))
+    assert float(cosine(first, [-part for part in first])) == pytest.approx(-1.0)
+    assert float(cosine(first, [torch.zeros(1), torch.zeros(2)])) == 0.0
+
+
+def test_consecutive_steps_are_averaged_over_the_window() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    track = ConsecutiveCosine()
+    seen = []
+    for gradient in ([1.0, 0.0], [0.0, 2.0], [0.0, -1.0], [0.0, -3.0]):
+        weight.grad = torch.tensor(gradient)
+        track.update([weight])
+        seen.append(track.value() if gradient == [0.0, 2.0] else None)
+    assert seen[1] == pytest.approx(0.0) and track.value() == pytest.approx((-1 + 1) / 2)
+    assert track.value() is None
+
+
+def test_stale_and_fresh_rows_by_their_gradients() -> None:
+    """Two versions whose advantages are opposite for the same tokens: cosine -1; nothing is left in .grad."""
+    logits = torch.nn.Parameter(torch.zeros(5))
+    unused = torch.nn.Parameter(torch.zeros(2))
+    tokens, versions = torch.tensor([[1, 2], [1, 2], [3, 4]]), torch.tensor([7, 8, 9])
+    advantages = torch.tensor([1.0, -1.0, 1.0])
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        logps = logits.log_softmax(-1)[tokens[rows]]
+        return -(logps * advantages[rows].unsqueeze(1)).mean()
+
+    found = cosines_by_version(loss, rows_by_version(versions), [logits, unused])
+    assert found[7, 8] == pytest.approx(-1.0) and set(found) == {(7, 8), (7, 9), (8, 9)}
+    assert found[7, 9] == pytest.approx(-found[8, 9]) and abs(found[7, 9]) < 0.9
+    assert logits.grad is None
+    with pytest.raises(ValueError, match="at least two policy versions, but got \\[7\\]"):
+        cosines_by_version(loss, {7: torch.tensor([0])}, [logits])
+
+
+def test_rows_of_mixed_versions_count_by_the_newest() -> None:
+    found = rows_by_version(torch.tensor([[1, 2], [1, 1]]))
+    assert {version: rows.tolist() for version, rows in found.items()} == {1: [1], 2: [0]}

@@ -1,0 +1,161 @@
+"""The two parts of a wide correction: what each decides, measures and refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from batches import policy_batch
+
+import trl_offpolicy as op
+from trl_offpolicy.objective.staging import stage
+
+TOKEN_BAND = op.RatioBand(level="token", low=0.5, high=2.0)
+OPSM = op.OffPolicySequenceMask(max_divergence=0.0)
+BUDGET = op.SecondMomentBudget(budget=0.05)
+IDS = torch.tensor([0, 0, 1, 1])
+RATIOS = [[1.1, 9.0], [0.9, 1.0], [8.0, 7.0], [1.0, 1.2]]
+
+
+def batch(**fields):
+    return policy_batch(RATIOS, group_ids=IDS, rewards=torch.tensor([1.0, 0.0, 4.0, 2.0]), **fields)
+
+
+def test_a_row_correction_has_one_stage():
+    assert stage(op.Objective(correction=op.Correction(keep=(TOKEN_BAND, OPSM)))) is None
+    assert stage(op.Objective()) is None
+
+
+def test_parts_measure_each_group_once():
+    stages = stage(op.Objective(correction=op.Correction(keep=(BUDGET, OPSM))))
+
+    assert stages.early.measure == ("mismatch",)
+    assert set(stages.late.correction.measure) == {"staleness", "total", "kept"}
+    assert "keep" not in stages.decide(batch()).stats.groups  # the loss steps count all that is dropped
+    alone = stage(op.Objective(correction=op.Correction(keep=(BUDGET,))))
+    assert alone.early.measure == ("mismatch", "kept")
+    assert "keep" in alone.decide(batch()).stats.groups
+
+
+def test_kept_counts_are_those_of_the_mask():
+    decided = stage(op.Objective(correction=op.Correction(keep=(BUDGET,)))).decide(batch())
+
+    assert decided.kept_tokens.item() == decided.rows["decided_keep"].sum().item() == 5
+    assert decided.kept_sequences.item() == 3
+
+
+def test_token_rejection_never_erases_the_reward():
+    """The token that carries 9.0 goes; its response stays in the baseline and keeps its advantage."""
+    correction = op.Correction(keep=(TOKEN_BAND,), baseline="kept")
+    decided = stage(op.Objective(correction=correction), op.advantages.DrGRPO()).decide(batch())
+
+    assert decided.rows["decided_keep"].tolist() == [[True, False], [True, True], [False, False], [True, True]]
+    assert decided.rows["advantages"].tolist() == [0.5, -0.5, 0.0, 0.0]  # row 2 is gone: its group is down to one
+
+
+def test_a_kept_baseline_needs_rewards_and_groups():
+    stages = stage(op.Objective(correction=op.Correction(keep=(TOKEN_BAND,), baseline="kept")))
+
+    with pytest.raises(ValueError, match="rewards and group_ids must be given for advantages and baseline='kept'"):
+        stages.decide(policy_batch(RATIOS))
+
+
+def test_a_kept_denominator_needs_the_whole_batch():
+    stages = stage(op.Objective(correction=op.Correction(keep=(TOKEN_BAND,)), denominator="kept"))
+
+    assert stages.decide(batch()).kept_tokens.item() == 5
+    with pytest.raises(ValueError, match="denominator must be 'all' with off_policy_sequence_mask"):
+        stage(op.Objective(correction=op.Correction(keep=(OPSM,)), denominator="kept"))
+
+
+@pytest.mark.parametrize(
+    "term", [op.OffPolicySequenceMask(max_divergence=0.1, ratio="old/sampling"), op.ProbabilityDifferenceMask()]
+)
+def test_a_kept_baseline_refuses_terms_that_read_its_sign(term):
+    with pytest.raises(ValueError, match=f"baseline must be 'all' with {term.name}, which decides by the sign"):
+        op.Correction(keep=(term,), baseline="kept")
+
+
+def test_a_kept_denominator_costs_nothing_where_nothing_can_be_dropped():
+    assert stage(op.Objective(correction=op.Correction(weight=op.RawWeight()), denominator="kept")) is None
+    assert stage(op.Objective(correction=op.Correction(nonfinite="drop"), denominator="kept")) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------- advantages
+
+TIS = op.Correction(weight=op.TruncateWeight(max_weight=2.0))
+BY_SIGN = op.ProbabilityDifferenceMask()
+OTB = op.advantages.OptimalTokenBaseline()
+AWARE = op.advantages.OptimalTokenBaseline(is_aware=True)
+SUMS = {"sum_sq_probs": torch.tensor([[0.5, 0.6], [0.7, 0.4], [0.3, 0.9], [0.2, 0.8]])}
+
+
+def test_rewards_alone_ask_for_nothing_else():
+    """The correction stays whole in the loss step, and no old log-probs are needed."""
+    stages = stage(op.Objective(correction=TIS), op.advantages.RLOO())
+
+    assert stages.early is None and stages.late.correction is TIS
+    assert not (stages.needs_old or stages.needs_sum_sq_probs)
+    inputs = op.advantages.AdvantageInputs(rewards=batch().rewards, group_ids=IDS)
+    assert stages.estimate(inputs).rows["advantages"].tolist() == [1.0, -1.0, 2.0, -2.0]
+    assert stages.decide(batch()).rows.keys() == {"advantages"}
+
+
+def test_what_an_estimator_reads_decides_what_is_staged():
+    plain, aware = (stage(op.Objective(correction=TIS), estimator) for estimator in (OTB, AWARE))
+
+    assert plain.needs_old and plain.needs_sum_sq_probs and plain.early is None
+    assert aware.needs_old and aware.needs_sum_sq_probs and aware.early.weights == TIS.weights
+    assert aware.late.correction.weight == ()
+    assert stage(op.Objective(correction=op.Correction(keep=(BUDGET,)))).advantages is None
+
+
+def test_importance_weights_come_from_the_correction():
+    whole = batch(**SUMS)
+    decided = stage(op.Objective(correction=TIS), AWARE).decide(whole)
+
+    weights = TIS(whole).weights
+    inputs = op.advantages.AdvantageInputs(
+        rewards=whole.rewards,
+        group_ids=IDS,
+        mask=whole.mask,
+        per_token_logps=whole.old_per_token_logps,
+        weights=weights,
+        **SUMS,
+    )
+    assert torch.equal(decided.rows["advantages"], AWARE(inputs))
+    assert torch.equal(decided.rows["decided_weights"], weights)
+    assert not torch.allclose(decided.rows["advantages"], OTB(inputs), atol=1e-3)
+
+
+def test_terms_by_sign_see_the_new_advantages():
+    """The batch's own advantages push every token down, RLOO's push half of them up."""
+    by_sign = op.ProbabilityDifferenceMask(low=-0.01, high=0.01)
+    wide = op.Objective(correction=op.Correction(keep=(by_sign, op.SecondMomentBudget(budget=100.0))))
+    same = batch(advantages=-torch.ones(4))
+
+    by_old, by_new = stage(wide).decide(same), stage(wide, op.advantages.RLOO()).decide(same)
+
+    expected = wide.correction(batch(advantages=by_new.rows["advantages"])).keep_mask
+    assert torch.equal(by_new.rows["decided_keep"], expected)
+    assert not torch.equal(by_old.rows["decided_keep"], expected)
+
+
+def test_rejected_responses_are_not_counted_by_any_estimator():
+    correction = op.Correction(keep=(TOKEN_BAND,), baseline="kept")
+    one_group = replace(batch(), group_ids=torch.zeros(4, dtype=torch.long))
+    decided = stage(op.Objective(correction=correction), op.advantages.RLOO()).decide(one_group)
+
+    assert decided.rows["advantages"].tolist() == [0.0, -1.5, 0.0, 1.5]  # 1, 0 and 2 are left; row 2 is out
+
+
+@pytest.mark.parametrize(
+    ("correction", "message"),
+    [
+        (None, "correction.weight must be a weight on 'old/sampling' with the advantages of OPOB"),
+        (op.Correction(keep=(BUDGET,)), "correction.weight must be a weight on 'old/sampling'"),
+        (op.Correction(weight=TIS.weight, keep=(BY_SIGN,)), "correction.keep must not name probability_difference"),
+    ],
+)
+def test_weights_that_are_not_there_in_time(correction, message):
+    with pytest.raises(ValueError, match=message):
+        stage(op.Objective(correction=correction), op.advantages.OPOB())

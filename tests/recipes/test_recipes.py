@@ -1,0 +1,67 @@
+"""The quickstart recipe itself, shortened: same entry point, same configuration, the real model and engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_offpolicy import Objective
+from trl_offpolicy.presets.parsing import parse_advantages, parse_objective
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_quickstart_runs_and_reports(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "recipes/grpo.py"]
+    options = ["--config", "recipes/quickstart/config.yaml", "--max_steps", "2", "--output_dir", str(tmp_path)]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "KL k3" in done.stdout and "report.html" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kl = [row["offpolicy/mismatch/kl_k3"] for row in rows if "offpolicy/mismatch/kl_k3" in row]
+    assert len(kl) == 2 and all(1e-4 < value < 0.1 for value in kl)  # 8-bit weights: a real, small mismatch
+    assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert list((tmp_path / "rollouts.parquet").glob("part-*.parquet"))
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "objectives"])
+def test_recipes_describe_an_objective(recipe: str, tmp_path: Path) -> None:
+    spec = yaml.safe_load((ROOT / "recipes" / recipe / "config.yaml").read_text())
+    args = OffPolicyGRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_vllm=True, offpolicy=spec["offpolicy"]
+    )
+    loss = args.preset.objective.policy_loss
+    assert type(loss).__name__ == {"quickstart": "PPOClip", "objectives": "DPPO"}[recipe]
+
+
+def test_lines_of_the_objectives_readme_are_objectives() -> None:
+    text = (ROOT / "recipes" / "objectives" / "README.md").read_text()
+    lines = [yaml.safe_load(line)["policy_loss"] for line in re.findall(r"^ +policy_loss: .*$", text, re.MULTILINE)]
+    assert len(lines) == 5
+    for line in lines:
+        parse_objective({"policy_loss": line}, where="objective", base=Objective())
+    estimators = [yaml.safe_load(line)["advantages"] for line in re.findall(r"^ +advantages: .*$", text, re.MULTILINE)]
+    assert len(estimators) == 3 and all(parse_advantages(line, where="advantages") for line in estimators)
+
+
+def test_comments_of_the_objectives_recipe_are_options(tmp_path: Path) -> None:
+    """Each line that is commented out, put in force, is a configuration of its own."""
+    text = (ROOT / "recipes" / "objectives" / "config.yaml").read_text()
+    plain = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True}
+    options = re.findall(r"^ +# (?:proximal|advantages): .*$", text, re.MULTILINE)
+    assert len(options) == 2
+    for line in options:
+        spec = yaml.safe_load(text.replace(line, line.replace("# ", "", 1)))["offpolicy"]
+        preset = OffPolicyGRPOConfig(str(tmp_path), **plain, offpolicy=spec).preset
+        assert (preset.advantages is not None) == ("advantages" in line)
+        assert (preset.objective.proximal != Objective().proximal) == ("proximal" in line)

@@ -1,0 +1,94 @@
+"""Train a tiny model ahead of a real vLLM server; prints one JSON line.
+
+python tests/rollouts/ahead/ahead_run.py FOLDER URL --model M [--lag K] [--old-logps O] [--save N] [--resume]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tiny_models import spread, tiny_prompts
+
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
+
+KEYS = {
+    "mismatch": "offpolicy/mismatch/logp_diff_max",
+    "total": "offpolicy/total/logp_diff_max",
+    "lag": "offpolicy/rollout/version_lag_max",
+    "crossing": "offpolicy/rollout/cross_version_fraction",
+    "agreement": "offpolicy/rollout/sync_agreement",
+}
+
+
+def main() -> None:
+    """Train and print what was logged and recorded."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("url")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--lag", type=int, default=1)
+    parser.add_argument("--old-logps", default="recompute_proximal")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--save", type=int)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--length", type=int, default=16)
+    options = parser.parse_args()
+    saving = {"save_strategy": "steps", "save_steps": options.save} if options.save else {"save_strategy": "no"}
+    args = OffPolicyGRPOConfig(
+        output_dir=str(options.folder / "run"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=options.url,
+        engine={"transfer": "folder", "retries": 1, "timeout": 60.0},
+        async_rollouts={"lag": options.lag, "old_logps": options.old_logps},
+        generation_kwargs={"ignore_eos": True},
+        offpolicy="paper/tis",
+        learning_rate=0.003,
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,
+        max_steps=options.steps,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=options.length,
+        logging_steps=1,
+        write_report=False,
+        control=None,
+        **saving,
+    )
+    trainer = OffPolicyGRPOTrainer(options.model, spread, args, train_dataset=tiny_prompts())
+    trainer.train(resume_from_checkpoint=options.resume or None)
+    if not trainer.accelerator.is_main_process:
+        return
+    run = options.folder / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    frame = pd.read_parquet(run / "rollouts.parquet").sort_values("step", kind="stable")
+    print(
+        json.dumps(
+            {name: [row[key] for row in rows if key in row] for name, key in KEYS.items()}
+            | {
+                "prompts": [sorted(set(part.prompt)) for _, part in frame.groupby("step")],
+                "lags": [
+                    sorted({step - int(v) for versions in part.policy_versions for v in versions})
+                    for step, part in frame.groupby("step")
+                ],
+                "in_order": all((versions[1:] >= versions[:-1]).all() for versions in frame.policy_versions),
+                "processes": trainer.accelerator.num_processes,
+            },
+            default=int,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Requests in the background: no token of a version that it is not labelled with, whatever the threads do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from trl_offpolicy.engines.engine import EngineError
+from trl_offpolicy.rollouts.ahead.flight import Flight
+
+OPTIONS = {"max_tokens": 12}
+
+
+class Slow:
+    """A server that takes a little for each token; the "log-prob" of a token is the version that gave it."""
+
+    def __init__(self, *, seconds: float = 0.002) -> None:
+        self.version: int | None = 0
+        self.seconds = seconds
+        self.loading = False
+        self.requests: list[tuple[list[int], int, int]] = []
+        self._cut = threading.Condition()
+        self._cuts = 0
+
+    def cut(self) -> None:
+        with self._cut:
+            self._cuts += 1
+            self._cut.notify_all()
+
+    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
+        self.requests.append((prompt, options["max_tokens"], n))
+        before, ids, logps = self._cuts, [], []
+        while len(ids) < options["max_tokens"]:
+            with self._cut:
+                if self._cut.wait_for(lambda: self._cuts > before, self.seconds):
+                    return [(ids, logps, "abort")] * n
+            assert not self.loading, "a request ran while weights were loaded"
+            ids.append(len(prompt) + len(ids))
+            logps.append(float(self.version or 0))
+        return [(ids, logps, "length")] * n
+
+    def load(self, version: int) -> None:
+        self.loading = True
+        time.sleep(0.005)
+        self.version, self.loading = version, False
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_every_token_is_of_the_version_that_it_is_labelled_with(cuts: bool) -> None:
+    server = Slow()
+    flight = Flight(server, cuts=cuts, workers=4)
+    futures = [flight.submit([7] * (1 + i), OPTIONS, 2) for i in range(6)]
+    for version in (1, 2, 3):
+        time.sleep(0.012)
+        flight.hold()
+        server.load(version)
+        flight.release()
+    crossing = 0
+    for i, future in enumerate(futures):
+        responses = future.result(timeout=10)
+        assert len(responses) == 2
+        for response in responses:
+            assert response.token_ids == list(range(1 + i, 13 + i))  # goes on where it was cut
+            assert response.logps == [float(version) for version in response.versions]
+            crossing += len(set(response.versions)) > 1
+    assert (crossing > 0) is cuts
+    flight.close()
+
+
+def test_the_rest_is_asked_for_with_what_is_there_as_prompt() -> None:
+    server = Slow(seconds=0.01)
+    flight = Flight(server, cuts=True, workers=2)
+    future = flight.submit([1, 2], OPTIONS, 2)
+    time.sleep(0.035)
+    flight.hold()
+    flight.release()
+    (response, _) = future.result(timeout=10)
+    cut = len(response.parts[0].token_ids)
+
+    assert server.requests[0] == ([1, 2], 12, 2)
+    assert sorted(server.requests[1:]) == [([1, 2, *response.token_ids[:cut]], 12 - cut, 1)] * 2
+    flight.close()
+
+
+def test_older_prompts_go_first_and_one_worker_is_enough() -> None:
+    server = Slow(seconds=0.0005)
+    flight = Flight(server, cuts=True, workers=1)
+    futures = [flight.submit([i], OPTIONS, 1) for i in range(4)]
+    flight.hold()
+    flight.release()
+    for future in futures:
+        future.result(timeout=10)
+
+    new = [prompt for prompt, limit, _ in server.requests if limit == 12]
+    assert new == [[0], [0], [1], [2], [3]] or new == [[0], [1], [2], [3]]
+    flight.close()
+
+
+def test_an_error_of_a_request_is_one_of_its_rows_alone() -> None:
+    class Broken(Slow):
+        def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> Any:
+            if prompt == [1]:
+                raise EngineError("gone")
+            return super().parts(prompt, options, n)
+
+    flight = Flight(Broken(seconds=0.0), cuts=False)
+    futures = [flight.submit([i], OPTIONS, 1) for i in range(3)]
+    flight.hold()  # returns all the same
+
+    assert [future.exception() is None for future in futures] == [True, False, True]
+    with pytest.raises(EngineError, match=r"^gone"):
+        futures[1].result()
+
+
+def test_closing_gives_up_what_is_in_flight() -> None:
+    flight = Flight(Slow(seconds=0.5), cuts=True, workers=1)
+    futures = [flight.submit([i], OPTIONS, 1) for i in range(3)]
+    time.sleep(0.02)
+    start = time.monotonic()
+    flight.close()
+
+    for future in futures:
+        with pytest.raises(EngineError, match=r"^Sampling ahead has ended"):
+            future.result(timeout=1)
+    assert time.monotonic() - start < 2.0
+
+
+def test_requests_run_at_once() -> None:
+    """Forty of 50 ms: none waits for another."""
+    flight = Flight(Slow(seconds=0.005), cuts=False)
+    start = time.monotonic()
+    futures = [flight.submit([i], {"max_tokens": 10}, 1) for i in range(40)]
+    for future in futures:
+        future.result(timeout=10)
+
+    assert time.monotonic() - start < 1.0
+    flight.close()

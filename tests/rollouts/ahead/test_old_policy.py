@@ -1,0 +1,82 @@
+"""Copies and averages of weights: each token under the weights that sampled it, and the model as it was afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trl_offpolicy.rollouts.ahead.old_policy import Snapshots, WeightAverage, loaded, trainable
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.frozen = nn.Parameter(torch.tensor(5.0), requires_grad=False)
+
+
+def set_to(model: Model, value: float) -> None:
+    with torch.no_grad():
+        model.scale.fill_(value)
+
+
+def test_each_token_is_scored_with_the_weights_of_its_version() -> None:
+    model, kept = Model(), Snapshots()
+    for version in (3, 4, 5):
+        set_to(model, 10.0 * version)
+        kept.keep(model, version, oldest=3)
+    set_to(model, -1.0)
+    versions = torch.tensor([[3, 3, 4], [5, 4, 9]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+
+    scored = kept.score(model, lambda: model.scale.detach() + torch.zeros(2, 3), versions, mask)
+
+    assert scored.tolist() == [[30.0, 30.0, 40.0], [50.0, 40.0, 0.0]]
+    assert model.scale.item() == -1.0
+
+
+def test_versions_that_no_token_can_be_of_are_forgotten() -> None:
+    model, kept = Model(), Snapshots()
+    for version in range(6):
+        kept.keep(model, version, oldest=version - 2)
+
+    assert kept.versions == [3, 4, 5]
+    with pytest.raises(ValueError, match=r"^versions must be among \[3, 4, 5\], .* but got 2"):
+        kept.score(model, lambda: torch.zeros(1, 1), torch.tensor([[2]]), torch.tensor([[True]]))
+
+
+def test_no_tokens_need_no_copy() -> None:
+    assert Snapshots().score(Model(), torch.zeros, torch.tensor([[2]]), torch.tensor([[False]])).tolist() == [[0.0]]
+
+
+def test_a_copy_is_not_a_view() -> None:
+    model, kept = Model(), Snapshots()
+    kept.keep(model, 0, oldest=0)
+    set_to(model, 7.0)
+
+    scored = kept.score(model, lambda: model.scale.detach().view(1, 1), torch.tensor([[0]]), torch.tensor([[True]]))
+    assert scored.item() == 1.0
+
+
+def test_the_models_own_weights_come_back_after_an_error() -> None:
+    model = Model()
+    own = model.scale.data
+
+    with pytest.raises(RuntimeError), loaded(trainable(model), {"scale": torch.tensor(2.0)}):
+        assert model.scale.item() == 2.0
+        raise RuntimeError
+    assert model.scale.data is own or model.scale.data.data_ptr() == own.data_ptr()
+    assert list(trainable(model)) == ["scale"]
+
+
+def test_the_average_moves_by_the_steps_since() -> None:
+    """1, then 3 a step later, then 11 two steps later, decay 1/2: 2, then 2/4 + 3 * 11/4."""
+    model, average, seen = Model(), WeightAverage(0.5), []
+    for version, value in ((0, 1.0), (1, 3.0), (3, 11.0)):
+        set_to(model, value)
+        average.add(model, version)
+        seen.append(average.score(model, lambda: model.scale.detach().clone()).item())
+
+    assert seen == [1.0, 2.0, 8.75]
+    assert model.scale.item() == 11.0

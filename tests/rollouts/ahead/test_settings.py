@@ -1,0 +1,134 @@
+"""The field ``async_rollouts``: what it means, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl import TrlParser
+
+from trl_offpolicy.rollouts.ahead.checks import check_trainer
+from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+
+ON_SERVER = {"use_vllm": True, "vllm_mode": "server", "engine": {"transfer": "folder"}, "offpolicy": "paper/tis"}
+
+
+@pytest.mark.parametrize(
+    ("value", "lag", "cuts"),
+    [
+        (0, 0, False),
+        (1, 1, False),
+        ("2", 2, True),
+        ({"lag": 1, "partial": "continue"}, 1, True),
+        ({"lag": 3, "partial": "finish"}, 3, False),
+        ({}, 1, False),
+    ],
+)
+def test_a_lag_or_a_mapping(value: Any, lag: int, cuts: bool) -> None:
+    settings = AsyncSettings.parse(value)
+
+    assert settings is not None
+    assert (settings.lag, settings.cuts) == (lag, cuts)
+
+
+def test_none_is_in_turn() -> None:
+    assert AsyncSettings.parse(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, r"^async_rollouts\.lag must be a whole number >= 0, but got -1"),
+        (True, r"^async_rollouts must be a lag or a mapping, but got True"),
+        ("soon", r"^async_rollouts must be a lag or a mapping, but got 'soon'"),
+        ({"lag": 1.5}, r"^async_rollouts\.lag must be a whole number >= 0, but got 1\.5"),
+        (
+            {"lags": 1},
+            r"^async_rollouts must hold some of \['lag', 'partial', 'old_logps', 'ewma_decay'\], but got lags",
+        ),
+        ({"partial": "keep"}, r"^async_rollouts\.partial must be one of \['continue', 'finish'\], but got 'keep'"),
+        ({"old_logps": "guess"}, r"^async_rollouts\.old_logps must be one of .*, but got 'guess'"),
+        ({"ewma_decay": 1.0}, r"^async_rollouts\.ewma_decay must be in \[0, 1\), but got 1\.0"),
+    ],
+)
+def test_wrong_values(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AsyncSettings.parse(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_vllm": False}, r"^async_rollouts must be left out with use_vllm False"),
+        ({"vllm_mode": "colocate", "engine": None}, r"^async_rollouts must be left out with vllm_mode 'colocate'"),
+        ({"engine": {"transfer": "nccl"}}, r"^engine\.transfer must be folder or adapter with async_rollouts"),
+        (
+            {"async_rollouts": 2, "generation_kwargs": {"min_tokens": 3}},
+            r"^async_rollouts\.partial must be 'finish' .* sampling options min_tokens",
+        ),
+        (
+            {"async_rollouts": 2, "vllm_structured_outputs_regex": "a+"},
+            r"^async_rollouts\.partial must be 'finish' .* vllm_structured_outputs_regex",
+        ),
+        (
+            {"async_rollouts": {"old_logps": "refuse"}},
+            r"^async_rollouts\.old_logps must not be 'refuse' with TruncateWeight on old/sampling",
+        ),
+        (
+            {"async_rollouts": {"old_logps": "refuse"}, "offpolicy": "measure"},
+            r"^async_rollouts\.old_logps must not be 'refuse' with PPOClip in decoupled mode",
+        ),
+        (
+            {
+                "async_rollouts": {"old_logps": "ewma"},
+                "offpolicy": {"preset": "paper/tis", "objective": {"proximal": "interpolated"}},
+            },
+            r"^async_rollouts\.old_logps must not be 'ewma' with objective\.proximal InterpolatedProximal",
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_said_at_once(
+    make_args: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_args(**{"async_rollouts": 1, **ON_SERVER, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "async_rollouts": {"old_logps": "refuse"},
+            "offpolicy": {"preset": "measure", "objective": {"mode": "bypass"}},
+        },
+        {"async_rollouts": {"old_logps": "refuse", "lag": 0}},
+        {"async_rollouts": 1, "generation_kwargs": {"min_tokens": 3}},
+        {"async_rollouts": 2, "generation_kwargs": {"repetition_penalty": 1.1, "ignore_eos": True}},
+    ],
+)
+def test_what_can(make_args: Callable[..., Any], options: dict[str, Any]) -> None:
+    make_args(**{**ON_SERVER, **options})
+
+
+@pytest.mark.parametrize("name", ["rollout_func", "tools", "environment_factory"])
+def test_rollouts_of_several_requests_are_refused(make_args: Callable[..., Any], name: str) -> None:
+    args = make_args(**ON_SERVER, async_rollouts=1)
+
+    with pytest.raises(ValueError, match=rf"^{name} must be left out with async_rollouts"):
+        check_trainer(args, {name: [print]})
+    check_trainer(args, {name: None})
+    check_trainer(make_args(**ON_SERVER), {name: [print]})
+
+
+@pytest.mark.parametrize(("text", "lag"), [("1", 1), ('{"lag": 3, "partial": "finish"}', 3)])
+def test_on_the_command_line(tmp_path: Path, text: str, lag: int) -> None:
+    options = ["--use_vllm", "true", "--vllm_mode", "server", "--engine", '{"transfer": "folder"}', "--use_cpu", "true"]
+    options += ["--bf16", "false", "--output_dir", str(tmp_path), "--async_rollouts", text]
+
+    (args,) = TrlParser((OffPolicyGRPOConfig,)).parse_args_and_config(options)
+
+    settings = AsyncSettings.parse(args.async_rollouts)
+    assert settings is not None and settings.lag == lag

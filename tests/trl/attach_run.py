@@ -1,0 +1,62 @@
+"""A stock trl.GRPOTrainer with a real vLLM engine in this process, attached; prints one JSON line.
+
+    python tests/trl/attach_run.py FOLDER [--correction]
+
+TRL's own weight sync fails in this process on CPU, so the trainer is built with this kit's engine; all else is TRL's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import trl
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tiny_models import save_tiny_model, spread, tiny_prompts
+
+import trl_offpolicy
+from trl_offpolicy.trl.engine import trl_engine
+
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3, "weight_rounding": "int4"}
+
+
+def main() -> None:
+    """Train three steps; print the rows of metrics.jsonl."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--correction", action="store_true")
+    options = parser.parse_args()
+    args = trl.GRPOConfig(
+        output_dir=str(options.folder / "run"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_importance_sampling_correction=options.correction,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=1.05,
+        learning_rate=0.01,
+        max_steps=3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        logging_steps=1,
+        save_strategy="no",
+    )
+    with trl_engine(ENGINE, folder=options.folder / "weights"):
+        trainer = trl.GRPOTrainer(
+            str(save_tiny_model(options.folder / "model")), spread, args, train_dataset=tiny_prompts()
+        )
+    trl_offpolicy.attach(trainer, write_report=False)
+    trainer.train()
+    lines = (options.folder / "run" / "metrics.jsonl").read_text().splitlines()
+    print(json.dumps([row for row in map(json.loads, lines) if "loss" in row]))
+
+
+if __name__ == "__main__":
+    main()

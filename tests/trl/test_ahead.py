@@ -1,0 +1,237 @@
+"""The real trainer behind a server that answers at once or when it is cut: what is asked for when, and of what lag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from rollouts.ahead.fake_server import FakeServer, server_class
+from trainer_runs import records, rollouts
+
+from trl_offpolicy.rollouts.ahead.flight import Flight
+from trl_offpolicy.trl import engine as trl_engines
+
+pytestmark = pytest.mark.integration
+
+SERVER = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_server_base_url": "http://127.0.0.1:1",
+    "engine": {"check_sync": False, "transfer": "folder"},
+    "offpolicy": "paper/tis",
+    "learning_rate": 0.05,
+    "max_steps": 5,
+    "control": None,
+}
+
+
+@pytest.fixture
+def run(build: Callable[..., Any], fresh_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``run(server_options, resume=..., **trainer_options)``: the trained trainer and its server."""
+
+    submit = Flight.submit
+
+    def submitting(self: Flight, prompt: Any, *args: Any) -> Any:
+        self._server.submitted.append(prompt)  # type: ignore[attr-defined]
+        return submit(self, prompt, *args)
+
+    monkeypatch.setattr(Flight, "submit", submitting)
+
+    def train(server: dict[str, Any] | None = None, resume: Any = None, **options: Any) -> tuple[Any, FakeServer]:
+        made: list[FakeServer] = []
+        monkeypatch.setattr(trl_engines, "ServerEngine", server_class(fresh_model(), made, **(server or {})))
+        trainer = build(**{**SERVER, **options})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, made[0]
+
+    return train
+
+
+def lags(trainer: Any) -> list[list[int]]:
+    """By optimizer step: the lags of the rows' tokens, without repetition."""
+    frame = rollouts(trainer)
+    return [
+        sorted({int(step - version) for row in part.policy_versions for version in row})
+        for step, part in frame.groupby("step")
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_batch_is_learned_from_lag_generations_after_it_was_asked_for(run: Any, lag: int) -> None:
+    trainer, server = run(async_rollouts={"lag": lag, "partial": "finish"})
+
+    assert lags(trainer) == [[min(step, lag)] for step in range(5)]
+    assert server.syncs == [0, 1, 2, 3, 4]
+    assert len(server.asked) == 5 * 2  # nothing for after the end
+    prompts = [tuple(prompt) for prompt, _ in server.asked]
+    assert len(set(prompts)) == len(prompts)
+    logged = [row["offpolicy/rollout/version_lag_mean"] for row in records(trainer)]
+    assert logged == [min(step, lag) for step in range(5)]
+    assert all(row["offpolicy/rollout/cross_version_fraction"] == 0.0 for row in records(trainer))
+
+
+def test_the_same_prompts_in_the_same_order_as_in_turn(run: Any) -> None:
+    in_turn, ahead = (run(async_rollouts=lag)[1].submitted for lag in (0, 2))
+
+    assert len(in_turn) == 10
+    assert ahead == in_turn
+
+
+def test_log_probs_at_todays_weights_are_not_called_old(run: Any) -> None:
+    trainer, _ = run(async_rollouts={"lag": 2, "partial": "finish"})
+
+    for step, row in enumerate(records(trainer)):
+        assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)
+        assert "offpolicy/staleness/kl_k3" not in row
+        assert (row["offpolicy/total/kl_k3"] > 1e-6) == (step > 0)
+        assert (row["offpolicy/weight/std"] > 1e-2) == (step > 0)  # proximal/sampling
+    assert rollouts(trainer).query("step > 0").old_per_token_logps.map(lambda x: np.isnan(x).all()).all()
+
+
+def test_snapshots_give_the_old_policy_to_the_last_digit(run: Any) -> None:
+    trainer, _ = run(async_rollouts={"lag": 2, "partial": "continue", "old_logps": "snapshot"}, server={"free": 2})
+
+    assert lags(trainer) == [[0], [0, 1], [1, 2], [1, 2], [1, 2]]
+    for step, row in enumerate(records(trainer)):
+        assert row["offpolicy/mismatch/logp_diff_max"] < 2e-5
+        assert (row["offpolicy/staleness/kl_k3"] > 1e-6) == (step > 0)
+        assert row["offpolicy/rollout/cross_version_fraction"] == float(step > 0)
+
+
+def test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights(run: Any) -> None:
+    trainer, _ = run(async_rollouts=2, server={"free": 2, "before_cut": 3})
+
+    frame = rollouts(trainer)
+    for row in frame.itertuples():
+        versions = row.policy_versions.tolist()
+        assert len(versions) == len(row.completion_ids) == 6
+        assert row.policy_version == versions[0]
+        assert versions == ([0] * 6 if row.step == 0 else [versions[0]] * 3 + [versions[0] + 1] * 3)
+    assert (frame.step - frame.policy_version).max() == 2
+    weights = np.stack(frame.query("step == 1").weights)
+    assert np.abs(weights[:, 3:] - 1).max() < 1e-5 < 1e-3 < np.abs(weights[:, :3] - 1).max()
+
+
+def groups(trainer: Any) -> list[set[str]]:
+    """The prompts of every generation batch that was learned from, in order."""
+    return [set(part.prompt) for _, part in rollouts(trainer).groupby("step")]
+
+
+def test_after_a_resume_nothing_is_skipped_or_learned_from_twice(run: Any, tmp_path: Any) -> None:
+    folder = str(tmp_path / "whole")
+    whole = groups(run(async_rollouts={"lag": 2, "partial": "finish"}, output_dir=folder)[0])
+    parts = {"async_rollouts": {"lag": 2, "partial": "finish"}, "output_dir": str(tmp_path / "parts")}
+    run(**parts, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer, server = run(**parts, resume=True)
+
+    assert groups(trainer) == whole
+    assert len(set().union(*whole)) == 10
+    assert server.syncs == [2, 3, 4]
+    assert lags(trainer) == [[0], [1], [0], [1], [2]]
+    assert len(server.asked) == 3 * 2
+
+
+def test_over_several_epochs_each_has_every_prompt_once(run: Any) -> None:
+    trainer, server = run(async_rollouts=1, max_steps=-1, num_train_epochs=2)
+
+    epochs = [groups(trainer)[:16], groups(trainer)[16:]]
+    assert all(len(set().union(*epoch)) == 32 and len(epoch) == 16 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert len(server.asked) == 2 * 32
+    assert [lag for (lag,) in lags(trainer)] == [0, *[1] * 15] * 2  # the lookahead ends with the epoch
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # two generations a step: the second was asked for in the step, the first in the one before
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, [[0], *[[0, 1]] * 5]),
+        # one generation for two steps, at lags 0 and 1, then 2 and 3
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 4}, [[0], [1], [2], [3], [2], [3]]),
+        # every row twice
+        ({"gradient_accumulation_steps": 2, "num_iterations": 2}, [[0], [], [2], [], [2], []]),
+    ],
+)
+def test_generations_and_optimizer_steps_of_different_length(
+    run: Any, options: dict[str, int], expected: list[list[int]]
+) -> None:
+    trainer, server = run(async_rollouts=1, max_steps=6, **options)
+
+    frame = rollouts(trainer)
+    seen: dict[int, set[int]] = {step: set() for step in range(6)}
+    for row in frame.itertuples():
+        seen[row.step] |= {int(row.step - version) for version in row.policy_versions}
+    assert [sorted(seen[step]) for step in range(6)] == expected
+    assert len({tuple(ids) for ids, _ in server.asked}) == len(server.asked)
+    assert len(set(frame.prompt)) * 4 == len(frame)
+
+
+def test_several_steps_on_a_stale_batch_have_a_proximal_policy_and_no_old_one(run: Any) -> None:
+    trainer, _ = run(async_rollouts=1, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=6)
+
+    for step, row in enumerate(records(trainer)):
+        assert "offpolicy/staleness/kl_k3" not in row
+        assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)
+        assert (row["clip_ratio/region_mean"] > 0) == (step % 2 == 1)  # pi has left the proximal policy
+
+
+def test_evaluation_samples_in_turn(run: Any) -> None:
+    trainer, server = run(async_rollouts={"lag": 2, "partial": "finish"}, eval_strategy="steps", eval_steps=2)
+
+    assert lags(trainer) == [[min(step, 2)] for step in range(5)]
+    assert server.syncs == [0, 1, 2, 3, 4, 5]  # that of an evaluation serves the next generation too
+    assert len(server.asked) == 10
+
+
+@pytest.mark.parametrize("old_logps", ["ewma", "recompute_proximal"])
+def test_the_average_is_the_centre(run: Any, old_logps: str) -> None:
+    trainer, _ = run(async_rollouts={"lag": 1, "old_logps": old_logps, "ewma_decay": 0.5})
+
+    for step, row in enumerate(records(trainer)):
+        assert (row["clip_ratio/region_mean"] > 0) == (old_logps == "ewma" and step > 0)
+        assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)
+
+
+@pytest.mark.parametrize("proximal", ["interpolated", {"type": "averaged", "decay": 0.5}])
+def test_other_centres_need_no_old_policy_either(run: Any, proximal: Any) -> None:
+    objective = {"preset": "paper/tis", "objective": {"proximal": proximal}}
+    trainer, _ = run(async_rollouts=1, offpolicy=objective, steps_per_generation=4, max_steps=4)
+
+    for row in records(trainer)[2:]:
+        assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
+        assert "offpolicy/mismatch/kl_k3" not in row
+        assert row["offpolicy/weight/std"] > 1e-4
+
+
+def test_a_staleness_bound_drops_what_is_too_old(run: Any) -> None:
+    bound = {"preset": "paper/tis", "correction": {"keep": [{"type": "staleness_bound", "max_lag": 1}]}}
+    trainer, _ = run(async_rollouts={"lag": 2, "partial": "finish"}, offpolicy=bound)
+
+    dropped = [row["offpolicy/keep/staleness_bound/dropped_fraction"] for row in records(trainer)]
+    assert dropped == [0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_what_needs_the_whole_generation_batch_reads_the_proximal_policy(run: Any) -> None:
+    wide = {"preset": "paper/tis", "correction": {"normalize": "original"}}
+    trainer, _ = run(async_rollouts=1, offpolicy=wide)
+
+    for step, row in enumerate(records(trainer)):
+        assert ("offpolicy/mismatch/kl_k3" in row) == (step == 0)
+        assert "offpolicy/staleness/kl_k3" not in row
+        assert (row["offpolicy/weight/std"] > 1e-2) == (step > 0)
+        assert row["offpolicy/weight_applied/mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_with_copies_of_the_weights_a_wide_scope_clips_around_the_old_policy_as_well(run: Any) -> None:
+    options = {"async_rollouts": {"lag": 1, "old_logps": "snapshot"}, "max_steps": 4}
+    all_kept = {"type": "ratio_band", "level": "group", "low": 1e-8, "high": 1e8}
+    by_row = records(run(**options, offpolicy="paper/tis")[0])  # the next run has the same folder
+    trainer, _ = run(**options, offpolicy={"preset": "paper/tis", "correction": {"keep": [all_kept]}})
+
+    assert trainer.objective.scope == "group"
+    for step, (one, other) in enumerate(zip(by_row, records(trainer), strict=True)):
+        assert (one["clip_ratio/region_mean"] > 0) == (step > 0)  # one step off: pi has left pi_old
+        for name in ("loss", "grad_norm", "clip_ratio/region_mean", "offpolicy/staleness/kl_k3"):
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), (step, name)

@@ -1,0 +1,217 @@
+"""trl_offpolicy.attach on stock TRL trainers: the same loss and weights bit for bit, and everything measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from tiny_models import score_last_word, tiny_prompts
+from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, rollouts
+
+import trl_offpolicy as op
+from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
+
+pytestmark = pytest.mark.integration
+
+Stock = Callable[..., trl.GRPOTrainer]
+
+
+@pytest.fixture
+def stock(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Stock:
+    """``stock(rollout_func, **options)``: TRL's own trainer on the tiny model."""
+
+    def trainer(rollout_func: Any = None, folder: str = "run", **options: Any) -> trl.GRPOTrainer:
+        defaults = {
+            "output_dir": str(tmp_path / folder),
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": MICRO_BATCH,
+            "per_device_eval_batch_size": MICRO_BATCH,
+            "gradient_accumulation_steps": 2,
+            "num_generations": GENERATIONS,
+            "max_completion_length": LENGTH,
+            "learning_rate": 1e-2,
+            "max_steps": 3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+        }
+        return trl.GRPOTrainer(
+            fresh_model(),
+            score_last_word,
+            trl.GRPOConfig(**{**defaults, **options}),
+            train_dataset=tiny_prompts(),
+            eval_dataset=tiny_prompts(1),
+            processing_class=tokenizer,
+            rollout_func=rollout_func,
+        )
+
+    return trainer
+
+
+def losses_and_gradients(trainer: trl.GRPOTrainer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train; the loss of every micro-batch and the gradients of every step, in full precision."""
+    losses, gradients = [], []
+    training_step, clip = trainer.training_step, trainer._clip_grad_norm
+
+    def step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        losses.append(training_step(*args, **kwargs))
+        return losses[-1]
+
+    def clipped(model: Any) -> Any:
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone())
+        return clip(model)
+
+    trainer.training_step, trainer._clip_grad_norm = step, clipped
+    trainer.train()
+    return losses, gradients
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps_per_generation": 4},
+        {"num_iterations": 2, "beta": 0.1},
+        {"loss_type": "grpo", "epsilon_high": 0.3, "off_policy_mask_threshold": 0.1},
+        {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.5, "mask_truncated_completions": True},
+    ],
+    ids=lambda options: "-".join(options) or "default",
+)
+def test_loss_gradients_and_weights_stay_trls_bit_for_bit(stock: Stock, options: dict[str, Any]) -> None:
+    alone = stock(Engine(noise=0.3), "alone", **options)  # seeds
+    expected = losses_and_gradients(alone)
+    watched = stock(Engine(noise=0.3), "watched", **options)
+    op.attach(watched, write_report=False)
+    actual = losses_and_gradients(watched)
+    for wanted, got in zip(expected, actual, strict=True):
+        assert len(wanted) == len(got) >= 3 and all(map(torch.equal, wanted, got))
+    for (name, wanted), got in zip(alone.model.named_parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(wanted, got), name
+    logged = [
+        {key: value for key, value in row.items() if key in alone.state.log_history[0]} for row in records(watched)
+    ]
+    for row, reference in zip(logged, alone.state.log_history, strict=False):
+        same = {key: value for key, value in reference.items() if "time" not in key}
+        assert {key: row[key] for key in same} == same
+
+
+def test_the_random_numbers_are_untouched(stock: Stock) -> None:
+    """transformers' generate draws from the global state: the same completions with and without."""
+    alone = stock(None, "alone")
+    alone.train()
+    watched = stock(None, "watched")
+    op.attach(watched, write_report=False)
+    watched.train()
+    for wanted, got in zip(alone.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_generation": 4}, {"num_iterations": 2, "beta": 0.1}])
+def test_it_measures_what_the_kits_own_trainer_measures(
+    stock: Stock, build: Callable[..., OffPolicyGRPOTrainer], options: dict[str, Any]
+) -> None:
+    """Same rollouts, no correction on either side: every number of the same name is the same."""
+    watched = stock(Engine(noise=0.3), "stock", **options)
+    op.attach(watched, write_report=False)
+    watched.train()
+    ours = build(Engine(noise=0.3), offpolicy="measure", max_steps=3, learning_rate=1e-2, **options)
+    ours.train()
+    for theirs, mine in zip(records(watched), records(ours), strict=True):
+        shared = [key for key in theirs if key.startswith("offpolicy/") and key in mine]
+        assert len(shared) > 80
+        for key in shared:
+            assert theirs[key] == pytest.approx(mine[key], rel=2e-3, abs=1e-5), key
+
+
+def test_a_known_mismatch_and_the_run_folder(stock: Stock, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = stock(Engine(shift=0.5))
+    op.attach(trainer)
+    trainer.train()
+    rows = records(trainer)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["offpolicy/mismatch/kl_k1"] == pytest.approx(0.5, abs=1e-5)
+        assert row["offpolicy/control/verdict"] == 3 and row["offpolicy/gradient/signal"] > 0
+        assert "offpolicy/weight_applied/mean" not in row  # nothing is corrected
+    folder = Path(trainer.args.output_dir)
+    frame = rollouts(trainer)
+    assert len(frame) == 3 * 8 and frame.reward.notna().all() and set(frame.group_id) == set(range(6))
+    assert json.loads((folder / "run.json").read_text())["preset"] == "stock TRL, measured by trl_offpolicy.attach"
+    said = capsys.readouterr().out
+    assert "[control] step 1: critical" in said and (folder / "report.html").exists()
+
+
+def test_trls_own_correction_is_shown_as_it_is(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ratio multiplies TRL's loss; mismatch stays raw, weight_applied is what TRL applied."""
+    trainer = stock(Engine(shift=0.5))
+    trainer.args.use_vllm = True
+    trainer.args.vllm_importance_sampling_mode, trainer.args.vllm_importance_sampling_clip_max = "token_truncate", 3.0
+    observer = op.attach(trainer, write_report=False)
+    assert observer.objective.correction.weights == (op.TruncateWeight(level="token", max_weight=3.0),)
+    trainer.args.use_vllm = False
+    trainer.train()
+    for row in records(trainer):
+        assert row["offpolicy/mismatch/kl_k1"] == pytest.approx(0.5, abs=1e-5)
+        assert row["offpolicy/weight_applied/mean"] == pytest.approx(math.exp(-0.5), abs=1e-5)
+
+
+def test_stop_ends_the_run(stock: Stock) -> None:
+    trainer = stock(Engine(noise=2.0), max_steps=8)
+    op.attach(trainer, control={"policy": "stop", "patience": 2}, write_report=False)
+    trainer.train()
+    assert trainer.state.global_step == 2 and (Path(trainer.args.output_dir) / "checkpoint-2").is_dir()
+
+
+def test_without_an_engine_it_says_so(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = stock()
+    op.attach(trainer, write_report=False)
+    trainer.train()
+    assert caplog.text.count("the mismatch cannot be measured") == 1
+    assert all("offpolicy/mismatch/kl_k3" not in row for row in records(trainer))
+    assert all(row["offpolicy/rollout/response_length_mean"] > 0 for row in records(trainer))
+
+
+def test_a_batch_that_cannot_be_measured_costs_nothing(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = stock(Engine())
+    observer = op.attach(trainer, write_report=False, control=None)
+    observer._row_counter.fields = lambda *_: {"group_ids": torch.zeros(8)}  # not whole numbers
+    trainer.train()
+    assert trainer.state.global_step == 3 and "a micro-batch is not measured: " in caplog.text
+
+
+def test_evaluation_is_measured_too(stock: Stock) -> None:
+    trainer = stock(Engine(shift=0.25))
+    op.attach(trainer, write_report=False)
+    metrics = trainer.evaluate()
+    assert trainer.state.log_history[-1]["eval_offpolicy/mismatch/kl_k1"] == pytest.approx(0.25, abs=1e-5), metrics
+
+
+def test_detach_leaves_the_trainer_as_it_was(stock: Stock) -> None:
+    trainer = stock(Engine())
+    before, callbacks = set(vars(trainer)), list(trainer.callback_handler.callbacks)
+    op.attach(trainer).detach()
+    assert set(vars(trainer)) == before and trainer.callback_handler.callbacks == callbacks
+    trainer.train()
+    assert not (Path(trainer.args.output_dir) / "metrics.jsonl").exists()
+
+
+def test_what_cannot_be_attached_is_refused(stock: Stock, build: Callable[..., OffPolicyGRPOTrainer]) -> None:
+    with pytest.raises(TypeError, match=r"trainer must be a trl\.GRPOTrainer, but got str"):
+        op.attach("trainer")
+    with pytest.raises(ValueError, match="but got an OffPolicyGRPOTrainer"):
+        op.attach(build(Engine()))
+    trainer = stock(Engine())
+    with pytest.raises(ValueError, match="control must be warn, stop or off, but got act"):
+        op.attach(trainer, control="act")
+    op.attach(trainer)
+    with pytest.raises(ValueError, match="must not be attached twice"):
+        op.attach(trainer)

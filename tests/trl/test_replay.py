@@ -1,0 +1,122 @@
+"""Replayed groups behind the fresh ones of a generation batch: what the loss step sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import score_last_word, tiny_prompts
+from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records
+
+from trl_offpolicy.rollouts.replay import ReplayBuffer, pad_groups
+
+pytestmark = pytest.mark.integration
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Make:
+    """A trainer with a buffer: micro-batches of one group, two groups a step, one replayed group for each."""
+    from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+    from trl_offpolicy.trl.replay import ReplayGRPOTrainer
+
+    def build(
+        *, replay_groups: int = 2, max_lag: int | None = None, engine: Engine | None = None, **options: Any
+    ) -> Any:
+        given: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "offpolicy": "paper/tis"}
+        args = OffPolicyGRPOConfig(
+            str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, logging_steps=1,
+            per_device_train_batch_size=MICRO_BATCH, num_generations=GENERATIONS, max_completion_length=LENGTH,
+            max_steps=3, gradient_checkpointing=False, save_strategy="no", write_report=False, **{**given, **options},
+        )  # fmt: skip
+        buffer = ReplayBuffer(tmp_path / "replay", max_rows=1000)
+        extra = {"replay": buffer, "replay_groups": replay_groups, "max_lag": max_lag}
+        data, sampler = tiny_prompts(), engine or Engine(noise=0.1)
+        return ReplayGRPOTrainer(
+            fresh_model(), score_last_word, args, train_dataset=data, processing_class=tokenizer, rollout_func=sampler,
+            **extra,
+        )  # fmt: skip
+
+    return build
+
+
+def test_it_learns_from_fresh_and_replayed_rows(make: Make, monkeypatch: Any) -> None:
+    trainer = make()
+    seen: list[dict[str, Any]] = []
+    original = type(trainer)._compute_loss
+    monkeypatch.setattr(type(trainer), "_compute_loss", lambda self, m, i: seen.append(i) or original(self, m, i))
+    trainer.train()
+    steps = [seen[i : i + 2] for i in (0, 2, 4)]
+    assert [sum(len(part["advantages"]) for part in step) for step in steps] == [8, 16, 16]  # nothing to draw at first
+    assert len(trainer.replay) == 6 and trainer.replay.rows == 24
+    for number, step in enumerate(steps):
+        masks = sum(int(part["completion_mask"].sum()) for part in step)
+        assert all(float(part["num_items_in_batch"]) == masks for part in step)
+        versions = torch.cat([part["policy_versions"].reshape(len(part["advantages"]), -1)[:, 0] for part in step])
+        assert int((versions == number).sum()) == 8 and int((versions < number).sum()) == (8 if number else 0)
+    logged = records(trainer)
+    assert [row["offpolicy/rollout/version_lag_max"] for row in logged] == [0, 1, 2]
+    assert logged[1]["offpolicy/rollout/version_lag_mean"] == pytest.approx(0.5, abs=0.15)  # by token
+    assert all(row["offpolicy/total/kl_k3"] > 0 for row in logged)
+
+
+def test_replayed_rows_are_what_was_sampled(make: Make, monkeypatch: Any) -> None:
+    """Ids, log-probs and rewards of every row are those that engine and reward gave, whatever the padding."""
+    engine = Engine(noise=0.1)
+    trainer = make(engine=engine)
+    batches: list[dict[str, Any]] = []
+    original = type(trainer)._generate_and_score_completions
+    monkeypatch.setattr(
+        type(trainer),
+        "_generate_and_score_completions",
+        lambda self, inputs: batches.append(original(self, inputs)) or batches[-1],
+    )
+    trainer.train()
+    last = batches[-1]
+    assert last["group_ids"].unique().numel() == 4
+    for row in range(16):
+        inside = last["completion_mask"][row].bool()
+        said = tuple(last["completion_ids"][row][inside].tolist())
+        assert last["sampling_per_token_logps"][row][inside].tolist() == pytest.approx(engine.returned[said], abs=1e-6)
+        text = trainer.processing_class.decode(said, skip_special_tokens=True)
+        assert float(last["rewards"][row]) == pytest.approx(score_last_word([text])[0])
+        assert not last["completion_mask"][row][len(said) :].any() and last["prompt_mask"][row][-1]
+    for rows in last["group_ids"].unique().tolist():
+        rewards = last["rewards"][last["group_ids"] == rows]
+        advantages = last["advantages"][last["group_ids"] == rows]
+        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_stored_groups_are_whole(make: Make) -> None:
+    trainer = make(max_lag=1)
+    assert not trainer.replay.available(current_version=0)
+    trainer.train()
+    assert [trainer.replay.available(current_version=3, max_lag=lag) for lag in (0, 1, 2, None)] == [0, 2, 4, 6]
+    drawn = trainer.replay.sample(6, current_version=3, rng=trainer._replay_rng)
+    rows = pad_groups(drawn.groups, pad_token_id=0)
+    assert sorted(rows.policy_versions[:, 0].tolist()) == [0] * 8 + [1] * 8 + [2] * 8
+    assert {len(group.responses) for group in drawn.groups} == {GENERATIONS}
+    assert [row["offpolicy/rollout/version_lag_max"] for row in records(trainer)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"replay_groups": 0}, ValueError, "replay_groups must be at least 1, but got 0"),
+        ({"steps_per_generation": 4}, ValueError, "one optimizer step a generation batch"),
+        ({"beta": 0.1}, NotImplementedError, "a KL term"),
+        (
+            {"offpolicy": {"preset": "paper/tis", "correction": {"normalize": "original"}}},
+            NotImplementedError,
+            "must see the whole generation batch",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(make: Make, options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)

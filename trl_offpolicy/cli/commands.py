@@ -1,0 +1,309 @@
+"""Command line ``trl-offpolicy``.
+
+A subcommand is one function: it takes its parser, adds its arguments and returns what to run. Its docstring
+is its help, and ``COMMANDS`` lists it. Everything heavy is imported inside what it returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trl_offpolicy.diagnosis.thresholds import Thresholds
+
+Runner = Callable[[argparse.Namespace], int]
+Command = Callable[[argparse.ArgumentParser], Runner]
+
+BAD_INPUT = 2
+MISSING_PACKAGE = 1
+FOUND = 3
+"""Exit status where ``--fail-on``, ``--max-kl`` or ``--min-pearson`` asked to be told."""
+
+
+def report(parser: argparse.ArgumentParser) -> Runner:
+    """Print the summary of a run folder and write its report.html."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl")
+    parser.add_argument("--output", metavar="FILE", help="where to write the report (default: RUN_DIR/report.html)")
+    parser.add_argument("--tokenizer", metavar="NAME", help="tokenizer (name or folder) that turns token ids into text")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.diagnosis import print_summary, summarize_run, write_report
+
+        path = write_report(args.run_dir, args.output, decode=_load_decode(args.tokenizer))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # reading the metrics for the report has warned already
+            summary = summarize_run(args.run_dir)
+        print_summary(summary)
+        print(path)
+        return 0
+
+    return run
+
+
+def doctor(parser: argparse.ArgumentParser) -> Runner:
+    """Say what is wrong with a run and the smallest change that helps (also verl, TRL, SkyRL and slime logs)."""
+    from trl_offpolicy.diagnosis.verdict.judge import WINDOW
+
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder, metrics.jsonl or trainer_state.json")
+    parser.add_argument(
+        "--window", metavar="N", type=int, default=WINDOW, help="judge the last N logged steps (%(default)s)"
+    )
+    parser.add_argument(
+        "--threshold",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="move a limit; --threshold help lists them",
+    )
+    parser.add_argument(
+        "--with", dest="others", metavar="PACKAGE", action="append", default=[], help="ask rldoctor or rlprobe as well"
+    )
+    parser.add_argument(
+        "--loss", metavar="NAME", help="policy loss of another framework's run, in its words: some metrics need it"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--fail-on", choices=("notice", "warning", "critical"), help=f"exit with {FOUND} from this severity on"
+    )
+
+    def run(args: argparse.Namespace) -> int:
+        import json
+
+        from trl_offpolicy.diagnosis.doctor import examine, print_examination
+        from trl_offpolicy.diagnosis.verdict.tree import SEVERITIES
+
+        if "help" in args.threshold:
+            _print_thresholds()
+            return 0
+        if args.window < 1:
+            raise ValueError(f"--window must be at least 1, but got {args.window}.")
+        thresholds = _thresholds(args.threshold)
+        seen = examine(args.run_dir, thresholds, window=args.window, others=args.others, loss=args.loss)
+        if args.json:
+            print(json.dumps(seen.as_dict(), indent=2))
+        else:
+            print_examination(seen)
+        reached = SEVERITIES.index(seen.diagnosis.verdict)
+        return FOUND if args.fail_on and reached >= SEVERITIES.index(args.fail_on) else 0
+
+    return run
+
+
+def demo(parser: argparse.ArgumentParser) -> Runner:
+    """Show a diagnosed faulty run: a recorded one, no model needed."""
+    parser.add_argument("--output", metavar="FILE", default="offpolicy-demo.html", help="report to write (%(default)s)")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.diagnosis.report.demo import show_demo
+
+        show_demo(args.output)
+        return 0
+
+    return run
+
+
+def presets(parser: argparse.ArgumentParser) -> Runner:
+    """List the correction presets, explain some, or show in what two differ."""
+    parser.add_argument("names", metavar="NAME", nargs="*", help="presets to explain (default: list all)")
+    parser.add_argument("--diff", metavar=("A", "B"), nargs=2, help="show in which semantics two presets differ")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.presets import describe
+
+        if args.diff:
+            if args.names:
+                raise ValueError(f"--diff must stand alone, but got also {' '.join(args.names)}.")
+            _print_diff(*args.diff)
+        elif args.names:
+            print("\n\n".join(describe(name) for name in args.names))
+        else:
+            _print_presets()
+        return 0
+
+    return run
+
+
+def serve(parser: argparse.ArgumentParser) -> Runner:
+    """Start a vLLM server that a trainer can sync to, on this machine only unless told otherwise."""
+    parser.add_argument("--model", required=True, help="folder or Hub name of the model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port (default: 8000)")
+    parser.add_argument("--dtype", default="auto", help="of the engine (default: that of the checkpoint)")
+    parser.add_argument("--lora-rank", type=int, default=0, help="hot-load adapters up to this rank (default: none)")
+    parser.add_argument("--lora-modules", nargs="+", metavar="NAME", help="modules that adapters may touch")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt + completion (default: the model's)")
+    parser.add_argument("--expose", action="store_true", help="allow a --host other than loopback; needs an API key")
+    parser.add_argument(
+        "--api-key-env", default="VLLM_API_KEY", metavar="NAME", help="variable with the key that callers must send"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be started")
+    parser.add_argument("vllm", nargs="*", metavar="-- VLLM_FLAG", help="further flags for vLLM, after --")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.engines.server.serve import ServeOptions, announce, start
+
+        plain = ("model", "host", "port", "dtype", "lora_rank", "max_model_len", "expose")
+        named = {name: getattr(args, name) for name in plain}
+        if args.lora_modules:
+            named["lora_modules"] = tuple(args.lora_modules)
+        options = ServeOptions(**named, api_key=os.environ.get(args.api_key_env), extra=tuple(args.vllm))
+        announce(options)
+        if not args.dry_run:
+            start(options)
+        return 0
+
+    return run
+
+
+def probe(parser: argparse.ArgumentParser) -> Runner:
+    """Zero-update test: sample with the engine, score with the trainer, say how far they differ, why, what to do."""
+    from trl_offpolicy.cli import probe as probe_cli
+
+    probe_cli.add_arguments(parser)
+    return probe_cli.run
+
+
+def card(parser: argparse.ArgumentParser) -> Runner:
+    """Write correction, diagnosis and recipe of a run into its model card."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl")
+    parser.add_argument("--card", metavar="FILE", help="model card to write into (default: README.md in RUN_DIR)")
+
+    def run(args: argparse.Namespace) -> int:
+        from trl_offpolicy.diagnosis.report.model_card import write_card
+
+        print(write_card(args.run_dir, args.card))
+        return 0
+
+    return run
+
+
+COMMANDS: dict[str, Command] = {
+    "probe": probe,
+    "doctor": doctor,
+    "demo": demo,
+    "report": report,
+    "card": card,
+    "presets": presets,
+    "serve": serve,
+}
+
+
+def _thresholds(pairs: Sequence[str]) -> Thresholds:
+    """The defaults with ``NAME=VALUE`` replaced."""
+    from trl_offpolicy.diagnosis.thresholds import thresholds_from
+
+    values = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        try:
+            values[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--threshold must be NAME=VALUE with a number, but got {pair}.") from None
+    return thresholds_from(values)
+
+
+def _print_thresholds() -> None:
+    from dataclasses import fields
+
+    from trl_offpolicy.diagnosis.thresholds import Thresholds
+
+    for one in fields(Thresholds):
+        print(f"{one.name:<20} {one.default:<6g} {one.metadata['meaning']} [{one.metadata['source']}]")
+
+
+def _print_presets() -> None:
+    """All presets with their formulas, under the name of their source."""
+    from trl_offpolicy.presets import get, groups, names
+
+    width = max(map(len, names()))
+    for group, members in groups().items():
+        print(group)
+        for name in members:
+            print(f"  {name:<{width}}  {get(name).formula}")
+
+
+def _print_diff(a: str, b: str) -> None:
+    """A table with one row for every semantics in which two presets differ."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from trl_offpolicy.presets import diff
+
+    rows = diff(a, b)
+    if not rows:
+        print(f"{a} and {b} compute the same numbers.")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("semantics", a, b):
+        table.add_column(escape(title), overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
+
+
+def _load_decode(name: str | None) -> Callable[[list[int]], str] | None:
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return lambda ids: str(tokenizer.decode(ids))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; each puts its runner into ``run``."""
+    parser = argparse.ArgumentParser(prog="trl-offpolicy", description="Off-policy corrections for TRL's GRPO.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        text = (command.__doc__ or "").splitlines()[0]
+        subparser = subparsers.add_parser(name, help=text, description=text)
+        subparser.set_defaults(run=command(subparser))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: arguments without the program's name; None takes them from the command line.
+
+    Returns:
+        0; 2 where the input is bad (one line on standard error says what); 1 where a package is missing.
+    """
+    args = build_parser().parse_args(argv)
+    runner: Runner = args.run
+    try:
+        with _short_warnings():
+            return runner(args)
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  so that the interpreter's own flush at exit is quiet
+        return 0
+    except (OSError, ValueError) as error:
+        return _fail(args.command, str(error), BAD_INPUT)
+    except ModuleNotFoundError as error:
+        return _fail(args.command, f"package {error.name} is not installed.", MISSING_PACKAGE)
+
+
+def _fail(command: str, message: str, status: int) -> int:
+    print(f"trl-offpolicy {command}: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Print warnings as one line each, without file and source line."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

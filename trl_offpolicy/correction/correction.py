@@ -1,0 +1,306 @@
+"""Correction: from a PolicyBatch to weights, a keep mask and diagnostics. Nothing here carries gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.checks import check_bool, check_choice, check_number
+from trl_offpolicy.correction import measure as correction_stats
+from trl_offpolicy.correction.compiling import run_compiled
+from trl_offpolicy.correction.ratio_table import RatioTable
+from trl_offpolicy.correction.terms import KeepTerm, Violations, Weight
+from trl_offpolicy.correction.terms.batchwide import check_group_rejections, check_kept_baseline
+from trl_offpolicy.correction.terms.inputs import is_late
+from trl_offpolicy.functional.booleans import as_float, both
+from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
+from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Scope
+
+Normalize = Literal["none", "original", "kept"]
+MeasureOn = Literal["original", "remaining"]
+Nonfinite = Literal["neutral", "drop", "raise"]
+Measure = Literal["mismatch", "kept", "staleness", "total"]
+NormalizeOver = Literal["generation_batch", "micro_batch"]
+Baseline = Literal["all", "kept"]
+_CHOICES = {
+    "normalize": get_args(Normalize),
+    "normalize_over": get_args(NormalizeOver),
+    "measure_on": get_args(MeasureOn),
+    "nonfinite": get_args(Nonfinite),
+    "baseline": get_args(Baseline),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Importance weights and rejection for samples of another policy.
+
+    Args:
+        weight: a weight, several on different ratios, or None.
+        keep: keep terms, ANDed.
+        normalize: divide the weights by their mean over the "original" trainable tokens (verl, slime) or the
+            "kept" ones.
+        normalize_over: the mean is taken over the "generation_batch" (all ranks; decided before it is split) or over
+            each "micro_batch" of this rank.
+        measure_on: "original": every term measures all trainable tokens; "remaining": each measures what earlier
+            terms kept, and weights come last (SkyRL).
+        nonfinite: a trainable token with a NaN or infinite log-ratio is "neutral" (ratio 1, kept), is "drop"ped, or
+            makes the call "raise" (which waits for the device). It is counted and left out of diagnostics always.
+        baseline: "kept" leaves dropped responses out of their group's baseline: the trainers recompute the advantages
+            over what is left (terms on old/sampling only). "all": advantages stay as they were made.
+        correct_threshold: a response is correct if reward >= this; needed for ``keep/dropped_correct_fraction``.
+        measure: which ratio diagnostics to compute; those whose policies the batch lacks are left out.
+        compiled: run as one graph of ``torch.compile``. The first call takes up to half a minute.
+
+    Raises:
+        ValueError: two weights on one ratio, or an unknown option.
+
+    Example:
+        >>> import trl_offpolicy as op
+        >>> batch = op.PolicyBatch(per_token_logps=torch.tensor([[-1.0, -2.0]]), advantages=torch.ones(1),
+        ...     sampling_per_token_logps=torch.tensor([[-1.0, -3.0]]), completion_mask=torch.ones(1, 2).bool())
+        >>> op.Correction(weight=op.TruncateWeight(max_weight=2.0))(batch).weights
+        tensor([[1., 2.]])
+    """
+
+    weight: Weight | tuple[Weight, ...] | None = None
+    keep: tuple[KeepTerm, ...] = ()
+    normalize: Normalize = "none"
+    normalize_over: NormalizeOver = "generation_batch"
+    measure_on: MeasureOn = "original"
+    nonfinite: Nonfinite = "neutral"
+    baseline: Baseline = "all"
+    correct_threshold: float | None = None
+    measure: tuple[Measure, ...] = ("mismatch", "kept", "staleness", "total")
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        for field, allowed in _CHOICES.items():
+            check_choice(field, getattr(self, field), allowed)
+        check_bool(compiled=self.compiled)
+        if not isinstance(self.keep, tuple) or not all(_has(term, "violations") for term in self.keep):
+            raise TypeError(f"keep must be a tuple of keep terms, but got {self.keep!r}.")
+        if not all(_has(weight, "weigh") for weight in self.weights):
+            raise TypeError(f"weight must be a weight, a tuple of weights or None, but got {self.weight!r}.")
+        ratios = [weight.ratio for weight in self.weights]
+        if len(set(ratios)) < len(ratios):
+            raise ValueError(f"weight must name each ratio once, but got {ratios}; it would be applied twice.")
+        if "current/sampling" in ratios and len(ratios) > 1:
+            raise ValueError(
+                f"weight must hold each factor of current/sampling = current/old x old/sampling once, but got {ratios}."
+            )
+        if not isinstance(self.measure, tuple):
+            raise ValueError(f"measure must be a tuple of some of {list(get_args(Measure))}, but got {self.measure!r}.")
+        for name in self.measure:
+            if name not in get_args(Measure):
+                raise ValueError(f"measure must name some of {list(get_args(Measure))}, but got {name!r}.")
+        if self.correct_threshold is not None:
+            check_number("correct_threshold", self.correct_threshold)
+        if self.normalize != "none" and not self.weights:
+            raise ValueError(f"normalize must be 'none' without a weight, but got {self.normalize!r}.")
+        self._check_scopes()
+
+    def _check_scopes(self) -> None:
+        """Nothing of wide scope may depend on what is decided in the loss step."""
+        late = next((weight for weight in self.weights if is_late(weight)), None)
+        if self.normalize != "none" and self.normalize_over == "generation_batch" and late is not None:
+            raise ValueError(
+                f"normalize_over must be 'micro_batch' with a weight on {late.ratio!r} of scope {late.scope!r} (known "
+                "one micro-batch at a time), but got 'generation_batch'."
+            )
+        check_group_rejections(self.keep, nonfinite_drops=self.nonfinite == "drop")
+        if self.baseline == "kept":
+            check_kept_baseline(self.keep)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights as a tuple."""
+        if self.weight is None:
+            return ()
+        return self.weight if isinstance(self.weight, tuple) else (self.weight,)
+
+    @cached_property
+    def required_ratios(self) -> frozenset[Ratio]:
+        """The ratios that weights and keep terms read."""
+        return frozenset([weight.ratio for weight in self.weights] + [term.ratio for term in self.keep])
+
+    @property
+    def needs_sampling(self) -> bool:
+        """True if any term reads the sampling policy."""
+        return any("sampling" in ratio for ratio in self.required_ratios)
+
+    @property
+    def scope(self) -> Scope:
+        """The widest scope of its parts. ``group`` and ``generation_batch`` are decided before the batch is split."""
+        scopes: set[Scope] = {weight.scope for weight in self.weights} | {term.scope for term in self.keep}
+        if self.normalize != "none":
+            scopes.add(self.normalize_over)
+        if self.baseline == "kept":
+            scopes.add("group")
+        return max(scopes, key=SCOPES.index, default="row")
+
+    @property
+    def is_wide(self) -> bool:
+        """True if some part needs more than a micro-batch."""
+        return self.scope in ("group", "generation_batch")
+
+    def split(self) -> tuple[Correction, Correction]:
+        """The parts that are decided once on the whole generation batch, and those that are decided in the loss step.
+
+        The latter read the current policy or say ``scope="micro_batch"``.
+
+        The first runs before the batch is split and shuffled, the second in every loss step on batches that carry the
+        first one's ``decided_weights`` and ``decided_keep``.
+
+        Raises:
+            ValueError: the order of the terms cannot be kept: something early would have to see what happens in the
+                loss step.
+        """
+        early_keep = tuple(term for term in self.keep if not is_late(term))
+        late_keep = tuple(term for term in self.keep if is_late(term))
+        early_weights = tuple(weight for weight in self.weights if not is_late(weight))
+        late_weights = tuple(weight for weight in self.weights if is_late(weight))
+        in_order = self.keep == (*early_keep, *late_keep)
+        if self.measure_on == "remaining" and late_keep and (early_weights or not in_order):
+            raise ValueError(
+                "measure_on must be 'original' when a part of wide scope meets terms that are decided in the loss step "
+                f"({late_keep[0].name}), which drop tokens only after it was decided, but got 'remaining'."
+            )
+        by_micro_batch = self.normalize_over == "micro_batch"
+        if self.normalize != "none" and by_micro_batch and early_weights:
+            raise ValueError(
+                f"normalize_over must be 'generation_batch' with a weight on {early_weights[0].ratio!r} that is "
+                "decided before the batch is split, but got 'micro_batch'."
+            )
+        if self.normalize == "kept" and late_keep and not by_micro_batch:
+            raise ValueError(
+                f"normalize must not be 'kept' with terms that are decided in the loss step ({late_keep[0].name}): "
+                "what they keep is not known when the weights are normalised."
+            )
+        seen_early = ("mismatch",) if late_keep else ("mismatch", "kept")
+        early = replace(
+            self,
+            weight=early_weights,
+            keep=early_keep,
+            normalize="none" if by_micro_batch else self.normalize,
+            measure=self._measuring(*seen_early),
+        )
+        late = replace(
+            self,
+            weight=late_weights,
+            keep=late_keep,
+            normalize=self.normalize if by_micro_batch else "none",
+            baseline="all",
+            nonfinite=self.nonfinite if late_keep or late_weights else "neutral",
+            measure=self._measuring("staleness", "total", *(("kept",) if late_keep else ())),
+        )
+        return early, late
+
+    def _measuring(self, *groups: Measure) -> tuple[Measure, ...]:
+        return tuple(name for name in self.measure if name in groups)
+
+    def __call__(self, batch: PolicyBatch) -> CorrectionOutput:
+        """Run on a batch.
+
+        Raises:
+            ValueError: ``sampling_per_token_logps`` is needed but absent; or a non-finite log-ratio under
+                ``nonfinite="raise"``.
+        """
+        if self.needs_sampling and batch.sampling_per_token_logps is None:
+            raise ValueError(
+                "sampling_per_token_logps must be given, because the correction reads "
+                f"{sorted(self.required_ratios)}, but got None. Ask the engine for the log-probs of the sampled tokens."
+            )
+        with torch.no_grad():
+            return run_compiled(self, batch) if self.compiled else self.run(batch)
+
+    def run(self, batch: PolicyBatch) -> CorrectionOutput:
+        """The call without its check and without ``torch.no_grad``: what :mod:`.compiling` compiles."""
+        ratios = RatioTable(batch)
+        base = self._usable(batch, ratios)
+        decisions, keep = self._keep(batch, ratios, base)
+        keep_mask = both(base, keep)
+        raw, bounded, shaped = self._weigh(ratios, base if self.measure_on == "original" else keep_mask, keep)
+        normalizer = None if bounded is None else self._normalizer(bounded, batch.mask, keep_mask)
+        applied = bounded if normalizer is None or bounded is None else bounded / normalizer
+        evidence = correction_stats.Evidence(
+            decisions, keep, keep_mask, base is not batch.mask, raw, bounded, shaped, applied, normalizer
+        )
+        stats = correction_stats.collect(self, batch, ratios, evidence)
+        if batch.decided_weights is not None:
+            decided = batch.decided_weights
+            if decided.shape == batch.mask.shape:  # padding may hold anything
+                decided = torch.where(batch.mask, decided, 0.0)
+            applied = decided if applied is None else applied * decided
+        return CorrectionOutput(
+            weights=as_float(batch.mask) if applied is None else torch.where(batch.mask, applied, 0.0),
+            keep_mask=keep_mask,
+            stats=stats,
+            sequence_weights=applied if applied is not None and applied.shape[-1] == 1 else None,
+        )
+
+    def _usable(self, batch: PolicyBatch, ratios: RatioTable) -> Tensor:
+        """Trainable tokens, less the unobserved ones where ``nonfinite`` says so."""
+        if self.nonfinite == "neutral":
+            return batch.mask
+        usable = batch.mask
+        read: set[Ratio] = set(self.required_ratios)
+        if batch.decided_keep is not None and batch.sampling_per_token_logps is not None:
+            read.add("old/sampling")  # by the early part, and what it did not use is not measured later
+        for ratio in sorted(read):
+            observed = ratios[ratio].observed
+            if self.nonfinite == "raise" and bool((batch.mask & ~observed).any()):
+                raise ValueError(
+                    f"{' and '.join(ratio.split('/'))} log-probs must be finite on trainable tokens "
+                    "(nonfinite='raise'), but got NaN or infinity."
+                )
+            usable = usable & observed
+        return usable
+
+    def _keep(self, batch: PolicyBatch, ratios: RatioTable, base: Tensor) -> tuple[list[Violations], Tensor]:
+        """Each term's violations, and their joint keep mask: (B, 1) while all terms decide on sequences."""
+        keep = torch.ones_like(base[:, :1]) if batch.decided_keep is None else batch.decided_keep != 0
+        decisions = []
+        for term in self.keep:
+            left = keep if base is batch.mask else base & keep
+            measured = base if self.measure_on == "original" else both(base, keep)
+            violations = term.violations(ratios.inputs(term.ratio, measured, keep=left))
+            decisions.append(violations)
+            for violated in violations:
+                if violated is not None:
+                    keep = keep & ~violated
+        return decisions, keep
+
+    def _weigh(self, ratios: RatioTable, measured: Tensor, keep: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Product of the raw ratios and of the bounded weights, (B, 1) or (B, T); whether one is shaped."""
+        raw: Tensor | None = None
+        bounded: Tensor | None = None
+        shaped = False
+        for weight in self.weights:
+            one = weight.weigh(ratios.inputs(weight.ratio, measured, keep=keep))
+            raw = one.raw if raw is None else raw * one.raw
+            bounded = one.bounded if bounded is None else bounded * one.bounded
+            shaped = shaped or one.shaped
+        return raw, bounded, shaped
+
+    def _normalizer(self, weights: Tensor, mask: Tensor, keep_mask: Tensor) -> Tensor | None:
+        """0-d mean weight over tokens (or non-empty sequences) and ranks; 1 where it vanishes."""
+        if self.normalize == "none":
+            return None
+        unit = mask if self.normalize == "original" else keep_mask
+        unit = unit.any(-1, keepdim=True) if weights.shape[-1] == 1 else unit
+        total = torch.stack([torch.where(unit, weights, 0.0).sum(dtype=torch.float64), unit.sum().double()])
+        if self.normalize_over == "generation_batch":
+            total = sum_ranks(total)
+        mean = total[0] / total[1].clamp(min=1.0)
+        return torch.where(mean > NORMALIZER_FLOOR, mean, 1.0).float()
+
+
+def _has(part: object, method: str) -> bool:
+    """An object, not its class, with this method."""
+    return hasattr(part, method) and not isinstance(part, type)

@@ -1,0 +1,114 @@
+"""Keep terms that need the whole generation batch: a budget to share out, or a group to judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trl_offpolicy.checks import check_number
+from trl_offpolicy.correction.terms.checks import check_ratio, check_scope
+from trl_offpolicy.correction.terms.inputs import KeepTerm, TermInputs, Violations, is_late
+from trl_offpolicy.functional import masks
+from trl_offpolicy.functional.levels import group_mean
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_LIMIT
+from trl_offpolicy.types import Ratio, Scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMomentBudget:
+    """M2PO: drop the worst tokens of the batch until the mean of l^2 over the kept ones is at most ``budget``.
+
+    Reported as ``above`` where the numerator likes the token more than the sampler did, else ``below``.
+    ``scope="micro_batch"`` budgets one call's rows; needed for ratios with the current policy.
+
+    Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161); 0.04 is the paper's budget.
+    """
+
+    budget: float = 0.04
+    ratio: Ratio = "old/sampling"
+    scope: Scope = "generation_batch"
+    name: ClassVar[str] = "second_moment_budget"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_scope(self.scope, self.ratio)
+        check_number("budget", self.budget)
+        largest = LOG_RATIO_LIMIT**2
+        if not 0 < self.budget < largest:
+            raise ValueError(f"budget must be in (0, {largest:.0f}) nats squared to ever fire, but got {self.budget}.")
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Tokens that are not affordable."""
+        keep = masks.second_moment_budget(
+            inputs.log_ratios, inputs.mask, budget=self.budget, across_ranks=self.scope == "generation_batch"
+        )
+        up = inputs.log_ratios > 0
+        return Violations(~keep & up, ~keep & ~up)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRejection:
+    """Drop all responses to a prompt when earlier terms dropped more than ``max_dropped_fraction`` of them.
+
+    A group of which only a few responses are left has a baseline of those few. Put it behind the terms it counts; what
+    ``nonfinite="drop"`` leaves nothing of counts too.
+    """
+
+    max_dropped_fraction: float = 0.5
+    ratio: ClassVar[Ratio] = "old/sampling"
+    scope: ClassVar[Scope] = "group"
+    name: ClassVar[str] = "group_rejection"
+
+    def __post_init__(self) -> None:
+        check_number("max_dropped_fraction", self.max_dropped_fraction)
+        if not 0 <= self.max_dropped_fraction < 1:
+            raise ValueError(
+                f"max_dropped_fraction must be in [0, 1) to ever fire, but got {self.max_dropped_fraction}."
+            )
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Rows of groups that lost too many."""
+        if inputs.group_ids is None:
+            raise ValueError("group_ids must be given for a group rejection, but got None.")
+        trainable = inputs.mask if inputs.trainable is None else inputs.trainable
+        kept = trainable if inputs.keep is None else trainable & inputs.keep
+        lost = (~kept.any(-1)).float()
+        share = group_mean(lost, trainable.any(-1), inputs.group_ids)
+        return Violations((share > self.max_dropped_fraction).unsqueeze(-1), None)
+
+
+def check_group_rejections(keep: tuple[KeepTerm, ...], *, nonfinite_drops: bool) -> None:
+    """A group rejection counts what earlier terms dropped on the whole generation batch.
+
+    Raises:
+        ValueError: nothing is dropped before it, or something that is dropped in the loss step only.
+    """
+    places = [index for index, term in enumerate(keep) if isinstance(term, GroupRejection)]
+    if 0 in places and not nonfinite_drops:
+        raise ValueError("keep must name the terms that group_rejection counts before it, but got it first.")
+    late = [term.name for term in keep[: max(places, default=0)] if is_late(term)]
+    if late:
+        raise ValueError(
+            f"keep must name {late[0]} behind group_rejection (it is decided in the loss step, groups are judged "
+            "before the batch is split), but got it before."
+        )
+
+
+def check_kept_baseline(keep: tuple[KeepTerm, ...]) -> None:
+    """A baseline of the kept responses must know them when advantages are made, and leave their verdict alone.
+
+    Raises:
+        ValueError: nothing can be dropped; something is dropped in the loss step only, or by the advantage's sign.
+    """
+    if not keep:
+        raise ValueError("baseline must be 'all' without a keep term, but got 'kept'.")
+    if late := [term.name for term in keep if is_late(term)]:
+        raise ValueError(
+            f"baseline must be 'all' with {late[0]}, which is decided in the loss step: advantages are made before the "
+            "first step, when it has not dropped anything yet."
+        )
+    if by_sign := [term.name for term in keep if getattr(term, "reads_advantages", False)]:
+        raise ValueError(
+            f"baseline must be 'all' with {by_sign[0]}, which decides by the sign of the advantage: a baseline of the "
+            "kept responses changes that sign after the decision."
+        )

@@ -1,0 +1,249 @@
+"""Keep terms that judge a response by itself, as small frozen dataclasses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.checks import check_choice, check_number, check_whole
+from trl_offpolicy.correction.terms.checks import (
+    check_group_level,
+    check_level,
+    check_order,
+    check_ratio,
+    check_ratio_bounds,
+)
+from trl_offpolicy.correction.terms.inputs import TermInputs, Violations
+from trl_offpolicy.functional import masks
+from trl_offpolicy.functional.levels import Level
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LOG_RATIO_LIMIT
+from trl_offpolicy.functional.masks import STATISTICS, Statistic
+from trl_offpolicy.types import Ratio, Scope
+
+_ADDED_UP: tuple[Level, ...] = ("token", "turn", "turn_mean", "sequence", "sequence_mean", "group")
+STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
+    "k1": _ADDED_UP,
+    "k2": (*_ADDED_UP, "sequence_max"),
+    "k3": (*_ADDED_UP, "sequence_max"),
+    "abs": (*_ADDED_UP, "sequence_max"),
+    "prob_diff": ("token", "turn_mean", "sequence_mean", "group"),
+    "binary_tv": (*_ADDED_UP, "sequence_max"),
+    "binary_kl": (*_ADDED_UP, "sequence_max"),
+}
+"""Pairs with a meaning. The extremes of the signed k1 are those of the ratio (``RatioBand``), signed probability
+differences do not add up over tokens, and no statistic but the ratio accumulates along a prefix."""
+
+
+def reach(statistic: Statistic, level: Level) -> tuple[float, float]:
+    """Least and largest value of a statistic of log-ratios that are clamped to +-20; a sum over tokens has no limit."""
+    c = LOG_RATIO_CLAMP
+    largest = {"k1": c, "k2": c * c / 2, "k3": math.expm1(c) - c, "abs": c, "binary_kl": c}
+    largest |= {"prob_diff": 1.0, "binary_tv": 1.0}
+    most = math.inf if level in ("sequence", "turn") else largest[statistic]
+    return (-most if statistic in ("k1", "prob_diff") else 0.0), most
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioBand:
+    """Keep what has its ratio at ``level`` inside [low, high] (inclusive). Both must be said; None = open.
+
+    ``sequence_mean`` is the geometric mask (length-invariant), ``sequence`` the product mask, ``token`` the token
+    mask, ``group`` drops all responses to a prompt together.
+    """
+
+    low: float | None
+    high: float | None
+    level: Level = "sequence_mean"
+    ratio: Ratio = "old/sampling"
+
+    def __post_init__(self) -> None:
+        check_level(self.level)
+        check_ratio(self.ratio)
+        check_group_level(self.level, self.ratio)
+        check_ratio_bounds("low", self.low, "high", self.high)
+
+    @property
+    def scope(self) -> Scope:
+        """``group`` at that level, else ``row``."""
+        return "group" if self.level == "group" else "row"
+
+    @property
+    def name(self) -> str:
+        """``ratio_band_<level>``."""
+        return f"ratio_band_{self.level}"
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Ratio above ``high``, below ``low``."""
+        return _outside(inputs.ratio_at(self.level), self.low, self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceBand:
+    """Keep what has its divergence statistic at ``level`` inside [low, high] (inclusive).
+
+    The statistic (see :func:`~trl_offpolicy.functional.masks.divergence`; nats, or a probability for prob_diff and
+    binary_tv) is taken per token, then summed (turn, sequence), averaged (turn_mean, sequence_mean, group) or
+    maximised (sequence_max: TRM, one bad token condemns the response). :data:`STATISTIC_LEVELS` lists the pairs.
+    """
+
+    statistic: Statistic
+    high: float | None
+    low: float | None = None
+    level: Level = "sequence_mean"
+    ratio: Ratio = "old/sampling"
+
+    def __post_init__(self) -> None:
+        check_choice("statistic", self.statistic, STATISTICS)
+        check_level(self.level, STATISTIC_LEVELS[self.statistic], why=f"what {self.statistic} has a meaning at")
+        check_ratio(self.ratio)
+        check_group_level(self.level, self.ratio)
+        check_order("low", self.low, "high", self.high)
+        self._check_reach()
+
+    def _check_reach(self) -> None:
+        """Bounds inside what the statistic can reach, from log-ratios clamped to +-20."""
+        least, largest = reach(self.statistic, self.level)
+        signed = least < 0
+        if not signed and self.high is not None and self.high <= 0:
+            raise ValueError(
+                f"high must be positive for {self.statistic}, which is never negative, but got {self.high}."
+            )
+        if not signed and self.low is not None and self.low <= 0:
+            raise ValueError(
+                f"low must be positive or None for {self.statistic}, which is never negative, but got {self.low}."
+            )
+        if self.high is not None and self.high >= largest:
+            raise ValueError(
+                f"high must be below {largest:.4g} for {self.statistic} to ever fire, but got {self.high}."
+            )
+        if signed and self.low is not None and self.low <= least:
+            raise ValueError(f"low must be above {least} for {self.statistic} to ever fire, but got {self.low}.")
+
+    @property
+    def scope(self) -> Scope:
+        """``group`` at that level, else ``row``."""
+        return "group" if self.level == "group" else "row"
+
+    @property
+    def name(self) -> str:
+        """``divergence_<statistic>_<level>``."""
+        return f"divergence_{self.statistic}_{self.level}"
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Statistic above ``high``, below ``low``."""
+        return _outside(inputs.statistic_at(self.statistic, self.level), self.low, self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbabilityDifferenceMask:
+    """Drop tokens whose probability moved too far in the direction the advantage pushes it (prime-rl).
+
+    A token with positive advantage is dropped where p - q > high, one with negative advantage where p - q < low; p is
+    the numerator's probability, q the denominator's. In probabilities, not ratios: rare tokens may move freely.
+    """
+
+    low: float = -0.2
+    high: float = 0.2
+    ratio: Ratio = "old/sampling"
+    scope: ClassVar[Scope] = "row"
+    name: ClassVar[str] = "probability_difference"
+    reads_advantages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_number("low", self.low)
+        check_number("high", self.high)
+        if not -1 < self.low < 0 < self.high < 1:
+            raise ValueError(f"low and high must be in (-1, 0) and (0, 1), but got {self.low} and {self.high}.")
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Moved too far up with a positive, too far down with a negative advantage."""
+        moved = inputs.statistic_at("prob_diff", "token")
+        return Violations((moved > self.high) & (inputs.advantages > 0), (moved < self.low) & (inputs.advantages < 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlierVeto:
+    """Drop a whole sequence if any of its tokens has a ratio outside [low, high]. None = open."""
+
+    low: float | None
+    high: float | None
+    ratio: Ratio = "old/sampling"
+    scope: ClassVar[Scope] = "row"
+    name: ClassVar[str] = "outlier_veto"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_ratio_bounds("low", self.low, "high", self.high)
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Sequences with a token above ``high``, below ``low``."""
+        veto = partial(masks.outlier_veto, inputs.log_ratios, inputs.mask, zero_outside=inputs.zero_outside)
+        above = None if self.high is None else ~veto(low=None, high=self.high)
+        below = None if self.low is None else ~veto(low=self.low, high=None)
+        return Violations(above, below)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicySequenceMask:
+    """DeepSeek-V3.2 OPSM: drop negative-advantage sequences with mean log(mu / pi) above ``max_divergence`` nats.
+
+    By default it measures the current policy, so it is taken anew at every step and bounds mismatch and staleness
+    together. ``ratio="current/old"`` measures staleness only, ``"old/sampling"`` mismatch only.
+    """
+
+    max_divergence: float
+    ratio: Ratio = "current/sampling"
+    scope: ClassVar[Scope] = "row"
+    name: ClassVar[str] = "off_policy_sequence_mask"
+    reads_advantages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_number("max_divergence", self.max_divergence)
+        if not 0 <= self.max_divergence < LOG_RATIO_LIMIT:
+            raise ValueError(
+                f"max_divergence must be in [0, {LOG_RATIO_LIMIT:.0f}) nats to ever fire, "
+                f"but got {self.max_divergence}."
+            )
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Reported as ``below``: the policy finds the text too unlikely."""
+        mean = inputs.log_ratio_at("sequence_mean")
+        keep = masks.off_policy_sequence_mask(mean, inputs.advantages, max_divergence=self.max_divergence)
+        return Violations(None, ~keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessBound:
+    """Drop responses that hold a token sampled more than ``max_lag`` weight versions ago.
+
+    Needs ``policy_versions`` and ``current_version`` in the batch.
+    """
+
+    max_lag: int
+    ratio: ClassVar[Ratio] = "current/old"
+    scope: ClassVar[Scope] = "row"
+    name: ClassVar[str] = "staleness_bound"
+
+    def __post_init__(self) -> None:
+        check_whole("max_lag", self.max_lag, least=0)
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """Sequences whose oldest token is too old."""
+        if inputs.version_lags is None:
+            raise ValueError(
+                "policy_versions and current_version must be given for a staleness bound, but got None: the trainer "
+                "must say which weights sampled and which it holds now."
+            )
+        lags = torch.where(inputs.mask, inputs.version_lags, 0)
+        return Violations(lags.amax(-1, keepdim=True) > self.max_lag, None)
+
+
+def _outside(values: Tensor, low: float | None, high: float | None) -> Violations:
+    return Violations(None if high is None else values > high, None if low is None else values < low)

@@ -1,0 +1,205 @@
+"""Weights: maps from a ratio to a factor of the policy loss, as small frozen dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.checks import check_number, check_positive, check_proper_fraction
+from trl_offpolicy.correction.terms.checks import check_level, check_ratio, check_ratio_bounds, check_scope
+from trl_offpolicy.correction.terms.inputs import TermInputs, Weighed
+from trl_offpolicy.functional import weights
+from trl_offpolicy.functional.collective import gather_flat
+from trl_offpolicy.functional.levels import Level
+from trl_offpolicy.functional.log_ratios import ratio_of
+from trl_offpolicy.types import Ratio, Scope
+
+WEIGHT_LEVELS: tuple[Level, ...] = ("token", "turn", "turn_mean", "prefix", "sequence", "sequence_mean")
+_NO_WEIGHT = "a maximum, a minimum or a group has no ratio of its own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncateWeight:
+    """Truncated importance sampling (TIS): min(rho, max_weight), optionally with a floor.
+
+    Without a floor it is the single-side cap of the logit-fusion study. Reference: Yao et al. 2025, TIS; token and
+    sequence forms as in SkyRL, verl and TRL.
+    """
+
+    max_weight: float
+    level: Level = "token"
+    min_weight: float | None = None
+    ratio: Ratio = "old/sampling"
+    scope: ClassVar[Scope] = "row"
+
+    def __post_init__(self) -> None:
+        _check(self.level, self.ratio)
+        check_number("max_weight", self.max_weight)
+        check_ratio_bounds("min_weight", self.min_weight, "max_weight", self.max_weight)
+
+    def bound(self, ratio: Tensor) -> Tensor:
+        """min(max(ratio, min_weight), max_weight)."""
+        return weights.truncate_weight(ratio, max_weight=self.max_weight, min_weight=self.min_weight)
+
+    def weigh(self, inputs: TermInputs) -> Weighed:
+        """Raw and capped ratio."""
+        ratio = inputs.ratio_at(self.level)
+        return Weighed(ratio, self.bound(ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandWeight:
+    """Masked importance sampling (MIS, IcePop): the raw ratio inside [low, high], weight 0 outside.
+
+    Both bounds must be said; None = open. Reference: Ling team 2025 (IcePop); Liu, Li et al. 2025 (MIS).
+    """
+
+    low: float | None
+    high: float | None
+    level: Level = "token"
+    ratio: Ratio = "old/sampling"
+    scope: ClassVar[Scope] = "row"
+
+    def __post_init__(self) -> None:
+        _check(self.level, self.ratio)
+        check_ratio_bounds("low", self.low, "high", self.high)
+
+    def bound(self, ratio: Tensor) -> Tensor:
+        """Ratio inside the band, 0 outside."""
+        return weights.band_weight(ratio, low=self.low, high=self.high)
+
+    def weigh(self, inputs: TermInputs) -> Weighed:
+        """Raw and banded ratio."""
+        ratio = inputs.ratio_at(self.level)
+        return Weighed(ratio, self.bound(ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawWeight:
+    """Vanilla importance sampling: rho itself. Unbiased at sequence level, unbounded variance; for ablation."""
+
+    level: Level = "token"
+    ratio: Ratio = "old/sampling"
+    scope: ClassVar[Scope] = "row"
+
+    def __post_init__(self) -> None:
+        _check(self.level, self.ratio)
+
+    def bound(self, ratio: Tensor) -> Tensor:
+        """The ratio unchanged."""
+        return ratio
+
+    def weigh(self, inputs: TermInputs) -> Weighed:
+        """The ratio twice."""
+        ratio = inputs.ratio_at(self.level)
+        return Weighed(ratio, ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapedWeight:
+    """r / (r + gamma), the shaped ratio of the logit-fusion study: bounded by 1, smooth, 1 / (1 + gamma) on-policy.
+
+    Reference: Zhang et al. 2026, "Logit fusion".
+    """
+
+    gamma: float
+    level: Level = "token"
+    ratio: Ratio = "old/sampling"
+    scope: ClassVar[Scope] = "row"
+
+    def __post_init__(self) -> None:
+        _check(self.level, self.ratio)
+        check_positive(gamma=self.gamma)
+
+    def weigh(self, inputs: TermInputs) -> Weighed:
+        """Raw and shaped ratio."""
+        ratio = inputs.ratio_at(self.level)
+        return Weighed(ratio, weights.shaped_weight(ratio, gamma=self.gamma), shaped=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixMinWeight:
+    """MinPRO: rho_t times the smallest ratio strictly before t, optionally capped.
+
+    Reference: Lei et al. 2026, MinPRO (arXiv:2601.22718).
+    """
+
+    max_weight: float | None = None
+    ratio: Ratio = "old/sampling"
+    level: ClassVar[Level] = "prefix"
+    scope: ClassVar[Scope] = "row"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        if self.max_weight is not None:
+            check_ratio_bounds("min_weight", None, "max_weight", self.max_weight)
+
+    def weigh(self, inputs: TermInputs) -> Weighed:
+        """The product of both factors, raw and capped."""
+        raw = ratio_of(weights.prefix_min_weight(inputs.log_ratios, inputs.mask))
+        return Weighed(raw, weights.truncate_weight(raw, max_weight=self.max_weight))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixWeight:
+    """CTPO: the product of the ratios up to t, held in [low^sqrt(t), high^sqrt(t)].
+
+    Before the bounds act it is the unbiased correction of a token given its prefix. Reference: Zhang et al. 2026, CTPO
+    (arXiv:2605.07331).
+    """
+
+    low: float = 0.8
+    high: float = 1.25
+    ratio: Ratio = "old/sampling"
+    level: ClassVar[Level] = "prefix"
+    scope: ClassVar[Scope] = "row"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_number("low", self.low)
+        check_number("high", self.high)
+        check_ratio_bounds("low", self.low, "high", self.high)
+        if not self.low < 1 < self.high:
+            raise ValueError(f"low and high must lie on both sides of 1, but got {self.low} and {self.high}.")
+
+    def weigh(self, inputs: TermInputs) -> Weighed:
+        """The cumulative ratio, raw and inside its bounds."""
+        walk = inputs.log_ratio_at("prefix")
+        low, high = weights.prefix_bounds(inputs.mask, low=self.low, high=self.high)
+        held = torch.minimum(torch.maximum(walk, low), high)
+        return Weighed(ratio_of(walk), ratio_of(held))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ESSWeight:
+    """Truncation whose cap is chosen so that the effective sample size reaches ``target``.
+
+    The cap follows the batch: none while the weights are healthy, tight when a few dominate. ``micro_batch`` looks at
+    the rows of one call only. Units are tokens at the token levels, sequences otherwise.
+    """
+
+    target: float = 0.5
+    level: Level = "token"
+    ratio: Ratio = "old/sampling"
+    scope: Scope = "generation_batch"
+
+    def __post_init__(self) -> None:
+        _check(self.level, self.ratio)
+        check_proper_fraction(target=self.target)
+        check_scope(self.scope, self.ratio)
+
+    def weigh(self, inputs: TermInputs) -> Weighed:
+        """Raw and capped ratio."""
+        ratio = inputs.ratio_at(self.level)
+        unit = inputs.mask.any(-1, keepdim=True) if ratio.shape[-1] == 1 else inputs.mask
+        units = torch.where(unit, ratio, torch.inf)
+        everyone = gather_flat(units, padding=torch.inf) if self.scope == "generation_batch" else units.flatten()
+        return Weighed(ratio, torch.minimum(ratio, weights.ess_cap(everyone, target=self.target)))
+
+
+def _check(level: str, ratio: str) -> None:
+    check_level(level, WEIGHT_LEVELS, why=_NO_WEIGHT)
+    check_ratio(ratio)

@@ -1,0 +1,5 @@
+"""One model, two sides: score the same tokens in engine and trainer, and name what makes them differ."""
+
+from trl_offpolicy.diagnosis.probe.probe import ProbeOptions, ProbeResult, run_probe
+
+__all__ = ["ProbeOptions", "ProbeResult", "run_probe"]

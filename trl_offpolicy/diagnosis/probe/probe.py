@@ -1,0 +1,253 @@
+"""The zero-update test: same weights, no training; the engine samples, the trainer scores.
+
+The difference is the mismatch: what a training run would blame on learning is absent here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+import trl_offpolicy as op
+from trl_offpolicy.correction.measure import noise_floor
+from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
+from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, break_down
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
+from trl_offpolicy.diagnosis.attribution.features import noise_level
+from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
+from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
+from trl_offpolicy.diagnosis.attribution.scoring import Head, score_completions
+from trl_offpolicy.diagnosis.probe.sides import Sides, open_sides, render_prompts
+from trl_offpolicy.engines.checks import as_vllm_keeps
+from trl_offpolicy.functional.truncated_sampling import Truncation
+from trl_offpolicy.stats import PREFIX
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """What to probe.
+
+    Args:
+        model: folder or Hub name, for both sides.
+        adapter: LoRA adapter, for both sides.
+        prompts: chat prompts; empty = the built-in ones.
+        engine: "vllm" (in this process), "hf", or the URL of a vLLM server.
+        engine_dtype: that the engine computes in.
+        trainer_dtype: that the trainer computes in.
+        quantization: vLLM's option of that name.
+        weight_rounding: simulated: linear weights of the engine are rounded to "int8", "fp8", ...
+        temperature: of the engine.
+        top_p: of the engine; 1 = off.
+        top_k: of the engine; 0 = off.
+        min_p: of the engine; 0 = off.
+        mirror: the trainer divides by the temperature and cuts its distribution alike, as this kit's trainers do.
+        samples: completions a prompt.
+        max_tokens: longest completion.
+        seed: of the engine.
+        explain: test hypotheses with the model where there is a mismatch.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    model: str
+    adapter: str | None = None
+    prompts: tuple[str, ...] = ()
+    engine: str = "vllm"
+    engine_dtype: str = "float32"
+    trainer_dtype: str = "float32"
+    quantization: str | None = None
+    weight_rounding: str | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    mirror: bool = False
+    samples: int = 4
+    max_tokens: int = 32
+    seed: int = 0
+    explain: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number >= 1, but got {value!r}.")
+        if not 0 < self.temperature < 100:
+            raise ValueError(f"temperature must be in (0, 100), but got {self.temperature}.")
+        for name in ("engine_dtype", "trainer_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16", "float16"):
+                raise ValueError(f"{name} must be float32, bfloat16 or float16, but got {getattr(self, name)!r}.")
+        if self.engine not in ("vllm", "hf") and not self.engine.startswith(("http://", "https://")):
+            raise ValueError(f"engine must be vllm, hf or the URL of a server, but got {self.engine!r}.")
+        if self.engine != "vllm" and self.quantization is not None:
+            raise ValueError(f"quantization must be left out with engine {self.engine}: start the server with it.")
+        if self.engine.startswith("http") and self.weight_rounding is not None:
+            raise ValueError("weight_rounding must be left out with a server: it keeps its own weights.")
+        Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)  # raises for a value out of range
+
+    @property
+    def engine_head(self) -> Head:
+        """What the engine samples from."""
+        cut = Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+        return Head(self.temperature, cut if self.engine == "hf" else as_vllm_keeps(cut))
+
+    @property
+    def trainer_head(self) -> Head:
+        """What the trainer scores with."""
+        return self.engine_head if self.mirror else Head()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """What a probe found.
+
+    Args:
+        options: of the probe.
+        metrics: ``mismatch/*``, ``weight_applied/*`` and ``noise_floor/*`` with ``_ci95`` half widths.
+        evidence: the tokens.
+        attribution: the cause.
+        recommendation: what to do.
+        breakdowns: the mismatch by probability, position, length and kind of token.
+        completions: text of each completion.
+        seconds: wall clock by stage.
+    """
+
+    options: ProbeOptions
+    metrics: Mapping[str, float]
+    evidence: TokenEvidence
+    attribution: Attribution
+    recommendation: Recommendation
+    breakdowns: Sequence[Breakdown]
+    completions: Sequence[str] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult:
+    """Sample, score, measure, explain, recommend.
+
+    Args:
+        options: what to probe.
+        note: told what is being done.
+
+    Raises:
+        ValueError: the engine returned no token.
+        EngineError: the engine cannot answer.
+    """
+    clock = _Clock(note or (lambda _text: None))
+    clock("loading the trainer's model")
+    sides = open_sides(options)
+    prompts = render_prompts(sides.tokenizer, options.prompts)
+    ids = [row for row in prompts.ids for _ in range(options.samples)]
+    clock("sampling with the engine")
+    completions, logps = sides.sample(prompts.ids)
+    clock("scoring with the trainer")
+    evidence = _score(options, sides, ids, completions, logps)
+    clock("measuring")
+    metrics = measure(evidence)
+    attribution = attribute(evidence)
+    if options.explain and attribution.cause != "none":
+        bench = Bench(
+            sides.model, ids, completions, weights=sides.other_weights(),
+            prompts={name: [row for row in found for _ in range(options.samples)]
+                     for name, found in prompts.others.items()},
+        )  # fmt: skip
+        evidence = run_hypotheses(evidence, bench, note=lambda text: clock(f"testing {text}", "testing hypotheses"))
+        attribution = attribute(evidence)
+    texts = [sides.tokenizer.decode(row) for row in completions]
+    return ProbeResult(
+        options=options,
+        metrics=metrics,
+        evidence=evidence,
+        attribution=attribution,
+        recommendation=recommend(evidence, attribution, metrics),
+        breakdowns=break_down(evidence, decode=lambda token: str(sides.tokenizer.decode([token])),
+                              special=frozenset(sides.tokenizer.all_special_ids)),
+        completions=texts,
+        seconds=clock.done(),
+    )  # fmt: skip
+
+
+class _Clock:
+    """Says what begins, and adds up how long each stage took."""
+
+    def __init__(self, note: Note) -> None:
+        self._note, self._stage, self._since = note, "", time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, text: str, stage: str | None = None) -> None:
+        now = time.monotonic()
+        if self._stage:
+            self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = stage or text, now
+        self._note(text)
+
+    def done(self) -> dict[str, float]:
+        self("done")
+        return self.seconds
+
+
+def _score(
+    options: ProbeOptions, sides: Sides, ids: list[list[int]], completions: list[list[int]], logps: list[list[float]]
+) -> TokenEvidence:
+    if not any(completions):
+        raise ValueError("The engine must return at least one token, but every completion is empty.")
+    heads = [options.trainer_head]
+    (scores,) = score_completions(sides.model, ids, completions, heads=heads, rows=16)
+    half = max(1, len(ids) // 2)
+    (again,) = score_completions(sides.model, ids[:half], completions[:half], heads=heads, rows=5)  # another layout
+    width = scores.logps.shape[1]
+    rescored = np.full((len(ids), width), np.nan)
+    rescored[:half, : again.logps.shape[1]] = again.logps
+    return TokenEvidence(
+        sampling_per_token_logps=padded(logps, width=width),
+        old_per_token_logps=scores.logps,
+        completion_mask=np.isfinite(padded([[0.0] * len(row) for row in completions], width=width)),
+        rescored_per_token_logps=rescored,
+        entropies=scores.entropies,
+        token_ids=padded(completions, width=width, fill=0).astype(np.int64),
+        group_ids=np.repeat(np.arange(len(ids) // options.samples), options.samples),
+        engine=sides.engine_declares(),
+        trainer=sides.trainer_declares(),
+    )
+
+
+def measure(evidence: TokenEvidence) -> dict[str, float]:
+    """The kit's own diagnostics of a batch, with 95 % intervals clustered by prompt; prefix left out.
+
+    ``weight_applied/*`` is of raw token weights: what a correction without a cap would do.
+    """
+    old, mu, mask = (
+        torch.from_numpy(np.where(evidence.completion_mask, values, 0.0)).float()
+        for values in (evidence.old_per_token_logps, evidence.sampling_per_token_logps, evidence.completion_mask)
+    )
+    groups = None if evidence.group_ids is None else torch.from_numpy(np.asarray(evidence.group_ids, np.int64))
+    batch = op.PolicyBatch(
+        per_token_logps=old, old_per_token_logps=old, sampling_per_token_logps=mu, completion_mask=mask.bool(),
+        advantages=torch.zeros(len(old)), group_ids=groups,
+    )  # fmt: skip
+    stats = op.Correction(weight=op.RawWeight(level="token"), measure=("mismatch",))(batch).stats
+    found = {key.removeprefix(PREFIX): value for key, value in stats.compute().items()}
+    if evidence.rescored_per_token_logps is not None:
+        again = np.isfinite(evidence.rescored_per_token_logps) & evidence.observed
+        other = torch.from_numpy(np.where(again, evidence.rescored_per_token_logps, 0.0)).float()
+        floor = noise_floor(old, other, torch.from_numpy(again)).compute()
+        found |= {key.removeprefix(PREFIX): value for key, value in floor.items()}
+    return found | {"noise_level": noise_level(evidence)}
+
+
+def exceeded(result: ProbeResult, *, max_kl: float | None = None, min_pearson: float | None = None) -> list[str]:
+    """Which of the given limits the mismatch breaks, in words; empty = none."""
+    kl, pearson = result.metrics["mismatch/kl_k3"], result.metrics["mismatch/prob_pearson"]
+    found = []
+    if max_kl is not None and not kl <= max_kl:
+        found.append(f"KL k3 {kl:.4g} nats a token is above --max-kl {max_kl:g}")
+    if min_pearson is not None and not pearson >= min_pearson:
+        found.append(f"Pearson {pearson:.5f} is below --min-pearson {min_pearson:g}")
+    return found

@@ -1,0 +1,233 @@
+"""The two sides of a probe: an engine that samples, and the trainer's model that scores."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trl_offpolicy.diagnosis.attribution.evidence import Declared
+from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
+from trl_offpolicy.diagnosis.attribution.scoring import Head, sample_completions
+from trl_offpolicy.engines.engine import Rollouts, Sampling
+
+if TYPE_CHECKING:
+    from trl_offpolicy.diagnosis.probe.probe import ProbeOptions
+
+PROMPTS = (
+    "What is 17 + 26? Explain each step.",
+    "List the first five prime numbers and say why 1 is not one.",
+    "Write two sentences about the sea.",
+    "A train leaves at 9:40 and arrives at 11:15. How long is the ride?",
+    "Translate to French: the cat sleeps on the chair.",
+    "Write a Python function that reverses a string.",
+    "Why is the sky blue? Answer briefly.",
+    "Sort these words: pear, apple, fig, cherry.",
+    "How many letters are there in the word strawberry?",
+    "Give three uses of a paper clip.",
+    "What day comes three days after Friday?",
+    "Solve for x: 3x + 4 = 19.",
+)
+"""Built in, so that a probe needs no network: arithmetic, prose, code and lists."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Token ids of the prompts, and of the same prompts rendered in other ways, by name."""
+
+    ids: list[list[int]]
+    others: dict[str, list[list[int]]]
+
+
+def render_prompts(tokenizer: Any, prompts: Sequence[str]) -> Rendered:
+    """With the chat template where there is one; plain text otherwise."""
+    texts = list(prompts) or list(PROMPTS)
+    plain = [_encode(tokenizer, text, special=True) for text in texts]
+    if not getattr(tokenizer, "chat_template", None):
+        return Rendered(plain, {})
+    chat = [_chat(tokenizer, text) for text in texts]
+    others = {
+        "no chat template": plain,
+        "no generation prompt": [_chat(tokenizer, text, add_generation_prompt=False) for text in texts],
+        "empty system prompt": [_chat(tokenizer, text, system="") for text in texts],
+    }
+    return Rendered(chat, {name: ids for name, ids in others.items() if ids != chat})
+
+
+def _chat(tokenizer: Any, text: str, *, system: str | None = None, add_generation_prompt: bool = True) -> list[int]:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": text})
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+    return _encode(tokenizer, rendered, special=False)
+
+
+def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    if not ids:
+        raise ValueError(f"prompts must have at least one token each, but got {text!r}.")
+    return ids
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Prompts of a file: one a line, or JSON lines with ``prompt`` (text, or chat messages of which the user's count).
+
+    Raises:
+        ValueError: no prompt, or a line without ``prompt``.
+    """
+    import json
+
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if path.suffix in (".jsonl", ".json"):
+        rows = [json.loads(line) for line in lines]
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict) or "prompt" not in row:
+                raise ValueError(f"{path}: line {number} must be an object with the key prompt, but got {row!r}.")
+        lines = [_prompt_text(row["prompt"]) for row in rows]
+    if not lines:
+        raise ValueError(f"{path} must hold at least one prompt, but is empty.")
+    return tuple(lines)
+
+
+def _prompt_text(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message["content"]) for message in prompt if message.get("role") == "user")
+
+
+class Sides:
+    """Engine and trainer of a probe.
+
+    Args:
+        options: of the probe.
+        model: the trainer's, eval mode.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, options: ProbeOptions, model: Any, tokenizer: Any) -> None:
+        self.options, self.model, self.tokenizer = options, model, tokenizer
+        self._experts = int(
+            getattr(model.config, "num_experts", 0) or getattr(model.config, "num_local_experts", 0) or 0
+        )
+
+    # -------------------------------------------------------------------------------------------------- sampling
+
+    def sample(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        """``samples`` completions of each prompt, prompt-major, with the engine's log-probs."""
+        if self.options.engine == "hf":
+            return self._sample_here(prompts)
+        with self._vllm() as engine:
+            rollouts: Rollouts = engine.generate(prompts, self._sampling(), n=self.options.samples)
+        assert rollouts.sampling_per_token_logps is not None
+        return rollouts.completion_ids, rollouts.sampling_per_token_logps
+
+    def _sampling(self) -> Sampling:
+        o = self.options
+        return Sampling(max_tokens=o.max_tokens, temperature=o.temperature, top_p=o.top_p, top_k=o.top_k, min_p=o.min_p)
+
+    @contextmanager
+    def _vllm(self) -> Iterator[Any]:
+        from trl_offpolicy.engines.weights.source import ModelWeights
+
+        o = self.options
+        if o.engine != "vllm":
+            from trl_offpolicy.engines.server.engine import ServerEngine
+
+            with TemporaryDirectory() as folder:
+                yield ServerEngine(o.engine, folder=folder)
+            return
+        from trl_offpolicy.engines.colocate import ColocateEngine
+
+        longest = 32 * ((o.max_tokens + 1024) // 32 + 1)
+        arguments: dict[str, Any] = {"quantization": o.quantization, "max_model_len": min(longest, self._context())}
+        engine = ColocateEngine(
+            o.model, dtype=o.engine_dtype, weight_rounding=o.weight_rounding, seed=o.seed,
+            **{name: value for name, value in arguments.items() if value is not None},
+        )  # fmt: skip
+        try:
+            if o.weight_rounding is not None or o.adapter is not None:
+                engine.bind(ModelWeights(self.model))
+                engine.sync_weights(0)
+            yield engine
+        finally:
+            engine.close()
+
+    def _context(self) -> int:
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 4096)
+
+    def _sample_here(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        o = self.options
+        model = self.model if o.engine_dtype == o.trainer_dtype else deepcopy(self.model).to(DTYPES[o.engine_dtype])
+        inside: AbstractContextManager[Any] = (
+            nullcontext() if o.weight_rounding is None else rounded_weights(model, o.weight_rounding)
+        )
+        repeated = [ids for ids in prompts for _ in range(o.samples)]
+        head: Head = o.engine_head
+        generator = torch.Generator().manual_seed(o.seed)
+        with inside:
+            return sample_completions(
+                model, repeated, max_tokens=o.max_tokens, stop_ids=self._stop(), head=head, generator=generator
+            )
+
+    def _stop(self) -> list[int]:
+        config = getattr(self.model, "generation_config", None)
+        stop = getattr(config, "eos_token_id", None) or self.tokenizer.eos_token_id
+        return [] if stop is None else list(stop) if isinstance(stop, list | tuple) else [stop]
+
+    # ------------------------------------------------------------------------------------------- what is declared
+
+    def engine_declares(self) -> Declared:
+        """What the options say about the engine."""
+        o = self.options
+        remote = o.engine.startswith("http")
+        return Declared(
+            dtype=None if remote else o.engine_dtype,
+            quantization=None if remote else o.quantization or o.weight_rounding or "none",
+            temperature=o.temperature, top_p=o.top_p, top_k=o.top_k, min_p=o.min_p,
+            adapter=None if remote else _short_hash(o.adapter),
+            prompt_hash="same", weight_version=None if remote else 0, tools=False, experts=self._experts,
+        )  # fmt: skip
+
+    def trainer_declares(self) -> Declared:
+        """What the options say about the trainer."""
+        o, head = self.options, self.options.trainer_head
+        cut = head.truncation
+        return Declared(
+            dtype=o.trainer_dtype, quantization="none", temperature=head.temperature, top_p=cut.top_p,
+            top_k=cut.top_k, min_p=cut.min_p, adapter=_short_hash(o.adapter), prompt_hash="same", weight_version=0,
+            dropout=0.0, tools=False, experts=self._experts,
+        )  # fmt: skip
+
+    def other_weights(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+        """Other weights that the engine may hold: without the adapter."""
+        if self.options.adapter is None:
+            return {}
+        return {"wrong_adapter:no adapter": self.model.disable_adapter}
+
+
+def _short_hash(text: str | None) -> str:
+    return "none" if text is None else hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def open_sides(options: ProbeOptions) -> Sides:
+    """Load the trainer's model and tokenizer; the engine starts when it samples.
+
+    Raises:
+        OSError: no such model.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.trainer_dtype])
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    if options.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, options.adapter)
+    return Sides(options, model.eval(), tokenizer)

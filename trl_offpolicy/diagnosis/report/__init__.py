@@ -1,0 +1,1 @@
+"""The pages and tables of a run folder."""

@@ -1,0 +1,157 @@
+"""The part of a model card that says which policy sampled, what corrected for it, and what the run's numbers were.
+
+Written from the run folder alone, so that it can be made again after training: ``trl-offpolicy card RUN_DIR``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trl_offpolicy.diagnosis.doctor import Examination, examine
+from trl_offpolicy.diagnosis.report.summary import RunSummary, format_number, format_with_interval, summarize_run
+from trl_offpolicy.run_folder.run_data import read_run_info
+from trl_offpolicy.run_folder.writer import RECIPE
+
+BEGIN, END = "<!-- trl-offpolicy -->", "<!-- end of trl-offpolicy -->"
+PROJECT = "trl-offpolicy"
+
+
+def card_section(run_dir: str | Path) -> str:
+    """Correction with citation, diagnosis table, verdict and recipe, as Markdown.
+
+    Args:
+        run_dir: a run folder of either trainer.
+
+    Raises:
+        FileNotFoundError: there is no ``metrics.jsonl``.
+        ValueError: it holds no training row.
+    """
+    folder = Path(run_dir)
+    info = read_run_info(folder)
+    parts = [
+        _method(info),
+        _table(summarize_run(folder)),
+        _verdict(examine(folder)),
+        _recipe(folder / RECIPE, info),
+    ]
+    return "\n\n".join([BEGIN, *parts, END])
+
+
+def write_card(run_dir: str | Path, card: str | Path | None = None) -> Path:
+    """Put the section into a model card: in place of an older one, else before the framework versions, else last.
+
+    Args:
+        run_dir: a run folder.
+        card: the Markdown file; None = ``README.md`` in the run folder. One that does not exist is begun with the
+            metadata that the Hub reads.
+
+    Returns:
+        The file written.
+    """
+    path = Path(run_dir) / "README.md" if card is None else Path(card)
+    section = card_section(run_dir)
+    text = path.read_text() if path.exists() else _new_card(read_run_info(run_dir))
+    older = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)
+    if older.search(text):
+        text = older.sub(lambda _: section, text)
+    elif (versions := text.find("### Framework versions")) >= 0:
+        text = f"{text[:versions]}{section}\n\n{text[versions:]}"
+    else:
+        text = f"{text.rstrip()}\n\n{section}\n"
+    path.write_text(text)
+    return path
+
+
+def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The options of a run, those of ``--config`` and of the command line together.
+
+    Args:
+        *parsed: the dataclasses that ``TrlParser`` returned; they give the values of what stands on the command line.
+        argv: the command line (default: this program's).
+    """
+    import yaml
+
+    given = list(sys.argv[1:] if argv is None else argv)
+    options: dict[str, Any] = {}
+    if "--config" in given:
+        options = yaml.safe_load(Path(given[given.index("--config") + 1]).read_text())
+    for place, word in enumerate(given):
+        name = word.removeprefix("--").split("=")[0].replace("-", "_")
+        owner = next((one for one in parsed if hasattr(one, name)), None) if word.startswith("--") else None
+        if owner is not None:
+            value = getattr(owner, name)
+            value = getattr(value, "value", value)  # enumerations as YAML writes them
+            if not isinstance(value, bool | int | float | str | list | dict | None):
+                value = yaml.safe_load(word.partition("=")[2] or given[place + 1])  # made into an object by its owner
+            options[name] = value
+    return options
+
+
+def _new_card(info: Mapping[str, Any]) -> str:
+    from huggingface_hub import ModelCardData
+
+    model = str(info.get("model", ""))
+    on_hub = model if model.count("/") == 1 and not Path(model).exists() else None
+    data = ModelCardData(
+        base_model=on_hub, library_name="transformers", tags=["generated_from_trainer", "grpo", PROJECT]
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n# A model trained with {PROJECT}\n"
+
+
+def _method(info: Mapping[str, Any]) -> str:
+    lines = ["## Which policy sampled, and what was done about it", ""]
+    about = {
+        "Rollouts": info.get("engine"),
+        "Correction": f"`{info['preset']}`" if "preset" in info else None,
+        "Formula": f"`{info['formula']}`" if "formula" in info else None,
+        "Citation": info.get("citation"),
+        "Settings": f"`{info['correction']}`" if "correction" in info else None,
+        "Loss": f"`{info['objective']}`" if "objective" in info else None,
+        "Advantages": info.get("advantages"),
+    }
+    lines += [f"- **{name}**: {value}" for name, value in about.items() if value]
+    return "\n".join(lines if len(lines) > 2 else [*lines, "The run folder says nothing about the method."])
+
+
+def _table(summary: RunSummary) -> str:
+    spans = (summary.first_steps, summary.last_steps, summary.all_steps)
+    head = ["quantity", "correction", *(f"steps {first} to {last}" for first, last in spans)]
+    rows = [
+        (
+            f"{row.label} ({row.unit})" if row.unit else row.label,
+            row.side,
+            format_number(row.first),
+            format_number(row.last),
+            format_with_interval(row),
+        )
+        for row in summary.rows
+    ]
+    return "\n".join(
+        ["### Engine against trainer", "", _line(head), _line(["---"] * len(head)), *(_line(row) for row in rows)]
+    )
+
+
+def _line(cells: Any) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _verdict(seen: Examination) -> str:
+    found = seen.diagnosis
+    lines = ["### Diagnosis", "", f"Verdict over the last logged steps: **{found.verdict}**."]
+    lines += [f"- {one.about.title} ({one.severity}): {one.symptom}" for one in found.findings]
+    return "\n".join(lines)
+
+
+def _recipe(path: Path, info: Mapping[str, Any]) -> str:
+    lines = ["### Reproduce", ""]
+    versions = ", ".join(f"{name} {version}" for name, version in dict(info.get("versions") or {}).items())
+    said = {"Seed": info.get("seed"), "Command": f"`{info['command']}`" if info.get("command") else None}
+    said["Versions"] = versions
+    lines += [f"- **{name}**: {value}" for name, value in said.items() if value not in (None, "")]
+    if path.exists():
+        lines += ["", f"`{path.name}`:", "", "```yaml", path.read_text().strip(), "```"]
+    return "\n".join(lines)

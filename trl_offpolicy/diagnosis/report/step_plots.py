@@ -1,0 +1,218 @@
+"""Figures over training steps, with the 95 % interval where one was logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from trl_offpolicy.diagnosis.report.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    Panel,
+    add_legend,
+    figure_style,
+    new_figure,
+    spread_axis,
+    to_svg,
+)
+from trl_offpolicy.run_folder.run_data import MetricsLog, Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RUNNING_STEPS = 10
+"""Window of the running mean, in logged steps."""
+FEW_STEPS = 40
+"""Up to this many steps each one gets a dot."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric in a step figure. ``{group}`` in ``key`` is mismatch or total."""
+
+    key: str
+    label: str
+    colour: str
+    style: str = "-"
+    optional: bool = False
+    running_mean: bool = False
+
+
+@dataclass(frozen=True)
+class StepFigure:
+    """A figure over training steps; ``reference`` is the value at which nothing is off-policy."""
+
+    title: str
+    ylabel: str
+    lines: tuple[Line, ...]
+    caption: str
+    reference: float | None = None
+
+
+_BEFORE, _AFTER = "offpolicy/{group}/", "offpolicy/kept/"
+
+STEP_FIGURES: tuple[StepFigure, ...] = (
+    StepFigure(
+        "Reward",
+        "reward",
+        (
+            Line("reward", "reward", BLUE, running_mean=True),
+            Line(
+                "offpolicy/rollout/reward_reweighted",
+                "reweighted to the trainer",
+                ORANGE,
+                "--",
+                optional=True,
+            ),
+        ),
+        "Mean reward of the sampled completions. The thick line is the mean of the last "
+        f"{RUNNING_STEPS} logged steps. The reward is the sampler's, not the trainer's.",
+    ),
+    StepFigure(
+        "KL between sampler and trainer",
+        "nats a token",
+        (
+            Line(_BEFORE + "kl_k3", "k3 before", BLUE),
+            Line(_BEFORE + "kl_k1", "k1 before", GREEN),
+            Line(_AFTER + "kl_k3", "k3 kept tokens", ORANGE, "--"),
+            Line(_AFTER + "kl_k1", "k1 kept tokens", GREY, ":"),
+        ),
+        "KL(sampler||trainer) in nats a token. k1 and k3 estimate the same number; k1 scatters more and may "
+        "be negative, k3 may not. Dashed and dotted: on the tokens that the correction kept.",
+    ),
+    StepFigure(
+        "Chi-square divergence",
+        "chi2",
+        (
+            Line(_BEFORE + "chi2_sequence", "sequence before", BLUE),
+            Line(_BEFORE + "chi2_token", "token before", GREEN),
+            Line(_AFTER + "chi2_sequence", "sequence, kept", ORANGE, "--"),
+            Line(_AFTER + "chi2_token", "token, kept", GREY, ":"),
+        ),
+        "Mean squared ratio minus 1, no unit; 0 = same policy. It estimates the variance of the raw "
+        "importance weights of single tokens, and of whole sequences (product of the ratios), which grows "
+        "with the length; with few samples it scatters around 0 and may be negative.",
+    ),
+    StepFigure(
+        "Effective sample size",
+        "fraction",
+        (
+            Line("offpolicy/weight/ess_token", "raw weights", BLUE),
+            Line("offpolicy/weight_applied/ess_token", "as applied", ORANGE, "--"),
+            Line(_BEFORE + "ess_sequence", "products over responses", GREEN, ":"),
+        ),
+        "(sum w)^2 / (n sum w^2) over tokens, a fraction: 1 = all weights equal, 0.5 = as uncertain as half "
+        "as many equally weighted tokens. Dashed: after cap and normalisation. Dotted: over responses, of the uncapped "
+        "products of their ratios, which falls with the length.",
+        reference=1.0,
+    ),
+    StepFigure(
+        "Perplexity ratio",
+        "trainer / sampler",
+        (
+            Line(_BEFORE + "ppl_ratio", "before", BLUE),
+            Line(_AFTER + "ppl_ratio", "kept tokens", ORANGE, "--"),
+        ),
+        "Mean over responses of trainer perplexity / sampler perplexity, no unit. 1 = both find the text "
+        "equally likely; above 1, the trainer finds the sampled text less likely than the sampler did.",
+        reference=1.0,
+    ),
+    StepFigure(
+        "Dropped and truncated",
+        "fraction",
+        (
+            Line("offpolicy/keep/dropped_token_fraction", "tokens dropped", BLUE),
+            Line("offpolicy/keep/dropped_sequence_fraction", "sequences dropped", ORANGE, "--"),
+            Line("offpolicy/weight/truncated_fraction", "weights truncated", GREEN, ":"),
+        ),
+        "Share of the trainable tokens and of the sequences that the correction left out, and share of the "
+        "weights that it cut back to its cap.",
+    ),
+)
+
+
+def draw_step_figures(log: MetricsLog) -> list[Panel]:
+    """Draw every step figure of the run; what was not logged is named in the caption."""
+    return [_draw_step_figure(log, figure) for figure in STEP_FIGURES]
+
+
+def _draw_step_figure(log: MetricsLog, figure: StepFigure) -> Panel:
+    lines = [replace(line, key=line.key.format(group=log.ratio_group)) for line in figure.lines]
+    series = {line: log.series(line.key) for line in lines}
+    drawn = {line: data for line, data in series.items() if data.values}
+    bands = {line: interval_band(log, line.key) for line in drawn}
+    shaded = " Shaded: 95 % interval, clustered by prompt." if any(bands.values()) else ""
+    caption = f"{figure.caption}{shaded}{_left_out(series)}"
+    if not drawn:
+        return Panel(figure.title, "", caption)
+    from matplotlib.ticker import MaxNLocator
+
+    with figure_style():
+        canvas, axes = new_figure()
+        if figure.reference is not None:
+            axes.axhline(figure.reference, color=GREY, linewidth=0.8)
+        for line, data in drawn.items():
+            _draw_line(axes, line, data, bands[line])
+        axes.set_xlabel("step")
+        axes.set_ylabel(figure.ylabel)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        caption += spread_axis(axes, [value for data in drawn.values() for value in data.values])
+        add_legend(canvas)
+        return Panel(figure.title, to_svg(canvas, figure.title), caption)
+
+
+class Band(NamedTuple):
+    """The 95 % interval of a metric at the steps that logged one."""
+
+    steps: list[int]
+    low: list[float]
+    high: list[float]
+
+
+def interval_band(log: MetricsLog, key: str) -> Band | None:
+    """``key`` minus and plus ``<key>_ci95``; None where no step has both."""
+    both = [(int(row["step"]), row[key], row[f"{key}_ci95"]) for row in log.rows if f"{key}_ci95" in row and key in row]
+    found = [(step, value, half) for step, value, half in both if math.isfinite(value) and math.isfinite(half)]
+    if not found:
+        return None
+    return Band([s for s, _, _ in found], [v - h for _, v, h in found], [v + h for _, v, h in found])
+
+
+def _draw_line(axes: Axes, line: Line, data: Series, band: Band | None) -> None:
+    dots = "." if len(data.steps) <= FEW_STEPS else ""
+    if line.running_mean:
+        axes.plot(data.steps, data.values, line.style, color=line.colour, linewidth=0.8, alpha=0.5, marker=dots)
+        label = f"{line.label}, mean of {RUNNING_STEPS} steps"
+        axes.plot(
+            data.steps,
+            running_mean(data.values, RUNNING_STEPS),
+            color=line.colour,
+            linewidth=2.4,
+            label=label,
+        )
+    else:
+        axes.plot(data.steps, data.values, line.style, color=line.colour, marker=dots, label=line.label)
+    if band is not None:
+        axes.fill_between(band.steps, band.low, band.high, color=line.colour, alpha=0.18, linewidth=0)
+
+
+def _left_out(series: dict[Line, Series]) -> str:
+    missing = [line.key for line, data in series.items() if not (data.values or data.nonfinite or line.optional)]
+    nonfinite = sum(data.nonfinite for data in series.values())
+    text = f" Not logged: {', '.join(missing)}." if missing else ""
+    return text + (f" {nonfinite} non-finite value(s) left out." if nonfinite else "")
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and the ones before it, ``window`` in all; fewer at the start.
+
+    Example:
+        >>> running_mean([1.0, 3.0, 8.0], window=2)
+        [1.0, 2.0, 5.5]
+    """
+    ends = range(1, len(values) + 1)
+    return [sum(part) / len(part) for part in (values[max(0, end - window) : end] for end in ends)]

@@ -1,0 +1,5 @@
+"""Symptoms and their causes, from the metrics of a run."""
+
+from trl_offpolicy.diagnosis.verdict.judge import Diagnosis, Finding, diagnose
+
+__all__ = ["Diagnosis", "Finding", "diagnose"]

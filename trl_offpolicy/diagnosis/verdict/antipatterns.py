@@ -1,0 +1,196 @@
+"""Habits that hide the fault or make it worse, as warnings.
+
+The first five are those of Liu 2026, "Off-Policy Drift in LLM RL", sidebar "five common diagnostic mistakes"; the
+length trap is its failure mode of that name (Liu et al. 2025). The one about tools is this kit's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.verdict.tree import Readings
+from trl_offpolicy.run_folder.rollouts import Rollouts
+
+FEWEST_RESPONSES = 40
+"""Below this the quarters by length are too small to compare."""
+
+
+@dataclass(frozen=True)
+class AntiPattern:
+    """A warning: what is done, what was seen, what to do instead."""
+
+    name: str
+    seen: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class LengthShares:
+    """Share of responses dropped as a whole, by quarter of length, shortest first.
+
+    Args:
+        dropped: (4,) shares.
+        longest: (4,) largest length in each quarter, tokens.
+        responses: (4,) responses in each quarter.
+    """
+
+    dropped: tuple[float, ...]
+    longest: tuple[int, ...]
+    responses: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{share:.0%} up to {length}" for share, length in zip(self.dropped, self.longest, strict=True)
+        )
+
+
+def find_antipatterns(
+    readings: Readings,
+    info: Mapping[str, Any],
+    thresholds: Thresholds,
+    rollouts: Rollouts | None = None,
+) -> tuple[AntiPattern, ...]:
+    """All anti-patterns that the numbers and the run's description show.
+
+    Args:
+        readings: from :func:`~.judge.read`.
+        info: ``run.json``; empty where it is missing, which leaves out what depends on it.
+        thresholds: the limits.
+        rollouts: recorded tokens, for the length trap; None leaves it out.
+    """
+    found = (
+        _never_tested_at_equal_weights(readings),
+        _sequence_weights_with_low_ess(readings, info, thresholds),
+        _wide_clip(readings, info, thresholds),
+        _surge_without_guard(readings, info, thresholds),
+        _maximum_behind_the_mean(readings, thresholds),
+        _tools_behind_the_mean(readings, thresholds),
+        None if rollouts is None else _length_trap(rollouts, info, thresholds),
+    )
+    return tuple(one for one in found if one is not None)
+
+
+def _never_tested_at_equal_weights(readings: Readings) -> AntiPattern | None:
+    if "total/kl_k3" not in readings or "mismatch/kl_k3" in readings or readings["total/kl_k3"] <= 0:
+        return None
+    return AntiPattern(
+        "KL read as policy learning",
+        "Only current/sampling was measured: engine mismatch and policy change cannot be told apart.",
+        "Measure both at the same weights first: trl-offpolicy probe, or log old log-probs.",
+    )
+
+
+def _sequence_weights_with_low_ess(
+    readings: Readings, info: Mapping[str, Any], thresholds: Thresholds
+) -> AntiPattern | None:
+    keys = ("mismatch/ess_sequence", "total/ess_sequence", "weight_applied/ess_sequence")  # the last: earlier logs
+    ess = next((readings[key] for key in keys if key in readings), None)
+    if not re.search(r"Weight\([^)]*level='sequence'", str(info.get("correction", ""))):
+        return None
+    if ess is None or ess >= thresholds.ess_healthy:
+        return None
+    return AntiPattern(
+        "sequence weights because they sound principled",
+        f"Weights are products over whole responses and the ESS is {ess:.2f} (limit {thresholds.ess_healthy:g}).",
+        "Token weights with a cap, or reject by the geometric mean first.",
+    )
+
+
+def _wide_clip(readings: Readings, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
+    share = readings.get("loss/clip_region_fraction")
+    bounds = [float(x) for x in re.findall(r"(?:low|high)=([0-9.]+)", str(info.get("objective", "")))]
+    if share is None or share <= thresholds.clip_high or not bounds or max(bounds) <= thresholds.clip_high:
+        return None
+    return AntiPattern(
+        "clip widened against a high clip fraction",
+        f"{share:.0%} of the units are clipped although the clip is {max(bounds):g} wide.",
+        "Reduce drift or the size of the updates first: one iteration, half the learning rate.",
+    )
+
+
+def _surge_without_guard(readings: Readings, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
+    surge = readings.get("rollout/length_surge")
+    if surge is None or surge <= thresholds.length_surge or "LengthGuard" in str(info.get("control")):
+        return None
+    return AntiPattern(
+        "length surge taken for a reward issue",
+        f"Responses are {surge:.2f} times as long as {thresholds.length_window:g} steps before, and no guard is on.",
+        "Decay the learning rate first (control: act); look at the reward if the length keeps growing.",
+    )
+
+
+def _maximum_behind_the_mean(readings: Readings, thresholds: Thresholds) -> AntiPattern | None:
+    mean, largest = readings.get("mismatch/kl_k3"), readings.get("mismatch/logp_diff_max")
+    spike = readings.get("mismatch/prob_diff_max")
+    if mean is None or mean > thresholds.kl_healthy:
+        return None
+    by_probability = spike is not None and spike > thresholds.prob_diff_high
+    if not by_probability and (largest is None or largest <= thresholds.logp_diff_spike):
+        return None
+    seen = f"a probability is off by {spike:.2f}" if by_probability else f"a log-prob is off by {largest:.1f} nats"
+    return AntiPattern(
+        "largest difference averaged away",
+        f"The mean KL is small ({mean:.2g} nats), but for some token {seen}.",
+        "Look at the worst tokens of the report: the spike is often the engine, routing or precision fault.",
+    )
+
+
+def _tools_behind_the_mean(readings: Readings, thresholds: Thresholds) -> AntiPattern | None:
+    after, times = readings.get("post_tool/kl_k3"), readings.get("post_tool/kl_k3_ratio")
+    if after is None or times is None or after <= thresholds.kl_healthy or times <= thresholds.post_tool_ratio:
+        return None
+    return AntiPattern(
+        "mismatch after tool calls averaged away",
+        f"Behind tool output KL k3 is {after:.2g} nats, {times:.1f} times that before it "
+        f"(limit {thresholds.post_tool_ratio:g}).",
+        "Look at rollout/retokenised_fraction first; then cap weights by turn (offpolicy: paper/turn-is).",
+    )
+
+
+def length_shares(rollouts: Rollouts) -> LengthShares | None:
+    """Share of responses dropped as a whole in each quarter by length; None for fewer than 40 responses."""
+    lengths, kept = rollouts.trainable, rollouts.kept
+    order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    if len(order) < FEWEST_RESPONSES:
+        return None
+    quarters = np.array_split(order, 4)
+    return LengthShares(
+        dropped=tuple(float(np.mean(kept[part] == 0)) for part in quarters),
+        longest=tuple(int(lengths[part].max()) for part in quarters),
+        responses=tuple(len(part) for part in quarters),
+    )
+
+
+def _length_trap(rollouts: Rollouts, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
+    shares = length_shares(rollouts)
+    if shares is None or shares.longest[-1] == shares.longest[0]:
+        return None
+    first, last = shares.dropped[0], shares.dropped[-1]
+    low, high = min(first, last), max(first, last)
+    if high <= thresholds.length_trap * low or not _differ(shares):
+        return None
+    longer = last > first
+    by_sum = "level='sequence'" in str(info.get("correction", ""))
+    why = " The correction looks at the product over a response, which grows with its length." if by_sum else ""
+    return AntiPattern(
+        "length trap",
+        f"{'Long' if longer else 'Short'} responses are dropped more often: {shares} tokens.{why}",
+        "Reject by the geometric mean (sequence_mean) with a band calibrated to the measured mismatch."
+        if longer
+        else "Widen the geometric band: noise does not average out over short responses.",
+    )
+
+
+def _differ(shares: LengthShares) -> bool:
+    """Two-proportion z-test of the outer quarters at 1 %."""
+    (a, *_, b), (n, *_, m) = shares.dropped, shares.responses
+    pooled = (a * n + b * m) / (n + m)
+    error = np.sqrt(pooled * (1 - pooled) * (1 / n + 1 / m))
+    return bool(error > 0 and abs(a - b) > 2.576 * error)

@@ -1,0 +1,81 @@
+"""What a vLLM server must offer before a run begins, and what it must forget at every sync."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+from trl_offpolicy.engines.cpu_experts import EXTENSION, ReloadsExperts
+from trl_offpolicy.engines.engine import EngineError, SyncError
+from trl_offpolicy.engines.sampling_states import Finding, engine_findings, judge, server_arguments
+from trl_offpolicy.engines.server.client import ServerClient
+
+RESET_PATIENCE, RESET_PAUSE = 60.0, 0.25  # seconds in all, and between two tries
+
+
+def server_config(client: ServerClient, routes: Collection[str]) -> dict[str, Any]:
+    """Configuration of a vLLM server that was started so that its weights can be replaced.
+
+    Raises:
+        EngineError: it was not; the message says how.
+    """
+    if "/weight_info" not in routes:
+        raise EngineError(
+            f"The vLLM server at {client.base_url} does not serve /weight_info, by which the version of its "
+            "weights is known. Start it with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
+        )
+    config: dict[str, Any] = client.get("/server_info", config_format="json")["vllm_config"]
+    return config
+
+
+def require_ready(client: ServerClient, config: dict[str, Any], *, return_routing: bool = False) -> tuple[Finding, ...]:
+    """The server reports what can be compared with the trainer; what else its configuration says.
+
+    Raises:
+        EngineError: it does not; the message says the flag.
+    """
+    if return_routing and not (config.get("aux_output_config") or {}).get("enable_return_routed_experts"):
+        raise EngineError(
+            f"The vLLM server at {client.base_url} does not report its routing. Start it with "
+            "`trl-offpolicy serve ... -- --enable-return-routed-experts` (vLLM's Model Runner V2, which needs Triton)."
+        )
+    arguments = server_arguments(config)
+    mode = arguments["logprobs_mode"]
+    if mode not in (None, "processed_logprobs"):
+        raise EngineError(
+            f"The vLLM server at {client.base_url} reports {mode}: log-probs of another distribution than the "
+            "one it samples from. Start it with `trl-offpolicy serve`, or with --logprobs-mode processed_logprobs."
+        )
+    findings = engine_findings(arguments)
+    if refused := [str(one) for one in findings if one.severity == "refuse"]:
+        raise EngineError(f"The vLLM server at {client.base_url} cannot be corrected for: {'; '.join(refused)}.")
+    judge(findings, needs_sampling=True)
+    return findings
+
+
+def reload_method(config: dict[str, Any]) -> str:
+    """The worker's method that loads weights from a folder; `trl-offpolicy serve` adds its own on a CPU."""
+    extension = str((config.get("parallel_config") or {}).get("worker_extension_cls") or "")
+    return ReloadsExperts.reload_experts.__name__ if extension == EXTENSION else "reload_weights"
+
+
+def forget_old_keys(client: ServerClient) -> None:
+    """Reset the prefix cache, also that of a connector; the server declines while requests hold keys and values.
+
+    Raises:
+        SyncError: it went on declining.
+    """
+    end = time.monotonic() + RESET_PATIENCE
+    while True:
+        answer = client.post("/reset_prefix_cache?reset_external=true", {})
+        if not isinstance(answer, dict) or answer.get("success", True):
+            return  # older servers say nothing
+        if time.monotonic() >= end:
+            break
+        time.sleep(RESET_PAUSE)
+    raise SyncError(
+        f"The vLLM server at {client.base_url} did not reset its prefix cache within {RESET_PATIENCE:.0f} s: requests "
+        "of another client are running, or keys and values are being moved. Its answers would come from those of the "
+        "old weights. Give the trainer a server of its own."
+    )

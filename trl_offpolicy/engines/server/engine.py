@@ -1,0 +1,281 @@
+"""A stock vLLM server as the engine, on any machine: weights through a shared folder, or the LoRA adapter alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
+from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.server.answers import sampled_logps, sampled_routes
+from trl_offpolicy.engines.server.checks import forget_old_keys, reload_method, require_ready, server_config
+from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
+from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, write_adapter, write_weights
+from trl_offpolicy.engines.weights.source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+Transfer = Literal["auto", "folder", "adapter"]
+CONCURRENCY = 64
+_ADAPTER = ":adapter"  # ends the label where the base weights are untouched
+_FRESH = "default"  # weight_version of a vLLM server that was given no weights since its start
+
+
+class ServerEngine:
+    """Client of a vLLM server (``trl-offpolicy serve``) that sees the same file system.
+
+    A finished prompt is never asked for again: after a fault only what is missing is. A server that came back with
+    old weights gets the last ones again; one that another run has written to is an error.
+
+    Args:
+        base_url: ``http://127.0.0.1:8000``.
+        folder: weights are written here, a folder per version; the last two are kept.
+        transfer: "folder" sends merged weights, "adapter" the LoRA adapter (a few MB); "auto" takes the adapter where
+            the model has one that stands alone and the server can load it.
+        weight_rounding: rounds what goes through a folder: :func:`~trl_offpolicy.engines.rounding.round_weights`.
+        return_routing: of a mixture of experts: rollouts say which experts each token was sent to.
+        api_key: see :class:`~trl_offpolicy.engines.server.client.ServerClient`.
+        patience: time limits and retries.
+        run: name of the run in the labels of its weights, the same on all ranks; None = a new one.
+
+    Raises:
+        EngineError: the server lacks what is needed; the message says the flag.
+    """
+
+    version: int | None = None
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        folder: str | Path,
+        transfer: Transfer = "auto",
+        weight_rounding: Any = None,
+        return_routing: bool = False,
+        api_key: str | None = None,
+        patience: Patience | None = None,
+        run: str | None = None,
+    ) -> None:
+        if transfer not in get_args(Transfer):
+            raise ValueError(f"transfer must be one of {list(get_args(Transfer))}, but got {transfer!r}.")
+        self.client = ServerClient(base_url, api_key=api_key, patience=patience)
+        self.folder = Path(folder).resolve()
+        self.transfer = transfer
+        self.weight_rounding = weight_rounding
+        self.return_routing = return_routing
+        self.run = run or uuid.uuid4().hex[:12]
+        self._source: WeightSource | None = None
+        self._resending = threading.Lock()
+        self._sent: Path | None = None
+        self._adapter: str | None = None
+        self.client.wait_until_up()
+        self.model = self._base_model()
+        self._routes = set(self.client.get("/openapi.json")["paths"])
+        config = server_config(self.client, self._routes)
+        self.findings = require_ready(self.client, config, return_routing=return_routing)
+        self._reload_method = reload_method(config)
+
+    def bind(self, source: WeightSource) -> None:
+        """Say whose weights :meth:`sync_weights` takes."""
+        self._source = source
+
+    # ------------------------------------------------------------------------------------------------------ sampling
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
+        """``n`` completions of each prompt, prompt-major.
+
+        Raises:
+            EngineUnreachable: the server stayed away for all retries, or kept on returning too few completions.
+            EngineError: another run has put its weights on the server.
+        """
+        options = {**sampling.vllm_options(), "n": n, "return_token_ids": True}
+        with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(prompt_ids))) as pool:
+            answers = list(pool.map(lambda ids: self._complete(list(ids), options, n), prompt_ids))
+        self._ensure_current()
+        choices = [choice for answer in answers for choice in answer]
+        completions = [list(choice["token_ids"]) for choice in choices]
+        version = -1 if self.version is None else self.version
+        prompts = [list(ids) for ids in prompt_ids for _ in range(n)]
+        return Rollouts(
+            prompt_ids=prompts,
+            completion_ids=completions,
+            sampling_per_token_logps=[sampled_logps(choice) for choice in choices],
+            policy_versions=[[version] * len(ids) for ids in completions],
+            finish_reasons=[str(choice["finish_reason"]) for choice in choices],
+            routed_experts=list(map(sampled_routes, prompts, choices)) if self.return_routing else None,
+        )
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
+        body = {"prompt": [list(row) for row in ids], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        choices = self._post_completion(body)
+        return [
+            [float(place[str(i)]["logprob"]) for i, place in zip(row[1:], choice["prompt_logprobs"][1:], strict=True)]
+            for row, choice in zip(ids, choices, strict=True)
+        ]
+
+    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
+        """(token ids, log-probs, finish reason) of ``n`` completions; "abort" where :meth:`cut` ended one early."""
+        choices = self._complete(prompt, {**options, "return_token_ids": True}, n)
+        return [(list(choice["token_ids"]), sampled_logps(choice), str(choice["finish_reason"])) for choice in choices]
+
+    @property
+    def can_cut(self) -> bool:
+        """True if the server can end requests early and return what they have (vLLM's ``/abort_requests``)."""
+        return "/abort_requests" in self._routes
+
+    def cut(self) -> None:
+        """End every request at once; each returns what it has. A server that does not answer is left to them."""
+        try:
+            self.client.once("POST", "/abort_requests", json={})
+        except Exception as error:
+            logger.warning("The requests in flight could not be cut: %s", error)
+
+    def _complete(self, prompt: list[int], options: dict[str, Any], n: int) -> list[dict[str, Any]]:
+        """The ``n`` completions of a prompt; a server that returns fewer is asked for the rest."""
+        found: list[dict[str, Any]] = []
+        for _ in range(self.client.patience.retries + 1):
+            found += self._post_completion({**options, "prompt": prompt, "n": n - len(found)})
+            if len(found) >= n:
+                return found[:n]
+            logger.warning("The server returned %d of %d completions; asking for the rest.", len(found), n)
+        raise EngineError(f"The vLLM server returned {len(found)} completions, but {n} were asked for.")
+
+    def _post_completion(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        def send() -> Any:
+            named = {**body, "model": self._adapter or self.model}
+            return self.client.post("/v1/completions", named, recover=self._ensure_current)
+
+        self._ensure_current()  # a server that came back between two requests has old weights
+        try:
+            choices: list[dict[str, Any]] = send()["choices"]
+        except Refused as error:
+            if error.status != 404 or self._adapter is None:
+                raise EngineError(f"The vLLM server refused a request: {error}") from error
+            self._ensure_current()  # the adapter is gone: the server has started anew
+            choices = send()["choices"]
+        return choices
+
+    # ----------------------------------------------------------------------------------------------------- weights
+
+    def sync_weights(self, version: int) -> SyncReport:
+        """Write the weights, have the server load them, label them. Every rank calls it; the main rank sends.
+
+        Raises:
+            SyncError: the weights could not be written, or not be loaded.
+        """
+        if self._source is None:
+            raise EngineError("bind(source) must be called before sync_weights, but no source is bound.")
+        start = time.monotonic()
+        adapter = self._source.adapter() if self.takes_adapter else None
+        if self.transfer == "adapter" and adapter is None:
+            raise SyncError(
+                "transfer must be 'folder': the model has no adapter that stands alone, or the server was not started "
+                "with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+            )
+        target = safe_child(self.folder, f"{self.run}-{version}")
+        if adapter is not None:
+            self._require_own_base()
+            size = write_adapter(target, adapter.config, adapter.tensors) if self._source.is_main else 0
+        else:
+            weights = self._source.merged()
+            weights = weights if self.weight_rounding is None else round_weights(weights, self.weight_rounding)
+            size = write_weights(target, weights) if self._source.is_main else sum(0 for _ in weights)
+        self.version = version
+        previous, self._adapter = self._adapter, None if adapter is None else f"policy-{target.name}"
+        if self._source.is_main:
+            self._load(target)
+            self._tidy(target, previous)
+        kind = "folder" if adapter is None else "adapter"
+        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+
+    @property
+    def takes_adapter(self) -> bool:
+        """True if an adapter that stands alone would be sent alone."""
+        return self.transfer != "folder" and "/v1/load_lora_adapter" in self._routes and self.weight_rounding is None
+
+    def _load(self, target: Path) -> None:
+        try:
+            if self._adapter is None:
+                self._reload(target)
+            else:
+                self._load_adapter(target)
+            forget_old_keys(self.client)
+            self.client.post("/update_weight_version", {"new_version": self._label})
+        except Refused as error:
+            raise SyncError(f"The vLLM server did not load {target}: {error}") from error
+
+    def _tidy(self, target: Path, old_adapter: str | None) -> None:
+        """Forget the version before; keep the last two folders."""
+        if old_adapter not in (None, self._adapter):
+            self._forget(str(old_adapter))
+        remove_all_but(self.folder, [path.name for path in (target, self._sent) if path is not None])
+        self._sent = target
+
+    def _reload(self, target: Path) -> None:
+        body = {"method": self._reload_method, "kwargs": {"weights_path": str(target)}}
+        self.client.post("/collective_rpc", body, final=500)
+
+    def _load_adapter(self, target: Path) -> None:
+        try:
+            self.client.post("/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(target)})
+        except Refused as error:
+            if "already been loaded" not in str(error):
+                raise
+
+    def _forget(self, adapter: str) -> None:
+        try:
+            self.client.once("POST", "/v1/unload_lora_adapter", json={"lora_name": adapter})
+        except Exception as error:
+            logger.warning("The old adapter %s could not be unloaded: %s", adapter, error)
+
+    @property
+    def _label(self) -> str:
+        return f"{self.run}:{self.version}{'' if self._adapter is None else _ADAPTER}"
+
+    def _require_own_base(self) -> None:
+        """An adapter belongs on the weights that the server was started with."""
+        label = self._server_label()
+        if self._sent is None and label != _FRESH and not label.endswith(_ADAPTER):
+            raise EngineError(
+                f"The base weights of the vLLM server at {self.client.base_url} were changed by another run ({label}); "
+                "an adapter on top would be another policy. Start the server again, or use transfer='folder'."
+            )
+
+    def _server_label(self) -> str:
+        return str(self.client.get("/weight_info")["weight_version"])
+
+    def _ensure_current(self) -> None:
+        """The server holds the weights that this run has sent it last; after a restart it gets them again."""
+        if self._sent is None or self._holds_own():
+            return
+        # Of many requests that find the server fresh, one sends; the others wait. If they sent too, their reset of the
+        # prefix cache would meet the requests of those that had gone on.
+        with self._resending:
+            if not self._holds_own():
+                logger.warning("The server was started anew: sending version %s again.", self.version)
+                self._load(self._sent)
+
+    def _holds_own(self) -> bool:
+        """True if the server holds this run's weights, False if it was started anew."""
+        label = self._server_label()
+        if label not in (self._label, _FRESH):
+            raise EngineError(
+                f"The vLLM server at {self.client.base_url} holds weights of another run ({label}; this run's are "
+                f"{self._label}): two trainers share one server. Give each its own."
+            )
+        return label == self._label
+
+    def _base_model(self) -> str:
+        models = self.client.get("/v1/models")["data"]
+        return str(next(model["id"] for model in models if not model.get("parent")))
+
+    def close(self) -> None:
+        """Delete this run's weight folders; the server is left as it is."""
+        remove_all_but(self.folder, [])

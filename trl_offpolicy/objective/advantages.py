@@ -1,0 +1,255 @@
+"""Advantage estimators as small frozen dataclasses: from the rewards of a generation batch to (B,) or (B, T).
+
+They read whole prompt groups, hence before a trainer shuffles and splits the batch, and all ranks call them together.
+Each names what it ``requires`` of :class:`AdvantageInputs`. A response that is not ``counted`` (rejected, or without a
+reward) gets 0 and does not move the others. A group of one has nothing to compare: its reward minus its own mean is 0
+(verl compares with 0 instead and leaves it its whole reward). That stays 0 and moves nobody, with these exceptions:
+
+- ``GRPO(scale="batch")``: it gets 0; its reward counts in the batch's standard deviation;
+- ``GDPO``: it gets 0, up to rounding; as a 0 it counts in the batch's standard deviation;
+- ``REINFORCEPlusPlusBaseline``: its 0 is normalised with the batch: it gets - mean / std, which is 0 only where the
+  mean over the batch's tokens is, and it counts in both;
+- ``OptimalTokenBaseline(alone="return")``: it gets its return.
+
+Which of them are unbiased is said of on-policy samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.checks import check_bool, check_choice, check_positive
+from trl_offpolicy.functional.advantages import STD_EPSILON, ScaleRewards, group_advantages
+from trl_offpolicy.functional.advantages_groups import (
+    leave_one_out,
+    normalised_by_function,
+    weighted_baseline,
+    whitened_by_token,
+)
+from trl_offpolicy.functional.advantages_tokens import Alone, optimal_token_baseline, returns_to_go
+from trl_offpolicy.objective.advantage_inputs import AdvantageInputs
+from trl_offpolicy.types import Scope
+
+_ENERGY = ("mask", "per_token_logps", "sum_sq_probs")
+
+
+class AdvantageEstimator(Protocol):
+    """Rewards to advantages."""
+
+    by_token: ClassVar[bool]
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Fields that it reads besides rewards and groups."""
+
+    @property
+    def scope(self) -> Scope:
+        """What it must see at once."""
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B,) float32, or (B, T) where ``by_token``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO:
+    """(r - mean) / (std + epsilon) of the group; biased towards prompts of small spread.
+
+    Args:
+        scale: standard deviation of the "group" or of the whole "batch" (groups of one count in it, too), or "none".
+        epsilon: added to the standard deviation; TRL 1e-4, verl 1e-6.
+
+    Reference: Shao et al. 2024 (arXiv:2402.03300). See :func:`~trl_offpolicy.functional.advantages.group_advantages`.
+
+    Example:
+        >>> inputs = AdvantageInputs(rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([0, 0]))
+        >>> GRPO(scale="none")(inputs)
+        tensor([ 0.5000, -0.5000])
+    """
+
+    scale: ScaleRewards = "group"
+    epsilon: float = STD_EPSILON
+    requires: ClassVar[tuple[str, ...]] = ()
+    by_token: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_choice("scale", self.scale, get_args(ScaleRewards))
+        check_positive(epsilon=self.epsilon)
+
+    @property
+    def scope(self) -> Scope:
+        """The batch for its standard deviation, else the group."""
+        return "generation_batch" if self.scale == "batch" else "group"
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B,) float32."""
+        return group_advantages(
+            inputs.total, inputs.group_ids, inputs.present, scale_rewards=self.scale, epsilon=self.epsilon
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGRPO:
+    """r - mean of the group: unbiased up to the factor (n - 1) / n. Liu et al. 2025 (arXiv:2503.20783)."""
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    by_token: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "group"
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B,) float32."""
+        return group_advantages(inputs.total, inputs.group_ids, inputs.present, scale_rewards="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO:
+    """r - mean of the others: unbiased. See :func:`~trl_offpolicy.functional.advantages_groups.leave_one_out`."""
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    by_token: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "group"
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B,) float32."""
+        return leave_one_out(inputs.total, inputs.group_ids, inputs.present)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPO:
+    """r - length-weighted mean: see :func:`~trl_offpolicy.functional.advantages_groups.weighted_baseline`."""
+
+    requires: ClassVar[tuple[str, ...]] = ("mask",)
+    by_token: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "group"
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B,) float32."""
+        lengths = inputs.need("mask", "OPO").sum(-1)
+        return weighted_baseline(inputs.total, inputs.group_ids, inputs.present, lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDPO:
+    """Each reward function by its own spread, then the batch's; biased. A group of one gets 0, up to rounding.
+
+    See ``functional.advantages_groups.normalised_by_function``.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    by_token: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "generation_batch"
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B,) float32."""
+        if inputs.token_rewards is not None:
+            raise NotImplementedError(
+                "token_rewards must be None with GDPO (add a column to rewards), but got a tensor."
+            )
+        return normalised_by_function(inputs.by_function, inputs.group_ids, inputs.present, inputs.reward_weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class REINFORCEPlusPlusBaseline:
+    """r - mean of the group, then normalised over the batch's tokens: one scale for all prompts, biased little.
+
+    A group of one enters as 0 and leaves as - mean / std of the batch's tokens, as the paper's formula has it: 0 only
+    where the mean is, e.g. with responses of equal length. See
+    :func:`~trl_offpolicy.functional.advantages_groups.whitened_by_token`.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("mask",)
+    by_token: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "generation_batch"
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B,) float32."""
+        mask = inputs.need("mask", "REINFORCEPlusPlusBaseline")
+        centred = group_advantages(inputs.total, inputs.group_ids, inputs.present, scale_rewards="none")
+        return whitened_by_token(centred, torch.where(inputs.present, mask.sum(-1), 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimalTokenBaseline:
+    """OTB, a baseline for every token: see ``functional.advantages_tokens.optimal_token_baseline``.
+
+    Args:
+        is_aware: weigh each token's energy by its importance weight squared; needs ``weights``.
+        multi_turn: t counts trainable tokens (TIR-OTB), not positions.
+        alone: what a token gets that no other response of the group reaches, "zero" or its "return" (verl).
+    """
+
+    is_aware: bool = False
+    multi_turn: bool = False
+    alone: Alone = "zero"
+    by_token: ClassVar[bool] = True
+    scope: ClassVar[Scope] = "group"
+
+    def __post_init__(self) -> None:
+        check_choice("alone", self.alone, get_args(Alone))
+        check_bool(is_aware=self.is_aware, multi_turn=self.multi_turn)
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """The weights only if it is aware of them."""
+        return (*_ENERGY, "weights") if self.is_aware else _ENERGY
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B, T) float32."""
+        name = "OptimalTokenBaseline"
+        weights = inputs.need("weights", f"{name}(is_aware=True)") if self.is_aware else None
+        mask, energy = inputs.need("mask", name), inputs.energy(name, weights)
+        return optimal_token_baseline(
+            returns_to_go(inputs.outcome, mask, inputs.token_rewards),
+            energy,
+            mask,
+            inputs.group_ids,
+            inputs.present,
+            multi_turn=self.multi_turn,
+            alone=self.alone,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPOB:
+    """VCPO's off-policy baseline: sum w^2 ||g||^2 r / sum w^2 ||g||^2 over the group.
+
+    ||g||^2 is ``squared_grad_norms`` where the inputs have it (weights (B, 1) then); else the sum of the tokens'
+    w^2 (1 - 2 pi + sum pi^2), which needs the forward only and takes tokens' scores as uncorrelated (and reads mask,
+    log-probs and sums of squares). See :func:`~trl_offpolicy.functional.advantages_groups.weighted_baseline`.
+
+    Reference: Huang et al. 2026 (arXiv:2602.17616).
+    """
+
+    requires: ClassVar[tuple[str, ...]] = (*_ENERGY, "weights")
+    by_token: ClassVar[bool] = False
+    scope: ClassVar[Scope] = "group"
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """(B,) float32."""
+        weights, norms = inputs.need("weights", "OPOB"), inputs.squared_grad_norms
+        if norms is None:
+            importance = inputs.energy("OPOB", weights).sum(-1)
+        elif tuple(weights.shape) == (len(norms), 1):
+            importance = weights.squeeze(1).float().square() * norms.float()
+        else:
+            raise ValueError(
+                f"weights must have shape {(len(norms), 1)} with squared_grad_norms, but got {tuple(weights.shape)}."
+            )
+        return weighted_baseline(inputs.total, inputs.group_ids, inputs.present, importance)
+
+
+__all__ = [
+    "GDPO",
+    "GRPO",
+    "OPO",
+    "OPOB",
+    "RLOO",
+    "AdvantageEstimator",
+    "AdvantageInputs",
+    "DrGRPO",
+    "OptimalTokenBaseline",
+    "REINFORCEPlusPlusBaseline",
+]

@@ -1,0 +1,147 @@
+"""Coefficients that follow what an optimizer step measured: an adaptive KL penalty and TRL's entropy bonus.
+
+Sums over the micro-batches stay on the device; they reach the host once, at the end of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.kl import MAX_KL_ERROR
+from trl_offpolicy.objective.kl import AdaptiveKL, KLPenalty
+from trl_offpolicy.stats import Stats
+from trl_offpolicy.types import PolicyBatch
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "offpolicy_state.json"
+"""In a checkpoint folder: what the controllers have learned."""
+
+
+class StepSums(NamedTuple):
+    """What an optimizer step measured.
+
+    ``nonfinite`` tokens without a finite log-prob; ``kl`` summed over the trainable ``tokens``, ``entropy`` over those
+    of the policy term (``acting``), nats; ``responses`` of this rank.
+    """
+
+    nonfinite: float
+    kl: float
+    tokens: float
+    entropy: float
+    acting: float
+    responses: int
+
+    @property
+    def mean_entropy(self) -> float:
+        """Nats a token."""
+        return self.entropy / max(self.acting, 1.0)
+
+
+class StepWindow:
+    """Adds up the micro-batches of one optimizer step."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self._responses = 0
+
+    def add(self, batch: PolicyBatch, stats: Stats) -> None:
+        """One more micro-batch with the stats of its loss; nothing waits for the device."""
+        sums = _sums(batch, stats)
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._responses += len(batch.mask)
+
+    def close(self, reduce: Callable[[Tensor], Tensor] | None = None) -> StepSums:
+        """The sums as numbers (the one wait for the device), over all ranks with ``reduce``; the next step begins."""
+        assert self._sums is not None
+        sums = self._sums if reduce is None else reduce(self._sums)
+        nonfinite, kl, tokens, entropy, acting = sums.tolist()
+        done = StepSums(nonfinite, kl, tokens, entropy, acting, self._responses)
+        self._sums, self._responses = None, 0
+        return done
+
+
+@torch.no_grad()
+def _sums(batch: PolicyBatch, stats: Stats) -> Tensor:
+    """(5,) float64: the fields of :class:`StepSums` but the last."""
+    loss = stats.groups["loss"].moments
+    zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
+    acting = batch.mask if batch.policy_mask is None else batch.mask & (batch.policy_mask != 0)
+    entropy = zero if batch.entropies is None else torch.where(acting, batch.entropies, 0.0).sum().double()
+    return torch.stack([loss["nonfinite"], loss["kl"], loss["tokens"], entropy, acting.sum().double()])
+
+
+def adapts(kl: KLPenalty | None) -> bool:
+    """True if the coefficient moves in training."""
+    return kl is not None and isinstance(kl.coef, AdaptiveKL)
+
+
+def next_kl(kl: KLPenalty, step: StepSums, *, world_size: int) -> KLPenalty:
+    """The penalty of the next step; the same on every rank, from sums over all of them. No tokens: as it was."""
+    return kl.updated(step.kl / step.tokens, step.responses * world_size) if step.tokens > 0 else kl
+
+
+def next_entropy_coef(coef: float, entropy: float, options: GRPOConfig) -> float:
+    """TRL's controller: ``entropy_coef_delta`` up while the entropy is at most the target, else down; within bounds."""
+    delta = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
+    moved: float = min(max(coef + delta, options.entropy_coef_min), options.entropy_coef_max)
+    return moved
+
+
+def check_horizon(kl: KLPenalty | None, responses: int) -> None:
+    """Raise where one optimizer step of so many responses could take the coefficient to zero.
+
+    Raises:
+        ValueError: the horizon is too short.
+    """
+    if kl is not None and isinstance(kl.coef, AdaptiveKL) and MAX_KL_ERROR * responses >= kl.coef.horizon:
+        raise ValueError(
+            f"kl.coef.horizon must be above {MAX_KL_ERROR * responses:g} with {responses} responses in an optimizer "
+            f"step (they may change the coefficient by 20 % in a horizon), but got {kl.coef.horizon:g}."
+        )
+
+
+class Stateful(Protocol):
+    """Something that goes into a checkpoint; an empty state does not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from them."""
+
+
+def save_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> None:
+    """Put the coefficient into a checkpoint, if it moves, and the state of the control, if it has one."""
+    state: dict[str, Any] = {} if kl is None or not adapts(kl) else {"kl": kl.state_dict()}
+    if control is not None and (controlled := control.state_dict()):
+        state["control"] = controlled
+    if state:
+        (folder / STATE_FILE).write_text(json.dumps(state))
+
+
+def load_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> KLPenalty | None:
+    """The penalty with the coefficient of a checkpoint; as configured where that has none, which is said.
+
+    ``control`` goes on from its state there, if there is one.
+    """
+    file = folder / STATE_FILE
+    saved: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    if control is not None and "control" in saved:
+        control.load_state_dict(saved["control"])
+    if kl is None or not adapts(kl):
+        return kl
+    if "kl" not in saved:
+        logger.warning("%s has no %s: the KL coefficient starts again at %g.", folder, STATE_FILE, kl.beta)
+        return kl
+    return kl.restored(saved["kl"])

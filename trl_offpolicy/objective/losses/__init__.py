@@ -1,0 +1,41 @@
+"""Policy losses as small frozen dataclasses, usable in :class:`~trl_offpolicy.Objective` and in YAML.
+
+Each takes a :class:`LossInputs` and returns the loss per token; what it declares is said at :class:`PolicyLoss`.
+"""
+
+from trl_offpolicy.objective.losses.base import LossInputs, PolicyLoss, RatioLevel, WeightUse
+from trl_offpolicy.objective.losses.responses import ESPO, OAPL, STPPO, TOPR
+from trl_offpolicy.objective.losses.sequences import GMPO, GSPO, LUSPO, TBPO, VESPO, GSPOToken
+from trl_offpolicy.objective.losses.tokens import ASPO, CISPO, DISPO, DRO, GPG, PPOIS, SAPO, PPOClip
+from trl_offpolicy.objective.losses.trust_regions import DPPO, M2PO, QUATRO, R2VPO, ClipCov, KLCov
+
+__all__ = [
+    "ASPO",
+    "CISPO",
+    "DISPO",
+    "DPPO",
+    "DRO",
+    "ESPO",
+    "GMPO",
+    "GPG",
+    "GSPO",
+    "LUSPO",
+    "M2PO",
+    "OAPL",
+    "PPOIS",
+    "QUATRO",
+    "R2VPO",
+    "SAPO",
+    "STPPO",
+    "TBPO",
+    "TOPR",
+    "VESPO",
+    "ClipCov",
+    "GSPOToken",
+    "KLCov",
+    "LossInputs",
+    "PPOClip",
+    "PolicyLoss",
+    "RatioLevel",
+    "WeightUse",
+]

@@ -1,0 +1,182 @@
+"""Losses that look at a response beyond one ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from trl_offpolicy.checks import (
+    check_bool,
+    check_fraction,
+    check_number,
+    check_positive,
+    check_positive_or_none,
+    check_whole,
+)
+from trl_offpolicy.functional import policy_losses
+from trl_offpolicy.functional.aggregation import Aggregation
+from trl_offpolicy.functional.policy_losses import LossTerms
+from trl_offpolicy.objective.losses.base import (
+    Field,
+    LossInputs,
+    RatioLevel,
+    WeightUse,
+    check_reward_scope,
+    group_fields,
+    own_logps,
+    rewards_of_group,
+)
+from trl_offpolicy.types import Scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOPR:
+    """REINFORCE, tapered on negative responses by clip(pi(y) / mu(y), low, high). See ``functional.topr``.
+
+    Holds pi / mu itself, in any mode: no weight may stand beside it. What carries gradient: log pi.
+
+    Reference: Le Roux et al. 2025, TOPR (arXiv:2503.14286).
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ("sampling_log_ratios",)
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_sum"
+
+    def __post_init__(self) -> None:
+        check_number("low", self.low)
+        check_positive(high=self.high)
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"low must be in [0, high={self.high}], but got {self.low}.")
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.topr(
+            inputs.need("sampling_log_ratios", self),
+            own_logps(inputs),
+            inputs.advantages,
+            inputs.mask,
+            low=self.low,
+            high=self.high,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OAPL:
+    """(beta log(pi(y) / mu(y)) - (R - V))^2 with V from the group's rewards. See ``functional.oapl``.
+
+    V = value_beta log mean exp(R / value_beta) over the group; ``value_beta=None`` = beta. ``scope="row"`` reads the
+    group from ``group_rewards``, "micro_batch" takes its rows in one call. Advantages are not read, and no weight may
+    stand beside it. What carries gradient: log pi(y).
+
+    Reference: Ritter et al. 2026, OAPL (arXiv:2602.19362).
+    """
+
+    beta: float
+    value_beta: float | None = None
+    scope: Scope = "row"
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(beta=self.beta)
+        check_positive_or_none(value_beta=self.value_beta)
+        check_reward_scope(self.scope)
+
+    @property
+    def reads(self) -> tuple[Field, ...]:
+        """Its own reward, and those of the group."""
+        return tuple(dict.fromkeys(("sampling_log_ratios", "rewards", *group_fields(self.scope))))
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss of the response, (B, 1)."""
+        own = inputs.need("rewards", self)
+        rewards, counted = rewards_of_group(inputs, self, self.scope)
+        value = policy_losses.soft_value(rewards, counted, beta=self.value_beta or self.beta)
+        own = torch.where(own.isfinite(), own, value)  # a response without a reward: neutral
+        ratios = inputs.need("sampling_log_ratios", self)
+        return policy_losses.oapl(ratios, own, value, inputs.mask, beta=self.beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ESPO:
+    """GSPO-token within entropy groups, each with a clip range of its own. See ``functional.espo``.
+
+    epsilon of a group is alpha / log(vocab_size) times its mean entropy. ``entropies`` are the batch's, those of the
+    current policy; the paper's are pi_old's, which is the same on the first step. What carries gradient: each token's
+    own pi_t, where its group is not clipped.
+
+    Reference: Sheng et al. 2025, ESPO (arXiv:2512.00499): alpha 0.02 and 20 % high-entropy tokens are its choice.
+    """
+
+    vocab_size: int
+    alpha: float = 0.02
+    high_entropy_fraction: float = 0.2
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ("entropies",)
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(alpha=self.alpha)
+        check_fraction(high_entropy_fraction=self.high_entropy_fraction)
+        check_whole("vocab_size", self.vocab_size, least=2)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.espo(
+            inputs.log_ratios,
+            inputs.advantages,
+            inputs.need("entropies", self),
+            inputs.mask,
+            high_entropy_fraction=self.high_entropy_fraction,
+            clip_scale=self.alpha / math.log(self.vocab_size),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class STPPO:
+    """PPO's clip on turn ratios, damped in turns where the token clip sets in. See ``functional.st_ppo``.
+
+    Turns are those of ``turn_ids``, without them runs of trainable tokens. ``normalize=False`` is Turn-PPO. What
+    carries gradient: each token's own pi_t, in turns that are not clipped.
+
+    Reference: Li et al. 2025, ST-PPO (arXiv:2511.20718); the normaliser is by turn (see the function).
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    normalize: bool = True
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high)
+        check_bool(normalize=self.normalize)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.st_ppo(
+            inputs.log_ratios,
+            inputs.advantages,
+            inputs.mask,
+            inputs.turn_ids,
+            low=self.low,
+            high=self.high,
+            normalize=self.normalize,
+        )

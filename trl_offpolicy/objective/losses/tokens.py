@@ -1,0 +1,284 @@
+"""Losses that treat each token alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trl_offpolicy.checks import check_number, check_positive, check_positive_or_none
+from trl_offpolicy.functional import policy_losses
+from trl_offpolicy.functional.aggregation import Aggregation
+from trl_offpolicy.functional.policy_losses import LossTerms
+from trl_offpolicy.objective.losses.base import (
+    Field,
+    LossInputs,
+    RatioLevel,
+    WeightUse,
+    at_level,
+    check_level,
+    own_logps,
+)
+from trl_offpolicy.types import Scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOClip:
+    """PPO's clipped surrogate; ``level="sequence_mean"`` is GSPO's ratio. See ``functional.ppo_clip``.
+
+    What carries gradient: the ratio, where the clip is not active. Biased by the clip.
+
+    Reference: Schulman et al. 2017, PPO (arXiv:1707.06347); dual clip: Ye et al. 2020 (arXiv:1912.09729).
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual_clip: float | None = None
+    delta: float | None = None
+    level: RatioLevel = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_level(self.level)
+        check_positive(low=self.low, high=self.high)
+        check_positive_or_none(dual_clip=self.dual_clip, delta=self.delta)
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be above 1, but got {self.dual_clip}.")
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """-min(r A, clip(r) A)."""
+        return policy_losses.ppo_clip(
+            at_level(inputs, self.level),
+            inputs.advantages,
+            low=self.low,
+            high=self.high,
+            dual_clip=self.dual_clip,
+            delta=self.delta,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOIS:
+    """PPO's clipped surrogate on pi / mu in any mode: mismatch and staleness under one clip. For ablations.
+
+    -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = pi / mu. What carries gradient: rho, where the clip is not
+    active. Biased: the trust region is around mu, so that mismatch alone fills it. The centre is
+    ``sampling_per_token_logps``, never old or proximal; no weight may stand beside it. ``Objective(mode="bypass",
+    policy_loss=PPOClip())`` is the same loss.
+
+    Vanilla IS needs no loss of its own: ``PPOClip()`` with ``RawWeight()``. Nor does the TIS policy gradient:
+    ``GPG()`` with ``TruncateWeight(ratio="current/sampling")``.
+
+    Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (PPO-IS,
+    vanilla-IS and TIS).
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual_clip: float | None = None
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ("sampling_log_ratios",)
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        PPOClip(low=self.low, high=self.high, dual_clip=self.dual_clip)  # its checks
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """-min(rho A, clip(rho) A)."""
+        return policy_losses.ppo_clip(
+            inputs.need("sampling_log_ratios", self),
+            inputs.advantages,
+            low=self.low,
+            high=self.high,
+            dual_clip=self.dual_clip,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO:
+    """-clip(r, low, high) A log pi, the ratio detached. ``high`` and ``low`` are the bounds themselves (None = none).
+
+    What carries gradient: log pi, on every token. Biased by the cap. See ``functional.cispo``.
+
+    Reference: MiniMax 2025, CISPO (arXiv:2506.13585).
+    """
+
+    high: float = 5.0
+    low: float | None = None
+    level: RatioLevel = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_level(self.level)
+        check_positive(high=self.high)
+        check_positive_or_none(low=self.low)
+        if self.low is not None and self.low > self.high:
+            raise ValueError(f"low must be at most high={self.high}, but got {self.low}.")
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        ratio = at_level(inputs, self.level)
+        return policy_losses.cispo(ratio, inputs.logps, inputs.advantages, high=self.high, low=self.low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPG:
+    """Plain policy gradient (REINFORCE): -A log pi. No ratio of its own, so weights may hold any ratio.
+
+    What carries gradient: log pi. Unbiased on-policy, and off-policy with ``RawWeight(level="sequence",
+    ratio="current/sampling")``.
+
+    Reference: Chu et al. 2025, GPG (arXiv:2504.02546); verl's ``gpg`` and the ``reinforce`` of its bypass mode.
+    """
+
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = False
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return LossTerms(-inputs.advantages * own_logps(inputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPO:
+    """Soft-gated ratio with a temperature for each sign of the advantage. See ``functional.sapo``.
+
+    What carries gradient: the ratio, with weight 4 sigmoid(1 - sigmoid) of tau (r - 1): 1 at r = 1, falling on both
+    sides. Biased by the gate.
+
+    Reference: Gao et al. 2025, SAPO (arXiv:2511.20347).
+    """
+
+    temperature_pos: float = 1.0
+    temperature_neg: float = 1.05
+    level: RatioLevel = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_level(self.level)
+        check_positive(temperature_pos=self.temperature_pos, temperature_neg=self.temperature_neg)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.sapo(
+            at_level(inputs, self.level),
+            inputs.advantages,
+            temperature_pos=self.temperature_pos,
+            temperature_neg=self.temperature_neg,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ASPO:
+    """Flipped ratio min(1/r, C) where A > 0, PPO's lower clip where A < 0. See ``functional.aspo``.
+
+    ``low``: the lower clip is at 1 - low; ``max_weight``: C, a cap that keeps the gradient (None = none). What carries
+    gradient: log pi. Heuristic; at r = 1 the policy gradient.
+
+    Reference: Wang et al. 2025, ASPO (arXiv:2510.06062), without its hard clip where A > 0 (see the function).
+    """
+
+    low: float = 0.2
+    max_weight: float | None = 3.0
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low)
+        check_positive_or_none(max_weight=self.max_weight)
+        if self.max_weight is not None and self.max_weight <= 1:
+            raise ValueError(f"max_weight must be above 1, but got {self.max_weight}.")
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.aspo(
+            inputs.log_ratios, inputs.logps, inputs.advantages, low=self.low, max_weight=self.max_weight
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DISPO:
+    """-clip(r, 1 - low, 1 + high) A log pi with its bounds by correctness. See ``functional.dispo``.
+
+    A response is correct if its reward is at least ``correct_threshold``. What carries gradient: log pi, on every
+    token. Biased by the clip. All bounds must be given: the paper tunes them for each model.
+
+    Reference: Karaman et al. 2026, DISPO (arXiv:2602.00983).
+    """
+
+    correct_threshold: float
+    low_correct: float
+    high_correct: float
+    low_incorrect: float
+    high_incorrect: float
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ("rewards",)
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_number("correct_threshold", self.correct_threshold)
+        check_positive(low_correct=self.low_correct, high_correct=self.high_correct)
+        check_positive(low_incorrect=self.low_incorrect, high_incorrect=self.high_incorrect)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.dispo(
+            inputs.log_ratios,
+            inputs.logps,
+            inputs.advantages,
+            inputs.need("rewards", self) >= self.correct_threshold,
+            low_correct=self.low_correct,
+            high_correct=self.high_correct,
+            low_incorrect=self.low_incorrect,
+            high_incorrect=self.high_incorrect,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRO:
+    """-A log pi + beta/2 log(pi / pi_old)^2. See ``functional.dro``.
+
+    What carries gradient: log pi in both terms. ``beta`` has no default, in verl neither.
+
+    Reference: Richemond et al. 2024 (arXiv:2405.19107); verl's ``dro``.
+    """
+
+    beta: float
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(beta=self.beta)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.dro(inputs.log_ratios, inputs.logps, inputs.advantages, beta=self.beta)

@@ -1,0 +1,241 @@
+"""Token losses whose trust region is a divergence, a moment, a covariance, or the group's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, get_args
+
+import torch
+
+from trl_offpolicy.checks import check_choice, check_fraction, check_number, check_positive
+from trl_offpolicy.functional import policy_losses
+from trl_offpolicy.functional.aggregation import Aggregation
+from trl_offpolicy.functional.policy_losses import BinaryDivergence, LossTerms
+from trl_offpolicy.objective.losses.base import (
+    Field,
+    LossInputs,
+    RatioLevel,
+    WeightUse,
+    check_reward_scope,
+    group_fields,
+    rewards_of_group,
+)
+from trl_offpolicy.types import Scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPO:
+    """-min(r, max_ratio) A log pi inside a bound on the binary divergence from pi_old. See ``functional.dppo``.
+
+    What carries gradient: log pi of the tokens inside. Biased by the mask.
+
+    Reference: Qi et al. 2026, DPPO (arXiv:2602.04879). ``low`` and ``high`` are verl's ``clip_ratio`` defaults.
+    ``max_ratio`` is the paper's 20; verl reads ``clip_ratio_c`` there, which its configuration sets to 3.
+    """
+
+    divergence: BinaryDivergence = "tv"
+    low: float = 0.2
+    high: float = 0.2
+    max_ratio: float = 20.0
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "row"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_choice("divergence", self.divergence, get_args(BinaryDivergence))
+        check_positive(low=self.low, high=self.high, max_ratio=self.max_ratio)
+        if self.divergence == "tv" and max(self.low, self.high) >= 1:
+            raise ValueError(f"low and high must be below 1 with divergence 'tv', but got {self.low} and {self.high}.")
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.dppo(
+            inputs.log_ratios,
+            inputs.logps,
+            inputs.advantages,
+            divergence=self.divergence,
+            low=self.low,
+            high=self.high,
+            max_ratio=self.max_ratio,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class M2PO:
+    """-r A without the tokens that break a budget of mean log^2 r. See ``functional.m2po``.
+
+    The budget is that of one call's tokens of this rank: the current policy moves between micro-batches. What carries
+    gradient: log r of the tokens that stay. Biased by the mask.
+
+    Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161); its budget 0.04 is the default. The same trust region as a
+    rejection, for any loss: ``SecondMomentBudget(ratio="current/old", scope="micro_batch")``.
+    """
+
+    budget: float = 0.04
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "micro_batch"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(budget=self.budget)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.m2po(inputs.log_ratios, inputs.advantages, inputs.mask, budget=self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCov:
+    """PPO's clip, and a random few tokens of large covariance lose their loss. See ``functional.clip_cov``.
+
+    The covariance is that of one call's tokens of this rank. What carries gradient: the ratio of the other tokens.
+
+    Reference: Cui et al. 2025 (arXiv:2505.22617); the defaults are verl's.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    fraction: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "micro_batch"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high)
+        check_fraction(fraction=self.fraction)
+        check_number("cov_low", self.cov_low)
+        check_number("cov_high", self.cov_high)
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low must be below cov_high={self.cov_high}, but got {self.cov_low}.")
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.clip_cov(
+            inputs.log_ratios,
+            inputs.logps,
+            inputs.advantages,
+            inputs.mask,
+            low=self.low,
+            high=self.high,
+            fraction=self.fraction,
+            cov_low=self.cov_low,
+            cov_high=self.cov_high,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLCov:
+    r"""-r A, plus coef \|log r\| on the tokens of largest covariance. See ``functional.kl_cov``.
+
+    The covariance is that of one call's tokens of this rank. What carries gradient: log r, on every token.
+
+    Reference: Cui et al. 2025 (arXiv:2505.22617); the defaults are verl's configuration.
+    """
+
+    fraction: float = 2e-4
+    coef: float = 0.1
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ()
+    scope: ClassVar[Scope] = "micro_batch"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_fraction(fraction=self.fraction)
+        check_positive(coef=self.coef)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.kl_cov(
+            inputs.log_ratios,
+            inputs.logps,
+            inputs.advantages,
+            inputs.mask,
+            fraction=self.fraction,
+            coef=self.coef,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class R2VPO:
+    """PPO's clip with a range by the ratio variance of the group. See ``functional.r2vpo``.
+
+    The variance is that of the current policy, so it exists in the loss step only, where TRL has shuffled groups
+    apart: it is taken over the rows of the group in one call ("micro_batch"). A call with one row of a group has the
+    variance of that row's tokens. What carries gradient: the ratio, where the clip is not active.
+
+    Reference: Luo et al. 2026, R2VPO (arXiv:2601.03320), as a clip range; see the function.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    variance: float = 0.05
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[Field, ...]] = ("group_ids",)
+    scope: ClassVar[Scope] = "micro_batch"
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high, variance=self.variance)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        return policy_losses.r2vpo(
+            inputs.log_ratios,
+            inputs.advantages,
+            inputs.mask,
+            inputs.need("group_ids", self),
+            low=self.low,
+            high=self.high,
+            variance=self.variance,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QUATRO:
+    """-r A and a KL stabiliser whose multiplier is the query's own. See ``functional.quatro``.
+
+    ``scope="row"`` reads the rewards of the whole group from ``group_rewards``; "micro_batch" takes the rows of the
+    group in one call for the group. Advantages must be in units of reward (``scale_rewards="none"`` in TRL). What
+    carries gradient: the ratio, with weight -r (A - lambda_q log r).
+
+    Reference: Lee et al. 2026, QUATRO (arXiv:2602.04620).
+    """
+
+    radius: float = 0.01
+    scope: Scope = "row"
+    level: ClassVar[RatioLevel] = "token"
+    weight_use: ClassVar[WeightUse] = "multiply"
+    uses_ratio: ClassVar[bool] = True
+    aggregation: ClassVar[Aggregation] = "token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(radius=self.radius)
+        check_reward_scope(self.scope)
+
+    @property
+    def reads(self) -> tuple[Field, ...]:
+        """The rewards of the group."""
+        return group_fields(self.scope)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss per token."""
+        rewards, counted = rewards_of_group(inputs, self, self.scope)
+        count = counted.sum(-1, keepdim=True).clamp(min=1)
+        mean = torch.where(counted, rewards, 0.0).sum(-1, keepdim=True) / count
+        variance = torch.where(counted, (rewards - mean).square(), 0.0).sum(-1, keepdim=True) / count
+        return policy_losses.quatro(inputs.log_ratios, inputs.advantages, variance.sqrt(), radius=self.radius)

@@ -1,0 +1,326 @@
+"""Objective: policy loss x correction + KL - entropy bonus, reduced to one number. The only place of the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.checks import check_bool, check_choice, check_number, check_whole
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
+from trl_offpolicy.objective.gradient_stats import gradient_stats
+from trl_offpolicy.objective.kl import KLPenalty
+from trl_offpolicy.objective.loss_terms import (
+    centre_shift,
+    check_current,
+    kl_term,
+    no_correction,
+    policy_log_ratio,
+    policy_mask,
+    policy_term,
+    shifted,
+)
+from trl_offpolicy.objective.losses import LossInputs, PolicyLoss, PPOClip
+from trl_offpolicy.objective.measure import LossParts, loss_stats
+from trl_offpolicy.objective.proximal import Average, AveragedProximal, Proximal, RecomputedProximal
+from trl_offpolicy.objective.rollout_stats import rollout_stats
+from trl_offpolicy.stats import Stats
+from trl_offpolicy.types import (
+    SCOPES,
+    CorrectionOutput,
+    ObjectiveOutput,
+    PolicyBatch,
+    Reduction,
+    Scope,
+)
+
+KLOn = Literal["all", "kept"]
+Denominator = Literal["all", "kept"]
+EntropyAggregation = Literal["token_mean", "loss"]
+Mode = Literal["decoupled", "bypass"]
+_CHOICES = {
+    "kl_on": get_args(KLOn),
+    "denominator": get_args(Denominator),
+    "entropy_aggregation": get_args(EntropyAggregation),
+    "mode": get_args(Mode),
+    "aggregation": AGGREGATIONS,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The loss of both trainers.
+
+    Args:
+        policy_loss: a loss of :mod:`trl_offpolicy.losses`.
+        correction: importance weights and rejection, or None.
+        kl: penalty against ``ref_per_token_logps``, or None.
+        kl_on: "all": rejected tokens keep their KL term (TRL); "kept": it goes with them (verl).
+        kl_weighted: multiply the KL term by the importance weights.
+        entropy_coef: entropy bonus; a negative one is a penalty.
+        entropy_aggregation: "token_mean": its mean over the tokens of the policy term (TRL). "loss": reduced as the
+            loss is, over the tokens that have a KL term (``kl_on``; verl).
+        aggregation: see :func:`~trl_offpolicy.functional.aggregation.aggregate_loss`.
+        max_length: L of ``aggregation="seq_mean_token_sum_norm"``; None = that of the ``Reduction`` (the trainers give
+            the longest completion that they allow), else T of the batch.
+        denominator: "all": dropped tokens stay in every denominator; "kept": they leave it, and so does a response
+            that was dropped whole.
+        mode: "decoupled": three policies, the loss's ratio is pi / pi_old (or pi / proximal) and weights hold
+            old/sampling. "bypass": two policies, the loss's ratio is pi / mu and holds the whole shift already; terms
+            then read current/sampling.
+        proximal: centre of the trust region, see :mod:`trl_offpolicy.proximal`. "Recomputed" (default): pi_old, or
+            the batch's ``proximal_per_token_logps``. Around a centre of its own the policy term is proximal/old times
+            the loss on current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
+
+    Raises:
+        ValueError: an unknown option, or a factor of pi / mu that would be counted twice.
+
+    Example:
+        >>> import trl_offpolicy as op
+        >>> logps = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+        >>> batch = op.PolicyBatch(per_token_logps=logps, completion_mask=torch.ones(1, 2).bool(),
+        ...                        advantages=torch.ones(1))
+        >>> op.Objective(policy_loss=op.losses.PPOClip())(batch).loss
+        tensor(-1., grad_fn=<DivBackward0>)
+    """
+
+    policy_loss: PolicyLoss = field(default_factory=PPOClip)
+    correction: Correction | None = None
+    kl: KLPenalty | None = None
+    kl_on: KLOn = "all"
+    kl_weighted: bool = False
+    entropy_coef: float = 0.0
+    entropy_aggregation: EntropyAggregation = "token_mean"
+    aggregation: Aggregation = "token_mean"
+    max_length: int | None = None
+    denominator: Denominator = "all"
+    mode: Mode = "decoupled"
+    proximal: Proximal = field(default_factory=RecomputedProximal)
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
+        check_bool(kl_weighted=self.kl_weighted)
+        check_number("entropy_coef", self.entropy_coef)
+        if self.kl is not None and not isinstance(self.kl, KLPenalty):
+            raise TypeError(f"kl must be a KLPenalty or None, but got {self.kl!r}.")
+        if self.correction is not None and not isinstance(self.correction, Correction):
+            raise TypeError(f"correction must be a Correction or None, but got {self.correction!r}.")
+        if not hasattr(self.policy_loss, "weight_use") or isinstance(self.policy_loss, type):
+            raise TypeError(
+                f"policy_loss must be a loss of trl_offpolicy.objective.losses, but got {self.policy_loss!r}."
+            )
+        self._check_length()
+        if self.kl is not None and self.kl_on == "all" and self.denominator == "kept":
+            raise ValueError(
+                "kl_on must be 'kept' with denominator='kept' (dropped tokens leave the sum and the denominator, their "
+                "KL term with them), but got 'all'."
+            )
+        if self.kl is None and self.kl_weighted:
+            raise ValueError("kl_weighted must be False without a KL term (kl=None), but got True.")
+        published = self.policy_loss.aggregation if getattr(self.policy_loss, "fixed_aggregation", False) else None
+        if published not in (None, self.aggregation):
+            name = type(self.policy_loss).__name__
+            raise ValueError(f"aggregation must be {published!r} with {name}, but got {self.aggregation!r}.")
+        self._check_centre()
+        self._check_counted_once()
+
+    def _check_length(self) -> None:
+        if self.max_length is None:
+            return
+        check_whole("max_length", self.max_length, least=1)
+        if self.aggregation != "seq_mean_token_sum_norm":
+            raise ValueError(
+                f"max_length must be None unless aggregation is 'seq_mean_token_sum_norm', but got {self.max_length} "
+                f"with {self.aggregation!r}."
+            )
+
+    def _check_centre(self) -> None:
+        """A centre of its own needs a loss whose ratio is taken against it, and weights that it can be moved out to."""
+        if not isinstance(self.proximal, Proximal):
+            raise TypeError(f"proximal must be one of trl_offpolicy.proximal, but got {self.proximal!r}.")
+        if isinstance(self.proximal, RecomputedProximal):
+            return
+        name = type(self.policy_loss).__name__
+        if self.mode == "bypass" or self._loss_reads_sampling or not self.policy_loss.uses_ratio:
+            raise ValueError(
+                f"proximal must be RecomputedProximal() in {self.mode} mode with {name}, which takes no ratio against "
+                f"it, but got {self.proximal!r}."
+            )
+        if self.policy_loss.weight_use == "inside":
+            raise ValueError(
+                f"proximal must be RecomputedProximal() with {name}, which reads one weight for a response and not "
+                f"proximal/old by token, but got {self.proximal!r}."
+            )
+
+    def _check_counted_once(self) -> None:
+        """Each factor of pi / mu = (pi / pi_old)(pi_old / mu) may stand in the loss or in a weight, not in both."""
+        whole = self.mode == "bypass" or self._loss_reads_sampling
+        held = "current/sampling" if whole else "current/old"
+        name = type(self.policy_loss).__name__
+        for weight in () if self.correction is None else self.correction.weights:
+            if self.policy_loss.weight_use == "inside" and weight.level in ("turn", "turn_mean", "prefix"):
+                raise ValueError(
+                    "correction.weight must be at level 'token', 'sequence' or 'sequence_mean' with "
+                    f"{name}, which takes one weight for a response from those of its tokens, but got {weight.level!r}."
+                )
+            if self.policy_loss.uses_ratio and (whole or weight.ratio != "old/sampling"):
+                raise ValueError(
+                    f"correction.weight must not hold {weight.ratio!r} in {self.mode} mode with {name}, whose own "
+                    f"ratio is {held!r}: it would be counted twice. Use losses.GPG(), or leave the weight out."
+                )
+
+    @property
+    def needs_sampling(self) -> bool:
+        """True if the loss or the correction reads the sampling policy."""
+        by_correction = self.correction is not None and self.correction.needs_sampling
+        return by_correction or (self.mode == "bypass" and self.policy_loss.uses_ratio) or self._loss_reads_sampling
+
+    @property
+    def _loss_reads_sampling(self) -> bool:
+        return "sampling_log_ratios" in getattr(self.policy_loss, "reads", ())
+
+    @property
+    def _drops(self) -> bool:
+        """True if the correction can drop anything."""
+        return self.correction is not None and (bool(self.correction.keep) or self.correction.nonfinite == "drop")
+
+    @property
+    def scope(self) -> Scope:
+        """The widest scope of its parts."""
+        scopes: list[Scope] = ["row" if self.correction is None else self.correction.scope, self.policy_loss.scope]
+        if self.denominator == "kept" and self._drops:
+            scopes.append("generation_batch")
+        return max(scopes, key=SCOPES.index)
+
+    def __call__(self, batch: PolicyBatch, reduction: Reduction | None = None) -> ObjectiveOutput:
+        """Loss of a (micro-)batch.
+
+        Raises:
+            ValueError: a field that the objective reads is absent; or, for tensors on the CPU,
+                ``per_token_logps`` is not finite on a trainable token (on an accelerator it is only counted in
+                ``loss/nonfinite_current``, so as not to wait for the device; the trainers raise once a step).
+        """
+        reduction = reduction or Reduction()
+        check_current(batch)
+        batch, average = self._centred(batch)
+        shift = self._shift(batch)
+        corrected = no_correction(batch) if self.correction is None else self.correction(batch)
+        used = corrected if shift is None else shifted(corrected, shift)
+        inputs = self._inputs(batch, used)
+        terms = self.policy_loss(inputs)
+        policy = policy_term(self.policy_loss, terms.loss, batch, used)
+        kl = None if self.kl is None else kl_term(self.kl, self.policy_loss, batch, inputs, shift)
+        beta = 0.0 if self.kl is None else self.kl.beta
+        per_token = policy if kl is None else policy + beta * self._masked_kl(kl, corrected)
+        loss = self._reduce(per_token, batch.mask, corrected.keep_mask, reduction)
+        bonus = self._entropy_bonus(batch, corrected.keep_mask, reduction)
+        if bonus is not None:
+            loss = loss - self.entropy_coef * bonus
+        parts = LossParts(terms, policy, kl, beta, corrected.keep_mask)
+        return ObjectiveOutput(
+            loss=loss,
+            per_token_loss=per_token,
+            weights=corrected.weights,
+            keep_mask=corrected.keep_mask,
+            stats=self._stats(batch, corrected, parts),
+            average=average,
+        )
+
+    def _shift(self, batch: PolicyBatch) -> Tensor | None:
+        """log(proximal / old), what a loss on current/proximal leaves out; None where the loss has no such ratio."""
+        if self.mode == "bypass" or self._loss_reads_sampling or not self.policy_loss.uses_ratio:
+            return None
+        shift = centre_shift(batch, self.policy_loss.level)
+        if shift is not None and self.policy_loss.weight_use == "inside":
+            name = type(self.policy_loss).__name__
+            raise ValueError(
+                f"proximal_per_token_logps must be None beside old_per_token_logps with {name}, which reads "
+                "one weight for a response and not proximal/old by token, but got a tensor."
+            )
+        return shift
+
+    @staticmethod
+    def _stats(batch: PolicyBatch, corrected: CorrectionOutput, parts: LossParts) -> Stats:
+        stats = corrected.stats.union(loss_stats(batch, parts)).union(rollout_stats(batch, corrected.weights))
+        return stats.union(gradient_stats(batch, corrected.weights, corrected.keep_mask))
+
+    def _centred(self, batch: PolicyBatch) -> tuple[PolicyBatch, Average | None]:
+        """The batch with the proximal log-probs, and the average that the next step on its rows goes on from."""
+        if isinstance(self.proximal, RecomputedProximal):
+            return batch, None
+        if batch.proximal_per_token_logps is not None:
+            raise ValueError(
+                f"proximal_per_token_logps must be None with {self.proximal!r}, which makes them, but got a tensor."
+            )
+        if isinstance(self.proximal, AveragedProximal):
+            average = self.proximal.step(batch, batch.past_average)
+            return replace(batch, proximal_per_token_logps=average.logps), average
+        return replace(batch, proximal_per_token_logps=self.proximal(batch)), None
+
+    def _inputs(self, batch: PolicyBatch, corrected: CorrectionOutput) -> LossInputs:
+        centre = self._centre(batch)
+        logps = torch.where(batch.mask, batch.per_token_logps.float(), 0.0)
+        compact = corrected.sequence_weights
+        sampling = batch.logps("sampling") if self._loss_reads_sampling else None
+        entropies = batch.entropies if "entropies" in getattr(self.policy_loss, "reads", ()) else None
+        return LossInputs(
+            logps=logps,
+            log_ratios=policy_log_ratio(logps, centre, batch.mask),
+            advantages=batch.token_advantages,
+            mask=batch.mask,
+            weights=corrected.weights if compact is None else compact,
+            sampling_log_ratios=None if sampling is None else policy_log_ratio(logps, sampling, batch.mask),
+            rewards=None if batch.rewards is None else batch.rewards.float().unsqueeze(1),
+            group_ids=batch.group_ids,
+            group_rewards=None if batch.group_rewards is None else batch.group_rewards.float(),
+            turn_ids=batch.turn_ids,
+            entropies=None if entropies is None else torch.where(batch.mask, entropies.detach().float(), 0.0),
+        )
+
+    def _centre(self, batch: PolicyBatch) -> Tensor | None:
+        """Log-probs of the policy that the loss's ratio is taken against; None = the current one."""
+        if self.mode == "bypass" and self.policy_loss.uses_ratio:
+            return batch.logps("sampling")
+        centre = batch.proximal_per_token_logps
+        return batch.old_per_token_logps if centre is None else centre
+
+    def _masked_kl(self, kl: Tensor, corrected: CorrectionOutput) -> Tensor:
+        kl = kl * corrected.weights if self.kl_weighted else kl
+        return torch.where(corrected.keep_mask, kl, 0.0) if self.kl_on == "kept" else kl
+
+    def _reduce(self, per_token: Tensor, mask: Tensor, keep_mask: Tensor, reduction: Reduction) -> Tensor:
+        """Scale so that gradients summed over micro-batches and averaged over ranks are those of one batch."""
+        mask = mask if self.denominator == "all" else keep_mask
+        if self.aggregation == "token_sum":  # no denominator that could make up for the mean over ranks
+            return aggregate_loss(per_token, mask, self.aggregation) * reduction.world_size
+        by_token = self.aggregation == "token_mean"
+        total = reduction.tokens if by_token else reduction.sequences
+        share = None if total is None else total / reduction.world_size
+        sequences = None if by_token else share
+        if total is None and not by_token and self.denominator == "kept" and self._drops:
+            sequences = mask.any(-1).sum()  # as the trainers count: a response that was dropped whole leaves too
+        loss = aggregate_loss(
+            per_token,
+            mask,
+            self.aggregation,
+            tokens=share if by_token else None,
+            sequences=sequences,
+            max_length=reduction.max_length if self.max_length is None else self.max_length,
+        )
+        return loss if total is not None else loss / reduction.accumulation
+
+    def _entropy_bonus(self, batch: PolicyBatch, keep_mask: Tensor, reduction: Reduction) -> Tensor | None:
+        """The entropy of this micro-batch, reduced; carries gradient."""
+        if self.entropy_coef == 0.0:
+            return None
+        if batch.entropies is None:
+            raise ValueError(f"entropies must be given when entropy_coef is {self.entropy_coef}, but got None.")
+        entropies = batch.entropies.float()
+        if self.entropy_aggregation == "token_mean":
+            return aggregate_loss(entropies, policy_mask(batch), "token_mean") / reduction.accumulation
+        counted = keep_mask if self.kl_on == "kept" else batch.mask
+        return self._reduce(torch.where(counted, entropies, 0.0), batch.mask, keep_mask, reduction)

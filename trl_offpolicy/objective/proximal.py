@@ -1,0 +1,135 @@
+"""Where the proximal log-probs of a batch come from: ``Objective(proximal=...)``.
+
+The centre of the trust region need not be the policy that sampled. The loss then is the decoupled one, (proximal/old) x
+L(current/proximal): the clip acts around the centre, and the product of all ratios stays current/old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.checks import check_whole, check_within
+from trl_offpolicy.functional.proximal import averaged_logps, interpolated_logps
+from trl_offpolicy.types import PolicyBatch
+
+
+@dataclass(frozen=True)
+class Average:
+    """A moving average of a batch's log-probs, kept by the trainer beside the rows that it belongs to.
+
+    Args:
+        logps: (B, T) float32, nats, no gradient.
+        count: policies averaged in it, for all rows or (B, 1) or (B, T) integer.
+        version: weight version of the last one; None = not known.
+    """
+
+    logps: Tensor
+    count: int | Tensor
+    version: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputedProximal:
+    """The policy at the start of the optimizer steps on the batch: old log-probs, one forward (none if aligned)."""
+
+    reads_old: ClassVar[bool] = True
+
+    def __call__(self, batch: PolicyBatch) -> Tensor | None:
+        """None: the centre is ``old_per_token_logps``."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterpolatedProximal:
+    """A-3PO: between the sampling and the current policy by version, no forward.
+
+    Args:
+        lag: versions by which the centre is behind the current policy (AReaL: 1).
+    """
+
+    lag: int = 1
+    reads_old: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_whole("lag", self.lag, least=0)
+
+    def __call__(self, batch: PolicyBatch) -> Tensor:
+        """(B, T) float32, no gradient. Starts from old where the batch has it, else from sampling.
+
+        Rows of the current version are their own old policy: there, without old log-probs, the centre is exact.
+
+        Raises:
+            ValueError: the batch lacks versions, or both old and sampling log-probs.
+        """
+        versions, current = batch.policy_versions, batch.current_version
+        if versions is None or current is None:
+            raise ValueError("policy_versions and current_version must be given to interpolate by age, but got None.")
+        return interpolated_logps(
+            _sampled_by(batch),
+            batch.logps("current"),
+            versions,
+            proximal_version=current - self.lag,
+            current_version=current,
+        )
+
+
+def _sampled_by(batch: PolicyBatch) -> Tensor:
+    """(B, T) log-probs of the policy that sampled: old; without it the current one if it is the same, else mu."""
+    lags = batch.version_lags
+    if batch.old_per_token_logps is not None or lags is None:
+        return batch.logps("old")
+    return torch.where(lags > 0, batch.logps("sampling").float(), batch.logps("current").float())
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedProximal:
+    """PPO-EWMA in log-probs: moving average over the policies that saw the rows, no forward of its own.
+
+    Each version counts once: a second pass at the same weights changes nothing, and on rows of the current version the
+    current policy is old itself.
+
+    Args:
+        decay: weight of the past for each optimizer step; the centre lags by about decay / (1 - decay) steps.
+
+    Example:
+        >>> import torch
+        >>> import trl_offpolicy as op
+        >>> batch = op.PolicyBatch(per_token_logps=torch.tensor([[-1.0]]), old_per_token_logps=torch.tensor([[-3.0]]),
+        ...                        completion_mask=torch.ones(1, 1).bool(), advantages=torch.ones(1))
+        >>> AveragedProximal(decay=0.5)(batch)
+        tensor([[-1.6667]])
+    """
+
+    decay: float
+    reads_old: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_within("decay", self.decay, 0, 1)
+
+    def __call__(self, batch: PolicyBatch, past: Average | None = None) -> Tensor:
+        """(B, T) float32 average of ``past`` (None = old alone) and the current policy; no gradient."""
+        return self.step(batch, past).logps
+
+    def step(self, batch: PolicyBatch, past: Average | None = None) -> Average:
+        """The average with the current policy in it, to be handed to the next step on the same rows."""
+        past = Average(batch.logps("old").float(), 1) if past is None else past
+        current, lags = batch.logps("current"), batch.version_lags
+        if past.logps.shape != current.shape:
+            raise ValueError(f"past.logps must have shape {tuple(current.shape)}, but got {tuple(past.logps.shape)}.")
+        if past.version is not None and past.version == batch.current_version:
+            return past
+        logps = averaged_logps(past.logps, current, decay=self.decay, count=past.count)
+        if lags is None:
+            return Average(logps, past.count + 1, batch.current_version)
+        moved = lags > 0
+        return Average(torch.where(moved, logps, past.logps), past.count + moved.long(), batch.current_version)
+
+
+Proximal = RecomputedProximal | InterpolatedProximal | AveragedProximal
+"""What a trainer's option may be."""
+
+__all__ = ["Average", "AveragedProximal", "InterpolatedProximal", "Proximal", "RecomputedProximal"]

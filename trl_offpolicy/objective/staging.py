@@ -1,0 +1,178 @@
+"""What needs the whole generation batch: decided once, before a trainer shuffles and splits it.
+
+``stage(objective, advantages)`` cuts a correction in two; :meth:`Stages.decide` makes the advantages, runs the early
+part and returns tensors that travel with the rows. The loss step puts them into its PolicyBatch as ``advantages``,
+``decided_weights`` and ``decided_keep``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.objective.advantages import GRPO, AdvantageEstimator, AdvantageInputs
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.stats import Stats
+from trl_offpolicy.types import CorrectionOutput, PolicyBatch
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the early part says about a generation batch.
+
+    Args:
+        rows: the (B,) or (B, T) ``advantages`` where an estimator makes them. With an early correction also
+            ``decided_weights`` (B, T), or (B, 1) if constant over the response, and ``decided_keep`` (B, T).
+        kept_tokens: 0-d, kept trainable tokens of all ranks; None without an early correction.
+        kept_sequences: 0-d, responses of all ranks with a kept token; likewise.
+        stats: diagnostics of the early part, once per generation batch.
+    """
+
+    rows: dict[str, Tensor]
+    kept_tokens: Tensor | None = None
+    kept_sequences: Tensor | None = None
+    stats: Stats = field(default_factory=lambda: Stats({}))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The early and the late part of an objective, and what makes the advantages.
+
+    Args:
+        early: decided on the generation batch; None where all of the correction belongs to the loss step.
+        late: the objective of the loss step.
+        advantages: None = the trainer's own.
+    """
+
+    early: Correction | None
+    late: Objective
+    advantages: AdvantageEstimator | None = None
+
+    @property
+    def needs_old(self) -> bool:
+        """The old policy must be scored on the generation batch: one forward."""
+        return self.early is not None or (self.advantages is not None and "per_token_logps" in self.advantages.requires)
+
+    @property
+    def needs_sum_sq_probs(self) -> bool:
+        """That forward must also say how concentrated the policy was."""
+        return self.advantages is not None and "sum_sq_probs" in self.advantages.requires
+
+    def with_correction(self, correction: Correction) -> Stages:
+        """With another correction in the loss step.
+
+        Raises:
+            ValueError: part of the correction is decided on the generation batch.
+        """
+        if self.early is not None:
+            raise ValueError(f"correction must be of row scope to be replaced in training, but got {self.early!r}.")
+        return replace(self, late=replace(self.late, correction=correction))
+
+    def estimate(self, inputs: AdvantageInputs) -> Decided:
+        """Advantages alone, where nothing else :attr:`needs_old` log-probs. Called by all ranks."""
+        assert self.advantages is not None
+        return Decided({"advantages": self.advantages(inputs)})
+
+    def decide(self, batch: PolicyBatch, inputs: AdvantageInputs | None = None) -> Decided:
+        """Make the advantages and run the early part. Called by all ranks, each with its rows.
+
+        Args:
+            batch: the generation batch at the weights that sampled it.
+            inputs: rewards (several functions, their weights) and groups; None = those of ``batch``.
+
+        Raises:
+            ValueError: the advantages are asked for, but the batch lacks rewards or group_ids.
+        """
+        estimator = self.advantages
+        inputs = None if estimator is None else _inputs_of(batch, inputs)
+        if estimator is None or inputs is None:
+            return self._early(batch, {}) if self.early is not None else Decided({})
+        if self.early is None:
+            return self.estimate(inputs)
+        if not self._reads_the_correction(estimator):
+            advantages = estimator(inputs)
+            return self._early(replace(batch, advantages=advantages), {"advantages": advantages})
+        out = self.early(batch)  # none of its terms reads the advantages: ``stage`` has seen to it
+        counted = out.keep_mask.any(-1) if self.early.baseline == "kept" else None
+        inputs = replace(inputs, weights=_weights(out), counted=counted)
+        return self._early(batch, {"advantages": estimator(inputs)}, out)
+
+    def _reads_the_correction(self, estimator: AdvantageEstimator) -> bool:
+        return "weights" in estimator.requires or (self.early is not None and self.early.baseline == "kept")
+
+    def _early(self, batch: PolicyBatch, rows: dict[str, Tensor], out: CorrectionOutput | None = None) -> Decided:
+        assert self.early is not None
+        out = self.early(batch) if out is None else out
+        kept = sum_ranks(torch.stack([out.keep_mask.sum(), out.keep_mask.any(-1).sum()]))
+        groups = {
+            name: group
+            for name, group in out.stats.groups.items()
+            if name != "keep" or not self._drops_later  # else the loss steps count what is dropped in all
+        }
+        decided = {"decided_weights": _weights(out), "decided_keep": out.keep_mask}
+        return Decided({**rows, **decided}, kept[0], kept[1], Stats(groups))
+
+    @property
+    def _drops_later(self) -> bool:
+        late = self.late.correction
+        return late is not None and bool(late.keep)
+
+
+def stage(objective: Objective, advantages: AdvantageEstimator | None = None) -> Stages | None:
+    """What must be done on the whole generation batch; None where a micro-batch is enough.
+
+    Args:
+        objective: the loss.
+        advantages: what makes the advantages; None = the trainer's own, or GRPO's with ``baseline="kept"``.
+
+    Raises:
+        ValueError: the parts cannot be told apart without changing what they do, or the advantages read weights that
+            are not there before the loss step.
+    """
+    correction = objective.correction or Correction()
+    wide = objective.scope in ("group", "generation_batch")
+    reads_weights = advantages is not None and "weights" in advantages.requires
+    if not (wide or reads_weights):
+        return None if advantages is None else Stages(None, objective, advantages)
+    early, late = correction.split()
+    if objective.denominator == "kept" and late.keep:
+        raise ValueError(
+            f"denominator must be 'all' with {late.keep[0].name}, which reads the current policy: what a whole "
+            "optimizer step keeps is not known at its first micro-batch."
+        )
+    if reads_weights:
+        _check_weights(early, type(advantages).__name__)
+    if correction.baseline == "kept" and advantages is None:
+        advantages = GRPO()
+    return Stages(early, replace(objective, correction=late), advantages)
+
+
+def _check_weights(early: Correction, estimator: str) -> None:
+    if not early.weights:
+        raise ValueError(
+            f"correction.weight must be a weight on 'old/sampling' with the advantages of {estimator}, which read it "
+            "before the loss step, but there is none."
+        )
+    if by_sign := [term.name for term in early.keep if getattr(term, "reads_advantages", False)]:
+        raise ValueError(
+            f"correction.keep must not name {by_sign[0]}, which decides by the sign of the advantage, with the "
+            f"advantages of {estimator}, which read the correction's weights: each would have to come first."
+        )
+
+
+def _weights(out: CorrectionOutput) -> Tensor:
+    return out.weights if out.sequence_weights is None else out.sequence_weights
+
+
+def _inputs_of(batch: PolicyBatch, inputs: AdvantageInputs | None) -> AdvantageInputs:
+    """What the estimator sees: the rewards at hand, and the tokens of the batch."""
+    if inputs is None and (batch.rewards is None or batch.group_ids is None):
+        raise ValueError("rewards and group_ids must be given for advantages and baseline='kept', but got None.")
+    if inputs is None:
+        assert batch.rewards is not None and batch.group_ids is not None
+        inputs = AdvantageInputs(rewards=batch.rewards, group_ids=batch.group_ids)
+    return replace(inputs, mask=batch.mask, per_token_logps=batch.logps("old"), sum_sq_probs=batch.sum_sq_probs)

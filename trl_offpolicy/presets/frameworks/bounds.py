@@ -1,0 +1,104 @@
+"""Bounds that no ratio reaches (a cap of 1e9), other frameworks' way of saying "no bound": said aloud, and left open.
+
+The terms themselves refuse them, because here they never fire. Between :func:`upper` or :func:`lower` and the functions
+that build a term, an open side is infinite; None is the framework's own, and is left to the term.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+from trl_offpolicy.checks import check_number
+from trl_offpolicy.correction.terms import (
+    BandWeight,
+    DivergenceBand,
+    KeepTerm,
+    OutlierVeto,
+    RatioBand,
+    RawWeight,
+    TruncateWeight,
+)
+from trl_offpolicy.functional.levels import Level
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.masks import Statistic
+from trl_offpolicy.presets.frameworks.options import is_number, tell
+from trl_offpolicy.types import Ratio
+
+Bound = float | None
+Given = TypeVar("Given", float, Bound)
+LARGEST_RATIO = math.exp(LOG_RATIO_CLAMP)
+_HIGHEST_CAP = math.nextafter(LARGEST_RATIO, 0.0)
+_WHY = f"log-ratios are held within +-{LOG_RATIO_CLAMP:g} nats here, and nothing reaches it"
+
+
+def check_bound(name: str, value: object) -> None:
+    """Raise unless ``value`` is a number; infinity is one more way of saying "no bound"."""
+    if value != math.inf:
+        check_number(name, value)
+
+
+def upper(name: str, value: Given, limit: float = LARGEST_RATIO) -> Given:
+    """``value``, or infinity with a warning if it is ``limit`` or more.
+
+    Args:
+        name: the framework's own, for the warning.
+        value: a bound; what is not a number is left to the term.
+        limit: what the bounded quantity can reach at most; by default a ratio.
+    """
+    if is_number(value) and value is not None and value >= limit:
+        tell(f"{name}={value} is taken as no cap: {_WHY}.")
+        return math.inf
+    return value
+
+
+def lower(name: str, value: Bound, limit: float = 1 / LARGEST_RATIO) -> Bound:
+    """``value``, or minus infinity with a warning if it is ``limit`` or less; a negative ratio is left to the term."""
+    if is_number(value) and value is not None and value <= limit and not value < 0 < limit:
+        tell(f"{name}={value} is taken as no floor: {_WHY}.")
+        return -math.inf
+    return value
+
+
+def truncate(level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling") -> TruncateWeight | RawWeight:
+    """min(max(rho, low), high)."""
+    low = _closed(low)
+    if low is None and high == math.inf:
+        return RawWeight(level=level, ratio=ratio)
+    cap = _HIGHEST_CAP if high == math.inf else high
+    return TruncateWeight(level=level, max_weight=cap, min_weight=low, ratio=ratio)  # type: ignore[arg-type]  # checked
+
+
+def band(level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling") -> BandWeight | RawWeight:
+    """The ratio inside [low, high], 0 outside."""
+    if _opened(low, high):
+        return RawWeight(level=level, ratio=ratio)
+    return BandWeight(level=level, low=_closed(low), high=_closed(high), ratio=ratio)
+
+
+def ratio_band(level: Level, low: Bound, high: Bound) -> tuple[KeepTerm, ...]:
+    """What keeps a ratio in [low, high]; nothing where both sides were opened."""
+    return () if _opened(low, high) else (RatioBand(level=level, low=_closed(low), high=_closed(high)),)
+
+
+def veto(low: Bound, high: Bound) -> tuple[KeepTerm, ...]:
+    """What drops a response with a token outside [low, high]; nothing where both sides were opened."""
+    return () if _opened(low, high) else (OutlierVeto(low=_closed(low), high=_closed(high)),)
+
+
+def divergence_band(
+    statistic: Statistic, level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling"
+) -> tuple[KeepTerm, ...]:
+    """What keeps the statistic in [low, high], nats; nothing where both sides were opened."""
+    if _opened(low, high):
+        return ()
+    return (DivergenceBand(statistic=statistic, level=level, low=_closed(low), high=_closed(high), ratio=ratio),)
+
+
+def _closed(bound: Bound) -> Bound:
+    return None if bound in (math.inf, -math.inf) else bound
+
+
+def _opened(low: Bound, high: Bound) -> bool:
+    """True if no side is left of those that were given."""
+    return _closed(low) is None and _closed(high) is None and not (low is None and high is None)

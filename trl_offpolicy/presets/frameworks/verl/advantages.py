@@ -1,0 +1,94 @@
+"""verl's ``algorithm.adv_estimator`` as one of :mod:`trl_offpolicy.advantages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trl_offpolicy.objective import advantages
+from trl_offpolicy.objective.advantages import AdvantageEstimator
+from trl_offpolicy.presets.frameworks.options import check_choice, tell, warn_no_effect
+
+EPSILON = 1e-6
+"""What verl adds to a group's standard deviation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlAdvantageOptions:
+    """The part of verl's ``AlgoConfig`` that makes the advantages. ``adv_estimator=None``: the trainer's own.
+
+    ``handle_zero_tail`` is an argument of verl's optimal token baselines, which its configuration cannot set: True.
+    """
+
+    adv_estimator: str | None = None
+    norm_adv_by_std_in_grpo: bool = True
+    handle_zero_tail: bool = True
+    use_kl_in_reward: bool = False
+    use_pf_ppo: bool = False
+
+
+_GRPO = ("grpo", "grpo_vectorized")
+_TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+_BUILD: dict[str, Callable[[], AdvantageEstimator]] = {
+    "rloo": advantages.RLOO,
+    "rloo_vectorized": advantages.RLOO,
+    "opo": advantages.OPO,
+    "reinforce_plus_plus_baseline": advantages.REINFORCEPlusPlusBaseline,
+    "gdpo": advantages.GDPO,
+}
+_MISSING = {
+    "gae": "needs a critic, which the trainers here do not have; take 'grpo' or 'rloo', or leave it out",
+    "remax": "needs greedy completions beside the sampled ones; 'rloo' is the baseline without them",
+    "gpg": "scales by the share of rewards that are 0; 'grpo' with norm_adv_by_std_in_grpo=False does not",
+    "grpo_passk": "has no counterpart here; make its advantages with a reward function, or an estimator of your own",
+    "reinforce_plus_plus": "has no counterpart here; 'reinforce_plus_plus_baseline' is its form for groups",
+}
+ESTIMATORS = (*_GRPO, *_BUILD, *_TOKEN_BASELINES)
+
+
+def estimator(options: VerlAdvantageOptions, *, weighted: bool) -> AdvantageEstimator | None:
+    """What makes the advantages; None = the trainer's own.
+
+    Args:
+        options: verl's.
+        weighted: importance weights are decided before the advantages are made (decoupled mode), so that the optimal
+            token baseline reads them.
+
+    Raises:
+        ValueError: an unknown estimator.
+        NotImplementedError: one without a counterpart here, or what would change the rewards or the batch.
+    """
+    name = options.adv_estimator
+    if options.use_kl_in_reward:
+        raise NotImplementedError(
+            "use_kl_in_reward must be False: the trainers here have the KL in the loss (use_kl_loss, kl_loss_coef). In "
+            "a loop of your own, functional.kl.subtract_kl puts it into the reward."
+        )
+    if options.use_pf_ppo:
+        raise NotImplementedError("use_pf_ppo must be False: resampling the batch by reward has no counterpart here.")
+    if name in _MISSING:
+        raise NotImplementedError(f"adv_estimator {name!r} {_MISSING[name]}.")
+    if name is not None:
+        check_choice("adv_estimator", name, ESTIMATORS)
+    why = "without adv_estimator" if name is None else f"with adv_estimator={name!r}"
+    if name not in _GRPO:
+        warn_no_effect(options, ("norm_adv_by_std_in_grpo",), why, framework="verl")
+    if name not in _TOKEN_BASELINES:
+        warn_no_effect(options, ("handle_zero_tail",), why, framework="verl")
+    if name == "gdpo":
+        tell("adv_estimator 'gdpo' normalises over responses here; verl counts each response once for every token.")
+    return _estimator(name, options, weighted)
+
+
+def _estimator(name: str | None, options: VerlAdvantageOptions, weighted: bool) -> AdvantageEstimator | None:
+    if name is None:
+        return None
+    if name in _GRPO:
+        return advantages.GRPO(scale="group" if options.norm_adv_by_std_in_grpo else "none", epsilon=EPSILON)
+    if name in _TOKEN_BASELINES:
+        return advantages.OptimalTokenBaseline(
+            is_aware=weighted,
+            multi_turn=name == "tir_optimal_token_baseline",
+            alone="return" if options.handle_zero_tail else "zero",
+        )
+    return _BUILD[name]()

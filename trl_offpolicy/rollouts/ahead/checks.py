@@ -1,0 +1,101 @@
+"""What sampling ahead cannot be combined with: said before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.objective.proximal import InterpolatedProximal, RecomputedProximal
+from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+
+
+def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> None:
+    """Raise unless an ``OffPolicyGRPOConfig`` can sample ahead.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if not args.use_vllm or args.vllm_mode != "server":
+        got = f"vllm_mode {args.vllm_mode!r}" if args.use_vllm else "use_vllm False"
+        raise ValueError(
+            f"async_rollouts must be left out with {got}: an engine in the trainer's process cannot sample while the "
+            "trainer learns. Start a server (trl-offpolicy serve) and set use_vllm: true, vllm_mode: server."
+        )
+    if not EngineSettings.parse(args.engine).on_server(args.device.type):
+        raise ValueError(
+            "engine.transfer must be folder or adapter with async_rollouts (TRL's own client of the nccl transfer asks "
+            "for all completions in one call that a sync cannot wait for), but got nccl or, on a GPU, auto."
+        )
+    extra: dict[str, Any] = dict(args.generation_kwargs or {})
+    if args.vllm_structured_outputs_regex is not None:
+        extra["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
+    settings.check_sampling(extra)
+    check_objective(settings, objective)
+
+
+def check_objective(settings: AsyncSettings, objective: Objective) -> None:
+    """Raise if the objective and ``old_logps`` do not go together.
+
+    Raises:
+        ValueError: an old policy is read that is refused, or the proximal policy is said twice.
+    """
+    own_centre = not isinstance(objective.proximal, RecomputedProximal)
+    if settings.old_logps == "ewma" and own_centre:
+        raise ValueError(
+            "async_rollouts.old_logps must not be 'ewma' with objective.proximal "
+            f"{type(objective.proximal).__name__}: both make the proximal policy."
+        )
+    if settings.old_logps == "refuse" and settings.lag > 0 and (reader := _reads_old(objective)):
+        raise ValueError(
+            f"async_rollouts.old_logps must not be 'refuse' with {reader}, which reads the old policy: the trainer has "
+            "no log-probs at the weights that sampled. Use recompute_proximal, snapshot or ewma, or objective.mode "
+            "bypass with terms on current/sampling."
+        )
+
+
+def _reads_old(objective: Objective) -> str | None:
+    """The part of the objective that reads pi_old, in words."""
+    correction = objective.correction
+    terms: tuple[Any, ...] = () if correction is None else (*correction.weights, *correction.keep)
+    for term in terms:
+        if "old" in term.ratio.split("/") and getattr(term, "name", "") != "staleness_bound":
+            return f"{type(term).__name__} on {term.ratio}"
+    by_loss = objective.mode == "decoupled" and objective.policy_loss.uses_ratio
+    if by_loss and not isinstance(objective.proximal, InterpolatedProximal):
+        return f"{type(objective.policy_loss).__name__} in decoupled mode"
+    return None
+
+
+def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
+    """Raise for arguments of the trainer whose rollouts are more than one request for each response.
+
+    Args:
+        args: the configuration.
+        given: keyword arguments of the trainer.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if AsyncSettings.parse(args.async_rollouts) is None:
+        return
+    for name in ("rollout_func", "tools", "environment_factory"):
+        if given.get(name):
+            raise ValueError(
+                f"{name} must be left out with async_rollouts: its rollouts ask the engine again in between, at the "
+                "trainer's pace, and cannot be asked for ahead."
+            )
+
+
+def check_snapshots(trainer: Any, settings: AsyncSettings) -> None:
+    """Raise where the trainable weights are not whole on each rank.
+
+    Raises:
+        ValueError: a sharded model.
+    """
+    if settings.old_logps in ("snapshot", "ewma") and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        raise ValueError(
+            f"async_rollouts.old_logps must be 'recompute_proximal' or 'refuse' with FSDP or DeepSpeed, whose weights "
+            f"are sharded, but got {settings.old_logps!r}."
+        )

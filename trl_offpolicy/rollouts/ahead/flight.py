@@ -1,0 +1,188 @@
+"""Requests to a server in the background, which a change of the weights waits for or cuts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from itertools import count
+from queue import PriorityQueue
+from typing import Any, Protocol
+
+from trl_offpolicy.engines.engine import EngineError
+from trl_offpolicy.rollouts.ahead.parts import Part, Response
+
+WORKERS = 256
+_AGAIN = 0.05
+"""Seconds between two cuts: a request may have been on its way when the first one came."""
+_ENDED = "Sampling ahead has ended."
+
+
+class Server(Protocol):
+    """What is needed of :class:`~trl_offpolicy.engines.server.ServerEngine`."""
+
+    version: int | None
+
+    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
+        """Token ids, log-probs and finish reason of ``n`` completions."""
+
+    def cut(self) -> None:
+        """End every request at once; each returns what it has."""
+
+
+@dataclass
+class _Job:
+    """The responses to one prompt, which may be sampled in several requests."""
+
+    number: int
+    prompt: list[int]
+    options: dict[str, Any]
+    responses: list[Response]
+    future: Future[list[Response]] = field(default_factory=Future)
+
+    @property
+    def limit(self) -> int:
+        return int(self.options["max_tokens"])
+
+    def is_finished(self) -> bool:
+        return all(response.parts and response.is_finished(self.limit) for response in self.responses)
+
+
+class Flight:
+    """Samples responses in background threads, older prompts first.
+
+    Args:
+        server: samples.
+        cuts: what :meth:`hold` does with requests in flight: True cuts them, False waits for them.
+        workers: requests in flight at once; further ones wait.
+    """
+
+    def __init__(self, server: Server, *, cuts: bool, workers: int = WORKERS) -> None:
+        self._server = server
+        self._cuts = cuts
+        self._workers = workers
+        self._threads = 0
+        self._items = 0  # of work, waiting or running
+        self._numbers = count()
+        self._work: PriorityQueue[tuple[int, int, _Job | None, range]] = PriorityQueue()
+        self._unfinished: dict[int, _Job] = {}
+        self._gate = threading.Condition()
+        self._open = True
+        self._closed = False
+        self._requests = 0
+
+    def submit(self, prompt: Sequence[int], options: dict[str, Any], n: int) -> Future[list[Response]]:
+        """Ask for ``n`` responses to a prompt; returns at once.
+
+        Args:
+            prompt: token ids.
+            options: fields of the request, with ``max_tokens``.
+            n: responses.
+        """
+        job = _Job(next(self._numbers), list(prompt), options, [Response(())] * n)
+        with self._gate:
+            self._unfinished[job.number] = job
+        self._put(job, range(n))
+        return job.future
+
+    def hold(self) -> None:
+        """Return when no request runs; none starts before :meth:`release`."""
+        if not self._cuts:
+            with self._gate:
+                jobs = list(self._unfinished.values())
+            wait([job.future for job in jobs])
+        with self._gate:
+            self._open = False
+        while self._requests:
+            if self._cuts:
+                self._server.cut()
+            with self._gate:
+                self._gate.wait_for(lambda: not self._requests, _AGAIN)
+
+    def release(self) -> None:
+        """Requests may start again."""
+        with self._gate:
+            self._open = True
+            self._gate.notify_all()
+
+    def close(self) -> None:
+        """Give up what is not finished; its results raise an EngineError."""
+        with self._gate:
+            self._closed = True
+            self._gate.notify_all()
+            running, threads, jobs = self._requests, self._threads, list(self._unfinished.values())
+        for job in jobs:
+            self._finish(job, EngineError(_ENDED))
+        for i in range(threads):
+            self._work.put((-1, i, None, range(0)))
+        if running:
+            self._server.cut()
+
+    # ------------------------------------------------------------------------------------------------------ threads
+
+    def _put(self, job: _Job, which: range) -> None:
+        """Queue a request for the responses ``which`` of a job. Threads are daemons: a failed run does not wait."""
+        self._work.put((job.number, which.start, job, which))
+        with self._gate:
+            self._items += 1
+            if self._threads >= min(self._items, self._workers):
+                return
+            self._threads += 1
+        threading.Thread(target=self._run, daemon=True, name=f"rollouts-{self._threads}").start()
+
+    def _run(self) -> None:
+        while True:
+            _, _, job, which = self._work.get()
+            if job is None:
+                return
+            try:
+                self._sample(job, which)
+            except BaseException as error:  # handed to whoever asks for the result
+                self._finish(job, error)
+            finally:
+                with self._gate:
+                    self._items -= 1
+
+    def _sample(self, job: _Job, which: range) -> None:
+        """One request; a response that was cut is put back into the queue and goes on after its last token."""
+        done = job.responses[which.start].token_ids
+        options = {**job.options, "max_tokens": job.limit - len(done)}
+        parts = self._request(job.prompt + done, options, len(which))
+        for i, part in zip(which, parts, strict=True):
+            job.responses[i] = job.responses[i].then(part)
+        with self._gate:
+            finished = job.is_finished()
+        if finished:
+            self._finish(job)
+        for i in which:
+            if not job.responses[i].is_finished(job.limit):
+                self._put(job, range(i, i + 1))
+
+    def _finish(self, job: _Job, error: BaseException | None = None) -> None:
+        with self._gate:
+            if self._unfinished.pop(job.number, None) is None:
+                return
+        if error is not None:
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(job.responses)
+
+    def _request(self, prompt: list[int], options: dict[str, Any], n: int) -> list[Part]:
+        """One request under one version: it begins after a sync and has ended before the next."""
+        with self._gate:
+            self._gate.wait_for(lambda: self._open or self._closed)
+            if self._closed:
+                raise EngineError(_ENDED)
+            self._requests += 1
+            version = -1 if self._server.version is None else self._server.version
+        try:
+            answers = self._server.parts(prompt, options, n)
+        finally:
+            with self._gate:
+                self._requests -= 1
+                self._gate.notify_all()
+        return [
+            Part(token_ids=tuple(ids), logps=tuple(logps), version=version, finish_reason=reason)
+            for ids, logps, reason in answers
+        ]

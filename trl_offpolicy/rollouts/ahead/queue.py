@@ -1,0 +1,202 @@
+"""Generation batches of a ``trl.GRPOTrainer`` in server mode, asked for before the trainer needs them.
+
+At a generation boundary, on all ranks: the engine's weights are replaced (what is in flight is cut or waited for), as
+many batches are asked for as the bound on their lag admits, the oldest one is handed to the trainer. Only requests run
+in other threads, on the main rank; prompts and results travel between ranks here, in the main thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+
+from trl_offpolicy.engines.engine import EngineError
+from trl_offpolicy.rollouts.ahead.admission import Admission
+from trl_offpolicy.rollouts.ahead.flight import Flight
+from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, positions_ahead
+from trl_offpolicy.rollouts.ahead.parts import Response
+from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+
+AHEAD_METRICS = ("wait_seconds",)
+"""Logged once a generation as ``offpolicy/rollout/<name>``."""
+
+Landed = tuple[list[list[int]], list[list[float]], list[list[int]]]
+"""Of all rows of all ranks: token ids, log-probs, versions."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A generation batch that was asked for.
+
+    Args:
+        prompts: token ids of the prompts of this rank, repeated for each response.
+        version: of the weights when it was asked for.
+        responses: of all ranks, on the main one.
+    """
+
+    prompts: list[list[int]]
+    version: int
+    responses: list[Future[list[Response]]]
+
+
+class RolloutsAhead:
+    """The queue between the engine and the trainer.
+
+    Args:
+        trainer: on whose data it looks ahead.
+        settings: the configuration's.
+    """
+
+    versions: list[list[int]]
+    """Of the batch handed out last: the version of each token of each row of this rank."""
+
+    def __init__(self, trainer: Any, settings: AsyncSettings) -> None:
+        args = trainer.args
+        self._trainer = trainer
+        self._engine = trainer.vllm_generation
+        self._settings = settings
+        self._every = args.steps_per_generation * trainer.num_iterations
+        rows = args.per_device_train_batch_size * args.steps_per_generation * trainer.accelerator.num_processes
+        self._admission = Admission(batch_size=rows, lag=settings.lag)
+        self._flight: Flight | None = None
+        self.close()
+
+    def start(self) -> None:
+        """Begin a run with an empty queue."""
+        self.close()
+        if self._engine.server is not None:
+            self._flight = Flight(self._engine.server, cuts=self._settings.cuts)
+
+    def close(self) -> None:
+        """Give up what is in flight."""
+        if self._flight is not None:
+            self._flight.close()
+        self._flight = None
+        self._queue: deque[_Batch] = deque()
+        self._learned = 0  # batches handed to the trainer: AReaL's i
+        self._submitted = 0  # rollouts asked for: AReaL's N_r
+        self._epoch: Iterator[Any] | None = None
+        self._lookahead = Lookahead(iter(()))
+        self._first_step = 0
+        self._waited = 0.0  # seconds, for what was in flight, since the last generation
+        self.versions = []
+
+    # --------------------------------------------------------------------------------------------------------- data
+
+    def items(self, epoch: Iterator[Any]) -> Lookahead:
+        """The iterator of an epoch, to be read from by the next optimizer step."""
+        if epoch is not self._epoch:
+            self._epoch, self._lookahead = epoch, Lookahead(epoch)
+        self._lookahead.forget()
+        self._first_step = self._trainer._step
+        return self._lookahead
+
+    def _rows_ahead(self, count: int) -> Iterator[list[dict[str, Any]]]:
+        """The rows of ``count`` generation batches from the present one on; fewer at the end of epoch or training."""
+        trainer = self._trainer
+        position = trainer._step - self._first_step
+        later = trainer.state.max_steps - trainer.state.global_step - 1
+        in_step = trainer.current_gradient_accumulation_steps - position
+        left = in_step + later * trainer.args.gradient_accumulation_steps
+        for at in positions_ahead(position=position, every=self._every, count=count, left=left):
+            if (rows := self._lookahead.at(at)) is None:
+                return
+            yield rows
+
+    def _tokenized(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """As TRL will do it again when the batch is due."""
+        if any(row.get(name) is not None for row in rows for name in ("image", "images")):
+            raise ValueError("async_rollouts must be left out with images: their requests are not sent ahead.")
+        ids, images, _ = self._trainer._tokenize_prompts(copy.deepcopy([row["prompt"] for row in rows]))
+        if images is not None:
+            raise ValueError("async_rollouts must be left out with images in the prompts.")
+        return [list(row) for row in ids]
+
+    # ----------------------------------------------------------------------------------------------------- sampling
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While open no request runs: weights may change."""
+        start = time.monotonic()
+        if self._flight is not None:
+            self._flight.hold()
+        self._waited += time.monotonic() - start
+        try:
+            yield
+            self.synced()
+        finally:
+            if self._flight is not None:
+                self._flight.release()
+
+    def synced(self) -> None:
+        """The engine has new weights."""
+
+    def generate(self, prompts: list[list[int]], num_generations: int) -> Any:
+        """TRL's contract of ``generate``, for the batch that is due; more are asked for. All ranks call it.
+
+        Raises:
+            EngineError: on all ranks, if a request failed or the rows are not those that were asked for.
+        """
+        self._submit(num_generations)
+        batch = self._queue.popleft()
+        as_asked = all(gather_object([batch.prompts == prompts]))
+        start = time.monotonic()
+        payload: list[Any] = [None]
+        if self._flight is not None:
+            payload = [_landed(batch.responses) if as_asked else _OTHER_ROWS]
+        broadcast_object_list(payload, from_process=0)
+        if isinstance(payload[0], EngineError):
+            raise payload[0]
+        self._waited += time.monotonic() - start
+        self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(self._waited)
+        self._waited = 0.0
+        self._learned += 1
+        first = self._trainer.accelerator.process_index * len(prompts)
+        ids, logps, self.versions = (part[first : first + len(prompts)] for part in payload[0])
+        return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
+
+    def _submit(self, num_generations: int) -> None:
+        """Ask for the batches that are not asked for yet, as far as the bound admits."""
+        size = self._admission.batch_size
+        room = self._admission.allowance(submitted=self._submitted, version=self._learned) // size
+        known = len(self._queue)
+        for rows in islice(self._rows_ahead(known + room), known, None):
+            prompts = self._tokenized(rows)
+            everyone = gather_object(prompts)
+            options = self._engine._sampling().vllm_options()
+            flight = self._flight
+            each = everyone[::num_generations]
+            asked = [] if flight is None else [flight.submit(prompt, options, num_generations) for prompt in each]
+            self._queue.append(_Batch(prompts, self._engine.version, asked))
+            self._submitted += size
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that a token still to come may be of."""
+        return min((batch.version for batch in self._queue), default=self._engine.version)
+
+
+_OTHER_ROWS = EngineError(
+    "async_rollouts: the trainer asks for other prompts than those that were looked ahead to. The data loader or the "
+    "prompts changed between two reads; use a data set that gives the same rows each time."
+)
+
+
+def _landed(responses: list[Future[list[Response]]]) -> Landed | EngineError:
+    """The rows of a batch, once all are there; or the error that all ranks are to raise."""
+    try:
+        rows = [response for future in responses for response in future.result()]
+    except EngineError as error:
+        return error
+    except Exception as error:  # an error on the main rank alone would leave the others waiting
+        return EngineError(f"A rollout could not be sampled: {type(error).__name__}: {error}")
+    return [row.token_ids for row in rows], [row.logps for row in rows], [row.versions for row in rows]

@@ -1,0 +1,229 @@
+"""From the dict that TRL passes around to this kit's records: a batch, advantage inputs, a reduction, recorded rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.levels import turn_index
+from trl_offpolicy.objective.advantages import AdvantageInputs
+from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
+
+MODEL_INPUTS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+"""What a vision-language model needs besides text."""
+
+_TEXT_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+_BATCH_FIELDS = (
+    "old_per_token_logps", "sampling_per_token_logps", "rewards", "ref_per_token_logps", "policy_versions",
+    "group_ids", "group_rewards", "decided_weights", "decided_keep", "past_average", "proximal_per_token_logps",
+)  # fmt: skip
+
+
+def trainable(inputs: dict[str, Any]) -> Tensor:
+    """(B, T) bool: completion tokens that the model itself wrote."""
+    mask: Tensor = inputs["completion_mask"]
+    return (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).bool()
+
+
+def policy_batch(
+    inputs: dict[str, Any],
+    logps: Tensor,
+    *,
+    version: int,
+    entropies: Tensor | None = None,
+    policy_mask: Tensor | None = None,
+    sum_sq_probs: Tensor | None = None,
+) -> PolicyBatch:
+    """The batch of a dict.
+
+    Args:
+        inputs: TRL's keys and those of :func:`row_fields`.
+        logps: (B, T) log-probs of the policy at ``version``.
+        version: optimizer steps so far.
+        entropies: as in :class:`~trl_offpolicy.PolicyBatch`, like the others.
+        policy_mask: tokens of the policy term.
+        sum_sq_probs: of the fused head.
+    """
+    mask = trainable(inputs)
+    return PolicyBatch(
+        per_token_logps=logps,
+        completion_mask=mask,
+        turn_ids=turn_index(mask) if "tool_mask" in inputs else None,
+        advantages=inputs["advantages"],
+        entropies=entropies,
+        policy_mask=policy_mask,
+        sum_sq_probs=sum_sq_probs,
+        current_version=version,
+        **{name: inputs.get(name) for name in _BATCH_FIELDS},
+    )
+
+
+def total_rewards(by_function: Tensor, reward_weights: Tensor) -> Tensor:
+    """(N,) weighted sum of the (N, K) rewards that apply; NaN where none does, as in TRL."""
+    total = (by_function * reward_weights.to(by_function.device)).nansum(dim=1)
+    return torch.where(by_function.isnan().all(dim=1), torch.nan, total)
+
+
+def row_fields(
+    inputs: dict[str, Any], rewards: Tensor | None, *, rank: int, generations: int, first_group: int, version: int
+) -> dict[str, Tensor]:
+    """What TRL's dict lacks of the rows of this rank: rewards, those of their group, group and version.
+
+    Args:
+        inputs: TRL's dict.
+        rewards: (N,) total rewards of all ranks, in rank order, or None.
+        rank: this one.
+        generations: rows of a group.
+        first_group: groups counted so far; several generation batches can meet in one optimizer step.
+        version: optimizer steps so far.
+    """
+    rows, device = len(inputs["advantages"]), inputs["advantages"].device
+    here = slice(rank * rows, (rank + 1) * rows)
+    fields = {
+        "group_ids": first_group + torch.arange(here.start, here.stop, device=device) // generations,
+        "policy_versions": torch.full((rows,), version, device=device),
+    }
+    if rewards is not None:
+        of_group = rewards.view(-1, generations).repeat_interleave(generations, dim=0)
+        fields |= {"rewards": rewards[here].to(device), "group_rewards": of_group[here].to(device)}
+    return fields
+
+
+class RowCounter:
+    """Counts the prompt groups of a run of ``trl.GRPOTrainer``, so that each has a number of its own."""
+
+    def __init__(self) -> None:
+        self.seen = {"train": 0, "eval": 0}
+
+    def fields(self, trainer: Any, inputs: dict[str, Any], by_function: Tensor | None) -> dict[str, Tensor]:
+        """:func:`row_fields` of a generation batch; ``by_function`` are the (N, K) rewards of all ranks, or None."""
+        mode = "train" if trainer.model.training else "eval"
+        generations = trainer.num_generations if mode == "train" else trainer.num_generations_eval
+        first = self.seen[mode]
+        self.seen[mode] += len(inputs["advantages"]) * trainer.accelerator.num_processes // generations
+        return row_fields(
+            inputs,
+            None if by_function is None else total_rewards(by_function, trainer.reward_weights),
+            rank=trainer.accelerator.process_index,
+            generations=generations,
+            first_group=first,
+            version=trainer.state.global_step,
+        )
+
+
+def advantage_inputs(
+    inputs: dict[str, Any], by_function: Tensor, reward_weights: Tensor, *, rank: int
+) -> AdvantageInputs:
+    """What an estimator reads of the rows of this rank; ``by_function`` are the (N, K) rewards of all ranks."""
+    rows, device = len(inputs["advantages"]), inputs["advantages"].device
+    return AdvantageInputs(
+        rewards=by_function[rank * rows : (rank + 1) * rows].to(device),
+        group_ids=inputs["group_ids"],
+        reward_weights=reward_weights.to(device),
+        mask=trainable(inputs),
+    )
+
+
+def row_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
+    """(B,): the advantages, or their mean over the trainable tokens."""
+    if advantages.dim() == 1:
+        return advantages
+    return torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def replace_last(table: deque[float], values: list[float]) -> None:
+    """Put ``values`` in the place of the newest entries of one of TRL's tables of completions."""
+    for _ in range(min(len(values), len(table))):
+        table.pop()
+    table.extend(values)
+
+
+def recorded_rows(inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput) -> dict[str, Tensor | None]:
+    """A micro-batch as the recorder takes it; old log-probs that nobody computed are NaN."""
+    old, lags = batch.logps("old"), batch.version_lags
+    if batch.old_per_token_logps is None and lags is not None:
+        old = torch.where(lags > 0, torch.nan, old)
+    return {
+        "prompt_ids": inputs["prompt_ids"],
+        "prompt_mask": inputs["prompt_mask"],
+        "completion_ids": inputs["completion_ids"],
+        "attention_mask": inputs["completion_mask"],
+        "completion_mask": batch.mask,
+        "sampling_per_token_logps": batch.sampling_per_token_logps,
+        "old_per_token_logps": old,
+        "entropies": batch.entropies if batch.old_per_token_logps is None else None,  # those of old
+        "weights": result.weights,
+        "keep_mask": result.keep_mask,
+        "reward": batch.rewards,
+        "advantage": row_advantages(batch.advantages, batch.mask),
+        "group_id": batch.group_ids,
+        "policy_version": oldest_versions(batch),
+        "policy_versions": batch.policy_versions if versions_by_token(batch) else None,
+    }
+
+
+def versions_by_token(batch: PolicyBatch) -> bool:
+    """True if the batch says of each token, not of each row, which version sampled it."""
+    return batch.policy_versions is not None and batch.policy_versions.dim() == 2
+
+
+def oldest_versions(batch: PolicyBatch) -> Tensor | None:
+    """(B,) integer: the oldest version among a row's tokens; of a row without any that of its padding."""
+    versions = batch.policy_versions
+    if versions is None or not versions_by_token(batch):
+        return versions
+    return torch.where(batch.mask, versions, versions[:, -1:]).amin(-1)
+
+
+def in_other_batches(inputs: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
+    """The same rows to score in halves (a single row: doubled), and the batch size; None with images."""
+    if any(inputs.get(name) is not None for name in MODEL_INPUTS):
+        return None  # images are not split by rows
+    rows = len(inputs["prompt_ids"])
+    if rows > 1:
+        return inputs, rows // 2
+    present = [name for name in (*_TEXT_INPUTS, "tool_mask", "routed_experts") if name in inputs]
+    return {name: torch.cat([inputs[name]] * 2) for name in present}, 2
+
+
+def trainer_reduction(trainer: Any, inputs: dict[str, Any], *, train: bool, by_token: bool) -> Reduction:
+    """:func:`loss_reduction` of a step of ``trl.GRPOTrainer``."""
+    accumulation = trainer.current_gradient_accumulation_steps if train else 1
+    return loss_reduction(
+        inputs,
+        accumulation=accumulation,
+        share=accumulation / trainer.args.steps_per_generation if train else 1.0,
+        by_token=by_token,
+        world_size=trainer.accelerator.num_processes,
+        max_length=trainer.max_completion_length,
+    )
+
+
+def loss_reduction(
+    inputs: dict[str, Any], *, accumulation: int, share: float, by_token: bool, world_size: int, max_length: int
+) -> Reduction:
+    """TRL's denominators: its loss is scaled for gradient accumulation here, not by the base trainer.
+
+    Args:
+        inputs: with ``num_items_in_batch``, and ``kept_tokens`` and ``kept_sequences`` where the denominator is "kept".
+        accumulation: micro-batches of the optimizer step.
+        share: of the generation batch, over which those counts go, in one optimizer step.
+        by_token: the loss divides by the tokens of the step.
+        world_size: ranks.
+        max_length: L of Dr. GRPO.
+    """
+    tokens = sequences = None
+    if "kept_tokens" in inputs:
+        tokens, sequences = (inputs[name].clamp(min=1.0) * share for name in ("kept_tokens", "kept_sequences"))
+    elif by_token:
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) * share
+    return Reduction(
+        tokens=tokens, sequences=sequences, world_size=world_size, accumulation=accumulation, max_length=max_length
+    )

@@ -1,0 +1,200 @@
+"""The buffer itself: a folder of parquet parts, bounded, with one writer."""
+
+from __future__ import annotations
+
+import fcntl
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trl_offpolicy.engines.weights.files import fsync
+from trl_offpolicy.rollouts.replay.priority import AgeDecay, Floats, draw_without_repetition
+from trl_offpolicy.rollouts.replay.records import Entry, ReplayGroup, read_entries, read_group, write_part
+
+
+@dataclass(frozen=True)
+class ReplaySample:
+    """A draw of k groups.
+
+    Args:
+        groups: distinct.
+        weights: (k,) importance: with them the mean over the draw is an unbiased estimate of the buffer's plain mean
+            (:func:`~trl_offpolicy.rollouts.replay.draw_without_repetition`). Leave them out to prefer what is fresh.
+        lags: (k,) weight versions between the oldest token of each group and now.
+    """
+
+    groups: tuple[ReplayGroup, ...]
+    weights: Floats
+    lags: NDArray[np.int64]
+
+
+class ReplayBuffer:
+    """Prompt groups on disk, newest kept, drawn by priority and age.
+
+    What :meth:`add` returned from is on disk (written beside, flushed, renamed) and is there again after a kill and a
+    restart; a half-written part is not. The oldest parts make room. The tokens of a group are read when it is drawn;
+    in memory is one small record a group.
+
+    Args:
+        folder: made if it is missing. One process at a time: on several ranks let the main one keep the buffer.
+        max_rows: responses to keep at most, or None.
+        max_bytes: of the files on disk, or None. While a part is being added there may be one more.
+        decay: how priority falls with age.
+
+    Raises:
+        ValueError: neither bound, or one that is not positive.
+        BlockingIOError: another process has the buffer open.
+
+    Example:
+        >>> import tempfile
+        >>> from trl_offpolicy.rollouts.replay import ReplayBuffer, ReplayGroup, Response
+        >>> response = Response(completion_ids=(5, 6), sampling_logps=(-0.1, -0.2), policy_versions=(3, 3), reward=1.0)
+        >>> buffer = ReplayBuffer(tempfile.mkdtemp(), max_rows=100)
+        >>> buffer.add([ReplayGroup(prompt_ids=(1, 2), responses=(response,), group_id=0)])
+        >>> buffer.sample(1, current_version=5, rng=np.random.default_rng(0)).lags
+        array([2])
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        decay: AgeDecay | None = None,
+    ) -> None:
+        if max_rows is None and max_bytes is None:
+            raise ValueError(
+                "max_rows or max_bytes must be given, but got None for both: the buffer would fill the disk."
+            )
+        for name, value in (("max_rows", max_rows), ("max_bytes", max_bytes)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, but got {value}.")
+        self.folder, self.max_rows, self.max_bytes = Path(folder), max_rows, max_bytes
+        self.decay = AgeDecay() if decay is None else decay
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / ".lock").open("w")
+        _lock(self._lock.fileno(), self.folder)
+        for left_over in self.folder.glob(".part-*.tmp"):
+            left_over.unlink()
+        self._parts: dict[Path, list[Entry]] = {}
+        self._sizes: dict[Path, int] = {}
+        paths = sorted(self.folder.glob("part-*.parquet"))
+        self._next = int(paths[-1].stem.split("-")[1]) + 1 if paths else 0
+        for path in paths:
+            self._open_part(path)
+        self._make_room()
+
+    def _open_part(self, path: Path) -> None:
+        try:
+            self._parts[path] = read_entries(path)
+        except (OSError, ValueError, KeyError) as error:
+            warnings.warn(f"{path} is left out: {str(error).splitlines()[0]}", stacklevel=3)
+            return
+        self._sizes[path] = path.stat().st_size
+
+    def __len__(self) -> int:
+        """Groups that can be drawn."""
+        return sum(len(entries) for entries in self._parts.values())
+
+    @property
+    def rows(self) -> int:
+        """Responses that can be drawn."""
+        return sum(entry.rows for entries in self._parts.values() for entry in entries)
+
+    @property
+    def bytes(self) -> int:
+        """Of all parts on disk."""
+        return sum(self._sizes.values())
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The records of all groups, oldest addition first."""
+        return tuple(entry for entries in self._parts.values() for entry in entries)
+
+    def add(self, groups: Iterable[ReplayGroup]) -> None:
+        """Store finished groups as one part; nothing happens without any.
+
+        Raises:
+            ValueError: they alone are beyond the bound.
+        """
+        several = list(groups)
+        if not several:
+            return
+        rows = sum(len(group.responses) for group in several)
+        if self.max_rows is not None and rows > self.max_rows:
+            raise ValueError(f"groups must have at most max_rows = {self.max_rows} responses, but got {rows}.")
+        path = self.folder / f"part-{self._next:012d}.parquet"
+        temporary = self.folder / f".{path.stem}.tmp"
+        write_part(several, temporary)
+        if self.max_bytes is not None and (size := temporary.stat().st_size) > self.max_bytes:
+            temporary.unlink()
+            raise ValueError(f"groups must need at most max_bytes = {self.max_bytes} on disk, but got {size}.")
+        fsync(temporary)
+        temporary.replace(path)
+        fsync(self.folder)
+        self._next += 1
+        self._open_part(path)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Drop the oldest parts until the bounds hold."""
+        while (self.max_rows is not None and self.rows > self.max_rows) or (
+            self.max_bytes is not None and self.bytes > self.max_bytes
+        ):
+            oldest = next(iter(self._parts))
+            oldest.unlink()
+            del self._parts[oldest], self._sizes[oldest]
+
+    def available(self, *, current_version: int, max_lag: int | None = None) -> int:
+        """Groups that :meth:`sample` chooses from with these options."""
+        return len(self._young(current_version, max_lag))
+
+    def _young(self, current_version: int, max_lag: int | None) -> list[Entry]:
+        ages = ((entry, current_version - entry.version) for entry in self.entries)
+        return [entry for entry, age in ages if age >= 0 and (max_lag is None or age <= max_lag)]
+
+    def sample(
+        self, count: int, *, current_version: int, rng: np.random.Generator, max_lag: int | None = None
+    ) -> ReplaySample:
+        """Draw ``count`` distinct groups by priority and age.
+
+        Args:
+            count: groups.
+            current_version: weight version of the learner now. Newer groups (the run was resumed from an older
+                checkpoint) are not drawn until it is theirs.
+            rng: numpy generator.
+            max_lag: leave older groups out (they stay in the buffer); None = age only costs priority.
+
+        Raises:
+            ValueError: there are fewer groups than that.
+        """
+        entries = self._young(current_version, max_lag)
+        versions = np.array([entry.version for entry in entries], np.int64)
+        priorities = np.array([entry.priority for entry in entries], np.float64)
+        logs = self.decay.log_priorities(priorities, versions, current_version=current_version)
+        drawn = draw_without_repetition(logs, count, rng)
+        groups = tuple(read_group(entries[place]) for place in drawn.places)
+        return ReplaySample(groups, drawn.weights, current_version - versions[drawn.places])
+
+    def close(self) -> None:
+        """Let another process open it."""
+        self._lock.close()
+
+    def __enter__(self) -> ReplayBuffer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    """A lock that ends with the process, however it ends."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(f"folder must not be open in another process, but {folder} is.") from error

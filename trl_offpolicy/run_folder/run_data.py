@@ -1,0 +1,227 @@
+"""Reading the metrics and ``run.json`` of a run, also of one that crashed half-way or of another framework."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from trl_offpolicy.run_folder.names import frameworks, remarks, translate
+
+METRICS_FILE = "metrics.jsonl"
+STATE_FILE = "trainer_state.json"
+RUN_FILE = "run.json"
+STEP_KEYS = ("step", "global_step", "training/global_step", "trainer/global_step", "train/step", "_step")
+EVAL_PREFIX = "eval_"
+END_OF_RUN_PREFIX = "train_"
+"""TRL's last row holds ``train_runtime``, ``train_loss`` and the like: one number for the whole run."""
+
+_BOOKKEEPING = frozenset({*STEP_KEYS, "time", "epoch", "num_tokens"})
+
+
+class Series(NamedTuple):
+    """One metric over the run: its finite values in order of step, and how many were not finite."""
+
+    steps: list[int]
+    values: list[float]
+    nonfinite: int
+
+
+@dataclass(frozen=True)
+class MetricsLog:
+    """The training rows of ``metrics.jsonl``.
+
+    Args:
+        rows: one dict of numbers per training step, ascending in ``step``. NaN, infinity and null (which is
+            how the recorder writes them) are kept here as non-finite numbers.
+        skipped_lines: lines that held no JSON object with an integer ``step``.
+        repeated_rows: rows whose step came again later (a resumed run); the later row counts.
+        frameworks: whose metric names were logged.
+        remarks: on other frameworks' names that are not quite ours (:func:`~.names.remarks`).
+    """
+
+    rows: tuple[dict[str, float], ...]
+    skipped_lines: int = 0
+    repeated_rows: int = 0
+    frameworks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> list[int]:
+        """The logged training steps, ascending."""
+        return [int(row["step"]) for row in self.rows]
+
+    def has(self, key: str) -> bool:
+        """Whether any step logged ``key``, finite or not."""
+        return any(key in row for row in self.rows)
+
+    def first_logged(self, keys: Iterable[str]) -> str | None:
+        """The first of ``keys`` that the run logged, or None."""
+        return next((key for key in keys if self.has(key)), None)
+
+    def series(self, key: str) -> Series:
+        """The finite values of ``key``; steps that did not log it are left out."""
+        logged = [(int(row["step"]), row[key]) for row in self.rows if key in row]
+        finite = [(step, value) for step, value in logged if math.isfinite(value)]
+        return Series([s for s, _ in finite], [v for _, v in finite], len(logged) - len(finite))
+
+    @property
+    def ratio_group(self) -> str:
+        """``mismatch`` (old/sampling), or ``total`` (current/sampling) where only that one was logged."""
+        groups = {key.split("/")[1] for row in self.rows for key in row if key.startswith("offpolicy/")}
+        return "total" if "total" in groups and "mismatch" not in groups else "mismatch"
+
+
+def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
+    """Read the training rows of a run.
+
+    Evaluation keys (``eval_*``) and the end-of-run keys (``train_*``) are left out. A line that is no JSON
+    object with an integer step, such as the last line of a crashed run, is skipped with a warning and
+    counted. Other frameworks' metric names get ours beside them (:func:`~.names.translate`).
+
+    Args:
+        run_dir: a folder with ``metrics.jsonl`` (else the newest ``trainer_state.json`` below it, else its only
+            ``*.jsonl``), or such a file.
+        loss: the policy loss of another framework's run, in its words (:data:`~.names.LOSSES`): some of its names mean
+            another thing under another loss. None = unknown.
+
+    Raises:
+        FileNotFoundError: the folder or its ``metrics.jsonl`` is missing.
+        ValueError: the file holds no training row, or no framework has such a loss.
+    """
+    path = metrics_file(run_dir)
+    rows: dict[int, dict[str, float]] = {}
+    skipped: list[int] = []
+    repeated = 0
+    for number, record in _records(path):
+        step = None if record is None else _step(record)
+        if record is None or step is None:
+            skipped.append(number)
+        elif row := _training_numbers(record):
+            repeated += _add_row(rows, step, {**row, "step": step})
+    _warn_about_lines(path, skipped)
+    if not rows:
+        raise ValueError(f"{path} must hold at least one training row, but got 0.")
+    keys = {key for row in rows.values() for key in row}
+    return MetricsLog(
+        rows=tuple(translate(rows[step], loss) for step in sorted(rows)),
+        skipped_lines=len(skipped),
+        repeated_rows=repeated,
+        frameworks=frameworks(keys),
+        remarks=remarks(keys, loss),
+    )
+
+
+def metrics_file(run_dir: str | Path) -> Path:
+    """The file that holds the metrics of a run; see :func:`read_metrics`.
+
+    Raises:
+        FileNotFoundError: there is none, or more than one may be meant.
+    """
+    path = Path(run_dir)
+    if path.is_file():
+        return path
+    folder = _existing_folder(path)
+    if (folder / METRICS_FILE).is_file():
+        return folder / METRICS_FILE
+    states = sorted(folder.glob(f"**/{STATE_FILE}"), key=lambda found: found.stat().st_mtime)
+    if states:
+        return states[-1]
+    others = sorted(folder.glob("*.jsonl"))
+    if len(others) == 1:
+        return others[0]
+    got = f"{folder} with {', '.join(one.name for one in others)}" if others else str(folder)
+    raise FileNotFoundError(f"run_dir must contain {METRICS_FILE} or {STATE_FILE}, but got {got}.")
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Numbered JSON objects of a JSON-lines file, or of the history in a ``trainer_state.json``; None for others."""
+    if path.suffix == ".json":
+        state = json.loads(path.read_text(encoding="utf-8"))
+        history = state.get("log_history") if isinstance(state, dict) else None
+        if not isinstance(history, list):
+            raise ValueError(f"{path} must hold a log_history, but got none.")
+        yield from enumerate((_object(entry) for entry in history), 1)
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, _parse_line(line)
+
+
+def read_run_info(run_dir: str | Path) -> dict[str, Any]:
+    """Read ``run_dir/run.json``; empty where it is missing, empty with a warning where it is unreadable."""
+    path = Path(run_dir) / RUN_FILE
+    if not path.is_file():
+        return {}
+    try:
+        info = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except ValueError as error:
+        warnings.warn(f"{path} is left out: {error}.", stacklevel=2)
+        return {}
+    if isinstance(info, dict):
+        return info
+    warnings.warn(f"{path} is left out: it must hold a JSON object, but got {type(info).__name__}.", stacklevel=2)
+    return {}
+
+
+def _existing_folder(run_dir: str | Path) -> Path:
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"run_dir must be an existing folder, but got {folder}.")
+    return folder
+
+
+def _parse_line(line: str) -> dict[str, Any] | None:
+    try:
+        return _object(json.loads(line))
+    except ValueError:
+        return None
+
+
+def _object(record: Any) -> dict[str, Any] | None:
+    """The record as one flat object; verl nests the metrics under ``data``."""
+    if not isinstance(record, dict):
+        return None
+    nested = record.get("data")
+    return {**record, **nested} if isinstance(nested, dict) else record
+
+
+def _step(record: Mapping[str, Any]) -> int | None:
+    value = next((record[key] for key in STEP_KEYS if key in record), None)
+    return int(value) if _is_number(value) and float(value).is_integer() else None
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _training_numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The training entries of a row, null as NaN; empty where it has none beside step, time and epoch."""
+    skip = (EVAL_PREFIX, END_OF_RUN_PREFIX)
+    training = {key: value for key, value in record.items() if not key.startswith(skip)}
+    row = {k: math.nan if v is None else float(v) for k, v in training.items() if v is None or _is_number(v)}
+    return row if row.keys() - _BOOKKEEPING else {}
+
+
+def _add_row(rows: dict[int, dict[str, float]], step: int, row: dict[str, float]) -> bool:
+    """Merge ``row`` into its step; True where it replaces values that were logged before."""
+    earlier = rows.setdefault(step, {})
+    replaces = bool((earlier.keys() & row.keys()) - _BOOKKEEPING)
+    if replaces:
+        earlier.clear()
+    earlier.update(row)
+    return replaces
+
+
+def _warn_about_lines(path: Path, skipped: list[int]) -> None:
+    if skipped:
+        shown = "line " + ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
+        warnings.warn(
+            f"{path}: skipped {len(skipped)} line(s) that are no JSON object with an integer step ({shown}).",
+            stacklevel=3,
+        )

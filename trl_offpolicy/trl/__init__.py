@@ -1,0 +1,1 @@
+"""The trainer for TRL. Everything that imports trl is in this folder."""

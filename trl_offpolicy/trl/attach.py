@@ -1,0 +1,200 @@
+"""Watching a stock ``trl.GRPOTrainer``: what :func:`trl_offpolicy.attach` does.
+
+Five methods of the trainer are wrapped; each calls the original and returns what it returned. What is measured comes
+from the log-probs that TRL's own loss computes and from what its batches hold, so no forward is added.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from trl_offpolicy import presets
+from trl_offpolicy.control import parse_control
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.presets.frameworks.trl import TRLOptions
+from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.rollouts import batches
+from trl_offpolicy.run_folder.writer import RolloutRecorder
+from trl_offpolicy.stats import Stats
+from trl_offpolicy.trl.callbacks import RunFolderCallback
+from trl_offpolicy.trl.control import ControlCallback, watch
+
+logger = logging.getLogger(__name__)
+
+_WRAPPED = (
+    "_calculate_rewards", "_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss",
+    "log",
+)  # fmt: skip
+
+
+class Observer:
+    """Measures and records a stock trainer. See :func:`trl_offpolicy.attach`.
+
+    Args:
+        trainer: it.
+        control: ``warn``, ``stop`` or a mapping with these policies; None = nobody watches.
+        record_rollouts: write ``rollouts.parquet``.
+        write_report: print the summary and write ``report.html`` at the end.
+
+    Raises:
+        TypeError: the trainer is no ``trl.GRPOTrainer``.
+        ValueError: it is this kit's own, it is attached already, or ``control`` would change the run.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, *, control: Any, record_rollouts: bool, write_report: bool) -> None:
+        _check(trainer)
+        spec = parse_control(control)
+        if spec is not None and spec.policy == "act":
+            raise ValueError("control must be warn, stop or off, but got act: attach measures, it changes nothing.")
+        self.trainer = trainer
+        self.preset = trl_preset(trainer)
+        self._stats: dict[str, Stats] = {}
+        self._rewards: Tensor | None = None
+        self._row_counter = batches.RowCounter()
+        self._scores: tuple[Tensor, Tensor | None] | None = None
+        self._in_loss = False
+        self._said: set[str] = set()
+        decode = trainer._tokenizer.decode
+        folder = Path(trainer.args.output_dir) / "rollouts.parquet"
+        self._recorder = RolloutRecorder(folder, decode, trainer.accelerator.process_index) if record_rollouts else None
+        self._callbacks: list[Any] = [RunFolderCallback(_description(trainer), report=write_report, decode=decode)]
+        trainer.add_callback(self._callbacks[0])
+        if spec is not None:
+            self._callbacks.append(ControlCallback(spec))
+            watch(trainer, self._callbacks[1])
+        for name in _WRAPPED:
+            setattr(trainer, name, partial(getattr(self, name.strip("_")), getattr(trainer, name)))
+        trainer._offpolicy_observer = self
+
+    @property
+    def objective(self) -> Objective:
+        """What TRL's options compute, its own correction included."""
+        return self.preset.objective
+
+    def detach(self) -> None:
+        """Leave the trainer as it was."""
+        for name in (*_WRAPPED, "_offpolicy_observer"):
+            delattr(self.trainer, name)
+        for callback in self._callbacks:
+            self.trainer.remove_callback(callback)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.trainer.model.training else "eval"
+
+    # ------------------------------------------------------------------------------------------- around TRL's methods
+
+    def calculate_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Keep the rewards."""
+        self._rewards = original(*args, **kwargs)
+        return self._rewards
+
+    def generate_and_score_completions(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Add group, version and reward of each row, which TRL's loss does not read."""
+        output = original(*args, **kwargs)
+        output |= self._row_counter.fields(self.trainer, output, self._rewards)
+        return output
+
+    def get_per_token_logps_and_entropies(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keep what the loss computes."""
+        scores = original(*args, **kwargs)
+        if self._in_loss and self._scores is None:
+            entropies = scores[1]
+            self._scores = scores[0].detach(), None if entropies is None else entropies.detach()
+        return scores
+
+    def compute_loss(self, original: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
+        """TRL's loss as it is; then measure."""
+        self._in_loss, self._scores = True, None
+        try:
+            loss = original(model, inputs)
+        finally:
+            self._in_loss = False
+        self._measure(inputs)
+        return loss
+
+    def log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the diagnostics of the window, over all ranks."""
+        if (stats := self._stats.pop(self._mode, None)) is not None:
+            for key, value in stats.all_reduce(self.trainer.accelerator.gather).compute().items():
+                self.trainer._metrics[self._mode][key].append(value)
+        if self._recorder is not None:
+            self._recorder.flush()
+        original(logs, *args, **kwargs)
+
+    # ------------------------------------------------------------------------------------------------------ measuring
+
+    @torch.no_grad()
+    def _measure(self, inputs: dict[str, Any]) -> None:
+        """The diagnostics of a micro-batch; what cannot be measured is said once and costs nothing."""
+        if self._scores is None:
+            return self._say("nothing is measured: the loss did not compute log-probs by TRL's own method")
+        logps, entropies = self._scores
+        self._scores = None
+        if "sampling_per_token_logps" not in inputs:
+            self._say("there are no log-probs of the engine: the mismatch cannot be measured (use_vllm is off?)")
+        try:
+            batch = batches.policy_batch(inputs, logps, version=self.trainer.state.global_step, entropies=entropies)
+            result = self._objective_for(inputs)(batch)
+        except (ValueError, TypeError) as error:
+            return self._say(f"a micro-batch is not measured: {error}")
+        mode, known = self._mode, self._stats.get(self._mode)
+        self._stats[mode] = result.stats if known is None else known.merge(result.stats)
+        args = self.trainer.args
+        first_pass = self.trainer._step % (args.steps_per_generation * args.num_iterations) < args.steps_per_generation
+        if self._recorder is not None and mode == "train" and first_pass:
+            self._recorder.add(self.trainer.state.global_step, **batches.recorded_rows(inputs, batch, result))
+
+    def _objective_for(self, inputs: dict[str, Any]) -> Objective:
+        """Without the terms that this batch lacks what they need."""
+        objective = self.objective
+        return objective if "sampling_per_token_logps" in inputs else _without_sampling(objective)
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("trl_offpolicy.attach: %s.", what)
+
+
+def trl_preset(trainer: GRPOTrainer) -> Preset:
+    """What the options of a stock trainer compute, as a preset: its loss, and its own correction where that is on."""
+    options = {item.name: getattr(trainer.args, item.name) for item in fields(TRLOptions)}
+    options["vllm_importance_sampling_correction"] &= options["use_vllm"]
+    options["use_vllm"] |= trainer.rollout_func is not None
+    return presets.from_trl(**options)
+
+
+def _without_sampling(objective: Objective) -> Objective:
+    return replace(objective, correction=None) if objective.needs_sampling else objective
+
+
+def _check(trainer: Any) -> None:
+    if not isinstance(trainer, GRPOTrainer):
+        raise TypeError(f"trainer must be a trl.GRPOTrainer, but got {type(trainer).__name__}.")
+    if hasattr(trainer, "_stages"):
+        raise ValueError("trainer must be TRL's own, but got an OffPolicyGRPOTrainer, which measures all this itself.")
+    if hasattr(trainer, "_offpolicy_observer"):
+        raise ValueError("trainer must not be attached twice.")
+
+
+def _description(trainer: GRPOTrainer) -> dict[str, Any]:
+    args = trainer.args
+    own = args.use_vllm and args.vllm_importance_sampling_correction
+    sampler = "rollout_func" if trainer.rollout_func is not None else "transformers generate"
+    return {
+        "model": getattr(trainer.model.config, "_name_or_path", ""),
+        "preset": "stock TRL, measured by trl_offpolicy.attach",
+        "correction": f"TRL's own, {args.vllm_importance_sampling_mode}" if own else "none",
+        "objective": f"TRL's own, loss_type={args.loss_type}",
+        "advantages": "TRL's",
+        "engine": f"vllm {args.vllm_mode}" if args.use_vllm else sampler,
+    }

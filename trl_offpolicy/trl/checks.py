@@ -1,0 +1,122 @@
+"""What the trainer checks before it loads anything."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast
+
+from trl_offpolicy.engines.sampling_states import Finding, engine_findings, judge, request_findings
+from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.functional.advantages import ScaleRewards
+from trl_offpolicy.objective.advantages import GRPO
+from trl_offpolicy.objective.coefficients import check_horizon
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.objective.staging import Stages, stage
+from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.rollouts.ahead.checks import check_trainer
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+
+logger = logging.getLogger(__name__)
+
+_SAMPLING_OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs")
+
+
+def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given: Mapping[str, Any]) -> None:
+    """All that can be said before a model or an engine is loaded.
+
+    Args:
+        args: the configuration.
+        objective: that it describes.
+        given: keyword arguments of the trainer (``rollout_func``, ``tools``, ``peft_config``, ...).
+
+    Raises:
+        ValueError: an engine that cannot be corrected for, tools that would wait for ever, or an adaptive KL whose
+            horizon is too short.
+    """
+    check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
+    check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
+    check_trainer(args, given)
+    check_horizon(
+        objective.kl, args.per_device_train_batch_size * args.gradient_accumulation_steps * max(args.world_size, 1)
+    )
+    warn_about_dropout(given.get("peft_config"))
+
+
+def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:
+    """The correction has an engine whose log-probs can be compared with the trainer's."""
+    if objective.needs_sampling and not (args.use_vllm or has_rollout_func):
+        raise ValueError(
+            "offpolicy must not read the sampling policy when use_vllm is False: transformers' generate samples from "
+            "the trainer itself, so old/sampling is 1. Use offpolicy: measure, or use_vllm: true."
+        )
+    judge(sampling_findings(args), needs_sampling=objective.needs_sampling)
+
+
+def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[Finding, ...]:
+    """What the configuration says about states in which vLLM's policy is another one; a server is asked later."""
+    if not args.use_vllm:
+        return ()
+    options = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
+    options["structured_outputs_regex"] = args.vllm_structured_outputs_regex
+    engine = EngineSettings.parse(cast("Mapping[str, Any] | None", args.engine)).arguments
+    return request_findings(options, device_type=args.device.type) + engine_findings(engine)
+
+
+def check_tools(args: OffPolicyGRPOConfig, *, has_tools: bool) -> None:
+    """TRL's tool loop goes on on each rank for as long as its own rows call tools; ranks then must not share an engine.
+
+    Raises:
+        ValueError: several ranks on one engine: those that are done would leave the others waiting in a collective.
+    """
+    if not (has_tools and args.use_vllm and args.world_size > 1):
+        return
+    shared = args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1
+    if shared:
+        raise ValueError(
+            f"tools must have an engine on each rank, but got vllm_mode {args.vllm_mode!r} with "
+            f"vllm_tensor_parallel_size {args.vllm_tensor_parallel_size} and {args.world_size} ranks: TRL's tool loop "
+            "calls it as often as a rank's rows need, and the ranks would wait for each other. Use vllm_mode colocate "
+            "with tensor parallel size 1, a single rank, or a rollout_func."
+        )
+
+
+def warn_about_dropout(peft_config: Any) -> None:
+    """LoRA dropout looks like mismatch."""
+    if (dropout := getattr(peft_config, "lora_dropout", 0.0)) > 0:
+        warnings.warn(
+            f"lora_dropout is {dropout}: the trainer's log-probs become random and look like engine mismatch; use 0.",
+            stacklevel=3,
+        )
+
+
+def stages_of(args: OffPolicyGRPOConfig, preset: Preset) -> Stages | None:
+    """What is decided on the whole generation batch; says what it costs."""
+    objective, advantages = preset.objective, preset.advantages
+    kept = objective.correction is not None and objective.correction.baseline == "kept"
+    if kept and advantages is None:
+        if args.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                "multi_objective_aggregation must be 'sum_then_normalize' with baseline='kept' (advantages are made "
+                f"again from the total reward), but got {args.multi_objective_aggregation!r}. advantages: gdpo "
+                "normalises each function over the kept responses."
+            )
+        advantages = GRPO(scale=cast("ScaleRewards", args.scale_rewards))  # TRL's, over what is kept
+    stages = stage(objective, advantages)
+    if stages is not None and stages.needs_old:
+        reader = (
+            f"scope {objective.scope}" if stages.early is not None else f"advantages of {type(advantages).__name__}"
+        )
+        logger.warning(
+            "offpolicy needs the whole generation batch (%s): the old policy is scored once per generation, "
+            "one more forward.",
+            reader,
+        )
+    return stages
+
+
+def leaves_out_old(objective: Objective, stages: Stages | None, *, has_sampler: bool) -> bool:
+    """True if TRL's own pass for the old log-probs is not wanted: it is made here, or nothing reads them."""
+    made_here = stages is not None and stages.needs_old
+    return made_here or (has_sampler and not objective.proximal.reads_old)

@@ -1,0 +1,251 @@
+"""Configuration of the TRL trainer: ``GRPOConfig`` plus ``offpolicy`` and ``engine``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, get_args
+
+import torch
+from trl import GRPOConfig
+
+from trl_offpolicy import presets
+from trl_offpolicy.control import ControlSpec, parse_control
+from trl_offpolicy.correction.terms import OffPolicySequenceMask
+from trl_offpolicy.objective.advantages import AdvantageEstimator
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.presets.frameworks.trl import TRLOptions
+from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
+from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.rollouts.ahead.checks import check_config
+from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+from trl_offpolicy.rollouts.token_ids import CheckTokenIds
+from trl_offpolicy.trl.routing import check_replay
+
+_TRL_FIELDS = tuple(item.name for item in fields(TRLOptions))
+_LOSS_FIELDS = (
+    "loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_pos",
+    "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+_OBJECTIVE_SOURCE = {
+    "policy_loss": _LOSS_FIELDS,
+    "aggregation": ("loss_type",),
+    "kl": ("beta",),
+    "entropy_coef": ("entropy_coef",),
+}
+_ADVANTAGE_SOURCE = {"advantages": ("scale_rewards", "multi_objective_aggregation")}
+
+
+@dataclass
+class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
+    """``GRPOConfig`` with rollout correction.
+
+    Args:
+        offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them), or a mapping
+            ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``; with ``framework: verl`` (skyrl,
+            slime, areal, openrlhf) in place of ``preset``, ``options`` are that framework's own. ``advantages: rloo``
+            (or ``{type: grpo, scale: none}``) takes the place of TRL's advantages. Default: ``paper/tis`` with vLLM,
+            ``measure`` (diagnostics only) without.
+        engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
+            ``quantization``, ``max_model_len``, ...), and the kit's own options, ``transfer`` (how weights reach it),
+            ``weight_rounding`` (round them at every sync), ``check_sync``, ``folder``, ``timeout``, ``retries``: see
+            :class:`~trl_offpolicy.engines.settings.EngineSettings`.
+        async_rollouts: sample generation batches ahead of learning, with a server: a lag (1 = the server samples the
+            next batch while the trainer learns from this one), or a mapping ``{lag: 2, partial: continue, old_logps:
+            snapshot}`` (:class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`). None: sample and learn in turn.
+        record_rollouts: write every rollout to ``rollouts.parquet`` in ``output_dir``.
+        write_report: print the summary and write ``report.html`` at the end of training.
+        control: ``warn`` prints a line for every new finding, ``stop`` also ends the run when it is critical, ``act``
+            runs the controllers; or a mapping ``{policy: act, controllers: {length_guard: {...}}, thresholds: {...}}``
+            (:func:`~trl_offpolicy.control.parse_control`). None or ``off``: nobody watches.
+        check_token_ids: a few rows of every generation batch are compared with what the engine sampled; text that was
+            tokenised again in between has other ids. ``warn`` (once a run), ``raise``, or ``off``.
+        routing_replay: of a mixture of experts: ``r2`` sends the tokens of every pass over a batch to the experts that
+            the trainer chose at the weights that sampled, ``r3`` to those of the engine; ``none`` routes freely. Or a
+            mapping ``{mode: r3, device: cpu, limit_gib: 8}``
+            (:class:`~trl_offpolicy.engines.routing.options.RoutingReplay`).
+        freeze_router: do not train the routers.
+        freeze_router_bias: do not train their biases.
+        noise_floor_steps: every so many optimizer steps one micro-batch is scored a second time in another batch
+            size; ``offpolicy/noise_floor/*`` is what the trainer differs from itself. 0 = never.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control", "routing_replay", "async_rollouts",
+    ]  # fmt: skip
+
+    offpolicy: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Rollout correction: a preset's name (e.g. 'paper/tis'), or a mapping with the keys preset (or "
+            "framework), options, correction, objective, advantages. Default: paper/tis with vLLM, measure without."
+        },
+    )
+    engine: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Keyword arguments for vLLM's LLM in colocate mode (dtype, enforce_eager, quantization, "
+            "max_model_len, ...) and the kit's own: transfer (auto, memory, folder, adapter, nccl), weight_rounding "
+            "(int8, int4, fp8, ...), check_sync, folder, timeout, retries."
+        },
+    )
+    async_rollouts: dict[str, Any] | str | int | None = field(  # the parser takes the second: JSON comes as text
+        default=None,
+        metadata={
+            "help": "Sample ahead with a vLLM server: generation batches that may be in flight while the trainer "
+            "learns (a lag, 1 = one-step off-policy), or a mapping with the keys lag, partial (continue, finish), "
+            "old_logps (recompute_proximal, snapshot, ewma, refuse), ewma_decay. Default: sample and learn in turn."
+        },
+    )
+    record_rollouts: bool = field(
+        default=True, metadata={"help": "Write every training rollout to rollouts.parquet in output_dir."}
+    )
+    write_report: bool = field(
+        default=True, metadata={"help": "At the end of training print the summary and write report.html in output_dir."}
+    )
+    control: dict[str, Any] | str | None = field(
+        default="warn",
+        metadata={
+            "help": "Watching the run: warn (a line for every new finding), stop (also end it, with a checkpoint), act "
+            "(run the controllers), off; or a mapping with the keys policy, controllers, thresholds, patience, risk, "
+            "gradient_cosine."
+        },
+    )
+    check_token_ids: str = field(
+        default="warn",
+        metadata={
+            "help": "If a few rows of a generation batch do not hold the ids that the engine sampled: warn, raise, or "
+            "off (nobody looks)."
+        },
+    )
+    routing_replay: dict[str, Any] | str | None = field(
+        default="none",
+        metadata={
+            "help": "Mixture of experts: replay the trainer's routing (r2) or the engine's (r3), or none; or a mapping "
+            "with the keys mode, device (model, cpu), limit_gib."
+        },
+    )
+    freeze_router: bool = field(default=False, metadata={"help": "Mixture of experts: do not train the routers."})
+    freeze_router_bias: bool = field(
+        default=False, metadata={"help": "Mixture of experts: do not train the routers' biases."}
+    )
+    noise_floor_steps: int = field(
+        default=100,
+        metadata={
+            "help": "Every so many optimizer steps, score one micro-batch twice (in another batch size) and log how "
+            "far the trainer is from itself as offpolicy/noise_floor. 0 = never."
+        },
+    )
+    vllm_importance_sampling_correction: bool = field(
+        default=False,
+        metadata={"help": "TRL's own correction. Must stay False here: `offpolicy` takes its place."},
+    )
+    disable_dropout: bool = field(
+        default=True,
+        metadata={
+            "help": "Dropout makes the trainer's log-probs random and shows up as mismatch; off by default here."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device.type == "cpu":
+            self._setup_devices = torch.device("cpu")  # torch.load cannot resume on accelerate's cpu:1
+        if self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "vllm_importance_sampling_correction must be False: it would correct a second time. Set "
+                "offpolicy to the correction you want (e.g. paper/tis; presets.from_trl gives TRL's own)."
+            )
+        if not isinstance(self.engine, dict | None):
+            raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
+        if not isinstance(self.noise_floor_steps, int) or self.noise_floor_steps < 0:
+            raise ValueError(f"noise_floor_steps must be a whole number >= 0, but got {self.noise_floor_steps!r}.")
+        if self.check_token_ids not in get_args(CheckTokenIds):
+            raise ValueError(
+                f"check_token_ids must be one of {list(get_args(CheckTokenIds))}, but got {self.check_token_ids!r}."
+            )
+        check_replay(self)
+        parse_control(self.control)
+        objective = resolve_preset(self).objective  # a wrong option fails here, not after the model is loaded
+        if (ahead := AsyncSettings.parse(self.async_rollouts)) is not None:
+            check_config(self, ahead, objective)
+        if objective.kl is not None and self.beta == 0.0:  # type: ignore[has-type]
+            self._beta_of_kl = objective.kl.beta
+            self.beta = objective.kl.beta  # or TRL would not load the reference model
+
+    @property
+    def control_spec(self) -> ControlSpec | None:
+        """What ``control`` says; None = nobody watches."""
+        return parse_control(self.control)
+
+    @property
+    def preset(self) -> Preset:
+        """The objective that these options describe."""
+        return resolve_preset(self)
+
+
+def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False) -> Preset:
+    """TRL's loss fields give the objective, ``offpolicy`` the correction and overrides.
+
+    Args:
+        args: the configuration.
+        has_rollout_func: a ``rollout_func`` samples; it brings log-probs of its own without vLLM too, which
+            ``off_policy_mask_threshold`` then reads, as in TRL.
+
+    Raises:
+        ValueError: an unknown key or value, or a quantity set in both places.
+    """
+    options = {name: getattr(args, name) for name in _TRL_FIELDS}
+    options |= {"use_vllm": args.use_vllm or has_rollout_func, "vllm_importance_sampling_correction": False}
+    base = presets.from_trl(**options)
+    spec = args.offpolicy if args.offpolicy is not None else ("paper/tis" if args.use_vllm else "measure")
+    spec = {"preset": spec} if isinstance(spec, str) else dict(spec)
+    chosen = presets.from_mapping(spec, where="offpolicy")
+    objective = _with_preset(args, base.objective, chosen)
+    overrides = spec.get("objective") or {}
+    _refuse_double(args, overrides, where="offpolicy.objective.")
+    objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
+    objective = _with_correction(objective, chosen, spec)  # last: what a weight may hold depends on the loss
+    return replace(chosen, objective=objective, advantages=_advantages(args, chosen, spec))
+
+
+def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: dict[str, Any]) -> AdvantageEstimator | None:
+    """The estimator of ``offpolicy.advantages``, else of the preset; None = TRL's own (``advantages: null``)."""
+    said = "advantages" in spec
+    estimator = parse_advantages(spec["advantages"], where="offpolicy.advantages") if said else chosen.advantages
+    if estimator is not None:
+        where = "offpolicy." if said else "the preset's "
+        _refuse_double(args, {"advantages": estimator}, where=where, sources=_ADVANTAGE_SOURCE)
+    return estimator
+
+
+def _with_preset(args: OffPolicyGRPOConfig, objective: Objective, chosen: Preset) -> Objective:
+    """What the preset itself says about the loss; where it says nothing, TRL's fields stand."""
+    said = dict(chosen.objective_changes)
+    _refuse_double(args, said, where="the preset's ")
+    return replace(objective, **said)
+
+
+def _with_correction(objective: Objective, chosen: Preset, spec: dict[str, Any]) -> Objective:
+    overrides = spec.get("correction") or {}
+    correction = parse_correction(overrides, where="offpolicy.correction", base=chosen.correction)
+    opsm = objective.correction.keep if objective.correction is not None else ()
+    if opsm and any(isinstance(term, OffPolicySequenceMask) for term in correction.keep):
+        raise ValueError("off_policy_mask_threshold and offpolicy both set an off-policy sequence mask; set one.")
+    return replace(objective, correction=replace(correction, keep=correction.keep + opsm))
+
+
+def _refuse_double(
+    args: OffPolicyGRPOConfig,
+    overrides: dict[str, Any],
+    *,
+    where: str,
+    sources: Mapping[str, tuple[str, ...]] = _OBJECTIVE_SOURCE,
+) -> None:
+    defaults = {item.name: item.default for item in fields(GRPOConfig)}
+    for key, names in sources.items():
+        if key == "kl" and args.beta == getattr(args, "_beta_of_kl", None):
+            continue  # set from the KL term itself
+        both = [name for name in names if key in overrides and getattr(args, name) != defaults[name]]
+        if both:
+            raise ValueError(f"{where}{key} and {', '.join(both)} set the same quantity; set one.")

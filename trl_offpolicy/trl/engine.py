@@ -1,0 +1,296 @@
+"""TRL's generation backend over the engine layer: what ``GRPOTrainer`` builds and calls as ``vllm_generation``.
+
+Colocate: TRL's own path, with engine arguments passed through; on CPU weights are reloaded in memory. Server: TRL's own
+NCCL path on a GPU, a shared folder or the LoRA adapter alone anywhere (:class:`~trl_offpolicy.engines.server`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
+
+from trl_offpolicy.engines.colocate import forget_old_keys, reload_in_process, score_in_process
+from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
+from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
+from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
+from trl_offpolicy.engines.server.engine import ServerEngine
+from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
+from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
+from trl_offpolicy.trl.engine_parts import TrainerWeights, WithAdapter, scattered
+from trl_offpolicy.trl.rebinding import rebound
+
+
+class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
+    """TRL's vLLM backend with this kit's transfers.
+
+    Args:
+        settings: the ``engine`` field of the configuration, read.
+        folder: where a server's weights are written unless ``settings`` says.
+        *args: TRL's.
+        **kwargs: TRL's.
+    """
+
+    llm: Any
+    last_sync: SyncReport | None = None
+    """What the last sync took."""
+    ahead: Any = None
+    """Answers the trainer's requests from batches that were asked for before: ``async_rollouts.ahead``."""
+    quiet: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Held open while weights are replaced."""
+    routes: RouteStore | None = None
+    """The routing of this rank's rollouts, with ``engine.return_routing``."""
+
+    def __init__(self, *args: Any, settings: EngineSettings, folder: Path, **kwargs: Any) -> None:
+        self.settings = settings
+        self._folder = settings.folder or folder
+        self._adapters: AdapterFolder | None = None
+        self._server: ServerEngine | None = None
+        self._on_server = False
+        self._watcher: Callable[[TRLEngine], None] | None = None
+        self._step: Callable[[], int] = lambda: 0
+        self.calls: list[Call] = []  # what was sampled; whoever reads it empties it
+        super().__init__(*args, **kwargs)
+        if self._uses_adapter and self.source.adapter() is None:
+            raise ValueError(
+                "engine.transfer must not be 'adapter' here: that takes a PEFT model with plain LoRA on linear layers "
+                "(no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
+            )
+
+    def watch(self, watcher: Callable[[TRLEngine], None], *, step: Callable[[], int]) -> None:
+        """Call ``watcher`` after every sync; ``step()`` is the version of the trainer's weights."""
+        self._watcher, self._step = watcher, step
+
+    @property
+    def version(self) -> int:
+        """Version of the trainer's weights now."""
+        return self._step()
+
+    @property
+    def source(self) -> TrainerWeights:
+        """The trainer's weights."""
+        return TrainerWeights(self)
+
+    @property
+    def server(self) -> ServerEngine | None:
+        """The server that this rank talks to."""
+        return self._server
+
+    @property
+    def _uses_adapter(self) -> bool:
+        return self.settings.transfer == "adapter"
+
+    # ------------------------------------------------------------------------------------------------------- start
+
+    def _init_vllm(self) -> None:
+        if self.mode == "colocate":
+            self._start_in_process()
+        elif self.settings.on_server(self.accelerator.device.type):
+            self._connect()
+        else:
+            super()._init_vllm()
+
+    def _start_in_process(self) -> None:
+        self.settings.check_colocate()
+        prepare_environment()
+        arguments = {**self._default_arguments(), **self.settings.arguments}
+        with rebound(vllm_generation, LLM=partial(_build_llm, vllm_generation.LLM, arguments)):
+            super()._init_vllm()
+        if self.settings.return_routing:
+            self.llm = RoutedLLM(self.llm)
+            self.routes = self.llm.store
+        if self._uses_adapter:
+            self._adapters = AdapterFolder()
+            self.llm = WithAdapter(self.llm, self._adapters)
+
+    def _default_arguments(self) -> dict[str, Any]:
+        """On CPU load the engine in the trainer's dtype: vLLM's "auto" would read float32 as bfloat16, slowly."""
+        arguments = cpu_arguments()
+        if self._on_cpu:
+            arguments["dtype"] = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        if self.settings.return_routing:
+            arguments |= routing_arguments()
+        if self._uses_adapter:
+            arguments |= lora_arguments(max(config.r for config in self.model.peft_config.values()))
+        return arguments
+
+    @property
+    def _on_cpu(self) -> bool:
+        return bool(self.accelerator.device.type == "cpu")
+
+    def _connect(self) -> None:
+        """The main rank talks to the server; the others only take part in gathering weights."""
+        self.settings.check_server()
+        self._on_server = True
+        if self.settings.return_routing:
+            self.routes = RouteStore()
+        if self.accelerator.is_main_process:
+            self._server = ServerEngine(
+                self.server_base_url or f"http://{self.server_host}:{self.server_port}",
+                folder=self._folder,
+                transfer=self.settings.server_transfer,
+                weight_rounding=self.settings.weight_rounding,
+                return_routing=self.settings.return_routing,
+                patience=self.settings.patience(start_timeout=self.server_timeout),
+            )
+        self.accelerator.wait_for_everyone()
+
+    # ----------------------------------------------------------------------------------------------------- weights
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        named = super()._iter_named_params() if self._is_fsdp1 else ModelWeights(self.model).merged()
+        rounding = self.settings.weight_rounding if self.mode == "colocate" else None
+        return named if rounding is None else round_weights(named, rounding)
+
+    @property
+    def _is_fsdp1(self) -> bool:
+        return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
+
+    def sync_weights(self) -> None:
+        """Give the engine the trainer's weights; ``last_sync`` says what that took."""
+        with self.quiet():
+            self._replace_weights()
+
+    def _replace_weights(self) -> None:
+        start = time.monotonic()
+        kind, size = "memory", 0
+        if self._on_server:
+            self._sync_server()
+            kind, size = ("folder", 0) if self._server is None else (self._sent.kind, self._sent.bytes)
+        elif self._adapters is not None:
+            kind, size = "adapter", self._adapters.load(self._own_adapter(), self.version)
+        elif self.mode == "colocate" and self._on_cpu:
+            size = reload_in_process(self.llm, self._iter_named_params())
+        else:
+            super().sync_weights()
+            if self.mode == "colocate":
+                forget_old_keys(self.llm)  # TRL leaves out what a connector keeps
+            kind = "nccl" if self.mode == "server" else "memory"
+        self.last_sync = SyncReport(version=self.version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+        if self._watcher is not None:
+            self._watcher(self)
+
+    def _sync_server(self) -> None:
+        """All ranks gather, the main one sends; if it fails, all raise."""
+        takes_adapter = [self._server is not None and self._server.takes_adapter]
+        broadcast_object_list(takes_adapter, from_process=0)
+        outcome: list[Any] = [None]
+        if self._server is not None:
+            outcome = [self._send(self._server)]
+        elif not takes_adapter[0] or self.source.adapter() is None:
+            for _ in self.source.merged():
+                pass
+        broadcast_object_list(outcome, from_process=0)
+        if isinstance(outcome[0], EngineError):
+            raise outcome[0]
+
+    def _send(self, server: ServerEngine) -> EngineError | None:
+        source = self.source
+        server.bind(source)
+        try:
+            self._sent = server.sync_weights(self.version)
+        except EngineError as error:
+            source.finish()
+            return error
+        return None
+
+    def _own_adapter(self) -> Adapter:
+        adapter = self.source.adapter()
+        if adapter is None:
+            raise EngineError("The adapter can no longer be sent alone: something else became trainable.")
+        return adapter
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]] | None:
+        """The engine's log-probs of a probe (temperature 1); None on ranks that do not talk to it."""
+        if self.mode == "colocate":
+            return score_in_process(self.llm, ids)
+        if self._server is not None:
+            return self._server.score(ids)
+        if not self.accelerator.is_main_process:
+            return None
+        rows = [list(row) for row in ids]
+        answer = self.vllm_client.get_sequence_logprobs(rows, prompt_lengths=[1] * len(rows), top_logprobs=1)
+        return [[place[0] for place in row] for row in answer["actual_logprobs"]]
+
+    # ---------------------------------------------------------------------------------------------------- sampling
+
+    def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
+        """TRL's contract: (prompt ids, completion ids, log-probs (rows, tokens, 1), their token ids)."""
+        inner = self._generate_on_server if self._on_server else super().generate
+        answer = inner(prompts, images, num_generations, profiler)
+        self.calls += map(Call, prompts, answer[1])
+        return answer
+
+    def _generate_on_server(self, prompts: list[list[int]], images: Any, num_generations: int, _: Any) -> Any:
+        if any(image is not None for image in images or ()):
+            raise NotImplementedError("images must be None with engine.transfer folder or adapter; use nccl.")
+        if self.ahead is not None and self.model.training:
+            return self.ahead.generate(prompts, num_generations)
+        found = self._sampled(gather_object([prompts]), num_generations)
+        if isinstance(found, EngineError):
+            raise found
+        ids, logps, routes = found
+        if self.routes is not None:
+            for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
+                self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
+        return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
+
+    def _sampled(self, prompts: list[list[list[int]]], n: int) -> Any:
+        """What the server sampled for the prompts of this rank, or the error that all ranks are to raise.
+
+        Args:
+            prompts: by rank; the main one asks.
+            n: each prompt stands so many times in a row, for as many completions.
+        """
+        parts: list[Any] = []
+        if self._server is not None:
+            try:
+                asked = [row for rank in prompts for row in rank][::n]
+                rollouts = self._server.generate(asked, self._sampling(), n=n)
+            except EngineError as error:
+                parts = [error] * len(prompts)
+            else:
+                found = (
+                    rollouts.completion_ids,
+                    rollouts.sampling_per_token_logps or [],
+                    rollouts.routed_experts or [],
+                )
+                ends = list(accumulate(map(len, prompts), initial=0))
+                parts = [tuple(part[i:j] for part in found) for i, j in pairwise(ends)]
+        return scattered(parts)
+
+    def _sampling(self) -> Sampling:
+        extra = {"repetition_penalty": self.repetition_penalty, **(self.generation_kwargs or {})}
+        if self.structured_outputs_regex is not None:
+            extra["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        return Sampling(
+            max_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            extra=extra,
+        )
+
+
+def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
+    return llm_class(**{**kwargs, **overrides})
+
+
+@contextmanager
+def trl_engine(engine: dict[str, Any] | None, *, folder: Path) -> Iterator[None]:
+    """While active, a GRPOTrainer that is built uses :class:`TRLEngine` with these settings."""
+    settings = EngineSettings.parse(engine)
+    with rebound(grpo_trainer, VLLMGeneration=partial(TRLEngine, settings=settings, folder=folder)):
+        yield

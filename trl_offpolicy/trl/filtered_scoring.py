@@ -1,0 +1,249 @@
+"""Scoring on the distribution that the engine truncated: TRL's forward with this kit's LM head in its place.
+
+TRL's fused head gives log-probs of the whole distribution; under top-p, top-k or min-p the engine's are of the kept
+tokens alone, and old/sampling is off by the kept mass. Here the trainer cuts its own distribution by the engine's
+rules. All around the projection stays TRL's: the wrapped model's forward, gathering of a sharded head, autocast.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer import utils
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from trl_offpolicy.engines.checks import as_vllm_keeps, truncation_of
+from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
+from trl_offpolicy.functional.truncated_sampling import Truncation
+from trl_offpolicy.objective.rollout_stats import support_stats
+from trl_offpolicy.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+_NO_IMAGES = "must be neutral with images (their scoring under a truncated distribution is not implemented)"
+
+
+class FilteredScoring:
+    """Wraps TRL's ``_get_per_token_logps_and_entropies``; without a truncation it does nothing.
+
+    The current and the old policy are scored on the truncated distribution. The reference model stays whole: with ref
+    over all tokens and pi over the kept ones S, E[log pi - log ref] is KL(pi || ref_S) - log ref(S), whose gradient is
+    that of KL(pi || ref_S) (ref_S: ref renormalised on S); k3 gives ref(S) times the gradient of KL(ref_S || pi). A
+    reference cut by its own filter would have another support: there the KL is infinite and its estimators biased.
+
+    Args:
+        truncation: the engine's.
+    """
+
+    def __init__(self, truncation: Truncation) -> None:
+        self.truncation = truncation
+        self._outside: Tensor | None = None
+
+    def __call__(
+        self,
+        score: Callable[..., Any],
+        reference: Any,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        *,
+        kept_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What ``score`` returns: (log-probs (B, T), entropies, auxiliary loss).
+
+        Args:
+            score: TRL's bound method.
+            reference: TRL's ``ref_model``; scored as it is.
+            model: the model to score, wrapped or not.
+            input_ids: (B, L) prompt and completion.
+            attention_mask: (B, L).
+            logits_to_keep: T.
+            batch_size: rows a forward; None = all.
+            kept_ids: (B, T, K) ids that the engine kept, padded with -1; they take the place of the filter.
+            **kwargs: TRL's.
+
+        Raises:
+            NotImplementedError: images, or a prompt-learning adapter.
+            RuntimeError: TRL's forward did not use the head.
+        """
+        arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size)
+        if (not self.truncation and kept_ids is None) or scores_reference(model, reference):
+            return score(*arguments, **kwargs)
+        _require_text(model, kwargs)
+        valid = _scored_positions(attention_mask, logits_to_keep)
+        head = _Head(self.truncation, valid, kept_ids, batch_size or len(input_ids))
+        with _head_of_trl(head):
+            result = score(*arguments, **kwargs)
+        self._outside = head.outside()[:, -logits_to_keep:]
+        return result
+
+    def stats(self, mask: Tensor) -> Stats:
+        """``rollout/outside_fraction``: share of the sampled tokens that the trainer, scoring last, would have cut.
+
+        Args:
+            mask: (B, T) bool: trainable tokens.
+        """
+        if self._outside is None:
+            return Stats({})
+        return support_stats(self._outside, mask)
+
+
+def filtered_scoring(args: Any) -> FilteredScoring:
+    """The scoring that goes with the sampling options of a ``GRPOConfig``; says once that it cuts.
+
+    Raises:
+        ValueError: an option outside of its range, or an engine that reports raw log-probs.
+    """
+    options = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "generation_kwargs")}
+    truncation = as_vllm_keeps(truncation_of(options))
+    engine = args.engine if isinstance(args.engine, Mapping) else {}
+    mode = engine.get("logprobs_mode", "processed_logprobs")
+    if mode != "processed_logprobs":
+        raise ValueError(
+            f"engine.logprobs_mode must be 'processed_logprobs' (of the distribution sampled from), but got {mode!r}."
+        )
+    if not truncation or not args.use_vllm:
+        return FilteredScoring(Truncation())
+    logger.warning(
+        "The engine truncates its distribution (%s): the trainer cuts its own alike. Log-probs, ratios and entropies "
+        "are of the kept tokens; the reference model stays whole.",
+        truncation,
+    )
+    return FilteredScoring(truncation)
+
+
+def scores_reference(model: Any, reference: Any) -> bool:
+    """True if ``model``, as it is set now, stands for the reference: TRL's ``ref_model``, or PEFT without its adapter.
+
+    TRL switches the adapter off, or to a frozen copy named "ref", while it scores the reference.
+    """
+    if reference is not None and model is reference:
+        return True
+    inner = _unwrapped(model)
+    return bool(getattr(inner, "_adapters_disabled", False)) or getattr(inner, "active_adapter", None) == "ref"
+
+
+def _unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _require_text(model: Any, kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("pixel_values") is not None:
+        raise NotImplementedError(f"top_p, top_k and min_p {_NO_IMAGES}.")
+    config = getattr(_unwrapped(model), "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise NotImplementedError("top_p, top_k and min_p must be neutral with a prompt-learning adapter.")
+
+
+def _scored_positions(attention_mask: Tensor, logits_to_keep: int) -> Tensor:
+    """(B, L - 1) bool: where TRL's head has a label."""
+    valid = attention_mask[:, 1:].bool()
+    scored = torch.arange(valid.shape[1], device=valid.device) >= valid.shape[1] - logits_to_keep
+    return valid & scored
+
+
+class _Head:
+    """Stands in for TRL's ``_ChunkedLogProbFunction`` during one scoring; called once a forward, in row order."""
+
+    def __init__(
+        self,
+        truncation: Truncation,
+        valid: Tensor,
+        kept_ids: Tensor | None,
+        batch_size: int,
+        temperature: float | None = None,
+    ) -> None:
+        self.truncation = truncation
+        self.temperature = temperature  # None = the one that TRL passes
+        self._valid = torch.split(valid, batch_size)
+        kept = None if kept_ids is None else torch.split(kept_ids, batch_size)
+        self._kept = [None] * len(self._valid) if kept is None else kept
+        self._outside: list[Tensor] = []
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        _chunk_size: int,
+        softcap: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """TRL's outputs (log_probs, entropy, log_sum_sq_probs, None, None) of all positions that TRL passes."""
+        call = len(self._outside)
+        if call == len(self._valid):
+            raise RuntimeError(
+                f"TRL's head was called more than {call} times in one scoring; its version does not fit."
+            )
+        valid, kept = self._valid[call], self._kept[call]
+        whole = len(targets) == valid.numel()  # TRL passes all positions where Triton does not run
+        rows = valid.flatten().nonzero().squeeze(1) if whole else None
+        out = truncated_log_probs(
+            hidden if rows is None else hidden[rows],
+            weight,
+            targets if rows is None else targets[rows],
+            bias=bias,
+            temperature=temperature if self.temperature is None else self.temperature,
+            truncation=self.truncation,
+            kept_ids=None if kept is None else kept[valid[:, -kept.shape[1] :]],
+            logit_scale=logit_scale,
+            softcap=softcap,
+            gather=maybe_gather_lm_head_ctx,
+        )
+        self._outside.append(torch.zeros_like(valid).masked_scatter(valid, out.outside))
+        return _as_trl(out, outputs, len(targets), rows)
+
+    def outside(self) -> Tensor:
+        """(B, L - 1) bool: sampled tokens that the trainer alone would have cut."""
+        if len(self._outside) != len(self._valid):
+            raise RuntimeError(
+                f"TRL's fused head must be called {len(self._valid)} times in this scoring, but was called "
+                f"{len(self._outside)} times: the model's forward is not the one TRL patched."
+            )
+        return torch.cat(self._outside)
+
+
+def _as_trl(
+    out: TruncatedLogProbs, outputs: tuple[str, ...], count: int, rows: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if unknown := {"mean_logits", "is_top1"} & set(outputs):
+        raise NotImplementedError(f"outputs must not hold {sorted(unknown)} under a truncated distribution.")
+
+    def placed(column: Tensor) -> Tensor:
+        return column if rows is None else column.new_zeros(count).index_copy(0, rows, column)
+
+    entropy = placed(out.entropies) if "entropy" in outputs else None
+    log_sum_sq = placed(out.sum_sq_probs.log()) if "log_sum_sq_probs" in outputs else None
+    return placed(out.log_probs), entropy, log_sum_sq, None, None
+
+
+@contextmanager
+def _head_of_trl(head: _Head) -> Iterator[None]:
+    """TRL's forward looks its projection up in the module at every call; the model's wrappers stay untouched."""
+    original = utils._ChunkedLogProbFunction
+    utils._ChunkedLogProbFunction = head
+    try:
+        yield
+    finally:
+        utils._ChunkedLogProbFunction = original
+
+
+@contextmanager
+def at_temperature_one(attention_mask: Tensor, logits_to_keep: int) -> Iterator[None]:
+    """Inside, TRL scores one forward of ``attention_mask`` (B, L) at temperature 1, on the whole distribution."""
+    valid = _scored_positions(attention_mask, logits_to_keep)
+    with _head_of_trl(_Head(Truncation(), valid, None, len(valid), temperature=1.0)):
+        yield

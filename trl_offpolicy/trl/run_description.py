@@ -1,0 +1,37 @@
+"""What ``run.json`` says of a run with TRL."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+
+from trl_offpolicy.engines.sampling_states import described
+from trl_offpolicy.presets import Preset
+from trl_offpolicy.run_folder.declared import declared_sides
+from trl_offpolicy.trl.checks import sampling_findings
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+
+
+def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> dict[str, Any]:
+    """The entries of ``run.json`` that describe the method; the doctor reads them beside the metrics."""
+    model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
+    config: Any = getattr(model, "config", None)
+    server = getattr(getattr(trainer, "vllm_generation", None), "server", None)
+    return {
+        "model": getattr(config, "_name_or_path", ""),
+        **preset.described(),
+        "advantages": "TRL's" if preset.advantages is None else repr(preset.advantages),
+        "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
+        "async_rollouts": args.async_rollouts,
+        "routing_replay": args.routing_replay,
+        "control": repr(args.control_spec),
+        "sampling_states": described(sampling_findings(args) + (() if server is None else server.findings)),
+        "declared": declared_sides(
+            model,
+            engine=cast("dict[str, Any] | None", args.engine) if args.use_vllm else None,
+            autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+            tools=bool(trainer.tools),
+            sampling={name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+        ),
+    }

@@ -1,0 +1,300 @@
+"""OffPolicyGRPOTrainer: TRL's GRPOTrainer with the loss of :class:`~trl_offpolicy.Objective`.
+
+The seam is ``_compute_loss``: log-probs once through TRL's own method, a PolicyBatch, the objective, its stats. Where
+TRL samples and learns with the same weights (aligned steps), old is the current policy and no extra forward is paid.
+What needs the whole generation batch (advantages, wide corrections) is decided in ``_generate_and_score_completions``.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from transformers import ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from trl_offpolicy.diagnosis.report.model_card import write_card
+from trl_offpolicy.metrics.trl_names import trl_names
+from trl_offpolicy.objective.coefficients import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
+from trl_offpolicy.objective.loss_terms import NONFINITE_CURRENT
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.objective.staging import Stages
+from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
+from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts.token_ids import TokenIdCheck
+from trl_offpolicy.run_folder.writer import RolloutRecorder
+from trl_offpolicy.stats import Stats
+from trl_offpolicy.trl.ahead import sample_ahead
+from trl_offpolicy.trl.callbacks import RunFolderCallback, ShortProgressCallback
+from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stages_of
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
+from trl_offpolicy.trl.control import supervise
+from trl_offpolicy.trl.engine import trl_engine
+from trl_offpolicy.trl.filtered_scoring import filtered_scoring
+from trl_offpolicy.trl.fused_head import as_if_aligned, sum_sq_probs
+from trl_offpolicy.trl.noise_floor import measured_noise_floor
+from trl_offpolicy.trl.routing import TrainerRouting, engine_options, scores_old
+from trl_offpolicy.trl.run_description import run_description
+from trl_offpolicy.trl.sync import kept_on_fault, watch_sync
+from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
+
+
+class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPO that knows which policy sampled each token. Takes what ``trl.GRPOTrainer`` takes.
+
+    Args:
+        args: an :class:`OffPolicyGRPOConfig`; its ``offpolicy`` field names the correction.
+
+    Raises:
+        TypeError: ``args`` is not an ``OffPolicyGRPOConfig``.
+        ValueError: the correction needs an engine with log-probs of its own and there is none, or the sampling
+            options make them incomparable.
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "trl-offpolicy"]
+    entropy_coef: float
+
+    def __init__(self, model: Any, reward_funcs: Any, args: OffPolicyGRPOConfig, *rest: Any, **kwargs: Any) -> None:
+        if not isinstance(args, OffPolicyGRPOConfig):
+            raise TypeError(f"args must be an OffPolicyGRPOConfig, but got {type(args).__name__}.")
+        has_rollout_func = kwargs.get("rollout_func") is not None
+        preset = resolve_preset(args, has_rollout_func=has_rollout_func)
+        self.objective: Objective = preset.objective
+        check_before_loading(args, self.objective, kwargs)
+        self._stages = stages_of(args, preset)
+        has_sampler = args.use_vllm or has_rollout_func
+        self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
+        self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
+        self._filtered = filtered_scoring(args)
+        with trl_engine(engine_options(args), folder=Path(args.output_dir) / "_engine_weights"):
+            super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        watch_sync(self)
+        self._routing = TrainerRouting(self)
+        self._ahead = sample_ahead(self)  # None: sample and learn in turn
+        self._token_ids = TokenIdCheck(self, args.check_token_ids)
+        self._kl = self.objective.kl  # its coefficient may move
+        self._window = StepWindow()
+        self._stats: dict[str, Stats] = {}
+        self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
+        self._row_counter = batches.RowCounter()
+        self._recorder = RolloutRecorder.of(self) if args.record_rollouts else None
+        info = run_description(args, preset, self)
+        if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
+            self.add_callback(ShortProgressCallback)
+        self.add_callback(RunFolderCallback(info, report=args.write_report, decode=self._tokenizer.decode))
+        self._control = supervise(self, args.control_spec, has_sampler=has_sampler)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    # ---------------------------------------------------------------------------------------------- generation batch
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Keep the rewards of every completion of all ranks; TRL's own batch does not carry them."""
+        by_function: Tensor = super()._calculate_rewards(*args, **kwargs)
+        self._rewards = by_function
+        return by_function
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """TRL's; read through a lookahead where prompts are sent to the engine before they are due."""
+        items = epoch_iterator if self._ahead is None else self._ahead.items(epoch_iterator)
+        return super().get_batch_samples(items, num_batches, device)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        aligned = as_if_aligned(self.args) if self._leave_out_old or self._old_here else nullcontext()
+        with aligned, kept_on_fault(self, self._recorder):
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self._add_stats(self._mode, self._token_ids(output))
+        output |= self._row_counter.fields(self, output, self._rewards)
+        output |= self._routing.engine_fields(output)
+        if self._old_here:
+            output["old_per_token_logps"] = self._score_old(output, self._mode, with_sums=False)[0]
+        if self._ahead is not None and self.model.training:
+            self._ahead.complete(output)
+        if self._stages is not None:
+            self._decide(output, self._stages, self._mode)
+        return output
+
+    def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
+        """Run what needs the whole generation batch, before TRL shuffles and splits it; its rows travel along."""
+        inputs = None
+        if stages.advantages is not None:
+            assert self._rewards is not None
+            rank = self.accelerator.process_index
+            inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank)
+        if stages.needs_old:
+            old, sums = output.get("old_per_token_logps"), None  # known where older weights were kept
+            if old is None or stages.needs_sum_sq_probs:
+                old, sums = self._score_old(output, mode, with_sums=stages.needs_sum_sq_probs)
+            if (name := "old_per_token_logps" if self._ahead is None else self._ahead.name_of_scores) is not None:
+                output.setdefault(name, old)
+            batch = batches.policy_batch(output, old, version=self.state.global_step, sum_sq_probs=sums)
+            decided = stages.decide(batch, inputs)
+        else:
+            assert inputs is not None
+            decided = stages.estimate(inputs)
+        output.update(decided.rows)
+        if self.objective.denominator == "kept" and decided.kept_tokens is not None:
+            output["kept_tokens"], output["kept_sequences"] = decided.kept_tokens, decided.kept_sequences
+        self._add_stats(mode, decided.stats)
+        if "advantages" in decided.rows:
+            # TRL has put its own into the table of completions
+            by_row = batches.row_advantages(output["advantages"], batches.trainable(output))
+            batches.replace_last(self._logs["advantages"], self.accelerator.gather(by_row).tolist())
+
+    def _score_old(self, output: dict[str, Any], mode: str, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
+        """(B, T) log-probs of the old policy and, if wanted, the sums of its squared probabilities; no gradient."""
+        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
+        head = {"temperature": self.temperature, "cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32}
+        with (
+            torch.no_grad(),
+            self._routing.recorded(self.model, output),
+            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+            sum_sq_probs(self.accelerator.unwrap_model(self.model), wanted=with_sums, **head) as sums,
+        ):
+            old = self._score(self.model, output, batch_size=size)[0]
+        return old, sums.completions(old.shape[1])
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; current and old policy on the distribution that the engine truncated."""
+        return self._filtered(super()._get_per_token_logps_and_entropies, self.ref_model, *args, **kwargs)
+
+    def _score(self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, **wanted: bool) -> Any:
+        """TRL's own scoring of the completions: (log-probs (B, T), entropies, auxiliary loss)."""
+        with self._routing.replayed(model, inputs):
+            return self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                inputs["completion_ids"].size(1),
+                batch_size,
+                **wanted,
+                **{name: inputs.get(name) for name in batches.MODEL_INPUTS},
+            )
+
+    # ---------------------------------------------------------------------------------------------------------- loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        mode = self._mode
+        logps, entropies, aux_loss = self._score(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        batch = batches.policy_batch(
+            inputs,
+            logps,
+            version=self.state.global_step,
+            entropies=entropies,
+            policy_mask=self._high_entropy_mask(inputs, entropies),
+        )
+        reduction = self._reduction(inputs, mode)
+        result = self._current_objective()(batch, reduction)
+        if result.average is not None:
+            inputs["past_average"] = result.average  # the dict is TRL's buffer: it comes back with its rows
+        self._add_stats(mode, result.stats.union(self._filtered.stats(batch.mask)).union(self._routing.stats()))
+        if mode == "train":
+            self._window.add(batch, result.stats)
+            if self.accelerator.sync_gradients:
+                self._end_step()
+        self._record(inputs, batch, result, mode)
+        if (noise_floor := measured_noise_floor(self, model, inputs, batch)) is not None:
+            self._add_stats(mode, noise_floor)
+        if self._entropy_bonus_enabled:
+            self._log_policy_loss(batch, result, reduction, mode)
+        return result.loss if aux_loss is None else result.loss + self._scaled_aux_loss(aux_loss, mode)
+
+    def _high_entropy_mask(self, inputs: dict[str, Any], entropies: Tensor) -> Tensor | None:
+        if self.top_entropy_quantile >= 1.0:
+            return None
+        mask = batches.trainable(inputs)
+        return cast("Tensor", self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile))
+
+    def _current_objective(self) -> Objective:
+        """The objective of the loss step, with the coefficients of this moment."""
+        objective = self.objective if self._stages is None else self._stages.late
+        if adapts(self._kl):
+            objective = replace(objective, kl=self._kl)
+        if not self.use_adaptive_entropy:
+            return objective
+        active = self._last_world_entropy <= self.args.entropy_target
+        return replace(objective, entropy_coef=self.entropy_coef if active else 0.0)
+
+    def _end_step(self) -> None:
+        """Once per optimizer step, the only wait for the device in the loss: stop on NaN, move the coefficients."""
+        together = adapts(self._kl) or self.use_adaptive_entropy
+        step = self._window.close(partial(self.accelerator.reduce, reduction="sum") if together else None)
+        if step.nonfinite > 0:
+            raise ValueError(NONFINITE_CURRENT)
+        if self._kl is not None and adapts(self._kl):
+            self._kl = next_kl(self._kl, step, world_size=self.accelerator.num_processes)
+        if self.use_adaptive_entropy:
+            self._last_world_entropy = step.mean_entropy
+            self.entropy_coef = next_entropy_coef(self.entropy_coef, step.mean_entropy, self.args)
+        if self._entropy_bonus_enabled:
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def _reduction(self, inputs: dict[str, Any], mode: str) -> Reduction:
+        by_token = self.loss_type in GLOBAL_TOKEN_LOSSES
+        return batches.trainer_reduction(self, inputs, train=mode == "train", by_token=by_token)
+
+    def _scaled_aux_loss(self, aux_loss: Tensor, mode: str) -> Tensor:
+        self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
+        scaled: Tensor = self.router_aux_loss_coef * aux_loss / accumulation
+        return scaled
+
+    # --------------------------------------------------------------------------------------------- what is measured
+
+    def _add_stats(self, mode: str, stats: Stats) -> None:
+        known = self._stats.get(mode)
+        self._stats[mode] = stats if known is None else known.merge(stats)
+
+    def _log_policy_loss(self, batch: PolicyBatch, result: ObjectiveOutput, reduction: Reduction, mode: str) -> None:
+        """TRL's ``policy_loss``: the loss without entropy bonus and accumulation scaling."""
+        whole = replace(reduction, accumulation=1)
+        loss = self.objective._reduce(result.per_token_loss.detach(), batch.mask, result.keep_mask, whole)
+        self._metrics[mode]["policy_loss"].append(self.accelerator.gather(loss).nanmean().item())
+
+    def _record(self, inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput, mode: str) -> None:
+        """Record each rollout once, on the first pass over it."""
+        window = self.args.steps_per_generation * self.num_iterations
+        if self._recorder is None or mode != "train" or self._step % window >= self.args.steps_per_generation:
+            return
+        self._recorder.add(self.state.global_step, **batches.recorded_rows(inputs, batch, result))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Reduce the stats over ranks with one collective, add them under TRL's and this kit's names, and log."""
+        mode = self._mode
+        if (stats := self._stats.pop(mode, None)) is not None:
+            values = stats.all_reduce(self.accelerator.gather).measured(stale=self._ahead is not None).compute()
+            for key, value in {**values, **trl_names(self.objective, values)}.items():
+                self._metrics[mode][key].append(value)
+        if self._recorder is not None:
+            self._recorder.flush()
+        super().log(logs, start_time)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's card, with the correction, its citation, the diagnosis table and the recipe."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero() and (Path(self.args.output_dir) / "metrics.jsonl").exists():
+            write_card(self.args.output_dir)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            save_state(folder, self._kl, self._control)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._kl = load_state(Path(checkpoint), self._kl, self._control)
