@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_module.streams import BatchPlan
 from trl_offpolicy.engines.engine import Rollouts
-from trl_offpolicy.objective.proximal import Average
+from trl_offpolicy.types import Average
 
 
 def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, Tensor]:

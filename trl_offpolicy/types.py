@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +18,7 @@ from trl_offpolicy.checks import check_not_negative, check_whole
 from trl_offpolicy.checks import check_number as check_number  # its old home
 from trl_offpolicy.checks import check_positive as check_positive
 from trl_offpolicy.functional.booleans import count_true
-
-if TYPE_CHECKING:
-    from trl_offpolicy.objective.proximal import Average
-    from trl_offpolicy.stats import Stats
+from trl_offpolicy.stats import Stats
 
 Ratio = Literal["old/sampling", "current/old", "current/sampling"]
 Scope = Literal["row", "group", "generation_batch", "micro_batch"]
@@ -60,6 +57,21 @@ _FLOAT_FIELDS = (
     "decided_weights",
 )
 _INTEGER_FIELDS = ("turn_ids", "policy_versions", "group_ids")
+
+
+@dataclass(frozen=True)
+class Average:
+    """A moving average of a batch's log-probs, kept by the trainer beside the rows that it belongs to.
+
+    Args:
+        logps: (B, T) float32, nats, no gradient.
+        count: policies averaged in it, for all rows or (B, 1) or (B, T) integer.
+        version: weight version of the last one; None = not known.
+    """
+
+    logps: Tensor
+    count: int | Tensor
+    version: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +167,7 @@ class PolicyBatch:
                 strange = value[(value != 0) & (value != 1)]  # NaN would count as True
                 if len(strange):
                     raise ValueError(f"{name} must be a bool or 0/1 tensor, but got {strange[0].item()}.")
-        if self.past_average is not None and not hasattr(self.past_average, "logps"):
+        if self.past_average is not None and not isinstance(self.past_average, Average):
             raise TypeError(f"past_average must be an Average or None, but got {type(self.past_average).__name__}.")
 
     def _check_shape(self, name: str) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from collapse_step import collapse_step
+
 from trl_offpolicy.control import collapse_risk
-from trl_offpolicy.control.collapse import collapse_step
 from trl_offpolicy.diagnosis import MetricsLog, read_metrics
 
 

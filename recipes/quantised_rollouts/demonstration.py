@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trl_offpolicy.run_folder.rollouts import Rollouts, read_rollouts
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 
 CONFIG = "recipes/quantised_rollouts/trainer.yaml"
 ENGINE = {"dtype": "float32", "enforce_eager": True, "seed": 0}
@@ -82,7 +82,7 @@ def launch(folder: Path, options: list[str]) -> float:
     return minutes
 
 
-def rollouts_in(folder: Path) -> Rollouts:
+def rollouts_in(folder: Path) -> RecordedRollouts:
     """The recorded rollouts of a run.
 
     Raises:
@@ -94,7 +94,7 @@ def rollouts_in(folder: Path) -> Rollouts:
     return found
 
 
-def band_of(rollouts: Rollouts, drops: float = DROPS) -> tuple[float, float]:
+def band_of(rollouts: RecordedRollouts, drops: float = DROPS) -> tuple[float, float]:
     """Quantiles of the geometric mean ratio in the first quarter of the steps, half of ``drops`` on each side."""
     sums = np.bincount(rollouts.row, rollouts.log_ratio, minlength=len(rollouts.steps))
     counts = np.bincount(rollouts.row, minlength=len(rollouts.steps))
@@ -103,7 +103,7 @@ def band_of(rollouts: Rollouts, drops: float = DROPS) -> tuple[float, float]:
     return round(float(low), 4), round(float(high), 4)
 
 
-def measured(rollouts: Rollouts) -> dict[str, float]:
+def measured(rollouts: RecordedRollouts) -> dict[str, float]:
     """KL(mu || pi_old) by k3 (nats a token), ESS of the tokens' uncorrected ratios, share of sequences dropped."""
     rho = np.exp(rollouts.log_ratio.astype(np.float64).clip(-20, 20))
     return {

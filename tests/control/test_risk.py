@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.collapse.collapse_step import collapse_step
 from trl_offpolicy.control import Risk, collapse_risk
-from trl_offpolicy.control.collapse import collapse_step
 from trl_offpolicy.control.risk import PARTS, ramp
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.run_folder.run_data import MetricsLog

@@ -50,11 +50,11 @@ def main() -> None:
     engine = ColocateEngine(str(folder), dtype="float32", max_model_len=64, enable_prefix_caching=True, block_size=32)
     before, after = tiny_model(), tiny_model(seed=1)
     found = {"same weights": measure(engine, before)}
-    reset = colocate.forget_old_keys
-    colocate.forget_old_keys = lambda llm: None  # type: ignore[assignment]
+    reset = colocate.reset_prefix_cache
+    colocate.reset_prefix_cache = lambda llm: None  # type: ignore[assignment]
     colocate.reload_in_process(engine.llm, after.named_parameters())
     found["kept"] = measure(engine, after)
-    colocate.forget_old_keys = reset
+    colocate.reset_prefix_cache = reset
     reset(engine.llm)
     found["reset"] = measure(engine, after)
     print(json.dumps(found))

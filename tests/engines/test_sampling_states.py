@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_offpolicy.engines.colocate import forget_old_keys
+from trl_offpolicy.engines.colocate import reset_prefix_cache
 from trl_offpolicy.engines.engine import EngineError, Sampling, SyncError
 from trl_offpolicy.engines.sampling_states import (
     ENGINE_RULES,
@@ -264,20 +264,20 @@ def test_a_server_that_cannot_be_corrected_for_is_refused():
 def test_the_cache_is_reset_and_proven(monkeypatch):
     monkeypatch.setattr(server_checks, "RESET_PAUSE", 0.0)
     client = Client(resets=[{"success": False}, {"success": False}, {"success": True}])
-    server_checks.forget_old_keys(client)
+    server_checks.reset_prefix_cache(client)
     assert client.posted == ["/reset_prefix_cache?reset_external=true"] * 3
-    server_checks.forget_old_keys(Client(resets=[None]))  # an older server says nothing
+    server_checks.reset_prefix_cache(Client(resets=[None]))  # an older server says nothing
     monkeypatch.setattr(server_checks, "RESET_PATIENCE", 0.0)
     with pytest.raises(SyncError, match="did not reset its prefix cache within 0 s: requests of another client"):
-        server_checks.forget_old_keys(Client(resets=[{"success": False}]))
+        server_checks.reset_prefix_cache(Client(resets=[{"success": False}]))
 
 
 def test_an_engine_in_this_process_must_reset_too():
     asked = []
-    forget_old_keys(SimpleNamespace(reset_prefix_cache=lambda **kwargs: asked.append(kwargs)))
+    reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda **kwargs: asked.append(kwargs)))
     assert asked == [{"reset_connector": True}]
     with pytest.raises(SyncError, match="it declined: requests are still running"):
-        forget_old_keys(SimpleNamespace(reset_prefix_cache=lambda **_: False))
+        reset_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda **_: False))
 
 
 def test_flags():

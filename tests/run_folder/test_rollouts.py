@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trl_offpolicy.run_folder.rollouts import Rollouts, fetch_rows, read_rollouts
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows, read_rollouts
 
 
-def _read(run: Path) -> Rollouts:
+def _read(run: Path) -> RecordedRollouts:
     rollouts = read_rollouts(run)
     assert rollouts is not None
     return rollouts

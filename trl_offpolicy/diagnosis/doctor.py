@@ -14,7 +14,7 @@ from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
 from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
-from trl_offpolicy.run_folder.rollouts import Rollouts, read_rollouts
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def examine(
 
 def judge(
     log: MetricsLog,
-    rollouts: Rollouts | None,
+    rollouts: RecordedRollouts | None,
     info: Mapping[str, Any],
     thresholds: Thresholds,
     *,
@@ -121,7 +121,7 @@ def judge(
     )
 
 
-def _attribution(found: Diagnosis, rollouts: Rollouts | None, info: Mapping[str, Any]) -> Attribution | None:
+def _attribution(found: Diagnosis, rollouts: RecordedRollouts | None, info: Mapping[str, Any]) -> Attribution | None:
     if rollouts is None or not any(one.cause == "engine_mismatch" for one in found.findings):
         return None
     return attribute_run(rollouts, info, steps=found.steps)

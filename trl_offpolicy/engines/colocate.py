@@ -138,11 +138,11 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     forget_expert_kernels(runner.model)
     runner.reload_weights(weights_iterator=counted())
-    forget_old_keys(llm)
+    reset_prefix_cache(llm)
     return size
 
 
-def forget_old_keys(llm: Any) -> None:
+def reset_prefix_cache(llm: Any) -> None:
     """Keys and values of the old weights must not be used again, also those that a connector keeps elsewhere.
 
     Raises:

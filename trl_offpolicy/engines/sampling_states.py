@@ -17,7 +17,7 @@ SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class SettingFinding:
     """One setting that makes the sampling policy different.
 
     Args:
@@ -100,7 +100,7 @@ _FORBIDDEN = {
 _OTHER_NAMES = {"structured_outputs_regex": "structured_outputs", "stop_token_ids": "stop"}
 
 
-def request_findings(options: Mapping[str, Any], *, device_type: str) -> tuple[Finding, ...]:
+def request_findings(options: Mapping[str, Any], *, device_type: str) -> tuple[SettingFinding, ...]:
     """What sampling options of the requests do to the policy. top_p, top_k and min_p are mirrored and no finding.
 
     Args:
@@ -110,19 +110,19 @@ def request_findings(options: Mapping[str, Any], *, device_type: str) -> tuple[F
     extra = dict(options.get("generation_kwargs") or {})
     chosen = {**options, **extra}
     found = [
-        Finding(severity=rule.severity, setting=f"{name}={chosen[name]}", reason=rule.reason, remedy=rule.remedy)
+        SettingFinding(severity=rule.severity, setting=f"{name}={chosen[name]}", reason=rule.reason, remedy=rule.remedy)
         for name, rule in _named(REQUEST_RULES, _OTHER_NAMES).items()
         if name in chosen and rule.applies(chosen[name])
     ]
     found += [
-        Finding(severity="refuse", setting=f"generation_kwargs.{name}", reason=why, remedy="leave it out")
+        SettingFinding(severity="refuse", setting=f"generation_kwargs.{name}", reason=why, remedy="leave it out")
         for name, why in _FORBIDDEN.items()
         if name in extra
     ]
     if extra.get("seed") is not None and device_type == "cpu":
         reason = "a seed per request stops vLLM's CPU engine"
         found.append(
-            Finding(severity="refuse", setting="generation_kwargs.seed", reason=reason, remedy="set engine.seed")
+            SettingFinding(severity="refuse", setting="generation_kwargs.seed", reason=reason, remedy="set engine.seed")
         )
     return tuple(found)
 
@@ -198,21 +198,25 @@ ENGINE_RULES: dict[str, tuple[Rule, ...]] = {
 }  # fmt: skip
 
 
-def engine_findings(arguments: Mapping[str, Any]) -> tuple[Finding, ...]:
+def engine_findings(arguments: Mapping[str, Any]) -> tuple[SettingFinding, ...]:
     """What arguments of an engine do to the policy.
 
     Args:
         arguments: of ``vllm.LLM``, or :func:`server_arguments`.
     """
     found = [
-        Finding(severity=rule.severity, setting=f"{name}={arguments[name]}", reason=rule.reason, remedy=rule.remedy)
+        SettingFinding(
+            severity=rule.severity, setting=f"{name}={arguments[name]}", reason=rule.reason, remedy=rule.remedy
+        )
         for name, rules in ENGINE_RULES.items()
         for rule in rules
         if name in arguments and rule.applies(arguments[name])
     ]
     if arguments.get("quantization") and arguments.get("enable_lora"):
         reason = "the adapter is applied to a rounded base here, to the whole one in the trainer"
-        found.append(Finding(severity="warn", setting="enable_lora", reason=reason, remedy="merge (transfer: memory)"))
+        found.append(
+            SettingFinding(severity="warn", setting="enable_lora", reason=reason, remedy="merge (transfer: memory)")
+        )
     return tuple(found)
 
 
@@ -260,7 +264,7 @@ def flag_arguments(flags: Sequence[str]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- what to do
 
 
-def judge(findings: Sequence[Finding], *, needs_sampling: bool) -> None:
+def judge(findings: Sequence[SettingFinding], *, needs_sampling: bool) -> None:
     """Refuse or warn.
 
     Args:
@@ -280,6 +284,6 @@ def judge(findings: Sequence[Finding], *, needs_sampling: bool) -> None:
             warnings.warn(f"The sampling policy is another one. {one}.", stacklevel=3)
 
 
-def described(findings: Sequence[Finding]) -> list[dict[str, str]]:
+def described(findings: Sequence[SettingFinding]) -> list[dict[str, str]]:
     """For ``run.json``."""
     return [asdict(one) for one in findings]

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from trl_offpolicy.functional.kl import MAX_KL_ERROR
 from trl_offpolicy.objective.kl import AdaptiveKL, KLPenalty
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
-
-if TYPE_CHECKING:
-    from trl import GRPOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +88,7 @@ def next_kl(kl: KLPenalty, step: StepSums, *, world_size: int) -> KLPenalty:
     return kl.updated(step.kl / step.tokens, step.responses * world_size) if step.tokens > 0 else kl
 
 
-def next_entropy_coef(coef: float, entropy: float, options: GRPOConfig) -> float:
+def next_entropy_coef(coef: float, entropy: float, options: Any) -> float:
     """TRL's controller: ``entropy_coef_delta`` up while the entropy is at most the target, else down; within bounds."""
     delta = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
     moved: float = min(max(coef + delta, options.entropy_coef_min), options.entropy_coef_max)

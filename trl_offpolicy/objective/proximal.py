@@ -14,22 +14,7 @@ from torch import Tensor
 
 from trl_offpolicy.checks import check_whole, check_within
 from trl_offpolicy.functional.proximal import averaged_logps, interpolated_logps
-from trl_offpolicy.types import PolicyBatch
-
-
-@dataclass(frozen=True)
-class Average:
-    """A moving average of a batch's log-probs, kept by the trainer beside the rows that it belongs to.
-
-    Args:
-        logps: (B, T) float32, nats, no gradient.
-        count: policies averaged in it, for all rows or (B, 1) or (B, T) integer.
-        version: weight version of the last one; None = not known.
-    """
-
-    logps: Tensor
-    count: int | Tensor
-    version: int | None = None
+from trl_offpolicy.types import Average, PolicyBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class RecordedRollouts:
     """The completions of a run, N in all, and their M observed tokens.
 
     A token is observed if it is trainable and both log-probs are finite; the others are only counted.
@@ -69,7 +69,7 @@ class Rollouts:
         return int(self.trainable.sum()) - len(self.row)
 
 
-def read_rollouts(run_dir: str | Path) -> Rollouts | None:
+def read_rollouts(run_dir: str | Path) -> RecordedRollouts | None:
     """Read ``run_dir/rollouts.parquet``, a file or a folder of parts; None where it is missing or empty.
 
     A part that is no parquet file (a run killed while writing) is skipped with a warning.
@@ -99,10 +99,10 @@ def read_rollouts(run_dir: str | Path) -> Rollouts | None:
     if not rows:
         return None
     columns: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return Rollouts(**columns, chunks=tuple(chunks), skipped_files=tuple(skipped))
+    return RecordedRollouts(**columns, chunks=tuple(chunks), skipped_files=tuple(skipped))
 
 
-def fetch_rows(rollouts: Rollouts, rows: Iterable[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
+def fetch_rows(rollouts: RecordedRollouts, rows: Iterable[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:
     """Read ``columns`` of some completions; absent columns are None. Only their row groups are opened."""
     import pyarrow.parquet as pq
 
@@ -140,7 +140,7 @@ def _tables(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _flatten(table: Any, first_row: int, path: Path) -> dict[str, Array]:
-    """The array fields of :class:`Rollouts` for one table."""
+    """The array fields of :class:`RecordedRollouts` for one table."""
     own_lengths = {name: _lengths(table, name) for name in TOKEN_COLUMNS if name in table.column_names}
     lengths = np.max(list(own_lengths.values()), axis=0)
     for name, own in own_lengths.items():

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
-from trl_offpolicy.engines.sampling_states import Finding, engine_findings, judge, request_findings
+from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, request_findings
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.functional.advantages import ScaleRewards
 from trl_offpolicy.objective.advantages import GRPO
@@ -54,7 +54,7 @@ def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout
     judge(sampling_findings(args), needs_sampling=objective.needs_sampling)
 
 
-def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[Finding, ...]:
+def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[SettingFinding, ...]:
     """What the configuration says about states in which vLLM's policy is another one; a server is asked later."""
     if not args.use_vllm:
         return ()

@@ -19,7 +19,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_offpolicy.engines.colocate import forget_old_keys, reload_in_process, score_in_process
+from trl_offpolicy.engines.colocate import reload_in_process, reset_prefix_cache, score_in_process
 from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.rounding import round_weights
@@ -175,7 +175,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         else:
             super().sync_weights()
             if self.mode == "colocate":
-                forget_old_keys(self.llm)  # TRL leaves out what a connector keeps
+                reset_prefix_cache(self.llm)  # TRL leaves out what a connector keeps
             kind = "nccl" if self.mode == "server" else "memory"
         self.last_sync = SyncReport(version=self.version, kind=kind, bytes=size, seconds=time.monotonic() - start)
         if self._watcher is not None:

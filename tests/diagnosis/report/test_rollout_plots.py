@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trl_offpolicy.diagnosis.report import rollout_numbers as stats
 from trl_offpolicy.diagnosis.report import rollout_plots
-from trl_offpolicy.diagnosis.report import rollout_stats as stats
 from trl_offpolicy.diagnosis.report.plots import figure_style
 from trl_offpolicy.run_folder.rollouts import read_rollouts
 

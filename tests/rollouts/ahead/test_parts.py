@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_offpolicy.rollouts.ahead.parts import CUT, Part, Response, padded_versions
+from trl_offpolicy.rollouts.ahead.parts import CUT, Part, ResponseInParts, padded_versions
 
 
 def part(*tokens: int, version: int, reason: str = CUT) -> Part:
@@ -12,7 +12,7 @@ def part(*tokens: int, version: int, reason: str = CUT) -> Part:
 
 
 def test_parts_in_order() -> None:
-    response = Response((part(7, 8, version=3),)).then(part(version=4)).then(part(9, version=5, reason="stop"))
+    response = ResponseInParts((part(7, 8, version=3),)).then(part(version=4)).then(part(9, version=5, reason="stop"))
 
     assert response.token_ids == [7, 8, 9]
     assert response.logps == [-0.7, -0.8, -0.9]
@@ -24,7 +24,7 @@ def test_parts_in_order() -> None:
     ("reason", "limit", "finished"), [("stop", 9, True), ("length", 9, True), (CUT, 9, False), (CUT, 2, True)]
 )
 def test_finished(reason: str, limit: int, finished: bool) -> None:
-    assert Response((part(7, 8, version=0, reason=reason),)).is_finished(limit) is finished
+    assert ResponseInParts((part(7, 8, version=0, reason=reason),)).is_finished(limit) is finished
 
 
 def test_one_log_prob_for_each_token() -> None:

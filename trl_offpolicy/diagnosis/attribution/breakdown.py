@@ -9,7 +9,7 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.evidence import Array, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import kl_k3, token_k3
-from trl_offpolicy.run_folder.rollouts import Rollouts
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts
 
 POSITIONS = 8
 LENGTHS = 4
@@ -119,13 +119,13 @@ def _kind(text: str) -> str:
     return "punctuation" if not any(letter.isalnum() for letter in core) else "other"
 
 
-def as_rollouts(evidence: TokenEvidence) -> Rollouts:
+def as_rollouts(evidence: TokenEvidence) -> RecordedRollouts:
     """The batch in the form that the rollout figures take: step 0, nothing dropped, no weights."""
     seen = evidence.observed
     row, position = np.nonzero(seen)
     log_ratio = (evidence.old_per_token_logps - evidence.sampling_per_token_logps)[seen]
     trainable = evidence.completion_mask.sum(1).astype(np.int64)
-    return Rollouts(
+    return RecordedRollouts(
         steps=np.zeros(len(seen), np.int64),
         trainable=trainable,
         kept=trainable,

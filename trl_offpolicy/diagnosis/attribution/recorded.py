@@ -12,7 +12,7 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import kl_k3
 from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS, OTHER_WEIGHTS
-from trl_offpolicy.run_folder.rollouts import Rollouts, fetch_rows
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 MOST_ROWS = 256
 """Completions looked at: the last ones."""
@@ -24,7 +24,7 @@ _EXTRAS = ("completion_ids", "group_id", "entropies")
 
 
 def recorded_evidence(
-    rollouts: Rollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
+    rollouts: RecordedRollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
 ) -> TokenEvidence | None:
     """The last recorded completions as evidence; None where no token has both log-probs.
 
@@ -56,7 +56,7 @@ def recorded_evidence(
 
 
 def attribute_run(
-    rollouts: Rollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
+    rollouts: RecordedRollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
 ) -> Attribution | None:
     """Why engine and trainer differ in the judged steps; None where no token has both log-probs.
 
@@ -82,7 +82,7 @@ def attribute_run(
     )  # fmt: skip
 
 
-def growth(rollouts: Rollouts, steps: tuple[int, int] | None) -> tuple[float, float] | None:
+def growth(rollouts: RecordedRollouts, steps: tuple[int, int] | None) -> tuple[float, float] | None:
     """KL k3 of the first tenth of the recorded steps and of the judged ones, if it began small and grew a lot."""
     at = rollouts.steps[rollouts.row]
     known = np.unique(at)
@@ -107,7 +107,7 @@ def _scattered(values: Any, row: Any, position: Any, shape: tuple[int, int]) -> 
     return out
 
 
-def _extras(rollouts: Rollouts, wanted: Any, shape: tuple[int, int]) -> dict[str, Any]:
+def _extras(rollouts: RecordedRollouts, wanted: Any, shape: tuple[int, int]) -> dict[str, Any]:
     """Token ids, prompt groups and entropies, those that every row has."""
     records = fetch_rows(rollouts, wanted.tolist(), _EXTRAS)
     columns = {name: [records[int(row)][name] for row in wanted] for name in _EXTRAS}

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-import trl_offpolicy as op
+from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.measure import noise_floor
+from trl_offpolicy.correction.terms import RawWeight
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, break_down
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
@@ -25,6 +26,7 @@ from trl_offpolicy.diagnosis.probe.sides import Sides, open_sides, render_prompt
 from trl_offpolicy.engines.checks import as_vllm_keeps
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.stats import PREFIX
+from trl_offpolicy.types import PolicyBatch
 
 Note = Callable[[str], None]
 
@@ -228,11 +230,11 @@ def measure(evidence: TokenEvidence) -> dict[str, float]:
         for values in (evidence.old_per_token_logps, evidence.sampling_per_token_logps, evidence.completion_mask)
     )
     groups = None if evidence.group_ids is None else torch.from_numpy(np.asarray(evidence.group_ids, np.int64))
-    batch = op.PolicyBatch(
+    batch = PolicyBatch(
         per_token_logps=old, old_per_token_logps=old, sampling_per_token_logps=mu, completion_mask=mask.bool(),
         advantages=torch.zeros(len(old)), group_ids=groups,
     )  # fmt: skip
-    stats = op.Correction(weight=op.RawWeight(level="token"), measure=("mismatch",))(batch).stats
+    stats = Correction(weight=RawWeight(level="token"), measure=("mismatch",))(batch).stats
     found = {key.removeprefix(PREFIX): value for key, value in stats.compute().items()}
     if evidence.rescored_per_token_logps is not None:
         again = np.isfinite(evidence.rescored_per_token_logps) & evidence.observed

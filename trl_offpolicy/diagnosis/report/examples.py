@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.report.page import render_rows
-from trl_offpolicy.diagnosis.report.rollout_stats import completion_states, largest_log_ratios
+from trl_offpolicy.diagnosis.report.rollout_numbers import completion_states, largest_log_ratios
 from trl_offpolicy.diagnosis.report.summary import format_number
-from trl_offpolicy.run_folder.rollouts import Rollouts, fetch_rows
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 Decode = Callable[[list[int]], str]
 
@@ -27,7 +27,7 @@ MAX_TEXT = 1500
 STATE_NAMES = ("kept", "partly dropped", "dropped")
 
 
-def render_top_tokens(rollouts: Rollouts, decode: Decode | None) -> str:
+def render_top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> str:
     """Table of the TOP_TOKENS largest |log-ratio|, each with its text (or token ids) around it."""
     tokens = largest_log_ratios(rollouts, TOP_TOKENS)
     records = fetch_rows(rollouts, rollouts.row[tokens].tolist(), ("completion_ids", "completion"))
@@ -69,7 +69,7 @@ def _context(record: dict[str, Any], position: int, decode: Decode | None) -> st
     return marked if decode else f'{marked}<br><span class="soft">{escape(text)}</span>'
 
 
-def render_examples(rollouts: Rollouts) -> str:
+def render_examples(rollouts: RecordedRollouts) -> str:
     """Completions of the first and the last recorded step with reward and fate."""
     first, last = int(rollouts.steps.min()), int(rollouts.steps.max())
     chosen = [*_spread(rollouts, first), *(_spread(rollouts, last) if last != first else ())]
@@ -78,7 +78,7 @@ def render_examples(rollouts: Rollouts) -> str:
     return "\n".join(_render_example(rollouts, row, records[row], STATE_NAMES[states[row]]) for row in chosen)
 
 
-def _spread(rollouts: Rollouts, step: int) -> Sequence[int]:
+def _spread(rollouts: RecordedRollouts, step: int) -> Sequence[int]:
     """Rows of a step, evenly spaced so that they come from different prompts."""
     rows = np.flatnonzero(rollouts.steps == step)
     places = np.linspace(0, len(rows) - 1, min(EXAMPLES_PER_END, len(rows))).round().astype(int)
@@ -86,7 +86,7 @@ def _spread(rollouts: Rollouts, step: int) -> Sequence[int]:
     return chosen
 
 
-def _render_example(rollouts: Rollouts, row: int, record: dict[str, Any], state: str) -> str:
+def _render_example(rollouts: RecordedRollouts, row: int, record: dict[str, Any], state: str) -> str:
     facts = [f"step {rollouts.steps[row]}", f"reward {_number(record['reward'])}"]
     facts += [f"advantage {_number(record['advantage'])}", f"{rollouts.trainable[row]} tokens", state]
     prompt, completion = (escape(shorten(str(record[name] or ""))) for name in ("prompt", "completion"))

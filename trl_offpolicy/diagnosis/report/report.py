@@ -8,12 +8,12 @@ from trl_offpolicy.diagnosis.doctor import judge
 from trl_offpolicy.diagnosis.report import page
 from trl_offpolicy.diagnosis.report.doctor_page import render_findings
 from trl_offpolicy.diagnosis.report.examples import Decode, render_examples, render_top_tokens
-from trl_offpolicy.diagnosis.report.rollout_stats import kl_k1
+from trl_offpolicy.diagnosis.report.rollout_numbers import kl_k1
 from trl_offpolicy.diagnosis.report.statement import describe_run
 from trl_offpolicy.diagnosis.report.step_plots import draw_step_figures
 from trl_offpolicy.diagnosis.report.summary import format_number, summarize_log
 from trl_offpolicy.diagnosis.thresholds import Thresholds
-from trl_offpolicy.run_folder.rollouts import Rollouts, read_rollouts
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
 
 REPORT_FILE = "report.html"
@@ -52,7 +52,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
     return path
 
 
-def _rollout_sections(rollouts: Rollouts | None, decode: Decode | None) -> list[str]:
+def _rollout_sections(rollouts: RecordedRollouts | None, decode: Decode | None) -> list[str]:
     if rollouts is None:
         missing = "No rollouts to show (rollouts.parquet is missing, empty or unreadable): metrics only."
         return [page.render_section("Tokens and sequences", page.render_note(missing))]
@@ -75,7 +75,7 @@ def _rollout_sections(rollouts: Rollouts | None, decode: Decode | None) -> list[
     ]
 
 
-def _describe_rollouts(rollouts: Rollouts) -> str:
+def _describe_rollouts(rollouts: RecordedRollouts) -> str:
     trainable = int(rollouts.trainable.sum())
     first, last = rollouts.steps.min(), rollouts.steps.max()
     text = f"{len(rollouts.steps)} completions of steps {first} to {last} with {trainable} trainable tokens."

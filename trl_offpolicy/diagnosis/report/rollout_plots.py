@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.report import rollout_stats as stats
+from trl_offpolicy.diagnosis.report import rollout_numbers as stats
 from trl_offpolicy.diagnosis.report.plots import (
     BLUE,
     GREEN,
@@ -19,7 +19,7 @@ from trl_offpolicy.diagnosis.report.plots import (
     to_svg,
 )
 from trl_offpolicy.diagnosis.verdict.antipatterns import LengthShares, length_shares
-from trl_offpolicy.run_folder.rollouts import Rollouts
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -38,7 +38,7 @@ _STATES = (
 )
 
 
-def draw_rollout_figures(rollouts: Rollouts) -> list[Panel]:
+def draw_rollout_figures(rollouts: RecordedRollouts) -> list[Panel]:
     """Draw every rollout figure; needs at least one observed token."""
     with figure_style():
         return [

@@ -15,7 +15,7 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.tree import Readings
-from trl_offpolicy.run_folder.rollouts import Rollouts
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts
 
 FEWEST_RESPONSES = 40
 """Below this the quarters by length are too small to compare."""
@@ -54,7 +54,7 @@ def find_antipatterns(
     readings: Readings,
     info: Mapping[str, Any],
     thresholds: Thresholds,
-    rollouts: Rollouts | None = None,
+    rollouts: RecordedRollouts | None = None,
 ) -> tuple[AntiPattern, ...]:
     """All anti-patterns that the numbers and the run's description show.
 
@@ -153,7 +153,7 @@ def _tools_behind_the_mean(readings: Readings, thresholds: Thresholds) -> AntiPa
     )
 
 
-def length_shares(rollouts: Rollouts) -> LengthShares | None:
+def length_shares(rollouts: RecordedRollouts) -> LengthShares | None:
     """Share of responses dropped as a whole in each quarter by length; None for fewer than 40 responses."""
     lengths, kept = rollouts.trainable, rollouts.kept
     order = np.argsort(lengths, kind="stable")
@@ -168,7 +168,7 @@ def length_shares(rollouts: Rollouts) -> LengthShares | None:
     )
 
 
-def _length_trap(rollouts: Rollouts, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
+def _length_trap(rollouts: RecordedRollouts, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
     shares = length_shares(rollouts)
     if shares is None or shares.longest[-1] == shares.longest[0]:
         return None

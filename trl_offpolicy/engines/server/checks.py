@@ -8,7 +8,7 @@ from typing import Any
 
 from trl_offpolicy.engines.cpu_experts import EXTENSION, ReloadsExperts
 from trl_offpolicy.engines.engine import EngineError, SyncError
-from trl_offpolicy.engines.sampling_states import Finding, engine_findings, judge, server_arguments
+from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, server_arguments
 from trl_offpolicy.engines.server.client import ServerClient
 
 RESET_PATIENCE, RESET_PAUSE = 60.0, 0.25  # seconds in all, and between two tries
@@ -29,7 +29,9 @@ def server_config(client: ServerClient, routes: Collection[str]) -> dict[str, An
     return config
 
 
-def require_ready(client: ServerClient, config: dict[str, Any], *, return_routing: bool = False) -> tuple[Finding, ...]:
+def require_ready(
+    client: ServerClient, config: dict[str, Any], *, return_routing: bool = False
+) -> tuple[SettingFinding, ...]:
     """The server reports what can be compared with the trainer; what else its configuration says.
 
     Raises:
@@ -60,7 +62,7 @@ def reload_method(config: dict[str, Any]) -> str:
     return ReloadsExperts.reload_experts.__name__ if extension == EXTENSION else "reload_weights"
 
 
-def forget_old_keys(client: ServerClient) -> None:
+def reset_prefix_cache(client: ServerClient) -> None:
     """Reset the prefix cache, also that of a connector; the server declines while requests hold keys and values.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.server.answers import sampled_logps, sampled_routes
-from trl_offpolicy.engines.server.checks import forget_old_keys, reload_method, require_ready, server_config
+from trl_offpolicy.engines.server.checks import reload_method, require_ready, reset_prefix_cache, server_config
 from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
 from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, write_adapter, write_weights
 from trl_offpolicy.engines.weights.source import WeightSource
@@ -206,7 +206,7 @@ class ServerEngine:
                 self._reload(target)
             else:
                 self._load_adapter(target)
-            forget_old_keys(self.client)
+            reset_prefix_cache(self.client)
             self.client.post("/update_weight_version", {"new_version": self._label})
         except Refused as error:
             raise SyncError(f"The vLLM server did not load {target}: {error}") from error

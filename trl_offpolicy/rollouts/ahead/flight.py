@@ -11,7 +11,7 @@ from queue import PriorityQueue
 from typing import Any, Protocol
 
 from trl_offpolicy.engines.engine import EngineError
-from trl_offpolicy.rollouts.ahead.parts import Part, Response
+from trl_offpolicy.rollouts.ahead.parts import Part, ResponseInParts
 
 WORKERS = 256
 _AGAIN = 0.05
@@ -38,8 +38,8 @@ class _Job:
     number: int
     prompt: list[int]
     options: dict[str, Any]
-    responses: list[Response]
-    future: Future[list[Response]] = field(default_factory=Future)
+    responses: list[ResponseInParts]
+    future: Future[list[ResponseInParts]] = field(default_factory=Future)
 
     @property
     def limit(self) -> int:
@@ -72,7 +72,7 @@ class Flight:
         self._closed = False
         self._requests = 0
 
-    def submit(self, prompt: Sequence[int], options: dict[str, Any], n: int) -> Future[list[Response]]:
+    def submit(self, prompt: Sequence[int], options: dict[str, Any], n: int) -> Future[list[ResponseInParts]]:
         """Ask for ``n`` responses to a prompt; returns at once.
 
         Args:
@@ -80,7 +80,7 @@ class Flight:
             options: fields of the request, with ``max_tokens``.
             n: responses.
         """
-        job = _Job(next(self._numbers), list(prompt), options, [Response(())] * n)
+        job = _Job(next(self._numbers), list(prompt), options, [ResponseInParts(())] * n)
         with self._gate:
             self._unfinished[job.number] = job
         self._put(job, range(n))

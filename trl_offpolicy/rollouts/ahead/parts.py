@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Response:
+class ResponseInParts:
     """Parts of one response, in order."""
 
     parts: tuple[Part, ...]
@@ -65,9 +65,9 @@ class Response:
         """False if it was cut before its end; a response of ``max_tokens`` has none left to sample."""
         return self.finish_reason != CUT or len(self.token_ids) >= max_tokens
 
-    def then(self, part: Part) -> Response:
+    def then(self, part: Part) -> ResponseInParts:
         """With one more part."""
-        return Response((*self.parts, part))
+        return ResponseInParts((*self.parts, part))
 
 
 def padded_versions(rows: Sequence[Sequence[int]], *, length: int, of_empty: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.rollouts.ahead.admission import Admission
 from trl_offpolicy.rollouts.ahead.flight import Flight
 from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, positions_ahead
-from trl_offpolicy.rollouts.ahead.parts import Response
+from trl_offpolicy.rollouts.ahead.parts import ResponseInParts
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 AHEAD_METRICS = ("wait_seconds",)
@@ -45,7 +45,7 @@ class _Batch:
 
     prompts: list[list[int]]
     version: int
-    responses: list[Future[list[Response]]]
+    responses: list[Future[list[ResponseInParts]]]
 
 
 class RolloutsAhead:
@@ -191,7 +191,7 @@ _OTHER_ROWS = EngineError(
 )
 
 
-def _landed(responses: list[Future[list[Response]]]) -> Landed | EngineError:
+def _landed(responses: list[Future[list[ResponseInParts]]]) -> Landed | EngineError:
     """The rows of a batch, once all are there; or the error that all ranks are to raise."""
     try:
         rows = [response for future in responses for response in future.result()]

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trl_offpolicy.diagnosis.report import rollout_stats as stats
-from trl_offpolicy.run_folder.rollouts import Rollouts, read_rollouts
+from trl_offpolicy.diagnosis.report import rollout_numbers as stats
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 
 
 @pytest.fixture
-def rollouts(write_run: Any, rollout_parts: Any) -> Rollouts:
+def rollouts(write_run: Any, rollout_parts: Any) -> RecordedRollouts:
     found = read_rollouts(write_run([], rollout_parts))
     assert found is not None
     return found
@@ -20,11 +20,11 @@ def rollouts(write_run: Any, rollout_parts: Any) -> Rollouts:
 
 def _tokens(
     log_ratio: Any, *, probability: Any = 0.5, position: Any = 0, weight: Any = 1.0, keep: Any = True
-) -> Rollouts:
+) -> RecordedRollouts:
     """One completion a token."""
     values = np.asarray(log_ratio, np.float32)
     n = len(values)
-    return Rollouts(
+    return RecordedRollouts(
         steps=np.zeros(n, np.int64),
         trainable=np.ones(n, np.int64),
         kept=np.broadcast_to(keep, n).astype(np.int64),
@@ -38,7 +38,7 @@ def _tokens(
     )
 
 
-def test_kl_k1_is_the_mean_of_sampling_minus_old(rollouts: Rollouts) -> None:
+def test_kl_k1_is_the_mean_of_sampling_minus_old(rollouts: RecordedRollouts) -> None:
     assert stats.kl_k1(rollouts) == pytest.approx((math.log(2) - math.log(1.5)) / 3, rel=1e-5)
 
 
@@ -110,7 +110,7 @@ def test_mean_by_probability_merges_tenths_that_are_all_one() -> None:
     assert only.mean == pytest.approx([0.2])
 
 
-def test_sequence_points_are_geometric_means_over_observed_tokens(rollouts: Rollouts) -> None:
+def test_sequence_points_are_geometric_means_over_observed_tokens(rollouts: RecordedRollouts) -> None:
     points = stats.sequence_points(rollouts)
     assert points.row.tolist() == [0, 2]
     assert points.length.tolist() == [2, 2]
@@ -118,7 +118,7 @@ def test_sequence_points_are_geometric_means_over_observed_tokens(rollouts: Roll
     assert points.state.tolist() == [stats.KEPT, stats.DROPPED]
 
 
-def test_completion_states_tell_partly_from_wholly_dropped(rollouts: Rollouts) -> None:
+def test_completion_states_tell_partly_from_wholly_dropped(rollouts: RecordedRollouts) -> None:
     changed = replace(rollouts, trainable=np.array([3, 3, 3]), kept=np.array([3, 1, 0]))
     assert stats.completion_states(changed).tolist() == [stats.KEPT, stats.PARTLY, stats.DROPPED]
     empty = replace(rollouts, trainable=np.array([0]), kept=np.array([0]))

@@ -1,4 +1,4 @@
-"""Numbers behind the rollout figures; pure functions of :class:`~trl_offpolicy.run_folder.rollouts.Rollouts`."""
+"""Numbers of the rollout figures: pure functions of the recorded rollouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-from trl_offpolicy.run_folder.rollouts import Rollouts
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts
 
 Array = NDArray[Any]
 
@@ -63,12 +63,12 @@ class SequencePoints(NamedTuple):
     state: Array
 
 
-def kl_k1(rollouts: Rollouts) -> float:
+def kl_k1(rollouts: RecordedRollouts) -> float:
     """KL(sampler || trainer) in nats a token over all observed tokens: mean of sampling - old."""
     return -float(np.mean(rollouts.log_ratio, dtype=np.float64))
 
 
-def ratio_histogram(rollouts: Rollouts) -> RatioHistogram:
+def ratio_histogram(rollouts: RecordedRollouts) -> RatioHistogram:
     """Histogram of the token ratio old/sampling before, and of the applied weights on kept tokens after."""
     log_ratio = rollouts.log_ratio
     core = float(np.quantile(np.abs(log_ratio), CORE_QUANTILE))
@@ -93,7 +93,7 @@ def _clipped_counts(values: Array, limit: float) -> tuple[Array, int]:
     return counts, int(np.count_nonzero(np.abs(values) > limit))
 
 
-def probability_grid(rollouts: Rollouts) -> Array:
+def probability_grid(rollouts: RecordedRollouts) -> Array:
     """(GRID_BINS, GRID_BINS) token counts over [0, 1]: rows trainer, columns sampler probability."""
     sampler = _grid_index(np.exp(rollouts.sampling_logp))
     trainer = _grid_index(np.exp(rollouts.sampling_logp + rollouts.log_ratio))
@@ -106,14 +106,14 @@ def _grid_index(probability: Array) -> Array:
     return index
 
 
-def mean_by_position(rollouts: Rollouts) -> BinnedMean:
+def mean_by_position(rollouts: RecordedRollouts) -> BinnedMean:
     """Mean |log-ratio| over the token's index in the response, in up to POSITION_BINS equal bins."""
     width = int(rollouts.position.max()) // POSITION_BINS + 1
     low = np.arange(0, int(rollouts.position.max()) + 1, width)
     return _binned_mean(rollouts, rollouts.position // width, low, low + width)
 
 
-def mean_by_probability(rollouts: Rollouts) -> BinnedMean:
+def mean_by_probability(rollouts: RecordedRollouts) -> BinnedMean:
     """Mean |log-ratio| in tenths of the tokens by sampler probability; tenths equal at 1 are merged."""
     probability = np.exp(rollouts.sampling_logp)
     edges = np.unique(np.quantile(probability, np.linspace(0, 1, 11)))
@@ -123,7 +123,7 @@ def mean_by_probability(rollouts: Rollouts) -> BinnedMean:
     return _binned_mean(rollouts, index, edges[:-1], edges[1:])
 
 
-def _binned_mean(rollouts: Rollouts, index: Array, low: Array, high: Array) -> BinnedMean:
+def _binned_mean(rollouts: RecordedRollouts, index: Array, low: Array, high: Array) -> BinnedMean:
     tokens = np.bincount(index, minlength=len(low))
     total = np.bincount(index, weights=np.abs(rollouts.log_ratio), minlength=len(low))
     shown = tokens >= min(FEWEST_TOKENS, tokens.max())
@@ -131,7 +131,7 @@ def _binned_mean(rollouts: Rollouts, index: Array, low: Array, high: Array) -> B
     return BinnedMean(low[shown], high[shown], total[shown] / tokens[shown], tokens[shown], left_out)
 
 
-def sequence_points(rollouts: Rollouts) -> SequencePoints:
+def sequence_points(rollouts: RecordedRollouts) -> SequencePoints:
     """Geometric mean of each completion's token ratios (log clamped to +-20), its length and its fate."""
     n = len(rollouts.steps)
     observed = np.bincount(rollouts.row, minlength=n)
@@ -145,13 +145,13 @@ def sequence_points(rollouts: Rollouts) -> SequencePoints:
     )
 
 
-def completion_states(rollouts: Rollouts) -> Array:
+def completion_states(rollouts: RecordedRollouts) -> Array:
     """(N,) KEPT (all trainable tokens), PARTLY or DROPPED (none of at least one)."""
     lost = rollouts.kept < rollouts.trainable
     return np.where(lost, np.where(rollouts.kept == 0, DROPPED, PARTLY), KEPT)
 
 
-def largest_log_ratios(rollouts: Rollouts, count: int) -> Array:
+def largest_log_ratios(rollouts: RecordedRollouts, count: int) -> Array:
     """Indices into the observed tokens of the ``count`` largest |log-ratio|, largest first."""
     size = np.abs(rollouts.log_ratio)
     top = np.argpartition(size, -count)[-count:] if count < size.size else np.arange(size.size)
