@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("ahead_run.py")
 AGREE = 2e-3
-"""Nats. Rounding of two float32 forwards grows with the position: up to 2.2e-4 among 8,000 tokens of responses of 200. The
-weights of another version are 3 nats away or more (both seen in four runs)."""
+"""Nats. Rounding of two float32 forwards grows with the position: up to 2.2e-4 among 8,000 tokens of responses of 200.
+The weights of another version are 3 nats away or more (both seen in four runs)."""
 
 
 @pytest.fixture(scope="module")
