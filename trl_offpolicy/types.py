@@ -17,7 +17,7 @@ from torch import Tensor
 from trl_offpolicy.checks import check_not_negative, check_whole
 from trl_offpolicy.checks import check_number as check_number  # its old home
 from trl_offpolicy.checks import check_positive as check_positive
-from trl_offpolicy.functional.booleans import count_true
+from trl_offpolicy.functional._fast import count_true
 from trl_offpolicy.stats import Stats
 
 Ratio = Literal["old/sampling", "current/old", "current/sampling"]

@@ -16,7 +16,7 @@ from trl_offpolicy.correction.ratio_table import RatioTable
 from trl_offpolicy.correction.terms import KeepTerm, Violations, Weight
 from trl_offpolicy.correction.terms.batchwide import check_group_rejections, check_kept_baseline
 from trl_offpolicy.correction.terms.inputs import is_late
-from trl_offpolicy.functional.booleans import as_float, both
+from trl_offpolicy.functional._fast import as_float, both
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
 from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Scope

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trl_offpolicy.correction.post_tool import post_tool_group
 from trl_offpolicy.correction.terms import Violations
-from trl_offpolicy.functional.booleans import both, count_true
+from trl_offpolicy.functional._fast import both, count_true
 from trl_offpolicy.functional.diagnostics import (
     RATIO_DIAGNOSTICS,
     WEIGHT_DIAGNOSTICS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.booleans import both, count_true
+from trl_offpolicy.functional._fast import both, count_true
 from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS, fraction, kl_k3
 from trl_offpolicy.functional.levels import turn_index
 from trl_offpolicy.functional.log_ratios import LogRatio, excess_of

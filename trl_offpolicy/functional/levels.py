@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.booleans import any_true, count_true
+from trl_offpolicy.functional._fast import any_true, count_true
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.blocks import row_blocks
-from trl_offpolicy.functional.booleans import as_float, both
+from trl_offpolicy.functional._fast import as_float, both, row_blocks
 
 LOG_RATIO_CLAMP = 20.0
 """Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do.

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.blocks import row_blocks
-from trl_offpolicy.functional.booleans import as_float
+from trl_offpolicy.functional._fast import as_float, row_blocks
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, exp_of, finite_or_zero, log_ratio
 
 HISTOGRAM_BINS = 240

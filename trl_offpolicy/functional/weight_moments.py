@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.blocks import row_blocks
-from trl_offpolicy.functional.booleans import as_float, count_true
+from trl_offpolicy.functional._fast import as_float, count_true, row_blocks
 from trl_offpolicy.functional.moments import Layout, Moments, dot
 
 WEIGHT_LAYOUT = Layout(

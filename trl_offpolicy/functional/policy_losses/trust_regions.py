@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.booleans import any_true
+from trl_offpolicy.functional._fast import any_true
 from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.masks import divergence as divergence_of
