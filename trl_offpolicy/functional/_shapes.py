@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def check_tokens(shape: Sequence[int], **tensors: Tensor | None) -> None:
-    """Raise unless every tensor is (B, T), which is ``shape``; None passes.
+    """Raise unless every tensor has exactly this ``shape``, which is (B, T) but where the function is elementwise.
 
     Raises:
         ValueError: the message names the argument.
@@ -21,7 +21,7 @@ def check_tokens(shape: Sequence[int], **tensors: Tensor | None) -> None:
 def check_tokens_or_rows(shape: Sequence[int], **tensors: Tensor | None) -> None:
     """Raise unless every tensor is (B, T), which is ``shape``, or (B, 1); None passes.
 
-    A size of 1 is let through everywhere, it broadcasts. What is found is above all (B,), which would be read as (1, T).
+    A size of 1 passes everywhere, as it broadcasts. What this finds above all is (B,), which would be read as (1, T).
 
     Raises:
         ValueError: the message names the argument.
@@ -54,3 +54,20 @@ def check_matrix(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dim() != 2:
             raise ValueError(f"{name} must have shape (B, T), but got {tuple(tensor.shape)}.")
+
+
+def check_broadcast(**tensors: Tensor | None) -> None:
+    """Raise unless all tensors broadcast to one (B, T) and none has another number of dimensions; None passes.
+
+    Raises:
+        ValueError: the message names the first argument that does not fit those before it.
+    """
+    rows = length = 1
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        check_matrix(**{name: tensor})
+        if (tensor.shape[0] not in (1, rows) and rows != 1) or (tensor.shape[1] not in (1, length) and length != 1):
+            raise ValueError(f"{name} must have shape {(rows, length)} or {(rows, 1)}, but got {tuple(tensor.shape)}.")
+        rows = tensor.shape[0] if rows == 1 else rows
+        length = tensor.shape[1] if length == 1 else length
