@@ -56,8 +56,8 @@ def reverse_k3(log_other_over_sampler: Tensor) -> Tensor:
         log_other_over_sampler: as :func:`k3`.
 
     Example:
-        >>> reverse_k3(torch.tensor([0.0, 1.0]))
-        tensor([0., 1.])
+        >>> reverse_k3(torch.tensor([0.0, 2.0, -1.0]))
+        tensor([0.0000, 8.3891, 0.2642])
     """
     log_ratios = log_other_over_sampler
     return exp_of(log_ratios) * log_ratios - expm1_of(log_ratios)  # not rho - 1, which is rounding noise near 1
