@@ -18,7 +18,7 @@ from trl_offpolicy.control import (
 )
 from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.objective.gradient_stats import gradient_variance
+from trl_offpolicy.objective.measure import gradient_variance
 from trl_offpolicy.run_folder.run_data import METRICS_FILE, read_metrics
 from trl_offpolicy.stats import PREFIX
 

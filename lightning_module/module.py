@@ -26,8 +26,7 @@ from lightning_module.validation import Validation
 from trl_offpolicy.correction.measure import noise_floor
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.collective import sum_ranks
-from trl_offpolicy.objective.loss_terms import NONFINITE_CURRENT
-from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.rollouts.batches import in_other_batches, loss_reduction, policy_batch, recorded_rows
 from trl_offpolicy.types import PolicyBatch, Reduction

@@ -13,7 +13,7 @@ from trl_offpolicy.engines.checks import as_vllm_keeps
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import Truncation
-from trl_offpolicy.objective.rollout_stats import support_stats
+from trl_offpolicy.objective.measure import support_stats
 from trl_offpolicy.stats import Stats
 
 

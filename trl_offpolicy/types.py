@@ -17,7 +17,7 @@ from torch import Tensor
 from trl_offpolicy.checks import check_not_negative, check_whole
 from trl_offpolicy.checks import check_number as check_number  # its old home
 from trl_offpolicy.checks import check_positive as check_positive
-from trl_offpolicy.functional.booleans import count_true
+from trl_offpolicy.functional._fast import count_true
 from trl_offpolicy.stats import Stats
 
 Ratio = Literal["old/sampling", "current/old", "current/sampling"]
@@ -76,7 +76,7 @@ class Average:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch:
-    """A batch of B responses padded to T >= 1 tokens. Fields are (B, T) unless said; None where absent.
+    """A batch of B responses padded to T >= 1 tokens. Fields are (B, T) where nothing else is given; None where absent.
 
     Args:
         per_token_logps: log pi, float; carries gradient.
@@ -105,7 +105,7 @@ class PolicyBatch:
 
     Raises:
         ValueError: a field's shape or device does not fit ``per_token_logps``, or a mask on the CPU holds something
-            besides 0 and 1 (on an accelerator nobody looks, so as not to wait for the device).
+            besides 0 and 1 (not checked on an accelerator, so as not to wait for the device).
         TypeError: a field is not a tensor, or its dtype is wrong.
     """
 
@@ -130,6 +130,17 @@ class PolicyBatch:
     past_average: Average | None = None
 
     def __post_init__(self) -> None:
+        self._check_tensors()
+        self._check_shapes()
+        self._check_dtypes()
+        self._check_masks()
+        if self.current_version is not None and type(self.current_version) is not int:
+            raise TypeError(f"current_version must be an int, but got {type(self.current_version).__name__}.")
+        if self.past_average is not None and not isinstance(self.past_average, Average):
+            raise TypeError(f"past_average must be an Average or None, but got {type(self.past_average).__name__}.")
+
+    def _check_tensors(self) -> None:
+        """All fields but two are tensors on one device."""
         for item in fields(self):
             if item.name in ("current_version", "past_average"):
                 continue
@@ -140,35 +151,19 @@ class PolicyBatch:
             if isinstance(value, Tensor) and value.device != self.per_token_logps.device:
                 where = f"{self.per_token_logps.device}, as per_token_logps is"
                 raise ValueError(f"{item.name} must be on {where}, but got {value.device}.")
-        if self.per_token_logps.dim() != 2:
-            raise ValueError(f"per_token_logps must have shape (B, T), but got {tuple(self.per_token_logps.shape)}.")
-        if self.per_token_logps.shape[1] == 0:
-            raise ValueError(
-                f"per_token_logps must have at least one token a row, but got {tuple(self.per_token_logps.shape)}."
-            )
+
+    def _check_shapes(self) -> None:
+        """``per_token_logps`` says what B and T are; every other field has to fit."""
+        shape = tuple(self.per_token_logps.shape)
+        if len(shape) != 2:
+            raise ValueError(f"per_token_logps must have shape (B, T), but got {shape}.")
+        if shape[1] == 0:
+            raise ValueError(f"per_token_logps must have at least one token a row, but got {shape}.")
         for name in (*_TOKEN_FIELDS, *_ROW_FIELDS, *_ROW_OR_TOKEN_FIELDS):
             self._check_shape(name)
-        self._check_group_rewards()
-        for name in _FLOAT_FIELDS:
-            value = getattr(self, name)
-            if value is not None and not value.is_floating_point():
-                raise TypeError(f"{name} must be a floating point tensor, but got {value.dtype}.")
-        for name in _INTEGER_FIELDS:
-            value = getattr(self, name)
-            if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
-                raise TypeError(f"{name} must be an integer tensor, but got {value.dtype}.")
-        if self.current_version is not None and type(self.current_version) is not int:
-            raise TypeError(f"current_version must be an int, but got {type(self.current_version).__name__}.")
-        for name in ("completion_mask", "policy_mask", "decided_keep"):
-            value = getattr(self, name)
-            if value is not None and value.is_complex():
-                raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {value.dtype}.")
-            if value is not None and value.dtype != torch.bool and value.device.type == "cpu":
-                strange = value[(value != 0) & (value != 1)]  # NaN would count as True
-                if len(strange):
-                    raise ValueError(f"{name} must be a bool or 0/1 tensor, but got {strange[0].item()}.")
-        if self.past_average is not None and not isinstance(self.past_average, Average):
-            raise TypeError(f"past_average must be an Average or None, but got {type(self.past_average).__name__}.")
+        groups = self.group_rewards
+        if groups is not None and (groups.dim() != 2 or len(groups) != shape[0]):
+            raise ValueError(f"group_rewards must have shape ({shape[0]}, G), but got {tuple(groups.shape)}.")
 
     def _check_shape(self, name: str) -> None:
         value = getattr(self, name)
@@ -184,15 +179,41 @@ class PolicyBatch:
             expected = " or ".join(str(shape) for shape in sorted(allowed, key=len))
             raise ValueError(f"{name} must have shape {expected}, but got {tuple(value.shape)}.")
 
-    def _check_group_rewards(self) -> None:
-        value, rows = self.group_rewards, len(self.per_token_logps)
-        if value is not None and (value.dim() != 2 or len(value) != rows):
-            raise ValueError(f"group_rewards must have shape ({rows}, G), but got {tuple(value.shape)}.")
+    def _check_dtypes(self) -> None:
+        for name in _FLOAT_FIELDS:
+            value = getattr(self, name)
+            if value is not None and not value.is_floating_point():
+                raise TypeError(f"{name} must be a floating point tensor, but got {value.dtype}.")
+        for name in _INTEGER_FIELDS:
+            value = getattr(self, name)
+            if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
+                raise TypeError(f"{name} must be an integer tensor, but got {value.dtype}.")
+
+    def _check_masks(self) -> None:
+        """Masks of another dtype hold 0 and 1; their values are looked at on the CPU only, where that waits for no one.
+
+        A NaN, for one, would count as True.
+        """
+        for name in ("completion_mask", "policy_mask", "decided_keep"):
+            value = getattr(self, name)
+            if value is None or value.dtype == torch.bool:
+                continue
+            if value.is_complex():
+                raise TypeError(f"{name} must be a bool or 0/1 tensor, but got {value.dtype}.")
+            if value.device.type == "cpu":
+                strange = value[(value != 0) & (value != 1)]
+                if len(strange):
+                    raise ValueError(f"{name} must be a bool or 0/1 tensor, but got {strange[0].item()}.")
 
     @cached_property
     def mask(self) -> Tensor:
         """(B, T) bool: the trainable tokens."""
         return self.completion_mask if self.completion_mask.dtype == torch.bool else self.completion_mask != 0
+
+    @property
+    def acting_mask(self) -> Tensor:
+        """(B, T) bool: the trainable tokens that take part in the policy term."""
+        return self.mask if self.policy_mask is None else self.mask & (self.policy_mask != 0)
 
     @cached_property
     def lengths(self) -> Tensor:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import trl_offpolicy as op
-from trl_offpolicy.objective.gradient_stats import gradient_variance
+from trl_offpolicy.objective.measure import gradient_variance
 from trl_offpolicy.run_folder.writer import append_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

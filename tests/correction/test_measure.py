@@ -306,7 +306,7 @@ def test_no_keep_stats_where_nothing_can_be_dropped():
 
 def test_term_names_number_repetitions_only():
     def named(*levels):
-        return term_names(Correction(keep=tuple(RatioBand(level=level, low=None, high=2.0) for level in levels)))
+        return term_names(tuple(RatioBand(level=level, low=None, high=2.0) for level in levels))
 
     assert named("token", "token", "token") == [
         "ratio_band_token",

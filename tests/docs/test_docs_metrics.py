@@ -17,7 +17,7 @@ from trl_offpolicy.engines.sync import SYNC_METRICS
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
 from trl_offpolicy.metrics import GROUP_METRICS, RATIO_METRICS, ROUTING_METRICS, VALUE_METRICS, WEIGHT_METRICS
-from trl_offpolicy.objective.gradient_stats import GRADIENT_METRICS
+from trl_offpolicy.objective.measure import GRADIENT_METRICS
 from trl_offpolicy.rollouts.ahead.queue import AHEAD_METRICS
 from trl_offpolicy.rollouts.token_ids import TOKEN_ID_METRICS
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS, WEIGHT_DIAGNOSTICS, fraction
+from trl_offpolicy.functional.kl import k3, reverse_k3
 from trl_offpolicy.functional.log_ratios import log_ratio
 from trl_offpolicy.functional.moments import Layout, fold_ratio_rows, moments, ratio_rows
 from trl_offpolicy.functional.weight_moments import weight_moments
+from trl_offpolicy.functional.weights import ess_fraction_of_logs
 
 NAN = float("nan")
 L = math.log(2)
@@ -117,6 +119,22 @@ def test_k3_is_never_negative(name, length):
     sample = ratio_moments(shift, torch.zeros(3, length), torch.ones(3, length).bool())
 
     assert RATIO_DIAGNOSTICS[name](sample).item() >= 0.0
+
+
+def test_moments_give_what_the_functions_by_token_give():
+    """One pass adds up rho - 1, (rho - 1) l, ...: KL k3, its reverse and the ESS of products must agree."""
+    generator = torch.Generator().manual_seed(0)
+    sampling = -torch.rand(8, 16, generator=generator)
+    old = sampling + 0.3 * torch.randn(8, 16, generator=generator)
+    mask = torch.rand(8, 16, generator=generator) < 0.7
+    log_ratios = (old - sampling)[mask].double()
+    products = torch.where(mask, old - sampling, 0.0).double().sum(-1)
+
+    got = {name: RATIO_DIAGNOSTICS[name](ratio_moments(old, sampling, mask)) for name in RATIO_DIAGNOSTICS}
+
+    assert got["kl_k3"].item() == pytest.approx(k3(log_ratios).mean().item(), rel=1e-5)
+    assert got["kl_reverse_k3"].item() == pytest.approx(reverse_k3(log_ratios).mean().item(), rel=1e-5)
+    assert got["ess_sequence"].item() == pytest.approx(ess_fraction_of_logs(products).item(), rel=1e-4)
 
 
 def test_pearson_without_variance():

@@ -12,14 +12,41 @@ from trl_offpolicy.functional.kl import (
     K2_GRADIENT,
     KL_ESTIMATORS,
     adaptive_kl_coef,
+    k3,
     kl_estimate,
     ratio_weighted_kl,
     reference_log_ratio,
+    reverse_k3,
     subtract_kl,
 )
 
 NAN, INF = float("nan"), float("inf")
 L = math.log(2)
+
+# ----------------------------------------------------------------------------------------- k3 of any two policies
+
+
+def test_k3_is_the_kl_from_the_sampler_and_reverse_k3_the_one_to_it():
+    """In expectation over a whole vocabulary; the two differ, so that neither the sign nor the direction may slip."""
+    sampler, other = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.3, 0.4]], dtype=torch.float64)
+    l = (other / sampler).log()  # noqa: E741 - as in the docstring
+
+    assert (sampler * k3(l)).sum().item() == pytest.approx((sampler * -l).sum().item(), rel=1e-9)
+    assert (sampler * reverse_k3(l)).sum().item() == pytest.approx((other * l).sum().item(), rel=1e-9)
+    assert (other * k3(-l)).sum().item() == pytest.approx((other * l).sum().item(), rel=1e-9)
+    torch.testing.assert_close(reverse_k3(l), l.exp() * k3(-l), rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("estimator", [k3, reverse_k3])
+def test_k3_of_small_log_ratios_is_not_rounding_and_has_their_gradient(estimator):
+    l = torch.tensor([1e-5, -1e-4, 3e-4, 1e-3], requires_grad=True)  # noqa: E741
+
+    value = estimator(l)
+    (slope,) = torch.autograd.grad(value.sum(), l)
+
+    torch.testing.assert_close(value, l.square() / 2, rtol=2e-2, atol=0.0)
+    torch.testing.assert_close(slope, l.detach(), rtol=2e-2, atol=0.0)
+
 
 # ----------------------------------------------------------------------------------------------- value, gradient
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_offpolicy.functional.advantages_groups import normalised_by_function, weighted_baseline
+from trl_offpolicy.functional.advantages import normalised_by_function, weighted_baseline
 from trl_offpolicy.functional.kl import ratio_weighted_kl
 from trl_offpolicy.functional.policy_losses import (
     aspo,

@@ -10,6 +10,8 @@ import torch
 from trl_offpolicy.functional.weights import (
     band_weight,
     ess_cap,
+    ess_fraction,
+    ess_fraction_of_logs,
     inside_band,
     prefix_bounds,
     prefix_min_weight,
@@ -111,6 +113,27 @@ def test_shaped_weight_is_half_at_gamma_and_below_one():
 
 
 # -------------------------------------------------------------------------------------------------------- ESS
+
+
+def test_ess_fraction_by_hand_of_equal_weights_and_of_none():
+    total, squares = torch.tensor([4.0, 6.0, 0.0]), torch.tensor([10.0, 18.0, 0.0])  # (1, 3), (3, 3), (0, 0)
+
+    close(ess_fraction(total, squares, 2), torch.tensor([0.8, 1.0, 0.0]))
+
+
+def test_ess_of_logs_is_that_of_the_weights_and_does_not_overflow():
+    logs = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
+
+    for shift in (0.0, 1000.0, -1000.0):
+        assert ess_fraction_of_logs(logs + shift).item() == pytest.approx(plain.ess(logs.exp().tolist()), rel=1e-6)
+
+
+def test_ess_cap_reaches_the_one_ess():
+    ratios = (2 * torch.randn(200, generator=torch.Generator().manual_seed(1)).double()).exp()
+
+    capped = ratios.clamp(max=ess_cap(ratios, target=0.6).double())
+
+    assert ess_fraction(capped.sum(), capped.square().sum(), 200).item() == pytest.approx(0.6, rel=1e-5)
 
 
 def test_ess_cap_by_hand():

@@ -8,7 +8,7 @@ import torch
 import trl_offpolicy as op
 from trl_offpolicy.metrics import GROUP_METRICS, VALUE_METRICS, KeepDroppedRewardMean, SyncSeconds, TermDroppedFraction
 from trl_offpolicy.metrics.groups import TermMetric
-from trl_offpolicy.objective.rollout_stats import support_stats
+from trl_offpolicy.objective.measure import support_stats
 
 BAND = op.RatioBand(level="token", low=0.9, high=1.1)
 

@@ -9,9 +9,13 @@ import torch
 import two_ranks
 
 import trl_offpolicy as op
-from trl_offpolicy.functional.advantages import group_advantages
-from trl_offpolicy.functional.advantages_groups import weighted_baseline
-from trl_offpolicy.functional.advantages_tokens import optimal_token_baseline, returns_to_go, score_energy
+from trl_offpolicy.functional.advantages import (
+    group_advantages,
+    optimal_token_baseline,
+    returns_to_go,
+    score_energy,
+    weighted_baseline,
+)
 from trl_offpolicy.functional.kl import subtract_kl
 
 A = op.advantages

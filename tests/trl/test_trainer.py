@@ -18,7 +18,7 @@ from trainer_runs import GENERATIONS, Engine, records, rollouts
 from trl_offpolicy import PolicyBatch
 from trl_offpolicy.control import CONTROL_METRICS
 from trl_offpolicy.objective import objective as objectives
-from trl_offpolicy.objective.gradient_stats import GRADIENT_METRICS
+from trl_offpolicy.objective.measure import GRADIENT_METRICS
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 

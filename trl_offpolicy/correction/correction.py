@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal, get_args
+from functools import cached_property, lru_cache
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_bool, check_choice, check_number
-from trl_offpolicy.correction import measure as correction_stats
-from trl_offpolicy.correction.compiling import run_compiled
+from trl_offpolicy.correction.measure import Evidence, Measure, WeightsUsed, collect, term_names
 from trl_offpolicy.correction.ratio_table import RatioTable
 from trl_offpolicy.correction.terms import KeepTerm, Violations, Weight
 from trl_offpolicy.correction.terms.batchwide import check_group_rejections, check_kept_baseline
 from trl_offpolicy.correction.terms.inputs import is_late
-from trl_offpolicy.functional.booleans import as_float, both
+from trl_offpolicy.functional._fast import as_float, both
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
 from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Scope
@@ -24,7 +23,6 @@ from trl_offpolicy.types import SCOPES, CorrectionOutput, PolicyBatch, Ratio, Sc
 Normalize = Literal["none", "original", "kept"]
 MeasureOn = Literal["original", "remaining"]
 Nonfinite = Literal["neutral", "drop", "raise"]
-Measure = Literal["mismatch", "kept", "staleness", "total"]
 NormalizeOver = Literal["generation_batch", "micro_batch"]
 Baseline = Literal["all", "kept"]
 _CHOICES = {
@@ -119,7 +117,7 @@ class Correction:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """The weights as a tuple."""
+        """``weight`` as a tuple, empty for None."""
         if self.weight is None:
             return ()
         return self.weight if isinstance(self.weight, tuple) else (self.weight,)
@@ -165,43 +163,61 @@ class Correction:
         late_keep = tuple(term for term in self.keep if is_late(term))
         early_weights = tuple(weight for weight in self.weights if not is_late(weight))
         late_weights = tuple(weight for weight in self.weights if is_late(weight))
+        self._check_order(early_weights, early_keep, late_keep)
+
+        # Weights are normalised where they are complete: ``_check_scopes`` and ``_check_order`` leave only one place.
+        normalize_early: Normalize = self.normalize
+        normalize_late: Normalize = "none"
+        if self.normalize_over == "micro_batch":
+            normalize_early, normalize_late = "none", self.normalize
+        # ``mismatch`` does not change after the rollouts. ``staleness`` and ``total`` are of the current policy. What
+        # is ``kept`` is known to whoever drops last.
+        measured_early: tuple[Measure, ...] = ("mismatch", "kept")
+        measured_late: tuple[Measure, ...] = ("staleness", "total")
+        if late_keep:
+            measured_early, measured_late = ("mismatch",), ("staleness", "total", "kept")
+        # Without a late part nothing is left to drop in the loss step; the early part has looked at the rest.
+        nonfinite_late = self.nonfinite if late_keep or late_weights else "neutral"
+        early = replace(
+            self,
+            weight=early_weights,
+            keep=early_keep,
+            normalize=normalize_early,
+            measure=self._measuring(measured_early),
+        )
+        late = replace(
+            self,
+            weight=late_weights,
+            keep=late_keep,
+            normalize=normalize_late,
+            baseline="all",  # advantages are made before the loss step
+            nonfinite=nonfinite_late,
+            measure=self._measuring(measured_late),
+        )
+        return early, late
+
+    def _check_order(
+        self, early_weights: tuple[Weight, ...], early_keep: tuple[KeepTerm, ...], late_keep: tuple[KeepTerm, ...]
+    ) -> None:
+        """Running the early parts first and the late ones after must be what the correction says."""
         in_order = self.keep == (*early_keep, *late_keep)
         if self.measure_on == "remaining" and late_keep and (early_weights or not in_order):
             raise ValueError(
                 "measure_on must be 'original' when a part of wide scope meets terms that are decided in the loss step "
                 f"({late_keep[0].name}), which drop tokens only after it was decided, but got 'remaining'."
             )
-        by_micro_batch = self.normalize_over == "micro_batch"
-        if self.normalize != "none" and by_micro_batch and early_weights:
+        if self.normalize != "none" and self.normalize_over == "micro_batch" and early_weights:
             raise ValueError(
                 f"normalize_over must be 'generation_batch' with a weight on {early_weights[0].ratio!r} that is "
                 "decided before the batch is split, but got 'micro_batch'."
             )
-        if self.normalize == "kept" and late_keep and not by_micro_batch:
+        if self.normalize == "kept" and late_keep and self.normalize_over != "micro_batch":
             raise ValueError(
                 f"normalize must not be 'kept' with terms that are decided in the loss step ({late_keep[0].name}): "
                 "what they keep is not known when the weights are normalised."
             )
-        seen_early = ("mismatch",) if late_keep else ("mismatch", "kept")
-        early = replace(
-            self,
-            weight=early_weights,
-            keep=early_keep,
-            normalize="none" if by_micro_batch else self.normalize,
-            measure=self._measuring(*seen_early),
-        )
-        late = replace(
-            self,
-            weight=late_weights,
-            keep=late_keep,
-            normalize=self.normalize if by_micro_batch else "none",
-            baseline="all",
-            nonfinite=self.nonfinite if late_keep or late_weights else "neutral",
-            measure=self._measuring("staleness", "total", *(("kept",) if late_keep else ())),
-        )
-        return early, late
 
-    def _measuring(self, *groups: Measure) -> tuple[Measure, ...]:
+    def _measuring(self, groups: tuple[Measure, ...]) -> tuple[Measure, ...]:
         return tuple(name for name in self.measure if name in groups)
 
     def __call__(self, batch: PolicyBatch) -> CorrectionOutput:
@@ -217,31 +233,37 @@ class Correction:
                 f"{sorted(self.required_ratios)}, but got None. Ask the engine for the log-probs of the sampled tokens."
             )
         with torch.no_grad():
-            return run_compiled(self, batch) if self.compiled else self.run(batch)
+            return _run_compiled(self, batch) if self.compiled else self._run(batch)
 
-    def run(self, batch: PolicyBatch) -> CorrectionOutput:
-        """The call without its check and without ``torch.no_grad``: what :mod:`.compiling` compiles."""
+    def _run(self, batch: PolicyBatch) -> CorrectionOutput:
+        """The call without its check and without ``torch.no_grad``: what torch.compile gets to see."""
         ratios = RatioTable(batch)
         base = self._usable(batch, ratios)
         decisions, keep = self._keep(batch, ratios, base)
         keep_mask = both(base, keep)
-        raw, bounded, shaped = self._weigh(ratios, base if self.measure_on == "original" else keep_mask, keep)
-        normalizer = None if bounded is None else self._normalizer(bounded, batch.mask, keep_mask)
-        applied = bounded if normalizer is None or bounded is None else bounded / normalizer
-        evidence = correction_stats.Evidence(
-            decisions, keep, keep_mask, base is not batch.mask, raw, bounded, shaped, applied, normalizer
+        measured = base if self.measure_on == "original" else keep_mask
+        weights = self._weigh(ratios, measured, keep, batch.mask, keep_mask)
+        stats = collect(
+            batch,
+            ratios,
+            Evidence(decisions, keep, keep_mask, base is not batch.mask, weights),
+            wanted=self.measure,
+            drops_nonfinite=self.nonfinite == "drop",
+            correct_threshold=self.correct_threshold,
         )
-        stats = correction_stats.collect(self, batch, ratios, evidence)
-        if batch.decided_weights is not None:
+        applied = None if weights is None else weights.applied
+        if batch.decided_weights is not None:  # of the part that ran before the batch was split
             decided = batch.decided_weights
             if decided.shape == batch.mask.shape:  # padding may hold anything
                 decided = torch.where(batch.mask, decided, 0.0)
             applied = decided if applied is None else applied * decided
+        if applied is None:
+            return CorrectionOutput(as_float(batch.mask), keep_mask, stats)
         return CorrectionOutput(
-            weights=as_float(batch.mask) if applied is None else torch.where(batch.mask, applied, 0.0),
+            weights=torch.where(batch.mask, applied, 0.0),
             keep_mask=keep_mask,
             stats=stats,
-            sequence_weights=applied if applied is not None and applied.shape[-1] == 1 else None,
+            sequence_weights=applied if applied.shape[-1] == 1 else None,
         )
 
     def _usable(self, batch: PolicyBatch, ratios: RatioTable) -> Tensor:
@@ -251,7 +273,7 @@ class Correction:
         usable = batch.mask
         read: set[Ratio] = set(self.required_ratios)
         if batch.decided_keep is not None and batch.sampling_per_token_logps is not None:
-            read.add("old/sampling")  # by the early part, and what it did not use is not measured later
+            read.add("old/sampling")  # the early part read it, and what it left out is not measured later either
         for ratio in sorted(read):
             observed = ratios[ratio].observed
             if self.nonfinite == "raise" and bool((batch.mask & ~observed).any()):
@@ -262,38 +284,44 @@ class Correction:
             usable = usable & observed
         return usable
 
-    def _keep(self, batch: PolicyBatch, ratios: RatioTable, base: Tensor) -> tuple[list[Violations], Tensor]:
-        """Each term's violations, and their joint keep mask: (B, 1) while all terms decide on sequences."""
+    def _keep(self, batch: PolicyBatch, ratios: RatioTable, base: Tensor) -> tuple[dict[str, Violations], Tensor]:
+        """Each term's violations, by its name in the metrics, and the joint keep mask.
+
+        The mask is (B, 1) while all terms decide on sequences: nothing then needs a second pass over the tokens.
+        """
         keep = torch.ones_like(base[:, :1]) if batch.decided_keep is None else batch.decided_keep != 0
-        decisions = []
-        for term in self.keep:
+        decisions = {}
+        for name, term in zip(term_names(self.keep), self.keep, strict=True):
             left = keep if base is batch.mask else base & keep
             measured = base if self.measure_on == "original" else both(base, keep)
             violations = term.violations(ratios.inputs(term.ratio, measured, keep=left))
-            decisions.append(violations)
+            decisions[name] = violations
             for violated in violations:
                 if violated is not None:
                     keep = keep & ~violated
         return decisions, keep
 
-    def _weigh(self, ratios: RatioTable, measured: Tensor, keep: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Product of the raw ratios and of the bounded weights, (B, 1) or (B, T); whether one is shaped."""
-        raw: Tensor | None = None
-        bounded: Tensor | None = None
-        shaped = False
-        for weight in self.weights:
-            one = weight.weigh(ratios.inputs(weight.ratio, measured, keep=keep))
-            raw = one.raw if raw is None else raw * one.raw
-            bounded = one.bounded if bounded is None else bounded * one.bounded
-            shaped = shaped or one.shaped
-        return raw, bounded, shaped
+    def _weigh(
+        self, ratios: RatioTable, measured: Tensor, keep: Tensor, mask: Tensor, keep_mask: Tensor
+    ) -> WeightsUsed | None:
+        """Product of all weights, raw, bounded and applied; None without any."""
+        if not self.weights:
+            return None
+        parts = [weight.weigh(ratios.inputs(weight.ratio, measured, keep=keep)) for weight in self.weights]
+        raw, bounded, shaped = parts[0].raw, parts[0].bounded, any(part.shaped for part in parts)
+        for part in parts[1:]:
+            raw, bounded = raw * part.raw, bounded * part.bounded
+        normalizer = self._normalizer(bounded, mask, keep_mask)
+        applied = bounded if normalizer is None else bounded / normalizer
+        return WeightsUsed(raw, bounded, shaped, applied, normalizer)
 
     def _normalizer(self, weights: Tensor, mask: Tensor, keep_mask: Tensor) -> Tensor | None:
         """0-d mean weight over tokens (or non-empty sequences) and ranks; 1 where it vanishes."""
         if self.normalize == "none":
             return None
         unit = mask if self.normalize == "original" else keep_mask
-        unit = unit.any(-1, keepdim=True) if weights.shape[-1] == 1 else unit
+        if weights.shape[-1] == 1:  # one weight for a sequence counts once, whatever its length
+            unit = unit.any(-1, keepdim=True)
         total = torch.stack([torch.where(unit, weights, 0.0).sum(dtype=torch.float64), unit.sum().double()])
         if self.normalize_over == "generation_batch":
             total = sum_ranks(total)
@@ -304,3 +332,29 @@ class Correction:
 def _has(part: object, method: str) -> bool:
     """An object, not its class, with this method."""
     return hasattr(part, method) and not isinstance(part, type)
+
+
+_COMPILE_OPTIONS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 64}
+"""All row sums of a pass in one loop over the tokens; inductor's default of 16 needs several."""
+
+
+def _run_compiled(correction: Correction, batch: PolicyBatch) -> CorrectionOutput:
+    """One graph of torch.compile: a handful of fused kernels in place of several hundred operations.
+
+    Compiled at the first call and again for what is new in a later one. Numbers differ from those of the plain call by
+    the rounding of float32 sums.
+    """
+    _ = batch.mask, batch.lengths  # made here: on Python 3.11 a cached_property takes a lock, which is not traced
+    out: CorrectionOutput = _compiled()(correction, batch)
+    return replace(out, keep_mask=out.keep_mask.view(torch.bool))
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    return torch.compile(_run_for_compiler, options=_COMPILE_OPTIONS)
+
+
+def _run_for_compiler(correction: Correction, batch: PolicyBatch) -> CorrectionOutput:
+    """The keep mask leaves as bytes: inductor writes booleans one by one on a CPU."""
+    out = correction._run(batch)
+    return replace(out, keep_mask=out.keep_mask.float().to(torch.uint8))

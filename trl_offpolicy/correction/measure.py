@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trl_offpolicy.correction.post_tool import post_tool_group
-from trl_offpolicy.correction.terms import Violations
-from trl_offpolicy.functional.booleans import both, count_true
+from trl_offpolicy.correction.ratio_table import RatioTable
+from trl_offpolicy.correction.terms import KeepTerm, Violations
+from trl_offpolicy.functional._fast import both, count_true
 from trl_offpolicy.functional.diagnostics import (
     RATIO_DIAGNOSTICS,
     WEIGHT_DIAGNOSTICS,
     Finalizer,
     fraction,
+    kl_k3,
 )
 from trl_offpolicy.functional.intervals import ClusterRows
-from trl_offpolicy.functional.log_ratios import LogRatio
+from trl_offpolicy.functional.levels import turn_index
+from trl_offpolicy.functional.log_ratios import LogRatio, excess_of
 from trl_offpolicy.functional.moments import (
     ROW_LAYOUT,
     Layout,
@@ -32,25 +34,39 @@ from trl_offpolicy.functional.moments import (
 )
 from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, fold_weight_rows, weight_rows
 from trl_offpolicy.stats import Group, Stats
+from trl_offpolicy.types import PolicyBatch
 
-if TYPE_CHECKING:
-    from trl_offpolicy.correction.correction import Correction
-    from trl_offpolicy.correction.ratio_table import RatioTable
-    from trl_offpolicy.types import PolicyBatch
+Measure = Literal["mismatch", "kept", "staleness", "total"]
+"""Which pair of policies: old/sampling on all trainable tokens and on the kept ones, current/old, current/sampling."""
+
+
+class WeightsUsed(NamedTuple):
+    """The product of a correction's weights, float32 (B, 1) or (B, T).
+
+    ``raw`` is of the ratios themselves, ``bounded`` after caps, bands and shapes, ``applied`` after the division by the
+    0-d ``normalizer`` (None = not normalised). ``shaped``: see :class:`~.terms.Weighed`.
+    """
+
+    raw: Tensor
+    bounded: Tensor
+    shaped: bool
+    applied: Tensor
+    normalizer: Tensor | None
 
 
 class Evidence(NamedTuple):
-    """What a correction decided: masks bool, weights float32, each (B, 1) or (B, T); ``normalizer`` 0-d."""
+    """What a correction decided.
 
-    decisions: list[Violations]
+    ``decisions`` of each keep term by its name in the metrics; ``keep`` bool (B, 1) or (B, T), their joint mask;
+    ``keep_mask`` (B, T) bool, the tokens that stay; ``unobserved_dropped``: single tokens were dropped because their
+    log-ratio is not finite; ``weights`` None without any.
+    """
+
+    decisions: Mapping[str, Violations]
     keep: Tensor
     keep_mask: Tensor
     unobserved_dropped: bool
-    raw: Tensor | None
-    bounded: Tensor | None
-    shaped: bool
-    applied: Tensor | None
-    normalizer: Tensor | None
+    weights: WeightsUsed | None
 
     @property
     def kept_rows(self) -> Tensor | None:
@@ -58,23 +74,43 @@ class Evidence(NamedTuple):
         return self.keep.squeeze(-1) if self.keep.shape[-1] == 1 and not self.unobserved_dropped else None
 
 
-def collect(correction: Correction, batch: PolicyBatch, ratios: RatioTable, evidence: Evidence) -> Stats:
-    """All diagnostics of one call."""
-    groups = _ratio_groups(correction, batch, ratios, evidence)
-    if evidence.raw is not None and evidence.bounded is not None and evidence.applied is not None:
-        groups.update(_weight_groups(batch, evidence))
-    if correction.keep or correction.nonfinite == "drop":
-        groups.update(_keep_groups(correction, batch, evidence))
+def collect(
+    batch: PolicyBatch,
+    ratios: RatioTable,
+    evidence: Evidence,
+    *,
+    wanted: tuple[Measure, ...],
+    drops_nonfinite: bool,
+    correct_threshold: float | None,
+) -> Stats:
+    """All diagnostics of one call of a correction.
+
+    Args:
+        batch: that it was called on.
+        ratios: the log-ratios of ``batch``.
+        evidence: what was decided.
+        wanted: the ratio diagnostics to compute; those whose policies the batch lacks are left out.
+        drops_nonfinite: tokens may be dropped without a keep term.
+        correct_threshold: a response is correct if its reward is at least this; None = not known.
+    """
+    groups = _ratio_groups(batch, ratios, evidence, wanted)
+    if evidence.weights is not None:
+        groups.update(_weight_groups(batch, evidence, evidence.weights))
+    if evidence.decisions or drops_nonfinite:
+        groups.update(_keep_groups(batch, evidence, correct_threshold))
     return Stats(groups)
 
 
+# -------------------------------------------------------------------------------------------- ratios of two policies
+
+
 def _ratio_groups(
-    correction: Correction, batch: PolicyBatch, ratios: RatioTable, evidence: Evidence
+    batch: PolicyBatch, ratios: RatioTable, evidence: Evidence, wanted: tuple[Measure, ...]
 ) -> dict[str, Group]:
-    wanted, groups = correction.measure, {}
+    groups = {}
     has_old, has_sampling = batch.old_per_token_logps is not None, batch.sampling_per_token_logps is not None
     if has_sampling and {"mismatch", "kept"} & set(wanted):
-        groups.update(_mismatch_groups(correction, batch, ratios, evidence))
+        groups.update(_mismatch_groups(batch, ratios, evidence, wanted))
     if has_old and "staleness" in wanted:
         groups["staleness"] = _ratio_group(ratios.rows("current/old"), batch)
     if has_sampling and "total" in wanted:
@@ -86,28 +122,29 @@ def _ratio_groups(
 
 
 def _mismatch_groups(
-    correction: Correction, batch: PolicyBatch, ratios: RatioTable, evidence: Evidence
+    batch: PolicyBatch, ratios: RatioTable, evidence: Evidence, wanted: tuple[Measure, ...]
 ) -> dict[str, Group]:
     """old/sampling on all trainable tokens, and on the kept ones."""
     groups = {}
     fresh = _sampled_by_current_weights(batch)
     rows = ratios.rows("old/sampling")
-    if "mismatch" in correction.measure:
+    if "mismatch" in wanted:
         groups["mismatch"] = _ratio_group(rows, batch, fresh)
         if batch.turn_ids is not None:
-            groups["post_tool"] = post_tool_group(ratios["old/sampling"], batch.mask, batch.turn_ids, fresh)
-    if "kept" in correction.measure:
+            groups["post_tool"] = _post_tool_group(ratios["old/sampling"], batch.mask, batch.turn_ids, fresh)
+    if "kept" in wanted:
         keep_rows = fresh
-        if (kept := evidence.kept_rows) is not None:  # no second pass
-            keep_rows = kept if fresh is None else kept & fresh
-        else:
+        kept = evidence.kept_rows
+        if kept is None:
             rows = _kept_rows(ratios["old/sampling"], batch, evidence.keep_mask)
+        else:  # whole rows were dropped: leave them out of the sums by row, without a second pass over the tokens
+            keep_rows = kept if fresh is None else kept & fresh
         groups["kept"] = Group(fold_ratio_rows(rows, keep_rows), RATIO_DIAGNOSTICS)
     return groups
 
 
 def _sampled_by_current_weights(batch: PolicyBatch) -> Tensor | None:
-    """(B,) bool: rows on which the current policy can stand in for the missing old one; None = all of them."""
+    """(B,) bool: rows on which the current policy is the missing old one; None = all of them."""
     if batch.old_per_token_logps is not None or batch.version_lags is None:
         return None
     return ((batch.version_lags == 0) | ~batch.mask).all(-1)
@@ -132,6 +169,62 @@ def _kept_rows(ratio: LogRatio, batch: PolicyBatch, keep_mask: Tensor) -> RatioR
     return ratio_rows(kept, batch.logps("sampling"), keep_mask)
 
 
+# ------------------------------------------------------------------------------------------------ after a tool call
+
+# What a tool returns was written by no policy. It moves the model to contexts that it rarely reaches by itself, where
+# tokens are less certain and engine and trainer differ more (Liu 2026, "Off-Policy Drift in LLM RL", source 5). So
+# old/sampling is measured on the tokens after the first tool output, apart from those before it.
+
+_POST_TOOL = Layout(
+    sums=("tokens", "log_ratio", "abs_log_ratio", "excess", "excess_sq", "all", "tokens_before", "k3_before")
+)
+_SHARED = ("kl_k1", "kl_k3", "chi2_token", "logp_diff_mean")
+
+
+def _kl_k3_ratio(m: Moments) -> Tensor:
+    """KL k3 after the first tool output / before it; 0 where one of the two has no tokens or is 0."""
+    before = m["k3_before"] / m["tokens_before"].clamp(min=1.0)
+    return torch.where(before > 0, kl_k3(m) / before.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+
+
+_POST_TOOL_DIAGNOSTICS = {
+    **{name: RATIO_DIAGNOSTICS[name] for name in _SHARED},
+    "kl_k3_ratio": _kl_k3_ratio,
+    "token_fraction": fraction("tokens", "all"),
+}
+
+
+def _post_tool_group(ratio: LogRatio, mask: Tensor, turn_ids: Tensor, rows: Tensor | None = None) -> Group:
+    """The diagnostics ``post_tool/*`` of a batch.
+
+    Args:
+        ratio: old/sampling on the trainable tokens.
+        mask: (B, T) bool, the trainable tokens.
+        turn_ids: (B, T) integer; the first turn of a row comes before its first tool output.
+        rows: (B,) bool, rows that count; None = all.
+    """
+    observed = ratio.observed if rows is None else both(ratio.observed, rows.unsqueeze(-1))
+    later = turn_index(mask, turn_ids) > 0
+    after, before = both(observed, later), both(observed, ~later)
+    excess = excess_of(ratio.values)
+    log_ratios, excess_after = (torch.where(after, part, 0.0).double() for part in (ratio.values, excess))
+    # k3 from the excess at hand instead of a second expm1; a test compares it with functional.kl.k3.
+    k3_before = torch.where(before, excess - ratio.values, 0.0).double()
+    sums = [
+        count_true(after).sum(),
+        log_ratios.sum(),
+        log_ratios.abs().sum(),
+        excess_after.sum(),
+        excess_after.square().sum(),
+        count_true(observed).sum(),
+        count_true(before).sum(),
+        k3_before.sum(),
+    ]
+    return Group(moments(_POST_TOOL, sums), _POST_TOOL_DIAGNOSTICS)
+
+
+# ----------------------------------------------------------------------------------------------------------- weights
+
 _TRUNCATION = Layout(sums=("units", "truncated", "normalizer", "batches"))
 _TRUNCATION_DIAGNOSTICS: Mapping[str, Finalizer] = {
     "truncated_fraction": fraction("truncated", "units"),
@@ -139,31 +232,36 @@ _TRUNCATION_DIAGNOSTICS: Mapping[str, Finalizer] = {
 }
 
 
-def _weight_groups(batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
-    mask, raw, bounded, applied = batch.mask, evidence.raw, evidence.bounded, evidence.applied
-    assert raw is not None and bounded is not None and applied is not None
-    by_row = raw.shape[-1] == 1 and mask.shape[-1] > 1
-    units = (batch.lengths > 0).float() if by_row else batch.lengths
-    changed = torch.zeros_like(raw, dtype=torch.bool) if evidence.shaped else raw != bounded
-    truncated = changed.squeeze(-1) * units if by_row else count_true(both(changed, mask))
-    one = torch.ones((), device=mask.device)
-    normalizer = one if evidence.normalizer is None else evidence.normalizer
-    truncation = moments(_TRUNCATION, [units.sum(), truncated.sum(), normalizer, one])
-    kept = evidence.kept_rows
-    if kept is not None:  # one pass for both
-        before, rows = weight_rows(mask, raw, applied, lengths=batch.lengths)
-    else:
-        (before,) = weight_rows(mask, raw, lengths=batch.lengths)
-        (rows,) = weight_rows(evidence.keep_mask, applied)
-    values = rows.sums if kept is None else torch.where(kept.unsqueeze(-1), rows.sums, 0.0)
+def _weight_groups(batch: PolicyBatch, evidence: Evidence, used: WeightsUsed) -> dict[str, Group]:
+    mask, kept = batch.mask, evidence.kept_rows
+    if kept is None:
+        (before,) = weight_rows(mask, used.raw, lengths=batch.lengths)
+        (rows,) = weight_rows(evidence.keep_mask, used.applied)
+        values = rows.sums
+    else:  # whole rows were dropped: one pass for both
+        before, rows = weight_rows(mask, used.raw, used.applied, lengths=batch.lengths)
+        values = torch.where(kept.unsqueeze(-1), rows.sums, 0.0)
     clusters = ClusterRows(Layout(WEIGHT_LAYOUT.sums), values, batch.group_ids)
     after = fold_weight_rows(rows, kept)
     return {
         "weight": Group(fold_weight_rows(before), WEIGHT_DIAGNOSTICS),
         "weight_applied": Group(after, WEIGHT_DIAGNOSTICS, clusters, WEIGHT_INTERVALS),
-        "weight#bounds": Group(truncation, _TRUNCATION_DIAGNOSTICS),
+        "weight#bounds": Group(_truncation_moments(batch, used), _TRUNCATION_DIAGNOSTICS),
     }
 
+
+def _truncation_moments(batch: PolicyBatch, used: WeightsUsed) -> Moments:
+    """How many weights differ from their ratio, in the unit of the weights: tokens, or sequences with a token."""
+    by_row = used.raw.shape[-1] == 1 and batch.mask.shape[-1] > 1
+    units = (batch.lengths > 0).float() if by_row else batch.lengths
+    changed = torch.zeros_like(used.raw, dtype=torch.bool) if used.shaped else used.raw != used.bounded
+    truncated = changed.squeeze(-1) * units if by_row else count_true(both(changed, batch.mask))
+    one = torch.ones((), device=batch.mask.device)
+    normalizer = one if used.normalizer is None else used.normalizer
+    return moments(_TRUNCATION, [units.sum(), truncated.sum(), normalizer, one])
+
+
+# ------------------------------------------------------------------------------------------------- what was dropped
 
 _KEEP = Layout(
     sums=("tokens", "dropped_tokens", "sequences", "dropped_sequences", "dropped_rewarded", "dropped_reward", "correct")
@@ -190,6 +288,7 @@ def _keep_diagnostics(rewards: bool, correct: bool) -> Mapping[str, Finalizer]:
 
 _KEEP_DIAGNOSTICS = {flags: _keep_diagnostics(*flags) for flags in product((False, True), repeat=2)}
 GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
+    "post_tool": (_POST_TOOL, _POST_TOOL_DIAGNOSTICS),
     "weight#bounds": (_TRUNCATION, _TRUNCATION_DIAGNOSTICS),
     "keep": (_KEEP, _KEEP_DIAGNOSTICS[True, True]),
     "keep/<term>": (_TERM, _TERM_DIAGNOSTICS),
@@ -197,29 +296,31 @@ GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
 """Of each group that is no ratio and no weight: the names of its moments, and all its finalisers."""
 
 
-def _keep_groups(correction: Correction, batch: PolicyBatch, evidence: Evidence) -> dict[str, Group]:
+def _keep_groups(batch: PolicyBatch, evidence: Evidence, correct_threshold: float | None) -> dict[str, Group]:
     lengths, kept_rows = batch.lengths, evidence.kept_rows
     kept = count_true(evidence.keep_mask) if kept_rows is None else lengths * kept_rows
     trainable = lengths > 0
     dropped = trainable & (kept == 0)
-    rewards, threshold = batch.rewards, correction.correct_threshold
-    values = torch.zeros_like(lengths) if rewards is None else rewards.float()
-    rewarded = dropped & (values.abs() < torch.inf)
-    right = rewarded & (values >= (torch.inf if threshold is None else threshold))
-    reward = torch.where(rewarded, values, 0.0)
-    sums = _row_total(lengths, lengths - kept, trainable, dropped, rewarded, reward, right)
-    table = _KEEP_DIAGNOSTICS[rewards is not None, threshold is not None]
+    # Of the dropped responses: those with a reward, its sum, and how many of them are correct.
+    rewards = torch.zeros_like(lengths) if batch.rewards is None else batch.rewards.float()
+    threshold = torch.inf if correct_threshold is None else correct_threshold
+    rewarded = dropped & (rewards.abs() < torch.inf)
+    correct = rewarded & (rewards >= threshold)
+    reward = torch.where(rewarded, rewards, 0.0)
+    sums = _row_total(lengths, lengths - kept, trainable, dropped, rewarded, reward, correct)
+    # What cannot be known here has no finaliser, and so no metric.
+    table = _KEEP_DIAGNOSTICS[batch.rewards is not None, correct_threshold is not None]
     groups = {"keep": Group(Moments(_KEEP, sums, sums.new_empty(0)), table)}
-    for name, violations in zip(term_names(correction), evidence.decisions, strict=True):
+    for name, violations in evidence.decisions.items():
         groups[f"keep/{name}"] = Group(_term_moments(violations, batch), _TERM_DIAGNOSTICS)
     return groups
 
 
-def term_names(correction: Correction) -> list[str]:
+def term_names(keep: tuple[KeepTerm, ...]) -> list[str]:
     """Metric names of the keep terms; a repeated one gets a number."""
     names: list[str] = []
     seen: dict[str, int] = {}
-    for term in correction.keep:
+    for term in keep:
         seen[term.name] = count = seen.get(term.name, 0) + 1
         names.append(term.name if count == 1 else f"{term.name}_{count}")
     return names
@@ -240,8 +341,11 @@ def _term_moments(violations: Violations, batch: PolicyBatch) -> Moments:
 
 
 def _row_total(*columns: Tensor) -> Tensor:
-    """(S,) float64: the sum of each (B,) column."""
+    """(S,) float64: the sum of each (B,) column. All are stacked first: one cast and one sum for all of them."""
     return torch.stack([column.float() for column in columns]).double().sum(-1)
+
+
+# ------------------------------------------------------------------------------------- the trainer against itself
 
 
 def noise_floor(first: Tensor, again: Tensor, mask: Tensor) -> Stats:

@@ -11,38 +11,44 @@ from trl_offpolicy.types import PolicyBatch, Ratio
 
 
 class RatioTable:
-    """The log-ratios of one batch, each computed once."""
+    """The log-ratios of one batch, each computed once.
+
+    A ratio names its policies by role ("old/sampling"). Which log-probs play the role of ``old`` depends on the batch,
+    and on who asks: diagnostics (:meth:`_measured_as`) or terms (:meth:`_weighed_as`). Roles that come to the same
+    log-probs share one log-ratio.
+    """
 
     def __init__(self, batch: PolicyBatch) -> None:
         self._batch = batch
         self._known: dict[tuple[str, str], LogRatio] = {}
 
     def __getitem__(self, ratio: Ratio) -> LogRatio:
-        return self._between(*(self._resolve(name) for name in ratio.split("/")))
+        numerator, denominator = ratio.split("/")
+        return self._between(self._measured_as(numerator), self._measured_as(denominator))
 
     def _between(self, numerator: str, denominator: str) -> LogRatio:
         if (numerator, denominator) not in self._known:
             batch = self._batch
-            self._known[numerator, denominator] = log_ratio(
-                batch.logps(numerator), batch.logps(denominator), batch.mask
-            )
+            found = log_ratio(batch.logps(numerator), batch.logps(denominator), batch.mask)
+            self._known[numerator, denominator] = found
         return self._known[numerator, denominator]
 
     def rows(self, ratio: Ratio) -> RatioRows:
         """Row sums of its diagnostics. A ratio that no term reads is made in blocks and not kept."""
         batch = self._batch
-        numerator, denominator = (self._resolve(name) for name in ratio.split("/"))
+        numerator, denominator = (self._measured_as(role) for role in ratio.split("/"))
         known = self._known.get((numerator, denominator))
         return ratio_rows(batch.logps(numerator) if known is None else known, batch.logps(denominator), batch.mask)
 
     def inputs(self, ratio: Ratio, mask: Tensor, *, keep: Tensor) -> TermInputs:
         """What a term on ``ratio`` sees when it measures ``mask`` and ``keep`` is still in the loss."""
         batch = self._batch
+        numerator, denominator = (self._weighed_as(role) for role in ratio.split("/"))
         return TermInputs(
-            log_ratios=self._between(*(self._centred(name) for name in ratio.split("/"))).values,
+            log_ratios=self._between(numerator, denominator).values,
             mask=mask,
             advantages=batch.token_advantages,
-            denominator_logps=batch.logps(self._centred(ratio.rpartition("/")[2])),
+            denominator_logps=batch.logps(denominator),
             turn_ids=batch.turn_ids,
             group_ids=batch.group_ids,
             version_lags=batch.version_lags,
@@ -50,15 +56,19 @@ class RatioTable:
             keep=keep,
         )
 
-    def _resolve(self, policy: str) -> str:
-        """``old`` is the current policy where the batch has no old log-probs."""
-        return "current" if policy == "old" and self._batch.old_per_token_logps is None else policy
+    def _measured_as(self, role: str) -> str:
+        """For diagnostics: ``old`` is the current policy where the batch has no old log-probs.
 
-    def _centred(self, policy: str) -> str:
+        The name has to be resolved before a log-ratio is looked up, although ``PolicyBatch.logps("old")`` falls back in
+        the same way: "old/sampling" and "current/sampling" are then one entry of the table and not two equal ones.
+        """
+        return "current" if role == "old" and self._batch.old_per_token_logps is None else role
+
+    def _weighed_as(self, role: str) -> str:
         """For terms: ``old`` is the centre of the loss's ratio where the batch has no old log-probs.
 
         The loss then holds current/proximal and the weight proximal/sampling: each factor once.
         """
-        if policy == "old" and self._batch.old_per_token_logps is None:
-            return "current" if self._batch.proximal_per_token_logps is None else "proximal"
-        return policy
+        if role != "old" or self._batch.old_per_token_logps is not None:
+            return role
+        return "current" if self._batch.proximal_per_token_logps is None else "proximal"

@@ -1,4 +1,12 @@
-"""Advantages from rewards, where a correction changes what the baseline may see."""
+"""Advantages from rewards (B,) and prompt groups that may be spread over ranks.
+
+First by response: GRPO's, and other baselines. Then by token: the optimal token baseline and what it is made of.
+
+The baselines take ``counted`` (B,) bool: the responses that belong to the baseline. The others get 0, as do groups of
+one, which have nothing to compare (verl leaves those their whole reward). Where something is normalised over the batch,
+the function says what becomes of a group of one there. A NaN reward is not counted. Nothing carries gradient. Each rank
+makes the same calls and has the same number of rows.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.collective import gather_rows
+from trl_offpolicy.functional._shapes import check_matrix, check_rows, check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional.collective import gather_padded, gather_rows, sum_ranks
 from trl_offpolicy.functional.groups import group_members
 
 ScaleRewards = Literal["group", "batch", "none"]
+Alone = Literal["zero", "return"]
 STD_EPSILON = 1e-4
 """What TRL adds to a standard deviation before it divides."""
+_VARIANCE_EPSILON = 1e-8  # as verl and OpenRLHF add to the variance
 
 
 @torch.no_grad()
@@ -24,10 +35,13 @@ def group_advantages(
     scale_rewards: ScaleRewards = "group",
     epsilon: float = STD_EPSILON,
 ) -> Tensor:
-    """GRPO's advantage with a baseline of the counted responses only: (r - mean) / (std + epsilon).
+    """GRPO's advantage with a baseline of the counted responses only.
 
-    A response that rejection took out of the loss says something about the engine, not about the policy; left in the
-    group's mean and spread it still moves the others. With all responses counted this is TRL's advantage.
+        A_i = (r_i - mean) / (std + epsilon)
+
+    where mean and std (n - 1) are over the counted responses of i's group. A response that rejection took out of the
+    loss says something about the engine, not about the policy. Left in the group's mean and spread it still moves the
+    others. With all responses counted this is TRL's advantage.
 
     Args:
         rewards: (B,) float; NaN = no reward, not counted.
@@ -47,6 +61,7 @@ def group_advantages(
         >>> group_advantages(rewards, ids, torch.tensor([True, True, False]), scale_rewards="none")
         tensor([ 0.5000, -0.5000,  0.0000])
     """
+    check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
     here = counted & ~rewards.isnan()
     values = torch.where(here, rewards.float(), 0.0).double()  # so that equal rewards are equal to their mean
     everyone = gather_rows(values)
@@ -57,8 +72,284 @@ def group_advantages(
     if scale_rewards == "none":
         return advantages.float()
     if scale_rewards == "batch":
+        # The spread is that of all counted responses, as if they were one group.
         member = gather_rows(here).expand(len(rewards), -1)
         count = member.sum(-1)
         mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
     squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
     return (advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)).float()
+
+
+@torch.no_grad()
+def leave_one_out(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
+    """RLOO: the reward minus the mean of the *other* responses.
+
+        A_i = r_i - 1 / (n - 1) sum_{j != i} r_j = n / (n - 1) (r_i - mean)
+
+    where n counts the counted responses of i's group and mean is theirs. Unbiased: the baseline does not depend on the
+    response that it is subtracted from.
+
+    Args:
+        rewards: (B,) float.
+        group_ids: (B,) integer.
+        counted: (B,) bool.
+
+    Returns:
+        (B,) float32.
+
+    Reference: Ahmadian et al. 2024 (arXiv:2402.14740).
+
+    Example:
+        >>> leave_one_out(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 0]), torch.ones(3).bool())
+        tensor([-1.5000, -3.0000,  4.5000])
+    """
+    centred = group_advantages(rewards, group_ids, counted, scale_rewards="none")
+    count = group_members(group_ids, counted & ~rewards.isnan(), across_ranks=True).sum(-1)
+    return centred * count / (count - 1).clamp(min=1)
+
+
+@torch.no_grad()
+def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, importance: Tensor) -> Tensor:
+    """The baseline of least variance for responses whose gradients differ in size.
+
+        A_i = r_i - sum_j e_j r_j / sum_j e_j
+
+    where j runs over the counted responses of i's group and e is the energy, the squared norm of the response's
+    gradient. Its length (OPO) is right if every token has the same energy and tokens do not correlate. w^2 ||g||^2
+    (OPOB) holds the importance weight as well. A heuristic with a bias of order 1 / n: the response's own reward is in
+    the baseline.
+
+    Args:
+        rewards: (B,) float.
+        group_ids: (B,) integer.
+        counted: (B,) bool.
+        importance: (B,) float, e >= 0; in a group where all are 0 the plain mean takes over.
+
+    Returns:
+        (B,) float32.
+
+    Reference: Hao et al. 2025, OPO (arXiv:2505.23585); Huang et al. 2026, VCPO (arXiv:2602.17616).
+
+    Example:
+        >>> weighted_baseline(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.ones(2).bool(),
+        ...                   torch.tensor([3.0, 1.0]))
+        tensor([ 0.2500, -0.7500])
+    """
+    check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted, importance=importance)
+    here = counted & ~rewards.isnan()
+    values = torch.where(here, rewards.float(), 0.0)
+    energy = torch.where(here, importance.float(), 0.0)
+    member = group_members(group_ids, here, across_ranks=True).double()
+    everyone, energies = gather_rows(values).double(), gather_rows(energy).double()
+    total, count = member @ energies, member.sum(-1)
+    plain = (member @ everyone) / count.clamp(min=1.0)
+    weighted = (member @ (energies * everyone)) / torch.where(total > 0, total, 1.0)
+    baseline = torch.where(total > 0, weighted, plain)
+    return torch.where(here & (count > 1), values - baseline, 0.0).float()
+
+
+@torch.no_grad()
+def normalised_by_function(
+    rewards: Tensor, group_ids: Tensor, counted: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """GDPO: each reward function normalised in its group, then the weighted sum normalised over the batch.
+
+        A_k = (r_k - mean_k) / (std_k + 1e-4)
+        A = (S - mean S) / (std S + 1e-4), S = sum_k w_k A_k
+
+    where mean_k and std_k are over the counted responses of the group, mean S and std S over those of the batch. A
+    function of large spread cannot drown one of small. Biased, as every division by the batch's own spread.
+
+    Args:
+        rewards: (B, K) float, a column for each function; NaN = this function does not apply.
+        group_ids: (B,) integer.
+        counted: (B,) bool.
+        weights: (K,) float; None = ones.
+
+    Returns:
+        (B,) float32; 0 for a response without any reward. Every group adds up to 0, so that the batch's mean is 0 up to
+        rounding and a group of one gets 0; as a 0 it counts in the batch's standard deviation.
+
+    Reference: Liu et al. 2026, GDPO (arXiv:2601.05242); TRL's ``normalize_then_sum``. verl's batch normalisation counts
+    each response once for every token.
+
+    Example:
+        >>> rewards = torch.tensor([[1.0, 0.0], [0.0, 100.0], [1.0, 100.0]])
+        >>> normalised_by_function(rewards, torch.zeros(3).long(), torch.ones(3).bool())
+        tensor([-0.5774, -0.5771,  1.1546])
+    """
+    check_matrix(rewards=rewards)
+    check_rows(len(rewards), group_ids=group_ids, counted=counted)
+    check_rows(rewards.shape[1], weights=weights)
+    here = counted & ~rewards.isnan().all(-1)
+    columns = [group_advantages(column, group_ids, here) for column in rewards.unbind(-1)]
+    by_function = torch.stack(columns, dim=-1)
+    total = by_function.sum(-1) if weights is None else by_function @ weights.to(by_function)
+    mean, variance = _batch_moments(total, here.float())
+    return torch.where(here, (total - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
+
+
+@torch.no_grad()
+def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
+    """Advantages of mean 0 and variance 1 over the tokens of the batch.
+
+        A'_i = (A_i - mean) / sqrt(var + 1e-8)
+
+    where mean and var (n - 1) count each response once for every token.
+
+    Args:
+        advantages: (B,) float32.
+        lengths: (B,) trainable tokens; 0 = the response does not count.
+
+    Returns:
+        (B,) float32; 0 where the length is 0. An advantage of 0 (a group of one) becomes - mean / std.
+
+    Reference: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262), as verl and OpenRLHF compute it.
+
+    Example:
+        >>> whitened_by_token(torch.tensor([1.0, -1.0]), torch.tensor([1, 3]))
+        tensor([ 1.5000, -0.5000])
+    """
+    check_rows(len(advantages), advantages=advantages, lengths=lengths)
+    mean, variance = _batch_moments(advantages, lengths.float())
+    return torch.where(lengths > 0, (advantages - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON), 0.0)
+
+
+def _batch_moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and n - 1 variance of all ranks' values with integer ``weights``, 0-d float32."""
+    weights, values = weights.double(), values.double()
+    totals = sum_ranks(torch.stack([weights.sum(), (weights * values).sum()]))
+    mean = totals[1] / totals[0].clamp(min=1.0)
+    squares = sum_ranks((weights * (values - mean).square()).sum())
+    return mean.float(), (squares / (totals[0] - 1).clamp(min=1.0)).float()
+
+
+# ------------------------------------------------------------------------------------------------------- by token
+
+
+@torch.no_grad()
+def score_energy(logps: Tensor, sum_sq_probs: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Squared norm of the token's score with respect to the logits, a proxy of its squared gradient norm.
+
+        e_t = rho_t^2 (1 - 2 pi(y_t) + sum_v pi(v)^2)
+
+    where rho is the importance weight of the token, squared because it multiplies the gradient, and v runs over the
+    vocabulary. It needs the forward only.
+
+    Args:
+        logps: (B, T) log pi of the sampled token, nats; where it is not finite the energy is 0.
+        sum_sq_probs: (B, T) sum over the vocabulary of pi squared.
+        mask: (B, T) bool, True = trainable token.
+        weights: (B, 1) or (B, T) importance weights; None = 1.
+
+    Returns:
+        (B, T) float32, >= 0; 0 outside ``mask``; no gradient.
+
+    Reference: Li et al. 2026, OTB (arXiv:2602.07078).
+
+    Example:
+        >>> score_energy(torch.tensor([[0.5]]).log(), torch.tensor([[0.5]]), torch.tensor([[True]]))
+        tensor([[0.5000]])
+    """
+    check_tokens(mask.shape, logps=logps, sum_sq_probs=sum_sq_probs)
+    check_tokens_or_rows(mask.shape, weights=weights)
+    energy = (1 - 2 * logps.float().exp() + sum_sq_probs.float()).clamp(min=0.0)
+    if weights is not None:
+        energy = energy * weights.float().square()
+    return torch.where(mask & (energy < torch.inf), energy, 0.0)
+
+
+@torch.no_grad()
+def returns_to_go(outcome: Tensor, mask: Tensor, token_rewards: Tensor | None = None) -> Tensor:
+    """The outcome plus the rewards of this and all later trainable tokens.
+
+        G_t = R + sum_{s >= t} r_s
+
+    where R is the reward of the whole response, paid at its last token.
+
+    Args:
+        outcome: (B,) float, R.
+        mask: (B, T) bool.
+        token_rewards: (B, T) float, r, e.g. -coef * KL; None = 0.
+
+    Returns:
+        (B, T) float32, 0 outside ``mask``.
+
+    Example:
+        >>> returns_to_go(torch.ones(1), torch.tensor([[True, False, True]]), torch.tensor([[0.1, 9.0, 0.2]]))
+        tensor([[1.3000, 0.0000, 1.2000]])
+    """
+    check_rows(len(mask), outcome=outcome)
+    check_tokens(mask.shape, token_rewards=token_rewards)
+    later = torch.zeros_like(mask, dtype=torch.float32)
+    if token_rewards is not None:
+        # A cumulative sum from the right.
+        later = torch.where(mask, token_rewards.float(), 0.0).flip(-1).cumsum(-1).flip(-1)
+    return torch.where(mask, outcome.float().unsqueeze(1) + later, 0.0)
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    returns: Tensor,
+    energy: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    counted: Tensor,
+    *,
+    multi_turn: bool = False,
+    alone: Alone = "zero",
+) -> Tensor:
+    """OTB: a baseline for each token that weighs the paths of the group by their accumulated energy.
+
+        A_t = G_t - B_t, B_t = sum_i W_it G_it / sum_i W_it, W_it = sum_{s <= t} e_is
+
+    where i runs over the group's counted responses that have a token t. Noisy paths say more about the baseline of
+    their own kind. Least variance if scores of different tokens do not correlate; biased by order 1 / n, since the own
+    return is in B_t.
+
+    Args:
+        returns: (B, T) float32, G.
+        energy: (B, T) float32, e, of :func:`score_energy`; with importance weights in it the baseline is IS-aware.
+        mask: (B, T) bool, True = trainable token.
+        group_ids: (B,) integer; a group may be spread over ranks, T may differ between them.
+        counted: (B,) bool, responses that belong to the baseline; the others get 0.
+        multi_turn: count trainable tokens only, so that t is the t-th token the policy wrote: gaps between turns (tool
+            output) differ from response to response. False: t is the position.
+        alone: tokens that no other response of the group reaches: "zero" (the formula: B_t = G_t), or "return" (B_t =
+            0, verl's ``handle_zero_tail``, its default).
+
+    Returns:
+        (B, T) float32, 0 outside ``mask``. Where all W are 0 the plain mean takes over.
+
+    Reference: Li et al. 2026 (arXiv:2602.07078) and verl's ``optimal_token_baseline``, ``tir_optimal_token_baseline``.
+    Liu 2026 ("Off-Policy Drift in LLM RL") scales W_t by the squared weight of t; here, as in verl's code, each token's
+    energy is scaled by its own before the sum (the same for weights that are constant over a response).
+
+    Example:
+        >>> optimal_token_baseline(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
+        ...                        torch.ones(2, 2).bool(), torch.zeros(2).long(), torch.ones(2).bool())
+        tensor([[ 0.5000,  0.3333],
+                [-0.5000, -0.6667]])
+    """
+    check_tokens(mask.shape, returns=returns, energy=energy)
+    check_rows(len(mask), group_ids=group_ids, counted=counted)
+    if multi_turn:
+        # Move the trainable tokens to the front, in their order, and the result back to where they were.
+        order = (~mask).long().argsort(dim=-1, stable=True)
+        returns, energy, mask = (values.gather(1, order) for values in (returns, energy, mask))
+        advantages = optimal_token_baseline(returns, energy, mask, group_ids, counted, alone=alone)
+        return torch.zeros_like(advantages).scatter_(1, order, advantages)
+    here = mask & counted.unsqueeze(1)
+    path = torch.where(here, torch.where(mask, energy, 0.0).cumsum(-1), 0.0)  # W
+    present = torch.where(here, returns, 0.0)
+    member = (group_ids.unsqueeze(1) == gather_rows(group_ids).unsqueeze(0)).double()
+
+    def over_group(values: Tensor) -> Tensor:
+        """Sum at each position over the group's responses on all ranks, cut to this rank's T."""
+        return (member @ gather_padded(values, padding=0.0).double())[:, : mask.shape[1]]
+
+    total, count = over_group(path), over_group(here.float())
+    weighted = over_group(path * present) / torch.where(total > 0, total, 1.0)
+    baseline = torch.where(total > 0, weighted, over_group(present) / count.clamp(min=1.0))
+    single = present if alone == "return" else torch.zeros_like(present)
+    return torch.where(here, torch.where(count > 1, returns - baseline.float(), single), 0.0)

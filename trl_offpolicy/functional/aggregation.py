@@ -1,4 +1,4 @@
-"""From a loss per token to one number, with the denominator said."""
+"""From a loss per token to one number, with the denominator in the name of the mode."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from trl_offpolicy.functional._shapes import check_tokens_or_rows
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -22,15 +24,21 @@ def aggregate_loss(
 ) -> Tensor:
     """Aggregate a loss per token; carries the gradient of ``per_token_loss``.
 
+        token_sum                 sum_i sum_t l_it
+        token_mean                sum_i sum_t l_it / N               DAPO; BNPO where N is this call's
+        seq_mean_token_mean       sum_i (sum_t l_it / n_i) / S       GRPO
+        seq_mean_token_sum        sum_i sum_t l_it / S               LUSPO
+        seq_mean_token_sum_norm   sum_i sum_t l_it / (L S)           Dr. GRPO
+
+    where t runs over the n_i True tokens of row i, N is ``tokens``, S ``sequences`` and L ``max_length``.
+
     Args:
         per_token_loss: (B, T) float32; may hold anything where ``mask`` is False.
         mask: (B, T) bool, the tokens of the sum and, unless ``tokens`` is given, of the denominator.
-        mode: token_mean (DAPO; BNPO when ``tokens`` is None): sum / tokens. token_sum: no denominator.
-            seq_mean_token_mean (GRPO): mean over B rows of the row's token mean. seq_mean_token_sum (LUSPO): mean
-            over rows of the row's sum. seq_mean_token_sum_norm (Dr. GRPO): the latter / max_length.
-        tokens: denominator of token_mean; None = True tokens of ``mask``.
-        sequences: denominator of the sequence means; None = B, empty rows included.
-        max_length: L of seq_mean_token_sum_norm; None = T.
+        mode: one of the names above.
+        tokens: N; None = True tokens of ``mask``.
+        sequences: S; None = B, empty rows included.
+        max_length: L; None = T.
 
     Returns:
         0-d; a denominator of 0 reads as 1.
@@ -40,6 +48,7 @@ def aggregate_loss(
         ...                "seq_mean_token_mean")
         tensor(3.5000)
     """
+    check_tokens_or_rows(mask.shape, per_token_loss=per_token_loss)
     inside = torch.where(mask, per_token_loss, 0.0)
     if mode == "token_sum":
         return inside.sum()
@@ -56,4 +65,6 @@ def aggregate_loss(
 
 
 def _nonzero(count: Tensor | float) -> Tensor | float:
-    return torch.where(count > 0, count, 1) if isinstance(count, Tensor) else count or 1.0
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, count, 1)
+    return count or 1.0

@@ -5,6 +5,10 @@ clamped to e^+-20, l is not. E is the mean over all observed trainable tokens of
 mean of means). a_i, b_i are a response's mean log-prob under numerator and denominator. Each function takes
 :class:`Moments` and returns a 0-d float64 tensor; an empty sample gives 0.
 
+The moments hold E[rho - 1], E[(rho - 1) l] and so on, from one pass over the tokens. So KL k3, its reverse and the
+product's ESS are put together from means here instead of being called token by token; tests compare them with
+:func:`~.kl.k3`, :func:`~.kl.reverse_k3` and :func:`~.weights.ess_fraction_of_logs`.
+
 References: KL estimators k1, k3: Schulman 2020; the perplexity and chi-square set: Li, Liu et al. 2025 (verl's
 rollout-correction metrics); ESS: Kong 1992.
 """
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, Moments, histogram_quantile
+from trl_offpolicy.functional.weights import ess_fraction
 
 Finalizer = Callable[[Moments], Tensor]
 
@@ -26,7 +31,7 @@ def _mean(m: Moments, name: str, over: str = "tokens") -> Tensor:
 
 
 def _std(m: Moments, squares: str, name: str) -> Tensor:
-    """Over tokens, population form."""
+    """Standard deviation over tokens, population form."""
     return (_mean(m, squares) - _mean(m, name).square()).clamp(min=0.0).sqrt()
 
 
@@ -106,12 +111,12 @@ def log_ppl_abs_diff(m: Moments) -> Tensor:
 
 
 def log_ppl_diff_max(m: Moments) -> Tensor:
-    """Largest b_i - a_i, nats."""
+    """Largest b_i - a_i of a response, nats."""
     return _maximum(m, "log_ppl_diff_max")
 
 
 def log_ppl_diff_min(m: Moments) -> Tensor:
-    """Smallest b_i - a_i, nats."""
+    """Smallest b_i - a_i of a response, nats."""
     return -_maximum(m, "log_ppl_diff_min_negated")
 
 
@@ -152,7 +157,7 @@ def prob_pearson(m: Moments) -> Tensor:
 
 
 def logp_diff_mean(m: Moments) -> Tensor:
-    """E|l|, nats."""
+    """E|l|, nats: mean size of the log-ratio of a token."""
     return _mean(m, "abs_log_ratio")
 
 
@@ -162,7 +167,7 @@ def logp_diff_std(m: Moments) -> Tensor:
 
 
 def logp_diff_max(m: Moments) -> Tensor:
-    """Largest |l|, nats."""
+    """Largest |l| of a token, nats."""
     return torch.maximum(_maximum(m, "log_ratio_max"), _maximum(m, "log_ratio_min_negated"))
 
 
@@ -196,7 +201,7 @@ def ess_product(m: Moments) -> Tensor:
 
     W is at most e^300 and counts as 0 below e^-300; 0 if every W does.
     """
-    return _effective_fraction(m["product"], m["product_sq"], m["rows"])
+    return ess_fraction(m["product"], m["product_sq"], m["rows"])
 
 
 def nonfinite_fraction(m: Moments) -> Tensor:
@@ -217,7 +222,7 @@ RATIO_DIAGNOSTICS: Mapping[str, Finalizer] = {
 
 
 def weight_mean(m: Moments) -> Tensor:
-    """Mean weight over tokens."""
+    """E[w], the mean weight over tokens."""
     return _mean(m, "weight")
 
 
@@ -227,18 +232,18 @@ def weight_std(m: Moments) -> Tensor:
 
 
 def weight_min(m: Moments) -> Tensor:
-    """Smallest weight."""
+    """Smallest weight of a token."""
     return -_maximum(m, "weight_min_negated")
 
 
 def weight_max(m: Moments) -> Tensor:
-    """Largest weight."""
+    """Largest weight of a token."""
     return _maximum(m, "weight_max")
 
 
 def ess_token(m: Moments) -> Tensor:
     """Effective sample size over tokens, (sum w)^2 / (n sum w^2), a fraction in [0, 1]; 0 if every weight is 0."""
-    return _effective_fraction(m["weight"], m["weight_sq"], m["tokens"])
+    return ess_fraction(m["weight"], m["weight_sq"], m["tokens"])
 
 
 def ess_sequence(m: Moments) -> Tensor:
@@ -246,13 +251,7 @@ def ess_sequence(m: Moments) -> Tensor:
 
     Of token weights the mean of a long response is near 1 however far its product is: see :func:`ess_product`.
     """
-    return _effective_fraction(m["row_weight"], m["row_weight_sq"], m["rows"])
-
-
-def _effective_fraction(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
-    usable = squares > 0
-    share = total.square() / torch.where(usable, count * squares, 1.0)
-    return torch.where(usable, share.clamp(max=1.0), 0.0)  # float32 row sums can round an exact 1 up
+    return ess_fraction(m["row_weight"], m["row_weight_sq"], m["rows"])
 
 
 WEIGHT_DIAGNOSTICS: Mapping[str, Finalizer] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_rows
 from trl_offpolicy.functional.collective import gather_rows
 
 
@@ -18,5 +19,8 @@ def group_members(group_ids: Tensor, counted: Tensor, *, across_ranks: bool) -> 
     Returns:
         (B, N) or (B, B) bool.
     """
-    ids, present = (gather_rows(group_ids), gather_rows(counted)) if across_ranks else (group_ids, counted)
+    check_rows(len(group_ids), group_ids=group_ids, counted=counted)
+    ids, present = group_ids, counted
+    if across_ranks:
+        ids, present = gather_rows(ids), gather_rows(present)
     return (group_ids.unsqueeze(1) == ids.unsqueeze(0)) & present.unsqueeze(0)

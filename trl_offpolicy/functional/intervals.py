@@ -41,7 +41,7 @@ class ClusterRows:
     Args:
         layout: names of the columns; the first counts tokens.
         values: (N, S) float64, one response a row; a row without tokens is ignored.
-        ids: (N,) int64 prompt group; None = every response is a group of its own.
+        ids: (N,) int64 prompt group; None = every response is one group.
     """
 
     layout: Layout
@@ -72,9 +72,11 @@ class ClusterRows:
 def half_width_95(finalize: Finalizer, layout: Layout, totals: Tensor) -> Tensor | None:
     """Half width of the 95 % interval of a diagnostic, by the delta method.
 
-    With f the diagnostic and m_g the moments of group g, the variance of f(sum m_g) is G / (G - 1) times the sum of
-    (grad f . m_g)^2. No mean is taken off: f does not change when all moments are scaled, so the terms sum to 0.
-    Student's t with G - 1 degrees of freedom. Approximate: it trusts few groups and heavy tails too much.
+        t sqrt(G / (G - 1) sum_g (grad f . m_g)^2)
+
+    where f is the diagnostic, m_g the moments of group g, G the number of groups, grad f the gradient at sum_g m_g and
+    t the 97.5 % quantile of Student's t with G - 1 degrees of freedom. No mean is taken off: f does not change when all
+    moments are scaled, so the terms sum to 0. Approximate: it trusts few groups and heavy tails too much.
 
     Args:
         finalize: a ratio of sums (KL, chi-square, ESS, perplexity ratio, a fraction).
@@ -86,6 +88,8 @@ def half_width_95(finalize: Finalizer, layout: Layout, totals: Tensor) -> Tensor
 
     Reference: Cochran 1977, "Sampling techniques", ratio estimates of cluster samples (6.4, 9A).
     """
+    if totals.dim() != 2 or totals.shape[1] != len(layout.sums):
+        raise ValueError(f"totals must have shape (G, {len(layout.sums)}), but got {tuple(totals.shape)}.")
     count = len(totals)
     if count < 2:
         return None

@@ -1,4 +1,8 @@
-"""KL(pi || ref) from sampled tokens: estimators for the loss, the term in the reward, the adaptive coefficient."""
+"""KL divergences from sampled tokens.
+
+First k3 of any two policies, in both directions: everything in this kit that says k3 means :func:`k3`. Then KL(pi ||
+ref) of the training: estimators for the loss, the term in the reward, the adaptive coefficient.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of, expm1_of, ratio_of
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
@@ -19,8 +24,49 @@ MAX_KL_ERROR = 0.2
 """Ziegler et al.'s bound on the relative error that an adaptive coefficient reacts to."""
 
 
+def k3(log_other_over_sampler: Tensor) -> Tensor:
+    """KL(sampler || other) of each token, nats: Schulman's k3.
+
+        k3 = exp(l) - 1 - l
+
+    where l = log(other / sampler) of a token that the sampler drew. Unbiased, never negative, of low variance. The sign
+    of l decides the direction: a caller that has log(sampler / other) passes its negative.
+
+    Args:
+        log_other_over_sampler: any shape, l in nats; clamp it to +-20 first, exp is taken as it is. Gradient flows.
+
+    Reference: Schulman 2020, "Approximating KL divergence".
+
+    Example:
+        >>> k3(torch.tensor([0.0, 1.0, -1.0]))
+        tensor([0.0000, 0.7183, 0.3679])
+    """
+    return expm1_of(log_other_over_sampler) - log_other_over_sampler  # exp(l) - 1 would be rounding noise for small l
+
+
+def reverse_k3(log_other_over_sampler: Tensor) -> Tensor:
+    """KL(other || sampler) of each token, nats, from tokens of the same sampler: the other direction of :func:`k3`.
+
+        rho l - rho + 1
+
+    where l = log(other / sampler) of a token that the sampler drew and rho = exp(l) is its importance weight, so that
+    this is rho times k3 of -l. Unbiased, never negative.
+
+    Args:
+        log_other_over_sampler: as :func:`k3`.
+
+    Example:
+        >>> reverse_k3(torch.tensor([0.0, 2.0, -1.0]))
+        tensor([0.0000, 8.3891, 0.2642])
+    """
+    log_ratios = log_other_over_sampler
+    return exp_of(log_ratios) * log_ratios - expm1_of(log_ratios)  # not rho - 1, which is rounding noise near 1
+
+
 def reference_log_ratio(logps: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """log(pi / ref) of the sampled tokens, with the gradient of ``logps``.
+    """Log-ratio of policy and reference on the sampled tokens, with the gradient of ``logps``.
+
+        x_t = log pi(y_t) - log ref(y_t)
 
     Args:
         logps: (B, T) log pi, nats; carries gradient, finite on ``mask``.
@@ -30,6 +76,7 @@ def reference_log_ratio(logps: Tensor, reference: Tensor, mask: Tensor) -> Tenso
     Returns:
         (B, T) float32; 0 and without gradient on padding and where the reference is not finite.
     """
+    check_tokens(mask.shape, logps=logps, reference=reference)
     reference = reference.detach().float()
     usable = mask & (reference.abs() < torch.inf)
     return torch.where(usable, logps.float(), 0.0) - torch.where(usable, reference, 0.0)
@@ -38,7 +85,7 @@ def reference_log_ratio(logps: Tensor, reference: Tensor, mask: Tensor) -> Tenso
 def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value: float | None = None) -> Tensor:
     """KL(pi || ref) per token, nats, for tokens sampled from pi.
 
-    With x = log(pi / ref):
+    With x = log(pi / ref), which is -l of :func:`k3`:
 
     ===== ==================== =========== ============ ======== =================================================
     name  value                expectation its gradient variance place
@@ -63,7 +110,7 @@ def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value:
             is that of k2 everywhere. None = no cap.
 
     Returns:
-        Shape of ``log_ratios``, with the gradient said above; 0 where the log-ratio is 0.
+        Shape of ``log_ratios``, with the gradient of the table; 0 where the log-ratio is 0.
 
     Reference: Schulman 2020, "Approximating KL divergence"; the straight-through forms and the cap (10 on k3) as in
     verl's ``kl_penalty``.
@@ -77,7 +124,7 @@ def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value:
     if estimator in ("k1+", "k3+"):
         value = kl_estimate(log_ratios.detach(), "k1" if estimator == "k1+" else "k3", max_value=max_value)
         gradient = log_ratios.square() / 2
-        return value + (gradient - gradient.detach())
+        return value + (gradient - gradient.detach())  # straight through: adds 0, with the gradient of k2
     if estimator == "k1":
         value = log_ratios
     elif estimator == "abs":
@@ -85,8 +132,7 @@ def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value:
     elif estimator == "k2":
         value = log_ratios.square() / 2
     else:
-        reverse = (-log_ratios).clamp(max=LOG_RATIO_CLAMP)
-        value = torch.expm1(reverse) - reverse  # exp(-x) - 1 would be rounding noise for small x
+        value = k3((-log_ratios).clamp(max=LOG_RATIO_CLAMP))  # pi is the sampler here, ref the other policy
     return value if max_value is None else value.clamp(max=max_value)
 
 
@@ -98,12 +144,14 @@ def ratio_weighted_kl(
     ratio_clip: float | None = None,
     max_value: float | None = None,
 ) -> Tensor:
-    """KL(pi || ref) per token from tokens of another policy: the estimate times r = pi / pi_old.
+    """KL(pi || ref) per token from tokens of another policy: the estimate times the importance ratio.
 
-    k1, abs, k3: r carries gradient, so that the whole is the gradient of E_pi[estimate]: exact for k1 and k3. k2, k1+,
-    k3+: r is detached and weighs the gradient of k2: exact as well. With ``ratio_clip`` = eps the term is
-    min(r k, clip(r, 1 - eps, 1 + eps) k): where k >= 0 (all but k1 and k1+) r is cut at 1 + eps, where k < 0 it is
-    raised to 1 - eps. Biased then, of bounded variance; a cut ratio has no gradient, the estimate keeps its own.
+        r k, or min(r k, clip(r, 1 - eps, 1 + eps) k) with ``ratio_clip`` = eps
+
+    where r = pi / pi_old and k is the estimate. k1, abs, k3: r carries gradient, so that the whole is the gradient of
+    E_pi[estimate]: exact for k1 and k3. k2, k1+, k3+: r is detached and weighs the gradient of k2: exact as well. With
+    the clip r is cut at 1 + eps where k >= 0 (all but k1 and k1+), and raised to 1 - eps where k < 0. Biased then, of
+    bounded variance; a cut ratio has no gradient, the estimate keeps its own.
 
     Args:
         log_ratios: (B, T) float32, log(pi / ref); carries gradient.
@@ -125,10 +173,13 @@ def ratio_weighted_kl(
         >>> ratio_weighted_kl(x, r, "k2"), ratio_weighted_kl(x, r, "k2", ratio_clip=0.2)
         (tensor([1.5000]), tensor([0.6000]))
     """
+    if policy_log_ratios.dim() != log_ratios.dim():  # (B,) beside (B, T) would be read as (1, T)
+        expected = f"{log_ratios.dim()} dimensions, as log_ratios has"
+        raise ValueError(f"policy_log_ratios must have {expected}, but got {tuple(policy_log_ratios.shape)}.")
     estimate = kl_estimate(log_ratios, estimator, max_value=max_value)
     if estimator in K2_GRADIENT:
         policy_log_ratios = policy_log_ratios.detach()
-    ratio = policy_log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+    ratio = ratio_of(policy_log_ratios)
     if ratio_clip is not None:
         ratio = torch.where(estimate >= 0, ratio.clamp(max=1 + ratio_clip), ratio.clamp(min=1 - ratio_clip))
     return estimate * ratio
@@ -136,7 +187,9 @@ def ratio_weighted_kl(
 
 @torch.no_grad()
 def subtract_kl(values: Tensor, logps: Tensor, reference: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """KL in the reward: ``values - coef * log(pi / ref)`` by token (k1, detached).
+    """KL in the reward, by token (k1, detached).
+
+        r_t = values_t - coef log(pi(y_t) / ref(y_t))
 
     The score function of the policy loss multiplies k1, which gives the gradient of the KL; the loss's own clip and
     weights then hold for the KL as well. Unbiased on-policy. Subtract from rewards by token and sum to go for the KL
@@ -159,12 +212,19 @@ def subtract_kl(values: Tensor, logps: Tensor, reference: Tensor, mask: Tensor, 
         ...             torch.ones(1, 2).bool(), coef=0.1)
         tensor([[0.9500, 1.0000]])
     """
-    by_token = values.float().unsqueeze(1) if values.dim() == 1 else values.float()
+    if values.dim() == 1:
+        values = values.unsqueeze(1)
+    check_tokens_or_rows(mask.shape, values=values)
+    by_token = values.float()
     return torch.where(mask, by_token - coef * reference_log_ratio(logps, reference, mask), 0.0)
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, samples: int, horizon: float) -> float:
-    """Beta (1 + clip(KL / target - 1, -0.2, 0.2) n / H).
+    """Next coefficient of the KL term, moved towards the one that holds the KL at its target.
+
+        beta (1 + clip(KL / target - 1, -0.2, 0.2) n / H)
+
+    where n responses were seen since the last update and H is the horizon.
 
     Args:
         coef: beta so far.

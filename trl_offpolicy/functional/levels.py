@@ -7,7 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.booleans import any_true, count_true
+from trl_offpolicy.functional._fast import any_true, count_true
+from trl_offpolicy.functional._shapes import check_rows, check_tokens
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of
@@ -36,6 +37,13 @@ def aggregate(
 ) -> Tensor:
     """Aggregate (B, T) ``values`` over the True tokens of ``mask``.
 
+        token           x_t                       turn       sum of x over t's turn
+        prefix          sum_{s <= t} x_s          turn_mean  its mean
+        sequence        sum_s x_s                 group      mean of the sequence means of a prompt group
+        sequence_mean   sum_s x_s / n             sequence_max, sequence_min
+
+    where s runs over the n True tokens of t's row.
+
     Args:
         values: (B, T) float32; may hold anything, NaN included, where ``mask`` is False.
         mask: (B, T) bool.
@@ -54,6 +62,8 @@ def aggregate(
         >>> aggregate(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), "sequence_mean")
         tensor([[2.]])
     """
+    check_tokens(mask.shape, values=values, turn_ids=turn_ids)
+    check_rows(len(mask), group_ids=group_ids)
     inside = values if zero_outside else torch.where(mask, values, 0.0)
     if level == "token":
         return inside
@@ -85,6 +95,11 @@ def aggregate_ratio(
 ) -> Tensor:
     """Ratio at ``level``: aggregated in log space, then clamped to +-20 nats, then exponentiated.
 
+        rho = exp(clip(aggregate(l), -20, 20))
+
+    where l are the log-ratios. So ``sequence`` gives the product of a row's ratios, ``sequence_mean`` their geometric
+    mean.
+
     Args and shapes as :func:`aggregate`; an empty row and a masked token give 1.
     """
     total = aggregate(log_ratios, mask, level, turn_ids=turn_ids, group_ids=group_ids, zero_outside=zero_outside)
@@ -102,7 +117,9 @@ def turn_index(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
         >>> turn_index(torch.tensor([[False, True, True, False, True]]))
         tensor([[0, 0, 0, 0, 1]])
     """
+    check_tokens(mask.shape, turn_ids=turn_ids)
     if turn_ids is None:
+        # A turn starts at a trainable token whose left neighbour is none. Counting the starts numbers the turns.
         starts = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
         return (starts.cumsum(-1) - 1).clamp(min=0)
     changes = turn_ids[:, 1:] != turn_ids[:, :-1]
@@ -111,6 +128,7 @@ def turn_index(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
 
 def _over_turns(inside: Tensor, mask: Tensor, index: Tensor, *, mean: bool) -> Tensor:
     """Sum or mean over each token's turn, handed back to its tokens."""
+    # Add every token up at the place of its turn's number (a row has at most T turns), then look the sums up again.
     total = torch.zeros_like(inside).scatter_add_(1, index, inside)
     if mean:
         count = torch.zeros_like(inside).scatter_add_(1, index, mask.to(inside.dtype))
@@ -126,7 +144,11 @@ def _extreme(values: Tensor, mask: Tensor, *, largest: bool) -> Tensor:
 
 
 def group_mean(values: Tensor, active: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean of ``values`` over the active rows of each row's group, on all ranks; 0 for a group without any.
+    """Mean of ``values`` over the active rows of each row's group, on all ranks.
+
+        sum_j x_j / n
+
+    where j runs over the n active rows with the group id of the row; 0 for a group without any.
 
     Args:
         values: (B,) float.
@@ -136,6 +158,7 @@ def group_mean(values: Tensor, active: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         (B,) of the dtype of ``values``.
     """
+    check_rows(len(values), values=values, active=active, group_ids=group_ids)
     member = group_members(group_ids, active, across_ranks=True).double()
     total = member @ gather_rows(torch.where(active, values, 0.0)).double()
     return (total / member.sum(-1).clamp(min=1.0)).to(values.dtype)

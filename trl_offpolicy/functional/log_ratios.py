@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.blocks import row_blocks
-from trl_offpolicy.functional.booleans import as_float, both
+from trl_offpolicy.functional._fast import as_float, both, row_blocks
+from trl_offpolicy.functional._shapes import check_tokens
 
 LOG_RATIO_CLAMP = 20.0
 """Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do.
@@ -33,11 +33,15 @@ class LogRatio(NamedTuple):
 
 @torch.no_grad()
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
-    """Log-ratio ``numerator - denominator`` on trainable tokens, held within +-10000 nats.
+    """Log-ratio of the sampled tokens under two policies, held within +-10000 nats.
+
+        l_t = log p(y_t) - log q(y_t)
+
+    where p is the numerator and q the denominator.
 
     Args:
-        numerator: (B, T) log-probs in nats, any float dtype; cast to float32 before subtracting.
-        denominator: (B, T) log-probs in nats.
+        numerator: (B, T) log p in nats, any float dtype; cast to float32 before subtracting.
+        denominator: (B, T) log q in nats.
         mask: (B, T) bool, True = trainable token.
 
     Returns:
@@ -49,10 +53,12 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
         >>> ratio.values, ratio.observed
         (tensor([[0.5000, 0.0000]]), tensor([[ True, False]]))
     """
+    check_tokens(mask.shape, numerator=numerator, denominator=denominator)
     if torch.compiler.is_compiling():
         part = numerator.float() - denominator.float()
         observed = mask & (part.abs() < torch.inf)
         return LogRatio(torch.where(observed, part.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0), observed)
+    # The same in place and in blocks: no temporary tensor of the size of the batch.
     values = torch.empty_like(mask, dtype=torch.float32)
     observed = torch.empty_like(mask)
     for rows in row_blocks(mask.shape, mask.device):
@@ -64,19 +70,26 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
 
 
 def finite_or_zero(values: Tensor) -> Tensor:
-    """0 for NaN and infinity."""
+    """Replace NaN and infinity by 0."""
     if torch.compiler.is_compiling():  # where inductor looks for NaN one by one
         return torch.where(values.abs() < torch.inf, values, 0.0)
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def ratio_of(log_ratios: Tensor) -> Tensor:
-    """The ratios: exp of the log-ratios clamped to +-20 nats; carries their gradient where they are inside."""
+    """The ratios rho = exp(l), l clamped to +-20 nats; carries the gradient of l where it is inside."""
     return exp_of(log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
 
 
+def excess_of(log_ratios: Tensor) -> Tensor:
+    """The ratios less 1, rho - 1 = expm1(l), l clamped to +-20 nats; exact where the policies nearly agree."""
+    held = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    # In place where that is possible: this runs over every token of every diagnostic.
+    return expm1_of(held) if torch.compiler.is_compiling() else held.expm1_()
+
+
 def exp_of(values: Tensor) -> Tensor:
-    """exp, elementwise."""
+    """Elementwise exp(x) that torch.compile makes quick on a CPU as well."""
     if not torch.compiler.is_compiling():
         return values.exp()
     return torch.exp2(values * _LOG2_E)  # on a CPU inductor writes every exp that is read twice to memory, but no exp2
@@ -85,15 +98,15 @@ def exp_of(values: Tensor) -> Tensor:
 _LOG2_E = 1.4426950408889634
 
 
-def excess_of(log_ratios: Tensor) -> Tensor:
-    """The ratios less 1, of log-ratios clamped to +-20 nats; exact where the policies nearly agree."""
-    log_ratios = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+def expm1_of(values: Tensor) -> Tensor:
+    """Elementwise exp(x) - 1 without the rounding of that difference, under torch.compile as well."""
     if not torch.compiler.is_compiling():
-        return log_ratios.expm1_()
-    series = torch.ones_like(log_ratios)  # inductor's own expm1 is exp - 1 on a CPU
+        return torch.expm1(values)
+    # inductor's own expm1 is exp - 1 on a CPU. Near 0 take x (1 + x/2 (1 + x/3 (1 + ...))) instead.
+    series = torch.ones_like(values)
     for k in range(_SERIES_TERMS, 1, -1):
-        series = 1 + log_ratios / k * series
-    return torch.where(log_ratios.abs() < _SERIES_LIMIT, log_ratios * series, exp_of(log_ratios) - 1)
+        series = 1 + values / k * series
+    return torch.where(values.abs() < _SERIES_LIMIT, values * series, exp_of(values) - 1)
 
 
 _SERIES_TERMS, _SERIES_LIMIT = 8, 0.5

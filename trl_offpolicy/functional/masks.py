@@ -8,8 +8,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.collective import gather_flat
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.kl import k3
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, expm1_of
 
 Statistic = Literal["k1", "k2", "k3", "abs", "prob_diff", "binary_tv", "binary_kl"]
 
@@ -18,6 +20,10 @@ def outlier_veto(
     log_ratios: Tensor, mask: Tensor, *, low: float | None, high: float | None, zero_outside: bool = False
 ) -> Tensor:
     """Drop a whole sequence if the ratio of any trainable token leaves [low, high].
+
+        keep where log low <= min_t l_t and max_t l_t <= log high
+
+    where l_t is the log-ratio of a trainable token.
 
     Args:
         log_ratios: (B, T) float32, nats.
@@ -31,6 +37,7 @@ def outlier_veto(
 
     Reference: Liu, Li et al. 2025, "When speed kills stability" (veto); SkyRL ``outlier_token_is_threshold_*``.
     """
+    check_tokens(mask.shape, log_ratios=log_ratios)
     keep = torch.ones_like(mask[:, :1])
     if high is not None:
         inside = log_ratios if zero_outside and high >= 1 else torch.where(mask, log_ratios, -torch.inf)
@@ -44,8 +51,10 @@ def outlier_veto(
 def off_policy_sequence_mask(mean_log_ratio: Tensor, advantages: Tensor, *, max_divergence: float) -> Tensor:
     """DeepSeek's off-policy sequence mask: drop negative-advantage tokens of sequences that drifted too far.
 
-    Dropped where ``A < 0`` and ``-mean_log_ratio > max_divergence``: a one-sided geometric mask
-    ``rho_geo >= exp(-max_divergence)`` on the sequences that would be pushed down.
+        drop where A < 0 and -mean_t log(pi / mu) > delta
+
+    where the mean is over the trainable tokens of the response: a one-sided mask on the geometric mean ratio,
+    rho_geo >= exp(-delta), for the sequences that would be pushed down.
 
     Args:
         mean_log_ratio: (B, 1) mean over trainable tokens of log(pi / mu), nats.
@@ -57,14 +66,17 @@ def off_policy_sequence_mask(mean_log_ratio: Tensor, advantages: Tensor, *, max_
 
     Reference: DeepSeek-AI 2025, DeepSeek-V3.2 (arXiv:2512.02556), Eq. 8-9.
     """
+    check_tokens_or_rows((len(advantages), 1), mean_log_ratio=mean_log_ratio)
     return (advantages >= 0) | (-mean_log_ratio <= max_divergence)
 
 
 def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, across_ranks: bool) -> Tensor:
-    r"""M2PO's trust region: drop the worst tokens until the mean of l^2 over the kept ones is at most ``budget``.
+    r"""M2PO's trust region: drop the worst tokens until the rest is within the budget.
 
-    The tokens are those of the whole call (and of all ranks), worst = largest \|l\|; equal ones fall together. Bounds
-    the chi-square divergence of the two policies.
+        mean over the kept tokens of l^2 <= budget
+
+    where l is the log-ratio. The tokens are those of the whole call (and of all ranks), worst = largest \|l\|; equal
+    ones fall together. Bounds the chi-square divergence of the two policies.
 
     Args:
         log_ratios: (B, T) float32, nats.
@@ -82,13 +94,14 @@ def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, acr
         ...                      across_ranks=False)
         tensor([[ True,  True, False]])
     """
+    check_tokens(mask.shape, log_ratios=log_ratios)
     squares = log_ratios.square()
     everyone = torch.where(mask, squares, torch.inf)
     everyone = gather_flat(everyone, padding=torch.inf) if across_ranks else everyone.flatten()
     ordered = torch.nn.functional.pad(everyone.double(), (0, 1), value=torch.inf).sort().values  # at least one entry
     real = ordered < torch.inf
     mean = torch.where(real, ordered, 0.0).cumsum(0) / real.cumsum(0).clamp(min=1)
-    # the mean over a growing sorted prefix never falls, so what cannot be afforded is one tail
+    # The mean over a growing sorted prefix never falls, so what cannot be afforded is one tail.
     limit = torch.where(real & (mean > budget), ordered, torch.inf).amin()
     return ~mask | (squares.double() < limit)
 
@@ -103,8 +116,8 @@ def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | N
 
     With l = log(p / q) clamped to +-20 nats (as verl does), q the denominator (the policy that sampled):
 
-    - k1 = -l (unbiased, signed), k2 = l^2 / 2 (biased, never negative), k3 = exp(l) - 1 - l (unbiased, never negative);
-      all estimate KL(q || p), nats.
+    - k1 = -l (unbiased, signed), k2 = l^2 / 2 (biased, never negative), k3 = exp(l) - 1 - l (unbiased, never negative,
+      :func:`~.kl.k3`); all estimate KL(q || p), nats.
     - abs = \|l\|, nats.
     - prob_diff = p - q of the sampled token, in [-1, 1]; binary_tv = \|p - q\|, the total variation of
       "this token or another".
@@ -128,15 +141,16 @@ def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | N
     if statistic == "k2":
         return log_ratios.square() / 2
     if statistic == "k3":
-        return torch.expm1(log_ratios) - log_ratios
+        return k3(log_ratios)
     if statistic == "abs":
         return log_ratios.abs()
     if statistic not in STATISTICS:
         raise ValueError(f"statistic must be one of {list(STATISTICS)}, but got {statistic!r}.")
     if denominator_logps is None:
         raise ValueError(f"denominator_logps must be given for statistic {statistic!r}, but got None.")
+    check_tokens(log_ratios.shape, denominator_logps=denominator_logps)
     q = denominator_logps.float().exp()
-    difference = q * torch.expm1(log_ratios)
+    difference = q * expm1_of(log_ratios)
     if statistic == "prob_diff":
         return difference
     return difference.abs() if statistic == "binary_tv" else _binary_kl(q, difference, log_ratios)
@@ -147,7 +161,7 @@ _SMALLEST = 1e-7
 
 
 def _binary_kl(q: Tensor, difference: Tensor, log_ratios: Tensor) -> Tensor:
-    """KL(Bernoulli(q) || Bernoulli(q + difference)), never negative."""
+    """KL of "this token or another", never negative: of Bernoulli(q) from Bernoulli(p), p = q + ``difference``."""
     rest = (1 - q).clamp(min=_SMALLEST)
     other = (1 - q - difference).clamp(min=_SMALLEST)
     return (-q * log_ratios + rest * (rest.log() - other.log())).clamp(min=0.0)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.blocks import row_blocks
-from trl_offpolicy.functional.booleans import as_float
+from trl_offpolicy.functional._fast import as_float, row_blocks
+from trl_offpolicy.functional._shapes import check_rows, check_tokens
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, exp_of, finite_or_zero, log_ratio
 
 HISTOGRAM_BINS = 240
@@ -43,14 +43,14 @@ class Moments:
     maxima: Tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        """0-d float64 entry by name."""
+        """The entry with this name, 0-d float64."""
         if name in self.layout.sums:
             return self.sums[self.layout.sums.index(name)]
         return self.maxima[self.layout.maxima.index(name)]
 
     @property
     def histogram(self) -> Tensor:
-        """(bins,) float64 counts."""
+        """The counts after the named sums, (bins,) float64."""
         return self.sums[len(self.layout.sums) :]
 
     def merge(self, other: Moments) -> Moments:
@@ -138,6 +138,7 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
         denominator: (B, T) log-probs of the denominator, nats.
         mask: (B, T) bool, trainable tokens.
     """
+    check_tokens(mask.shape, ratio=ratio.values if isinstance(ratio, LogRatio) else ratio, denominator=denominator)
     parts = []
     for block in row_blocks(mask.shape, mask.device):
         below, inside = denominator[block], mask[block]
@@ -152,11 +153,16 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
 
 
 def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
+    """The sums of a block. Everything is 0 outside the observed tokens, so that no sum needs a mask.
+
+    Products are taken by :func:`dot`, which holds no tensor of products. KL k3 and its reverse are not computed by
+    token (:func:`~.kl.k3`): ``excess`` and ``log_ratios``, which other diagnostics need as well, add up to both.
+    """
     log_ratios, observed = ratio
     here = as_float(observed)
     logp = finite_or_zero(denominator.float()).mul_(here)
     prob = exp_of(logp).mul_(here)
-    excess = excess_of(log_ratios)
+    excess = excess_of(log_ratios)  # rho - 1
     abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()
     prob_diff, abs_diff = prob * excess, prob * abs_excess
     tokens = here.sum(-1)
@@ -196,12 +202,15 @@ ROW_LAYOUT = Layout(sums=_TOKEN_SUMS + _ROW_SUMS)
 def ratio_row_moments(rows: RatioRows) -> Tensor:
     """Moments of every response by itself: (B, S) float64 in the order of :data:`ROW_LAYOUT`, 0 for an empty row."""
     tokens = rows.sums[:, :1]
+    # Each sum by token becomes the response's mean; the log of its product of ratios stays a sum.
     mean = dict(zip(_TOKEN_SUMS, (rows.sums / tokens.clamp(min=1.0)).unbind(-1), strict=True))
     log_ratio, log_product = mean["log_ratio"], rows.sums[:, _TOKEN_SUMS.index("log_ratio")]
     surprise = -mean["logp"]
+    # Four exponentials of one call: both perplexities, their ratio, and the squared product (for the chi-square).
     squared = 2 * log_product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     exponents = torch.stack([surprise, surprise - log_ratio, -log_ratio, squared], dim=-1)
     ppl_denominator, ppl_numerator, ppl_ratio, square = exponents.clamp_(max=_MAX_EXPONENT).exp_().unbind(-1)
+    # The product itself is for the ESS (diagnostics.ess_product, the same number as weights.ess_fraction_of_logs).
     # Not clamped from below: products that all vanish must not look like equal weights.
     product = torch.where(log_product >= -PRODUCT_RANGE, log_product.clamp(max=PRODUCT_RANGE).exp(), 0.0)
     per_row = torch.stack(
@@ -234,26 +243,34 @@ def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moment
         keep_rows: (B,) bool, or None for all.
         row_moments: the same rows through :func:`ratio_row_moments`, where they are known already.
     """
+    check_rows(len(rows.sums), keep_rows=keep_rows)
     row_moments = ratio_row_moments(rows) if row_moments is None else row_moments
     column = dict(zip(ROW_LAYOUT.sums, row_moments.unbind(-1), strict=True))
-    active = column["tokens"] > 0
+    active = column["tokens"] > 0  # a response without an observed token has no extremes and no place in a histogram
     kept = row_moments
     if keep_rows is not None:
         active = active & keep_rows
         kept = torch.where(keep_rows.unsqueeze(-1), row_moments, 0.0)
-    sums_of_rows = torch.stack([column["excess_sq"] + 2 * column["excess"], column["abs_excess"] / 2])
+
+    # The additive moments, then the histograms of two numbers by response: chi-square E[rho^2] - 1 (from rho - 1, see
+    # diagnostics.chi2_token) and total variation.
+    chi2, variation = column["excess_sq"] + 2 * column["excess"], column["abs_excess"] / 2
+    by_response = torch.stack([chi2, variation]) / column["tokens"].clamp(min=1.0)
+    sums = torch.cat([kept.sum(0), _log_histograms(by_response, active)])
+
+    # Extremes: those over tokens, and the largest and smallest difference of perplexities. A minimum is kept as the
+    # maximum of the negative value, so that all merge alike.
     difference = column["log_ppl_diff"]
     tops = torch.cat([rows.maxima, torch.stack([difference, -difference], -1)], dim=-1)
-    histograms = _log_histograms(sums_of_rows / column["tokens"].clamp(min=1.0), active)
-    sums = torch.cat([kept.sum(0), histograms])
-    inside = active.unsqueeze(-1)
-    maxima = torch.where(inside, tops, -torch.inf).amax(0) if len(tops) else tops.new_full((5,), -torch.inf)
+    tops = torch.where(active.unsqueeze(-1), tops, -torch.inf)
+    maxima = tops.amax(0) if len(tops) else tops.new_full((5,), -torch.inf)
     return Moments(RATIO_LAYOUT, sums, maxima)
 
 
 def _log_histograms(values: Tensor, active: Tensor) -> Tensor:
     """(K * bins,) counts of each row of (K, B) values in equal bins of log10; at or below the first edge: bin 0."""
     first, last = HISTOGRAM_DECADES
+    # The bin of each value, shifted by a whole histogram for each row of values: one index_add for all of them.
     position = (values.clamp(min=10.0**first).log10() - first) / (last - first)
     index = (position * HISTOGRAM_BINS).long().clamp(0, HISTOGRAM_BINS - 1)
     index += HISTOGRAM_BINS * torch.arange(len(values), device=values.device).unsqueeze(-1)

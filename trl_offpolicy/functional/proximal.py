@@ -1,25 +1,30 @@
-"""Log-probs of the proximal policy, the centre of the trust region, without a forward pass of their own."""
+"""Log-probs of the proximal policy, the centre of the trust region, without another forward pass."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
+
 
 @torch.no_grad()
 def interpolated_logps(
     behaviour: Tensor, current: Tensor, versions: Tensor, *, proximal_version: int, current_version: int
 ) -> Tensor:
-    """A-3PO: lp_b + alpha (lp - lp_b) with alpha = (v_prox - v_b) / (v - v_b), clamped to [0, 1].
+    """A-3PO: log-probs on the line between the policy that sampled and the current one.
 
-    The older a token, the nearer the centre to the current policy: its ratio to the centre is (pi / pi_b)^(1 - alpha).
-    A heuristic: exact if log-probs move at a constant rate from version to version.
+        lp_b + alpha (lp - lp_b), alpha = clip((v_prox - v_b) / (v - v_b), 0, 1)
+
+    where lp_b is ``behaviour`` of version v_b, lp is ``current`` of version v, and v_prox the centre's version. The
+    older a token, the nearer the centre to the current policy: its ratio to the centre is (pi / pi_b)^(1 - alpha). A
+    heuristic: exact if log-probs move at a constant rate from version to version.
 
     Args:
         behaviour: (B, T) log-probs of the policy that sampled, nats.
         current: (B, T) log pi, nats; detached here.
         versions: (B,), (B, 1) or (B, T) integer, weight version that sampled.
-        proximal_version: v_prox, the version that the centre stands for.
+        proximal_version: v_prox, the version that the centre approximates.
         current_version: v, the version of ``current``.
 
     Returns:
@@ -38,6 +43,8 @@ def interpolated_logps(
             f"proximal_version must be at most current_version = {current_version}, but got {proximal_version}."
         )
     by_token = versions.unsqueeze(1) if versions.dim() == 1 else versions
+    check_tokens(current.shape, behaviour=behaviour)
+    check_tokens_or_rows(current.shape, versions=by_token)
     age = (current_version - by_token).float()
     gap = (proximal_version - by_token).float()
     alpha = (gap / age.clamp(min=1.0)).clamp(0.0, 1.0)
@@ -47,11 +54,13 @@ def interpolated_logps(
 
 @torch.no_grad()
 def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: int | Tensor) -> Tensor:
-    """Exponentially weighted moving average of log-probs: (decay n prev + current) / (decay n + 1).
+    """Exponentially weighted moving average of log-probs.
 
-    n = 1 + decay + ... + decay^(count - 1) is the weight that ``previous`` carries already, so that the first policies
-    are not over-counted. PPO-EWMA averages the weights of the network; averaging log-probs needs no second copy and is
-    the same to first order in the change of the weights (a heuristic; the average is not normalised over tokens).
+        (decay n prev + current) / (decay n + 1), n = 1 + decay + ... + decay^(count - 1)
+
+    where n is the weight that ``previous`` carries already, so that the first policies are not over-counted. PPO-EWMA
+    averages the weights of the network; averaging log-probs needs no second copy and is the same to first order in the
+    change of the weights (a heuristic; the average is not normalised over tokens).
 
     Args:
         previous: (B, T) average so far, nats; at first the log-probs of pi_old.
@@ -62,7 +71,7 @@ def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: in
     Returns:
         (B, T) float32, no gradient.
 
-    Reference: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641); as a stand-in for
+    Reference: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641); in the place of
     missing old log-probs in Guan et al. 2026 (arXiv:2605.12070).
 
     Example:
@@ -73,5 +82,6 @@ def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: in
         raise ValueError(f"decay must be in [0, 1], but got {decay}.")
     if not isinstance(count, Tensor) and count < 1:
         raise ValueError(f"count must be at least 1, but got {count}.")
-    carried = count if decay == 1.0 else decay * (1 - decay**count) / (1 - decay)  # decay * n
+    check_tokens(current.shape, previous=previous)
+    carried = count if decay == 1.0 else decay * (1 - decay**count) / (1 - decay)  # decay n, a geometric sum
     return (carried * previous.float() + current.float()) / (carried + 1)

@@ -19,17 +19,30 @@ def expert_layout(layers: int, experts: int) -> Layout:
 
 
 def shared_experts(first: Tensor, second: Tensor) -> Tensor:
-    """(...) float32 share of the k experts that two choices have in common; their order does not count.
+    """Share of the k experts that two choices have in common; their order does not count.
+
+        |A and B| / k
+
+    where A and B are the sets of experts of one token in one layer.
 
     Args:
         first: (..., k) expert ids, each at most once.
         second: likewise, of the same shape.
 
+    Returns:
+        (...) float32.
+
     Example:
         >>> shared_experts(torch.tensor([[0, 3], [1, 2]]), torch.tensor([[3, 0], [1, 5]]))
         tensor([1.0000, 0.5000])
     """
+    _check_alike(first, second)
     return _same(first, second).any(-1).float().mean(-1)
+
+
+def _check_alike(first: Tensor, second: Tensor) -> None:
+    if first.shape != second.shape:
+        raise ValueError(f"second must have shape {tuple(first.shape)} as first, but got {tuple(second.shape)}.")
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
@@ -48,10 +61,12 @@ def routing_moments(
         mask: (B, L) bool, the tokens to compare; None = all.
         experts: of a layer, to count by expert as well (:data:`EXPERT_DIAGNOSTICS`); None = not.
     """
+    _check_alike(first, second)
     known = (first >= 0).all(-1) & (second >= 0).all(-1)
     if mask is not None:
         known = known & mask.unsqueeze(-1)
     same = _same(first, second)
+    # As :func:`shared_experts`, from the comparison that is needed by expert below as well.
     shared = torch.where(known, same.any(-1).float().mean(-1), 0.0).double()
     flips = known & (shared < 1.0)
     total = moments(ROUTING_LAYOUT, [known.sum(), shared.sum(), flips.sum()])

@@ -60,11 +60,13 @@ def truncated_log_probs(
     tile: int = TILE,
     gather: Gather = _whole,
 ) -> TruncatedLogProbs:
-    """Log-probs, entropies and sum p^2 of ``targets`` under ``softmax(logits / temperature)`` cut to the kept set S.
+    """Log-probs, entropies and sum p^2 of ``targets`` under the softmax of the logits, cut to the kept set S.
 
-    With z the scaled logits: ``log p(y) = z_y - logsumexp(z_j for j in S + {y})``. S is what vLLM would keep
-    (:func:`truncated_support`), or ``kept_ids``. A target outside of S is added to it: the engine did sample it.
-    S carries no gradient (it is piecewise constant), so tokens outside of it get none.
+        log p(y) = z_y - log sum_{j in S + {y}} exp(z_j)
+
+    where z are the logits over the temperature. S is what vLLM would keep (:func:`truncated_support`), or ``kept_ids``.
+    A target outside of S is added to it: the engine did sample it. S carries no gradient (it is piecewise constant), so
+    tokens outside of it get none.
 
     Memory: nothing of size N x V. In float32 the forward holds at most ``28 bytes x tile x V`` above its inputs (16
     without a cut; top-p sorts, with positions in int64), the backward ``20 bytes x tile x V`` and float32 gradients of

@@ -83,6 +83,8 @@ def truncated_support(logits: Tensor, truncation: Truncation) -> Support:
     Reference: vLLM 0.31 ``v1/sample/logits_processor/builtin.py`` (min-p), ``v1/sample/ops/topk_topp_sampler.py``
     (``apply_top_k_top_p_pytorch``) and ``topk_topp_triton.py`` beside it (``exact_top_k``).
     """
+    if logits.dim() != 2:
+        raise ValueError(f"logits must have shape (N, V), but got {tuple(logits.shape)}.")
     logits = logits.detach()
     lowest = torch.full_like(logits[:, 0], -torch.inf)
     share = torch.ones_like(lowest)
@@ -136,5 +138,5 @@ def listed_weights(kept_ids: Tensor, vocabulary: int) -> Tensor:
     """
     listed = kept_ids >= 0
     weights = torch.zeros(len(kept_ids), vocabulary + 1, device=kept_ids.device)
-    weights.scatter_(1, torch.where(listed, kept_ids, vocabulary), 1.0)  # padding goes to a column of its own
+    weights.scatter_(1, torch.where(listed, kept_ids, vocabulary), 1.0)  # padding goes to an extra column
     return weights[:, :-1].masked_fill(~listed.any(dim=1, keepdim=True), 1.0)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.blocks import row_blocks
-from trl_offpolicy.functional.booleans import as_float, count_true
+from trl_offpolicy.functional._fast import as_float, count_true, row_blocks
+from trl_offpolicy.functional._shapes import check_rows, check_tokens_or_rows
 from trl_offpolicy.functional.moments import Layout, Moments, dot
 
 WEIGHT_LAYOUT = Layout(
@@ -36,6 +36,9 @@ def weight_rows(mask: Tensor, *weights: Tensor, lengths: Tensor | None = None) -
         The rows of each of ``weights``. The sequence entries take each row's mean weight over its tokens (a
         sequence-level weight is its own mean).
     """
+    for weight in weights:
+        check_tokens_or_rows(mask.shape, weights=weight)
+    check_rows(len(mask), lengths=lengths)
     count = (count_true(mask) if lengths is None else lengths).double()
     by_token = [weight for weight in weights if _is_by_token(weight, mask)]
     blocks = [
@@ -43,6 +46,7 @@ def weight_rows(mask: Tensor, *weights: Tensor, lengths: Tensor | None = None) -
         for block in row_blocks(mask.shape, mask.device)
         if by_token
     ]
+    # (W, B, 4) in the order of the weights by token; those by row need no pass.
     columns = iter(torch.cat(blocks, dim=1).double() if blocks else ())
     return [
         _with_means(count, *next(columns).unbind(-1)) if _is_by_token(weight, mask) else _constant(count, weight)
@@ -67,7 +71,7 @@ def _block_weights(mask: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 _LARGE = 1e38
-"""Beyond every weight: what stands outside the mask when the smallest is looked for."""
+"""Beyond every weight: put outside the mask when the smallest is looked for."""
 
 
 def _with_means(count: Tensor, total: Tensor, squares: Tensor, top: Tensor, bottom: Tensor) -> WeightRows:

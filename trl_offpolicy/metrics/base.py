@@ -100,7 +100,7 @@ def derived(
 def classes_in(namespace: Mapping[str, Any], base: type[M]) -> dict[str, type[M]]:
     """{key: class} of what a module derived from ``base`` with :func:`derived`, in its order."""
     found = (one for one in namespace.values() if isinstance(one, type) and issubclass(one, base))
-    return {one.key: one for one in found if "key" in vars(one)}  # a base has none of its own
+    return {one.key: one for one in found if "key" in vars(one)}  # a base has none
 
 
 def by_quantity(classes: Mapping[str, type[M]]) -> dict[str, type[M]]:

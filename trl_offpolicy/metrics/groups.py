@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trl_offpolicy.correction import measure as correction_stats
-from trl_offpolicy.correction import post_tool
+from trl_offpolicy.correction import measure as correction_measure
 from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.moments import Layout
 from trl_offpolicy.metrics.base import MomentMetric, classes_in, derived
-from trl_offpolicy.objective import gradient_stats, rollout_stats
-from trl_offpolicy.objective import measure as objective_stats
+from trl_offpolicy.objective import measure as objective_measure
 from trl_offpolicy.stats import Stats
 
 GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
-    **correction_stats.GROUPS,
-    **objective_stats.GROUPS,
-    **rollout_stats.GROUPS,
-    **gradient_stats.GROUPS,
-    **post_tool.GROUPS,
+    **correction_measure.GROUPS,
+    **objective_measure.GROUPS,
 }
 """Group of :class:`~trl_offpolicy.stats.Stats` -> names of its moments, and its finalisers by quantity."""
 

@@ -36,7 +36,7 @@ class ValueMetric(MomentMetric):
 
         Args:
             part: a number, or a 0-d tensor.
-            whole: likewise; 1 = ``part`` is a value of its own.
+            whole: likewise; 1 = ``part`` is one value.
         """
         device = self.sums.device
         self._add(moments(self.layout, [torch.as_tensor(number, device=device) for number in (part, whole)]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.advantages_tokens import score_energy
+from trl_offpolicy.functional.advantages import score_energy
 
 _HINTS = {
     "sum_sq_probs": " Ask the fused head of the trainer's forward for it.",

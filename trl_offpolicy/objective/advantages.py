@@ -23,14 +23,18 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_bool, check_choice, check_positive
-from trl_offpolicy.functional.advantages import STD_EPSILON, ScaleRewards, group_advantages
-from trl_offpolicy.functional.advantages_groups import (
+from trl_offpolicy.functional.advantages import (
+    STD_EPSILON,
+    Alone,
+    ScaleRewards,
+    group_advantages,
     leave_one_out,
     normalised_by_function,
+    optimal_token_baseline,
+    returns_to_go,
     weighted_baseline,
     whitened_by_token,
 )
-from trl_offpolicy.functional.advantages_tokens import Alone, optimal_token_baseline, returns_to_go
 from trl_offpolicy.objective.advantage_inputs import AdvantageInputs
 from trl_offpolicy.types import Scope
 

@@ -41,7 +41,7 @@ class StepSums(NamedTuple):
 
     @property
     def mean_entropy(self) -> float:
-        """Nats a token."""
+        """Mean entropy of the policy term's tokens, nats."""
         return self.entropy / max(self.acting, 1.0)
 
 
@@ -73,7 +73,7 @@ def _sums(batch: PolicyBatch, stats: Stats) -> Tensor:
     """(5,) float64: the fields of :class:`StepSums` but the last."""
     loss = stats.groups["loss"].moments
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
-    acting = batch.mask if batch.policy_mask is None else batch.mask & (batch.policy_mask != 0)
+    acting = batch.acting_mask
     entropy = zero if batch.entropies is None else torch.where(acting, batch.entropies, 0.0).sum().double()
     return torch.stack([loss["nonfinite"], loss["kl"], loss["tokens"], entropy, acting.sum().double()])
 
@@ -89,7 +89,12 @@ def next_kl(kl: KLPenalty, step: StepSums, *, world_size: int) -> KLPenalty:
 
 
 def next_entropy_coef(coef: float, entropy: float, options: Any) -> float:
-    """TRL's controller: ``entropy_coef_delta`` up while the entropy is at most the target, else down; within bounds."""
+    """TRL's controller: a step up while the entropy is at most the target, else a step down.
+
+        clip(coef +- delta, min, max)
+
+    where delta, min, max and the target are TRL's options ``entropy_coef_*`` and ``entropy_target``.
+    """
     delta = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
     moved: float = min(max(coef + delta, options.entropy_coef_min), options.entropy_coef_max)
     return moved
@@ -112,10 +117,10 @@ class Stateful(Protocol):
     """Something that goes into a checkpoint; an empty state does not."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The state as plain values for JSON."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from them."""
+        """Go on from the values of :meth:`state_dict`."""
 
 
 def save_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> None:
@@ -128,7 +133,7 @@ def save_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = No
 
 
 def load_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> KLPenalty | None:
-    """The penalty with the coefficient of a checkpoint; as configured where that has none, which is said.
+    """The penalty with the coefficient of a checkpoint; as configured, with a warning, where that has none.
 
     ``control`` goes on from its state there, if there is one.
     """

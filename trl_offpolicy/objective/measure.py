@@ -1,7 +1,8 @@
-"""The diagnostics of the loss: ``loss/*``."""
+"""The diagnostics of a loss step: ``loss/*``, ``rollout/*`` and ``gradient/*``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,27 +12,8 @@ from torch import Tensor
 from trl_offpolicy.functional.diagnostics import Finalizer, fraction
 from trl_offpolicy.functional.moments import Layout, Moments, moments
 from trl_offpolicy.functional.policy_losses import LossTerms
-from trl_offpolicy.stats import Group, Stats
+from trl_offpolicy.stats import PREFIX, Group, Stats
 from trl_offpolicy.types import PolicyBatch
-
-
-class LossParts(NamedTuple):
-    """Terms of the policy loss, policy and KL per token (B, T), the KL's coefficient, and what was kept."""
-
-    terms: LossTerms
-    policy: Tensor
-    kl: Tensor | None
-    kl_coef: float
-    keep_mask: Tensor
-
-
-_LAYOUT = Layout(
-    sums=(
-        "tokens", "units", "policy", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite",
-        "nonfinite_reference", "gate", "calls", "kl_coef",
-    ),
-    maxima=("row_clip_low_min_negated", "row_clip_high_max"),
-)  # fmt: skip
 
 
 def _row_low(m: Moments) -> Tensor:
@@ -45,24 +27,75 @@ def _row_high(m: Moments) -> Tensor:
     return m["row_clip_high_max"].clamp(0.0, 1.0)
 
 
-_FINALIZERS: Mapping[str, Finalizer] = {
-    "policy": fraction("policy", "tokens"),
-    "kl": fraction("kl", "tokens"),
-    "kl_coef": fraction("kl_coef", "calls"),
-    "entropy": fraction("entropy", "tokens"),
-    "clip_low_fraction": fraction("clip_low", "units"),
-    "clip_high_fraction": fraction("clip_high", "units"),
-    "clip_region_fraction": fraction("clip_region", "units"),
-    "response_clip_low_min": _row_low,
-    "response_clip_high_max": _row_high,
-    "nonfinite_current": fraction("nonfinite", "tokens"),
-    "nonfinite_reference": fraction("nonfinite_reference", "tokens"),
-    "gate_mean": fraction("gate", "units"),
-}
+def _lag_max(m: Moments) -> Tensor:
+    """Largest version lag of a token."""
+    return m["lag_max"].clamp(min=0.0)
 
 
-GROUPS = {"loss": (_LAYOUT, _FINALIZERS)}
-"""Names of the moments and finalisers, by group."""
+GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
+    "loss": (
+        Layout(
+            sums=(
+                "tokens", "units", "policy", "kl", "entropy", "clip_low", "clip_high", "clip_region", "nonfinite",
+                "nonfinite_reference", "gate", "calls", "kl_coef",
+            ),
+            maxima=("row_clip_low_min_negated", "row_clip_high_max"),
+        ),
+        {
+            "policy": fraction("policy", "tokens"),
+            "kl": fraction("kl", "tokens"),
+            "kl_coef": fraction("kl_coef", "calls"),
+            "entropy": fraction("entropy", "tokens"),
+            "clip_low_fraction": fraction("clip_low", "units"),
+            "clip_high_fraction": fraction("clip_high", "units"),
+            "clip_region_fraction": fraction("clip_region", "units"),
+            "response_clip_low_min": _row_low,
+            "response_clip_high_max": _row_high,
+            "nonfinite_current": fraction("nonfinite", "tokens"),
+            "nonfinite_reference": fraction("nonfinite_reference", "tokens"),
+            "gate_mean": fraction("gate", "units"),
+        },
+    ),
+    "rollout": (Layout(sums=("responses", "tokens")), {"response_length_mean": fraction("tokens", "responses")}),
+    "rollout#lag": (
+        Layout(sums=("tokens", "lag"), maxima=("lag_max",)),
+        {"version_lag_mean": fraction("lag", "tokens"), "version_lag_max": _lag_max},
+    ),
+    "rollout#versions": (
+        Layout(sums=("responses", "crossing")),
+        {"cross_version_fraction": fraction("crossing", "responses")},
+    ),
+    "rollout#reward": (
+        Layout(sums=("weight", "weighted_reward")),
+        {"reward_reweighted": fraction("weighted_reward", "weight")},
+    ),
+    "rollout#support": (Layout(sums=("tokens", "outside")), {"outside_fraction": fraction("outside", "tokens")}),
+    "gradient": (Layout(sums=("responses", "power")), {"power": fraction("power", "responses")}),
+}  # fmt: skip
+"""Names of the moments and finalisers, by group; ``rollout#support`` is made by :func:`support_stats`."""
+
+
+def _group(name: str, sums: list[Tensor], maxima: list[Tensor] | None = None) -> Group:
+    layout, finalizers = GROUPS[name]
+    return Group(moments(layout, sums, maxima), finalizers)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """0-d maximum; minus infinity for a batch without rows."""
+    return torch.cat([values.flatten(), values.new_full((1,), -torch.inf)]).amax()
+
+
+# ------------------------------------------------------------------------------------------------------------- loss
+
+
+class LossParts(NamedTuple):
+    """Terms of the policy loss, policy and KL per token (B, T), the KL's coefficient, and what was kept."""
+
+    terms: LossTerms
+    policy: Tensor
+    kl: Tensor | None
+    kl_coef: float
+    keep_mask: Tensor
 
 
 def _clip_unit(terms: LossTerms, mask: Tensor) -> Tensor:
@@ -74,33 +107,158 @@ def _clip_unit(terms: LossTerms, mask: Tensor) -> Tensor:
 @torch.no_grad()
 def loss_stats(batch: PolicyBatch, parts: LossParts) -> Stats:
     """The ``loss`` group of one call."""
-    mask = batch.mask
-    unit = _clip_unit(parts.terms, mask)
-    never = torch.zeros_like(unit)
-    low = never if parts.terms.clipped_low is None else parts.terms.clipped_low & unit
-    high = never if parts.terms.clipped_high is None else parts.terms.clipped_high & unit
+    mask, terms = batch.mask, parts.terms
     tokens = mask.sum(-1)
-    count = unit.sum(-1).clamp(min=1)
-    low_rows = torch.where(tokens > 0, low.sum(-1) / count, torch.inf)
-    high_rows = torch.where(tokens > 0, high.sum(-1) / count, -torch.inf)
     zero = torch.zeros((), device=mask.device)
-    reference, gate = batch.ref_per_token_logps, parts.terms.gate
+
+    def over_tokens(values: Tensor | None) -> Tensor:
+        return zero if values is None else torch.where(mask, values.float(), 0.0).sum()
+
+    def count_nonfinite(logps: Tensor | None) -> Tensor:
+        return zero if logps is None else (mask & ~(logps.abs() < torch.inf)).sum()
+
+    unit = _clip_unit(terms, mask)
+    never = torch.zeros_like(unit)
+    low = never if terms.clipped_low is None else terms.clipped_low & unit
+    high = never if terms.clipped_high is None else terms.clipped_high & unit
+    gate = zero if terms.gate is None else torch.where(unit, terms.gate, 0.0).sum()
     sums = [
         tokens.sum(),
         unit.sum(),
         parts.policy.sum(),
-        zero if parts.kl is None else torch.where(mask, parts.kl, 0.0).sum(),
-        zero if batch.entropies is None else torch.where(mask, batch.entropies.float(), 0.0).sum(),
+        over_tokens(parts.kl),
+        over_tokens(batch.entropies),
         low.sum(),
         high.sum(),
         (low | high).sum(),
-        (mask & ~(batch.per_token_logps.abs() < torch.inf)).sum(),
-        zero if reference is None else (mask & ~(reference.abs() < torch.inf)).sum(),
-        zero if gate is None else torch.where(unit, gate, 0.0).sum(),
+        count_nonfinite(batch.per_token_logps),
+        count_nonfinite(batch.ref_per_token_logps),
+        gate,
         zero + 1,
         zero.double() + parts.kl_coef,
     ]
-    none = low_rows.new_full((1,), -torch.inf)  # a batch without rows
-    maxima = [torch.cat([-low_rows, none]).amax(), torch.cat([high_rows, none]).amax()]
-    group = Group(moments(_LAYOUT, sums, maxima), _FINALIZERS)
-    return Stats({"loss": group})
+    # Shares of each response, for their extremes; a response without tokens is none.
+    count = unit.sum(-1).clamp(min=1)
+    low_rows = torch.where(tokens > 0, low.sum(-1) / count, torch.inf)
+    high_rows = torch.where(tokens > 0, high.sum(-1) / count, -torch.inf)
+    return Stats({"loss": _group("loss", sums, [_largest(-low_rows), _largest(high_rows)])})
+
+
+# ---------------------------------------------------------------------------------------------------------- rollouts
+
+
+def support_stats(outside: Tensor, mask: Tensor) -> Stats:
+    """``rollout/outside_fraction``: share of the sampled tokens that the trainer's own truncation would have cut.
+
+    Args:
+        outside: (B, T) bool, those tokens.
+        mask: (B, T) bool, trainable tokens.
+    """
+    return Stats({"rollout#support": _group("rollout#support", [mask.sum(), (outside & mask).sum()])})
+
+
+@torch.no_grad()
+def rollout_stats(batch: PolicyBatch, weights: Tensor) -> Stats:
+    """Lengths; the lag where versions are known; rows of several versions; the reweighted reward where rewards are.
+
+    Args:
+        batch: the rollouts.
+        weights: (B, T) applied importance weights.
+    """
+    counts = batch.mask.sum(-1)
+    groups = {"rollout": _group("rollout", [(counts > 0).sum(), counts.sum()])}
+    if batch.policy_versions is not None and batch.current_version is not None:
+        groups["rollout#lag"] = _lag(batch.current_version - batch.policy_versions, batch.mask)
+    if batch.policy_versions is not None and batch.policy_versions.dim() == 2:
+        groups["rollout#versions"] = _cross(batch.policy_versions, batch.mask)
+    if batch.rewards is not None:
+        groups["rollout#reward"] = _reward(batch.rewards, batch.mask, weights, counts)
+    return Stats(groups)
+
+
+def _lag(lag: Tensor, mask: Tensor) -> Group:
+    by_token = (lag if lag.dim() == 2 else lag.unsqueeze(1)).expand_as(mask)
+    top = _largest(torch.where(mask, by_token.double(), -torch.inf))
+    return _group("rollout#lag", [mask.sum(), torch.where(mask, by_token, 0).sum()], [top])
+
+
+def _cross(versions: Tensor, mask: Tensor) -> Group:
+    """Responses whose trainable tokens are of more than one version."""
+    newest = torch.where(mask, versions, versions.min()).amax(-1)
+    oldest = torch.where(mask, versions, versions.max()).amin(-1)
+    some = mask.any(-1)
+    return _group("rollout#versions", [some.sum(), (some & (newest > oldest)).sum()])
+
+
+def _reward(rewards: Tensor, mask: Tensor, weights: Tensor, counts: Tensor) -> Group:
+    """A response counts with its mean weight; those without a reward or a token do not."""
+    mean = _row_mean(weights.expand_as(mask), mask, counts)
+    usable = (counts > 0) & (rewards.abs() < torch.inf)
+    weight = torch.where(usable, mean, 0.0)
+    total = (weight * torch.where(usable, rewards.float(), 0.0)).sum()
+    return _group("rollout#reward", [weight.sum(), total])
+
+
+def _row_mean(values: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
+    return torch.where(mask, values.float(), 0.0).sum(-1) / counts.clamp(min=1)
+
+
+# ----------------------------------------------------------------------------------------- gradient variance by proxy
+
+GRADIENT_METRICS = ("signal", "noise")
+"""What :func:`gradient_variance` adds to the power, from the gradient's norm."""
+_POWER = f"{PREFIX}gradient/power"
+
+
+@torch.no_grad()
+def gradient_stats(batch: PolicyBatch, weights: Tensor, keep_mask: Tensor) -> Stats:
+    """``gradient/power``: how large the gradient of single responses is, measured at the logits.
+
+        power = mean over responses of (mean weight x mean advantage)^2 sum_t ||score_t||^2
+        ||score_t||^2 = 1 - 2 pi(y_t) + sum_v pi(v)^2
+
+    where score_t is the gradient of log pi(y_t) by the logits. Where the batch lacks ``sum_sq_probs``, 1 - pi(y) takes
+    its place: for y sampled from pi both have the same mean, because E pi(y) = sum_v pi(v)^2. Nothing is computed a
+    second time for it.
+
+    Args:
+        batch: the micro-batch.
+        weights: (B, T) applied importance weights.
+        keep_mask: (B, T) bool; dropped tokens give no gradient.
+
+    Reference: verl 0.9.1, ``compute_variance_proxy_metrics`` (proxy 2), with its weights in the place of W.
+    """
+    kept = keep_mask.expand_as(batch.mask) & batch.mask
+    counts = kept.sum(-1)
+    probs = torch.where(kept, batch.per_token_logps, 0.0).float().exp()
+    if batch.sum_sq_probs is None:
+        norms = (1 - probs).clamp(min=0.0)
+    else:
+        norms = (1 - 2 * probs + torch.where(kept, batch.sum_sq_probs, 0.0).float()).clamp(min=0.0)
+    score = torch.where(kept, norms, 0.0).sum(-1)
+    weight = _row_mean(weights.expand_as(kept), kept, counts)
+    advantage = _row_mean(batch.token_advantages.expand_as(kept), kept, counts)
+    power = torch.where(counts > 0, (weight * advantage).square() * score, 0.0)
+    return Stats({"gradient": _group("gradient", [(batch.mask.sum(-1) > 0).sum(), power.double().sum()])})
+
+
+def gradient_variance(logs: Mapping[str, object], *, responses: int) -> dict[str, float]:
+    """``gradient/signal`` and ``gradient/noise`` of a logging step; empty where its power or gradient norm is missing.
+
+        signal = ||g||^2, noise = max(0, (power - signal) / (N - 1))
+
+    where g is the gradient before clipping.
+
+    Args:
+        logs: with ``grad_norm`` and ``offpolicy/gradient/power``.
+        responses: N of one optimizer step, all ranks.
+
+    Reference: verl 0.9.1, ``compute_variance_proxy_metrics`` (proxies 1 and 3). As there, the signal is measured in the
+    parameters and the power in the logits: read the trend of the noise, not its size.
+    """
+    norm, power = logs.get("grad_norm"), logs.get(_POWER)
+    if not isinstance(norm, int | float) or not isinstance(power, int | float) or not math.isfinite(norm):
+        return {}
+    signal = float(norm) ** 2
+    noise = max(0.0, (power - signal) / (responses - 1)) if responses > 1 else 0.0
+    return {f"{PREFIX}gradient/signal": signal, f"{PREFIX}gradient/noise": noise}

@@ -11,22 +11,13 @@ from torch import Tensor
 from trl_offpolicy.checks import check_bool, check_choice, check_number, check_whole
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
-from trl_offpolicy.objective.gradient_stats import gradient_stats
+from trl_offpolicy.functional.kl import reference_log_ratio
+from trl_offpolicy.functional.levels import aggregate
+from trl_offpolicy.functional.log_ratios import log_ratio, ratio_of
 from trl_offpolicy.objective.kl import KLPenalty
-from trl_offpolicy.objective.loss_terms import (
-    centre_shift,
-    check_current,
-    kl_term,
-    no_correction,
-    policy_log_ratio,
-    policy_mask,
-    policy_term,
-    shifted,
-)
 from trl_offpolicy.objective.losses import LossInputs, PolicyLoss, PPOClip
-from trl_offpolicy.objective.measure import LossParts, loss_stats
+from trl_offpolicy.objective.measure import LossParts, gradient_stats, loss_stats, rollout_stats
 from trl_offpolicy.objective.proximal import Average, AveragedProximal, Proximal, RecomputedProximal
-from trl_offpolicy.objective.rollout_stats import rollout_stats
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import (
     SCOPES,
@@ -48,6 +39,13 @@ _CHOICES = {
     "mode": get_args(Mode),
     "aggregation": AGGREGATIONS,
 }
+
+NONFINITE_CURRENT = (
+    "per_token_logps must be finite on trainable tokens, but got NaN or infinity: the model itself returned it. "
+    "Masking cannot help (0 * NaN stays NaN in the model's backward). Look for a diverged learning rate, an fp16 "
+    "overflow or broken weights."
+)
+"""What the trainers say once per optimizer step, and the objective itself on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class Objective:
             old/sampling. "bypass": two policies, the loss's ratio is pi / mu and holds the whole shift already; terms
             then read current/sampling.
         proximal: centre of the trust region, see :mod:`trl_offpolicy.proximal`. "Recomputed" (default): pi_old, or
-            the batch's ``proximal_per_token_logps``. Around a centre of its own the policy term is proximal/old times
+            the batch's ``proximal_per_token_logps``. Around another centre the policy term is proximal/old times
             the loss on current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
 
     Raises:
@@ -139,7 +137,7 @@ class Objective:
             )
 
     def _check_centre(self) -> None:
-        """A centre of its own needs a loss whose ratio is taken against it, and weights that it can be moved out to."""
+        """Another centre than pi_old needs a loss with a ratio against it, and weights that can take up the rest."""
         if not isinstance(self.proximal, Proximal):
             raise TypeError(f"proximal must be one of trl_offpolicy.proximal, but got {self.proximal!r}.")
         if isinstance(self.proximal, RecomputedProximal):
@@ -157,7 +155,7 @@ class Objective:
             )
 
     def _check_counted_once(self) -> None:
-        """Each factor of pi / mu = (pi / pi_old)(pi_old / mu) may stand in the loss or in a weight, not in both."""
+        """Each factor of pi / mu = (pi / pi_old)(pi_old / mu) may be in the loss or in a weight, not in both."""
         whole = self.mode == "bypass" or self._loss_reads_sampling
         held = "current/sampling" if whole else "current/old"
         name = type(self.policy_loss).__name__
@@ -205,17 +203,21 @@ class Objective:
                 ``loss/nonfinite_current``, so as not to wait for the device; the trainers raise once a step).
         """
         reduction = reduction or Reduction()
-        check_current(batch)
+        _check_current(batch)
         batch, average = self._centred(batch)
         shift = self._shift(batch)
-        corrected = no_correction(batch) if self.correction is None else self.correction(batch)
-        used = corrected if shift is None else shifted(corrected, shift)
+        # Without a correction: weight 1, nothing dropped, and the mismatch is still measured where it can be.
+        corrected = (self.correction or Correction())(batch)
+        used = corrected
+        if shift is not None:  # proximal/old belongs to the loss; the diagnostics stay those of the correction
+            used = replace(corrected, weights=corrected.weights * ratio_of(shift), sequence_weights=None)
         inputs = self._inputs(batch, used)
         terms = self.policy_loss(inputs)
-        policy = policy_term(self.policy_loss, terms.loss, batch, used)
-        kl = None if self.kl is None else kl_term(self.kl, self.policy_loss, batch, inputs, shift)
-        beta = 0.0 if self.kl is None else self.kl.beta
-        per_token = policy if kl is None else policy + beta * self._masked_kl(kl, corrected)
+        per_token = policy = self._policy_term(terms.loss, batch, used)
+        kl, beta = None, 0.0
+        if self.kl is not None:
+            kl, beta = self._kl_term(self.kl, batch, inputs, shift), self.kl.beta
+            per_token = policy + beta * self._masked_kl(kl, corrected)
         loss = self._reduce(per_token, batch.mask, corrected.keep_mask, reduction)
         bonus = self._entropy_bonus(batch, corrected.keep_mask, reduction)
         if bonus is not None:
@@ -231,17 +233,23 @@ class Objective:
         )
 
     def _shift(self, batch: PolicyBatch) -> Tensor | None:
-        """log(proximal / old), what a loss on current/proximal leaves out; None where the loss has no such ratio."""
-        if self.mode == "bypass" or self._loss_reads_sampling or not self.policy_loss.uses_ratio:
+        """log(proximal / old) at the level of the loss's ratio, (B, T) or (B, 1): what current/proximal leaves out.
+
+        None where the loss has no such ratio or the batch lacks one of the two. Without old log-probs the weights hold
+        it already: their numerator is the proximal policy.
+        """
+        loss = self.policy_loss
+        if self.mode == "bypass" or self._loss_reads_sampling or not loss.uses_ratio:
             return None
-        shift = centre_shift(batch, self.policy_loss.level)
-        if shift is not None and self.policy_loss.weight_use == "inside":
-            name = type(self.policy_loss).__name__
+        if batch.proximal_per_token_logps is None or batch.old_per_token_logps is None:
+            return None
+        if loss.weight_use == "inside":
             raise ValueError(
-                f"proximal_per_token_logps must be None beside old_per_token_logps with {name}, which reads "
-                "one weight for a response and not proximal/old by token, but got a tensor."
+                f"proximal_per_token_logps must be None beside old_per_token_logps with {type(loss).__name__}, which "
+                "reads one weight for a response and not proximal/old by token, but got a tensor."
             )
-        return shift
+        shift = log_ratio(batch.logps("proximal"), batch.logps("old"), batch.mask).values
+        return shift if loss.level == "token" else aggregate(shift, batch.mask, loss.level)
 
     @staticmethod
     def _stats(batch: PolicyBatch, corrected: CorrectionOutput, parts: LossParts) -> Stats:
@@ -262,23 +270,29 @@ class Objective:
         return replace(batch, proximal_per_token_logps=self.proximal(batch)), None
 
     def _inputs(self, batch: PolicyBatch, corrected: CorrectionOutput) -> LossInputs:
-        centre = self._centre(batch)
         logps = torch.where(batch.mask, batch.per_token_logps.float(), 0.0)
-        compact = corrected.sequence_weights
-        sampling = batch.logps("sampling") if self._loss_reads_sampling else None
-        entropies = batch.entropies if "entropies" in getattr(self.policy_loss, "reads", ()) else None
+        weights = corrected.weights if corrected.sequence_weights is None else corrected.sequence_weights
+        sampling_log_ratios = entropies = rewards = group_rewards = None
+        if self._loss_reads_sampling:
+            sampling_log_ratios = _policy_log_ratio(logps, batch.logps("sampling"), batch.mask)
+        if batch.entropies is not None and "entropies" in getattr(self.policy_loss, "reads", ()):
+            entropies = torch.where(batch.mask, batch.entropies.detach().float(), 0.0)
+        if batch.rewards is not None:
+            rewards = batch.rewards.float().unsqueeze(1)
+        if batch.group_rewards is not None:
+            group_rewards = batch.group_rewards.float()
         return LossInputs(
             logps=logps,
-            log_ratios=policy_log_ratio(logps, centre, batch.mask),
+            log_ratios=_policy_log_ratio(logps, self._centre(batch), batch.mask),
             advantages=batch.token_advantages,
             mask=batch.mask,
-            weights=corrected.weights if compact is None else compact,
-            sampling_log_ratios=None if sampling is None else policy_log_ratio(logps, sampling, batch.mask),
-            rewards=None if batch.rewards is None else batch.rewards.float().unsqueeze(1),
+            weights=weights,
+            sampling_log_ratios=sampling_log_ratios,
+            rewards=rewards,
             group_ids=batch.group_ids,
-            group_rewards=None if batch.group_rewards is None else batch.group_rewards.float(),
+            group_rewards=group_rewards,
             turn_ids=batch.turn_ids,
-            entropies=None if entropies is None else torch.where(batch.mask, entropies.detach().float(), 0.0),
+            entropies=entropies,
         )
 
     def _centre(self, batch: PolicyBatch) -> Tensor | None:
@@ -287,6 +301,22 @@ class Objective:
             return batch.logps("sampling")
         centre = batch.proximal_per_token_logps
         return batch.old_per_token_logps if centre is None else centre
+
+    def _policy_term(self, per_token: Tensor, batch: PolicyBatch, corrected: CorrectionOutput) -> Tensor:
+        """(B, T): weighted, zero on padding, on dropped tokens and outside ``policy_mask``."""
+        weighted = per_token * corrected.weights if self.policy_loss.weight_use == "multiply" else per_token
+        return torch.where(corrected.keep_mask & batch.acting_mask, weighted, 0.0)
+
+    def _kl_term(self, kl: KLPenalty, batch: PolicyBatch, inputs: LossInputs, shift: Tensor | None) -> Tensor:
+        """(B, T) estimate of KL(pi || ref), nats, with gradient; 0 where the reference is not finite."""
+        if batch.ref_per_token_logps is None:
+            raise ValueError("ref_per_token_logps must be given when kl is set, but got None.")
+        log_ratios = reference_log_ratio(inputs.logps, batch.ref_per_token_logps, batch.mask)
+        # The importance ratio of the estimate is that of the loss, at its level, with what the loss leaves out.
+        ratio, level = inputs.log_ratios, self.policy_loss.level
+        if level != "token":
+            ratio = aggregate(ratio, inputs.mask, level)
+        return kl(log_ratios, ratio if shift is None else ratio + shift)
 
     def _masked_kl(self, kl: Tensor, corrected: CorrectionOutput) -> Tensor:
         kl = kl * corrected.weights if self.kl_weighted else kl
@@ -300,17 +330,11 @@ class Objective:
         by_token = self.aggregation == "token_mean"
         total = reduction.tokens if by_token else reduction.sequences
         share = None if total is None else total / reduction.world_size
-        sequences = None if by_token else share
+        tokens, sequences = (share, None) if by_token else (None, share)
         if total is None and not by_token and self.denominator == "kept" and self._drops:
             sequences = mask.any(-1).sum()  # as the trainers count: a response that was dropped whole leaves too
-        loss = aggregate_loss(
-            per_token,
-            mask,
-            self.aggregation,
-            tokens=share if by_token else None,
-            sequences=sequences,
-            max_length=reduction.max_length if self.max_length is None else self.max_length,
-        )
+        longest = reduction.max_length if self.max_length is None else self.max_length
+        loss = aggregate_loss(per_token, mask, self.aggregation, tokens=tokens, sequences=sequences, max_length=longest)
         return loss if total is not None else loss / reduction.accumulation
 
     def _entropy_bonus(self, batch: PolicyBatch, keep_mask: Tensor, reduction: Reduction) -> Tensor | None:
@@ -321,6 +345,26 @@ class Objective:
             raise ValueError(f"entropies must be given when entropy_coef is {self.entropy_coef}, but got None.")
         entropies = batch.entropies.float()
         if self.entropy_aggregation == "token_mean":
-            return aggregate_loss(entropies, policy_mask(batch), "token_mean") / reduction.accumulation
+            return aggregate_loss(entropies, batch.acting_mask, "token_mean") / reduction.accumulation
         counted = keep_mask if self.kl_on == "kept" else batch.mask
         return self._reduce(torch.where(counted, entropies, 0.0), batch.mask, keep_mask, reduction)
+
+
+def _check_current(batch: PolicyBatch) -> None:
+    """On the CPU, raise unless the current policy is finite on trainable tokens.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if batch.per_token_logps.device.type == "cpu":
+        finite = batch.per_token_logps.detach().abs() < torch.inf
+        if not bool((finite | ~batch.mask).all()):
+            raise ValueError(NONFINITE_CURRENT)
+
+
+def _policy_log_ratio(logps: Tensor, centre: Tensor | None, mask: Tensor) -> Tensor:
+    """log(pi / centre) with gradient; exactly 0 in value on padding and where the centre is not finite."""
+    here = logps.detach()
+    reference = here if centre is None else centre.detach().float()
+    usable = mask & (reference.abs() < torch.inf)
+    return torch.where(mask, logps, 0.0) - torch.where(mask, torch.where(usable, reference, here), 0.0)

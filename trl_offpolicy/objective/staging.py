@@ -54,7 +54,7 @@ class Stages:
 
     @property
     def needs_old(self) -> bool:
-        """The old policy must be scored on the generation batch: one forward."""
+        """The old policy must be scored on the generation batch, which costs one forward."""
         return self.early is not None or (self.advantages is not None and "per_token_logps" in self.advantages.requires)
 
     @property
@@ -96,7 +96,9 @@ class Stages:
         if not self._reads_the_correction(estimator):
             advantages = estimator(inputs)
             return self._early(replace(batch, advantages=advantages), {"advantages": advantages})
-        out = self.early(batch)  # none of its terms reads the advantages: ``stage`` has seen to it
+        # The estimator reads what the correction gave, so the correction comes first. None of its terms reads the
+        # advantages: ``stage`` has seen to it.
+        out = self.early(batch)
         counted = out.keep_mask.any(-1) if self.early.baseline == "kept" else None
         inputs = replace(inputs, weights=_weights(out), counted=counted)
         return self._early(batch, {"advantages": estimator(inputs)}, out)
@@ -108,11 +110,9 @@ class Stages:
         assert self.early is not None
         out = self.early(batch) if out is None else out
         kept = sum_ranks(torch.stack([out.keep_mask.sum(), out.keep_mask.any(-1).sum()]))
-        groups = {
-            name: group
-            for name, group in out.stats.groups.items()
-            if name != "keep" or not self._drops_later  # else the loss steps count what is dropped in all
-        }
+        groups = dict(out.stats.groups)
+        if self._drops_later:  # the loss steps then count what is dropped in all
+            groups.pop("keep", None)
         decided = {"decided_weights": _weights(out), "decided_keep": out.keep_mask}
         return Decided({**rows, **decided}, kept[0], kept[1], Stats(groups))
 

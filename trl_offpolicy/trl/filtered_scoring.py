@@ -20,7 +20,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from trl_offpolicy.engines.checks import as_vllm_keeps, truncation_of
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import Truncation
-from trl_offpolicy.objective.rollout_stats import support_stats
+from trl_offpolicy.objective.measure import support_stats
 from trl_offpolicy.stats import Stats
 
 logger = logging.getLogger(__name__)

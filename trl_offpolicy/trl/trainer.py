@@ -23,8 +23,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl_offpolicy.diagnosis.report.model_card import write_card
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
-from trl_offpolicy.objective.loss_terms import NONFINITE_CURRENT
-from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 from trl_offpolicy.diagnosis.report.statement import SAME_POLICY_KL
+from trl_offpolicy.functional.kl import k3
 
 Array = NDArray[Any]
 MAX_LOG_RATIO = 20.0
@@ -86,8 +88,8 @@ def kl_k3(log_ratio: Array) -> float:
 
 
 def token_k3(d: Array) -> Array:
-    """e^d - 1 - d of each entry; by its series where the difference would lose all digits."""
-    return np.where(np.abs(d) < 1e-4, d * d / 2, np.expm1(d) - d)
+    """KL(mu || old) of each token by the kit's one k3, in float64; d = log(old / mu)."""
+    return k3(torch.tensor(d, dtype=torch.float64)).numpy()
 
 
 def extract(evidence: TokenEvidence) -> Features:

@@ -18,7 +18,11 @@ class LossTerms(NamedTuple):
 
 
 def unit_ratio(logps: Tensor) -> Tensor:
-    """Return pi / sg[pi]: exactly 1 in value, with the gradient of log pi.
+    """A factor of exactly 1 in value that has the gradient of log pi.
+
+        pi / sg[pi] = exp(x - sg[x])
+
+    where sg stops the gradient.
 
     Args:
         logps: log pi or a log-ratio; carries gradient.
@@ -32,5 +36,5 @@ def unit_ratio(logps: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """0-d mean of (B, T) ``values`` over the True tokens of ``mask``; 0 without any."""
+    """Mean of (B, T) ``values`` over the True tokens of ``mask``, 0-d; 0 without any."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)

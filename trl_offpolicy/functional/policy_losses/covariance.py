@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 
 
 def token_covariance(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(A - mean A)(log pi - mean log pi) per token, means over the True tokens of ``mask``. No gradient.
+    """Covariance of advantage and log-probability, by token. No gradient.
+
+        (A - mean A) (log pi - mean log pi)
+
+    where the means are over the True tokens of ``mask``.
 
     Args:
         logps: (B, T) log pi.
@@ -25,6 +30,8 @@ def token_covariance(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         >>> token_covariance(torch.tensor([[-1.0, -3.0]]), torch.tensor([[2.0, 0.0]]), torch.ones(1, 2).bool())
         tensor([[1., 1.]])
     """
+    check_tokens(mask.shape, logps=logps)
+    check_tokens_or_rows(mask.shape, advantages=advantages)
     logps, advantages = logps.detach(), advantages.expand_as(logps)
     centred = (advantages - masked_mean(advantages, mask)) * (logps - masked_mean(logps, mask))
     return torch.where(mask, centred, 0.0)
@@ -32,6 +39,8 @@ def token_covariance(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 def first_ranked(scores: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     """(B, T) bool: the ``count`` candidates with the highest scores of the call; all of them if there are fewer."""
+    check_tokens(candidates.shape, scores=scores)
+    # Sorting the order of the sorted places gives each place its rank; nothing waits for the value of ``count``.
     flat = torch.where(candidates, scores, -torch.inf).flatten()
     rank = flat.argsort(descending=True, stable=True).argsort()
     return candidates & (rank.view_as(candidates) < count)
@@ -51,7 +60,9 @@ def clip_cov(
 ) -> LossTerms:
     """Clip-Cov: PPO's clipped surrogate, and a random few of the tokens with a large covariance lose their loss.
 
-    What carries gradient: log r of the tokens that neither clip takes. Heuristic.
+        0 on the tokens drawn, else -min(r A, clip(r, 1 - low, 1 + high) A)
+
+    where r = pi / pi_old. What carries gradient: log r of the tokens that neither clip takes. Heuristic.
 
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
@@ -69,6 +80,7 @@ def clip_cov(
 
     Reference: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; verl's ``clip_cov``. The draw is torch's global generator.
     """
+    check_tokens(mask.shape, log_ratios=log_ratios)
     clipped = ppo_clip(log_ratios, advantages, low=low, high=high)
     covariance = token_covariance(logps, advantages, mask)
     assert clipped.clipped_low is not None and clipped.clipped_high is not None
@@ -83,9 +95,11 @@ def clip_cov(
 def kl_cov(
     log_ratios: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor, *, fraction: float, coef: float
 ) -> LossTerms:
-    r"""KL-Cov: -r A, plus coef \|log r\| on the tokens with the largest covariance of the call.
+    r"""KL-Cov: a pull to pi_old on the tokens with the largest covariance of the call.
 
-    What carries gradient: log r of every token; there is no clip. Heuristic.
+        -r A, plus coef \|log r\| on those tokens
+
+    where r = pi / pi_old. What carries gradient: log r of every token; there is no clip. Heuristic.
 
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
@@ -101,6 +115,7 @@ def kl_cov(
     Reference: Cui et al. 2025 (arXiv:2505.22617), Eq. 14, with \|log r\| for the KL divergence as the authors' code
     and verl's ``kl_cov``: its gradient is a push back to pi_old of constant size.
     """
+    check_tokens(mask.shape, log_ratios=log_ratios)
     count = (mask.sum() * fraction).floor().clamp(min=1)
     worst = first_ranked(token_covariance(logps, advantages, mask), mask, count)
     penalty = torch.where(worst, coef * log_ratios.abs(), 0.0)

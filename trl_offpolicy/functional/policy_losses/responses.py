@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms
@@ -14,10 +15,13 @@ from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 def topr(
     sampling_log_ratios: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor, *, low: float, high: float
 ) -> LossTerms:
-    """TOPR: -A log pi where A >= 0, -clip(rho, low, high) A log pi where A < 0, rho = pi(y) / mu(y) of the response.
+    """TOPR: supervised where the advantage is positive, importance-weighted and capped where it is negative.
 
-    What carries gradient: log pi alone; the taper is detached. Biased where A >= 0 (no weight, as in supervised
-    training), and by the cap where A < 0.
+        -A log pi where A >= 0, -sg[clip(rho, low, high)] A log pi where A < 0
+
+    where rho = pi(y) / mu(y) is the ratio of the whole response and sg stops the gradient. What carries gradient: log
+    pi alone; the taper is detached. Biased where A >= 0 (no weight, as in supervised training), and by the cap where A
+    < 0.
 
     Args:
         sampling_log_ratios: (B, T) log(pi / mu); its gradient is stopped.
@@ -33,17 +37,22 @@ def topr(
     Reference: Le Roux et al. 2025, TOPR (arXiv:2503.14286): the ratio is the product over the trajectory (its log is
     clamped to +-20 nats here), not the geometric mean.
     """
+    check_tokens(mask.shape, sampling_log_ratios=sampling_log_ratios, logps=logps)
+    check_tokens_or_rows(mask.shape, advantages=advantages)
     taper = ratio_of(aggregate(sampling_log_ratios.detach(), mask, "sequence")).clamp(low, high)
     weight = torch.where(advantages < 0, taper, 1.0)
     return LossTerms(-weight * advantages * logps, gate=weight)
 
 
 def oapl(sampling_log_ratios: Tensor, rewards: Tensor, value: Tensor, mask: Tensor, *, beta: float) -> LossTerms:
-    """OAPL: (beta log(pi(y) / mu(y)) - (R - V))^2, a regression of the response's log-ratio on its optimal advantage.
+    """OAPL: a regression of the response's log-ratio on its optimal advantage.
 
-    What carries gradient: log pi(y), with weight 2 beta (beta log(pi / mu) - (R - V)). No importance weight and no
-    clip; the minimiser is the optimum of reward - beta KL(pi || mu) whatever the lag, if V is exact. At pi = mu the
-    gradient is 2 beta times the policy gradient of the response with the advantage R - V.
+        (beta log(pi(y) / mu(y)) - (R - V))^2
+
+    where y is the response, R its reward and V the value of its query. What carries gradient: log pi(y), with weight 2
+    beta (beta log(pi / mu) - (R - V)). No importance weight and no clip; the minimiser is the optimum of reward - beta
+    KL(pi || mu) whatever the lag, if V is exact. At pi = mu the gradient is 2 beta times the policy gradient of the
+    response with the advantage R - V.
 
     Args:
         sampling_log_ratios: (B, T) log(pi / mu), carries gradient.
@@ -57,12 +66,17 @@ def oapl(sampling_log_ratios: Tensor, rewards: Tensor, value: Tensor, mask: Tens
 
     Reference: Ritter et al. 2026, OAPL (arXiv:2602.19362), Eq. 3.
     """
+    check_tokens_or_rows((len(mask), 1), rewards=rewards, value=value)
     log_ratio = aggregate(sampling_log_ratios, mask, "sequence")
     return LossTerms((beta * log_ratio - (rewards - value)).square())
 
 
 def soft_value(rewards: Tensor, counted: Tensor, *, beta: float) -> Tensor:
-    """Return beta log mean exp(R / beta) over the counted rewards of a row: the largest for small beta, else the mean.
+    """The value of a query from its rewards: for small beta the largest of them, for large beta their mean.
+
+        V = beta log mean_j exp(R_j / beta)
+
+    where j runs over the counted rewards of a row.
 
     Args:
         rewards: (B, N).
@@ -76,8 +90,10 @@ def soft_value(rewards: Tensor, counted: Tensor, *, beta: float) -> Tensor:
         >>> soft_value(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2).bool(), beta=1.0)
         tensor([[0.6201]])
     """
+    check_tokens(counted.shape, rewards=rewards)
     count = counted.sum(-1, keepdim=True)
     scaled = torch.where(counted, rewards / beta, -torch.inf)
+    # The largest is taken out of the exponential, so that it cannot overflow.
     top = torch.where(count > 0, scaled.amax(-1, keepdim=True), 0.0)
     total = (scaled - top).exp().sum(-1, keepdim=True)
     return torch.where(count > 0, beta * (top + (total / count.clamp(min=1)).log()), 0.0)
@@ -85,6 +101,7 @@ def soft_value(rewards: Tensor, counted: Tensor, *, beta: float) -> Tensor:
 
 def entropy_groups(entropies: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
     """(B, T) bool: the ``fraction`` of each response's tokens with the highest entropy, rounded up; ties in order."""
+    check_tokens(mask.shape, entropies=entropies)
     ranked = torch.where(mask, entropies, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return mask & (ranked < (mask.sum(-1, keepdim=True) * fraction).ceil())
 
@@ -98,11 +115,13 @@ def espo(
     high_entropy_fraction: float,
     clip_scale: float,
 ) -> LossTerms:
-    """ESPO: GSPO-token within two entropy groups of a response, each with its own clip range epsilon = c mean entropy.
+    """ESPO: GSPO-token within two entropy groups of a response, each with its own clip range.
 
-    s_t = sg[s_g] pi_t / sg[pi_t], s_g the geometric mean ratio of the token's group, PPO's clipped surrogate at
-    1 -+ epsilon_g. Both groups of a response weigh the same (Eq. 5), for the mean over the response's tokens. What
-    carries gradient: pi_t where the group is not clipped. Biased, as GSPO.
+        -min(s_t A, clip(s_t, 1 - epsilon_g, 1 + epsilon_g) A), s_t = sg[s_g] pi_t / sg[pi_t]
+
+    where s_g is the geometric mean ratio of the token's group g and epsilon_g = c times its mean entropy. Both groups
+    of a response weigh the same (Eq. 5), for the mean over the response's tokens. What carries gradient: pi_t where the
+    group is not clipped. Biased, as GSPO.
 
     Args:
         log_ratios: (B, T) log(pi / pi_old), carries gradient.
@@ -116,10 +135,13 @@ def espo(
     prints pi_old in the denominator of the token factor; followed is "the same way as GSPO-token", without which the
     ratio would count twice. Two groups, as in its ablation of the grouping proportion. Its entropies are pi_old's.
     """
+    check_tokens(mask.shape, log_ratios=log_ratios, entropies=entropies)
+    check_tokens_or_rows(mask.shape, advantages=advantages)
     top = entropy_groups(entropies.detach(), mask, fraction=high_entropy_fraction)
     mean, epsilon, share = (torch.zeros_like(log_ratios.detach()) for _ in range(3))
     groups = (top, mask & ~top)
     filled = sum(group.any(-1, keepdim=True).to(mean.dtype) for group in groups)
+    # Each token gets the ratio, the clip range and the share of its group.
     for group in groups:
         mean = torch.where(group, aggregate(log_ratios.detach(), group, "sequence_mean"), mean)
         uncertainty = aggregate(entropies.detach().clamp(min=0.0), group, "sequence_mean").to(mean.dtype)
@@ -140,9 +162,11 @@ def st_ppo(
     high: float,
     normalize: bool,
 ) -> LossTerms:
-    """ST-PPO: PPO's clipped surrogate on the turn's ratio, a turn's weights divided by 1 + c_k where clipping set in.
+    """ST-PPO: PPO's clipped surrogate on the turn's ratio, damped for turns with tokens beyond the clip.
 
-    s_t = sg[s_k] pi_t / sg[pi_t], s_k the geometric mean ratio of turn k (Turn-PPO). c_k is the mean over the turn of
+        -min(s_t A, clip(s_t, 1 - low, 1 + high) A) / (1 + c_k), s_t = sg[s_k] pi_t / sg[pi_t]
+
+    where s_k is the geometric mean ratio of turn k (Turn-PPO stops there, c_k = 0) and c_k is the mean over the turn of
     r_t on the tokens that PPO's token clip would take out, 0 elsewhere: a turn without such tokens is not touched, one
     that is far off-policy is damped. What carries gradient: pi_t of the turns that are not clipped; the normaliser is
     detached. Biased by the clip.
@@ -163,6 +187,8 @@ def st_ppo(
     its clipping-bias term C = mean of 1[clipped] r A grad log pi, which needs a second backward; the description
     followed here normalises "within each turn when clipping activates", and c_k is C's weight in the turn.
     """
+    check_tokens(mask.shape, log_ratios=log_ratios)
+    check_tokens_or_rows(mask.shape, advantages=advantages)
     here = log_ratios.detach()
     mean = aggregate(here, mask, "turn_mean", turn_ids=turn_ids)
     terms = ppo_clip(mean + (log_ratios - here), advantages, low=low, high=high)

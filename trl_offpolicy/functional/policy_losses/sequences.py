@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_broadcast, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms
@@ -17,11 +18,13 @@ GMPO_WEIGHT_FLOOR = math.log(1e-10)
 
 
 def gspo_token(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, low: float, high: float) -> LossTerms:
-    """GSPO-token: PPO's clipped surrogate on s_t = sg[s] pi_t / sg[pi_t], s the geometric mean ratio of the response.
+    """GSPO-token: PPO's clipped surrogate on one ratio for the response, with the gradient of each token.
 
-    What carries gradient: pi_t alone, on its own token, with weight s A_t; s itself is detached. With one advantage
-    for the response and the mean over its tokens the gradient is GSPO's. Biased: the geometric mean is not the
-    importance weight of the response.
+        -min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t), s_t = sg[s] pi_t / sg[pi_t]
+
+    where s is the geometric mean ratio of the response and sg stops the gradient. What carries gradient: pi_t alone, on
+    its own token, with weight s A_t; s itself is detached. With one advantage for the response and the mean over its
+    tokens the gradient is GSPO's. Biased: the geometric mean is not the importance weight of the response.
 
     Args:
         log_ratios: (B, T) log(pi / pi_old), carries gradient.
@@ -32,6 +35,7 @@ def gspo_token(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, low: flo
 
     Reference: Zheng et al. 2025, GSPO (arXiv:2507.18071), section 4.3; verl's ``gspo``.
     """
+    check_tokens(mask.shape, log_ratios=log_ratios)
     mean = aggregate(log_ratios.detach(), mask, "sequence_mean")
     return ppo_clip(mean + (log_ratios - log_ratios.detach()), advantages, low=low, high=high)
 
@@ -45,10 +49,12 @@ def gmpo(
     high: float,
     weights: Tensor | None = None,
 ) -> LossTerms:
-    """GMPO: -A exp(mean_t c_t), c_t the log-ratio clipped to [-low, high] where the move is the advantage's own.
+    """GMPO: the geometric mean of the token ratios, each clipped where it moved as its advantage asks.
 
-    c_t = min(l, high) where A_t > 0, max(l, -low) where A_t < 0, 0 where A_t = 0. What carries gradient: log r of the
-    tokens that are not clipped, all with the response's weight. Biased, as every geometric mean.
+        -A exp(mean_t c_t), c_t = min(l_t, high) where A_t > 0, max(l_t, -low) where A_t < 0, 0 where A_t = 0
+
+    where l_t is the log-ratio and the mean is over the trainable tokens of the response. What carries gradient: log r
+    of the tokens that are not clipped, all with the response's weight. Biased, as every geometric mean.
 
     Args:
         log_ratios: (B, T) log(pi / pi_old), carries gradient.
@@ -64,10 +70,12 @@ def gmpo(
 
     Reference: Zhao et al. 2025, GMPO (arXiv:2507.20673), Eq. 4; verl's ``geo_mean``.
     """
+    check_tokens(mask.shape, log_ratios=log_ratios)
+    check_tokens_or_rows(mask.shape, advantages=advantages, weights=weights)
     advantage = aggregate(advantages.expand_as(log_ratios), mask, "sequence_mean")
     clipped_high = mask & (advantages > 0) & (log_ratios.detach() > high)
     clipped_low = mask & (advantages < 0) & (log_ratios.detach() < -low)
-    clipped = torch.where(clipped_high, high, torch.where(clipped_low, -low, log_ratios))
+    clipped = torch.where(clipped_high, high, torch.where(clipped_low, -low, log_ratios))  # c
     if advantages.shape[-1] > 1:  # with one advantage for the response, 0 makes the whole loss 0
         clipped = torch.where(advantages == 0, 0.0, clipped)
     loss = -advantage * ratio_of(aggregate(clipped, mask, "sequence_mean"))
@@ -80,10 +88,12 @@ def gmpo(
 def tbpo(
     sequence_log_ratio: Tensor, advantages: Tensor, *, high: float, negative_low: float, negative_high: float
 ) -> LossTerms:
-    """TBPO: -min(s, 1 + high) A where A >= 0, -clip(s, 1 - negative_low, 1 + negative_high) A where A < 0.
+    """TBPO: one clipped ratio for the response, with a band on both sides where its advantage is negative.
 
-    s is the geometric mean ratio of the response. Both bounds of a negative response end its gradient, where PPO has
-    the lower one only: a response with "error tokens" that has become far likelier is left alone too. What carries
+        -min(s, 1 + high) A where A >= 0, -clip(s, 1 - negative_low, 1 + negative_high) A where A < 0
+
+    where s is the geometric mean ratio of the response. Both bounds of a negative response end its gradient, where PPO
+    has the lower one only: a response with "error tokens" that has become far likelier is left alone too. What carries
     gradient: log s inside the band. Biased.
 
     Args:
@@ -96,6 +106,7 @@ def tbpo(
     Reference: Gu et al. 2026, QaRL (arXiv:2604.07853), Trust-Band Policy Optimization. Its mismatch weight, capped at
     2, is a correction: ``TruncateWeight(level="sequence_mean", max_weight=2.0)``.
     """
+    check_broadcast(sequence_log_ratio=sequence_log_ratio, advantages=advantages)
     ratio = ratio_of(sequence_log_ratio)
     negative = advantages < 0
     band = torch.where(negative, ratio.clamp(1 - negative_low, 1 + negative_high), ratio.clamp(max=1 + high))
@@ -108,7 +119,11 @@ VESPO_LOG_FLOOR = math.log(1e-8)
 def vespo_phi(
     sequence_log_ratio: Tensor, advantages: Tensor, *, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float
 ) -> Tensor:
-    """VESPO's Gamma weight phi(w) = exp(lambda) w^k exp(-lambda w), normalised so that phi(1) = 1. No gradient.
+    """VESPO's Gamma weight, normalised so that phi(1) = 1. No gradient.
+
+        phi(w) = exp(lambda) w^k exp(-lambda w)
+
+    where w is the product of the response's ratios pi / mu, held in [1e-8, e^20].
 
     Args:
         sequence_log_ratio: (B, 1) sum over tokens of log(pi / mu), nats.
@@ -120,6 +135,7 @@ def vespo_phi(
 
     Reference: "VESPO: variational sequence-level soft policy optimization", arXiv:2602.10693, section 3.4.
     """
+    check_broadcast(sequence_log_ratio=sequence_log_ratio, advantages=advantages)
     log_w = sequence_log_ratio.detach().clamp(VESPO_LOG_FLOOR, LOG_RATIO_CLAMP)
     shape = torch.where(advantages >= 0, k_pos, k_neg)
     rate = torch.where(advantages >= 0, lambda_pos, lambda_neg).clamp(min=1e-4)

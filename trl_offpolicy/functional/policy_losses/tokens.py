@@ -1,6 +1,7 @@
 """Policy losses that treat each token alone. Gradient flows through ``log_ratios`` and ``logps`` only, as each says.
 
-Shapes: tokens (B, T), sequence-level ratios (B, 1); advantages (B, 1) or (B, T). Log-ratios are log(pi / pi_old).
+Shapes: tokens (B, T), sequence-level ratios (B, 1); advantages (B, 1) or (B, T). In the formulas r = pi / pi_old is the
+ratio of a token, ``log_ratios`` its log, and A its advantage.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._shapes import check_broadcast
 from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms, unit_ratio
 
@@ -21,7 +23,9 @@ def ppo_clip(
     dual_clip: float | None = None,
     delta: float | None = None,
 ) -> LossTerms:
-    """PPO's clipped surrogate: -min(r A, clip(r, 1-low, 1+high) A).
+    """PPO's clipped surrogate.
+
+        -min(r A, clip(r, 1 - low, 1 + high) A)
 
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
@@ -37,6 +41,7 @@ def ppo_clip(
         >>> ppo_clip(torch.tensor([[1.5]]).log(), torch.ones(1, 1), low=0.2, high=0.2).loss
         tensor([[-1.2000]])
     """
+    check_broadcast(log_ratios=log_ratios, advantages=advantages)
     ratio = ratio_of(log_ratios)
     clipped = ratio.clamp(1 - low, 1 + high)  # type: ignore[arg-type]
     capped = ratio if delta is None else ratio.clamp(max=delta)
@@ -49,7 +54,11 @@ def ppo_clip(
 
 
 def cispo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, high: float, low: float | None = None) -> LossTerms:
-    """CISPO: -clip(r, low, high) A log pi, the clipped ratio detached; every token keeps its gradient.
+    """CISPO: the policy gradient with a clipped weight; every token keeps its gradient.
+
+        -sg[clip(r, low, high)] A log pi
+
+    where sg stops the gradient.
 
     Args:
         log_ratios: log(pi / pi_old); its gradient is stopped.
@@ -60,14 +69,19 @@ def cispo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, high: float,
 
     Reference: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585). Biased: the weight is capped; no trust region.
     """
+    check_broadcast(log_ratios=log_ratios, logps=logps, advantages=advantages)
     ratio = ratio_of(log_ratios.detach())
+    weight = ratio.clamp(min=low, max=high)
     clipped_low = None if low is None else (ratio < low) & (advantages < 0)
-    weight = ratio.clamp(max=high) if low is None else ratio.clamp(low, high)
     return LossTerms(-weight * advantages * logps, clipped_low, (ratio > high) & (advantages > 0))
 
 
 def sapo(log_ratios: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> LossTerms:
-    """SAPO: a soft gate, -(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A.
+    """SAPO: a soft gate in the place of PPO's clip.
+
+        -(4 / tau) sigmoid(tau (r - 1)) A
+
+    where the temperature tau depends on the sign of A.
 
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
@@ -77,13 +91,16 @@ def sapo(log_ratios: Tensor, advantages: Tensor, *, temperature_pos: float, temp
 
     Reference: "Soft adaptive policy optimization", arXiv:2511.20347.
     """
+    check_broadcast(log_ratios=log_ratios, advantages=advantages)
     ratio = ratio_of(log_ratios)
     temperature = torch.where(advantages > 0, temperature_pos, temperature_neg)
     return LossTerms(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages)
 
 
 def aspo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, low: float, max_weight: float | None) -> LossTerms:
-    """ASPO: the ratio flipped where A > 0, -min(1/r, C) A; PPO's lower clip where A < 0, -max(r, 1-low) A.
+    """ASPO: the ratio is flipped where the advantage is positive, and PPO's lower clip stays where it is negative.
+
+        -min(1 / r, C) A where A > 0, else -max(min(r, C), 1 - low) A
 
     What carries gradient: log pi, with weight min(1/r, C) where A > 0, min(r, C) where A < 0, and 0 where A < 0 and
     r < 1 - low. The cap is soft: it bounds the weight and keeps the gradient. Heuristic: weights are not those of
@@ -99,6 +116,7 @@ def aspo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, low: float, m
     Reference: Wang et al. 2025, ASPO (arXiv:2510.06062). It keeps PPO's hard upper clip where A > 0; the description
     followed here takes it off ("keeps the safety guardrail on the negative side").
     """
+    check_broadcast(log_ratios=log_ratios, logps=logps, advantages=advantages)
     ratio = ratio_of(log_ratios.detach())
     weight = torch.where(advantages > 0, 1 / ratio, ratio)
     weight = weight if max_weight is None else weight.clamp(max=max_weight)
@@ -118,9 +136,12 @@ def dispo(
     low_incorrect: float,
     high_incorrect: float,
 ) -> LossTerms:
-    """DISPO: -clip(r, 1 - low, 1 + high) A log pi with the weight detached and its bounds by correctness.
+    """DISPO: the policy gradient with a clipped weight whose bounds depend on correctness.
 
-    What carries gradient: log pi alone, on every token. Biased: the weight is clipped.
+        -sg[clip(r, 1 - low, 1 + high)] A log pi
+
+    where sg stops the gradient, and low and high are those of correct or of incorrect responses. What carries gradient:
+    log pi alone, on every token. Biased: the weight is clipped.
 
     Args:
         log_ratios: log(pi / pi_old); its gradient is stopped.
@@ -135,6 +156,7 @@ def dispo(
     Reference: Karaman et al. 2026, DISPO (arXiv:2602.00983). The regimes are correctness x side of 1; with outcome
     rewards and a group baseline the sign of A is correctness, so the sign adds no regime.
     """
+    check_broadcast(log_ratios=log_ratios, logps=logps, advantages=advantages, correct=correct)
     ratio = ratio_of(log_ratios.detach())
     of_correct = ratio.clamp(1 - low_correct, 1 + high_correct)
     weight = torch.where(correct, of_correct, ratio.clamp(1 - low_incorrect, 1 + high_incorrect))
@@ -142,7 +164,9 @@ def dispo(
 
 
 def dro(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, beta: float) -> LossTerms:
-    """DRO: -A log pi + beta/2 log(pi / pi_old)^2.
+    """DRO: the policy gradient without a weight, and a quadratic pull to the old policy.
+
+        -A log pi + beta / 2 (log r)^2
 
     What carries gradient: log pi in both terms: -(A - beta log r) per unit of log pi. No importance weight: off-policy
     the first term is biased, the second draws pi back to pi_old.
@@ -156,4 +180,5 @@ def dro(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, beta: float) -
     Reference: Richemond et al. 2024, "Offline regularised RL for LLM alignment" (arXiv:2405.19107), with the group
     baseline in place of the learned value and per token, as verl's ``dro``.
     """
+    check_broadcast(log_ratios=log_ratios, logps=logps, advantages=advantages)
     return LossTerms(-advantages * logps + 0.5 * beta * log_ratios.square())

@@ -8,8 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional.booleans import any_true
+from trl_offpolicy.functional._fast import any_true
+from trl_offpolicy.functional._shapes import check_broadcast, check_rows, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.groups import group_members
+from trl_offpolicy.functional.kl import reverse_k3
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.masks import divergence as divergence_of
 from trl_offpolicy.functional.masks import second_moment_budget
@@ -29,11 +31,14 @@ def dppo(
     high: float,
     max_ratio: float,
 ) -> LossTerms:
-    """DPPO: -min(r, C) A log pi, and nothing where the step already led too far from pi_old.
+    """DPPO: a truncated policy gradient, and nothing where the step already led too far from pi_old.
 
-    A token is out where A > 0, p > p_old and D > high, or A <= 0, p < p_old and D > low. D is the binary divergence of
-    "this token or another": tv = |p - p_old|, kl = KL(p_old || p). What carries gradient: log pi of the tokens that
-    are in; the truncated ratio and the mask are detached. Biased by the mask, and by the cap where r > C.
+        -sg[min(r, C)] A log pi, 0 on the tokens that are out
+
+    where r = pi / pi_old and sg stops the gradient. A token is out where A > 0, p > p_old and D > high, or A <= 0, p <
+    p_old and D > low. D is the binary divergence of "this token or another": tv = |p - p_old|, kl = KL(p_old || p).
+    What carries gradient: log pi of the tokens that are in; the truncated ratio and the mask are detached. Biased by
+    the mask, and by the cap where r > C.
 
     Args:
         log_ratios: log(pi / pi_old); its gradient is stopped.
@@ -46,6 +51,7 @@ def dppo(
 
     Reference: Qi et al. 2026, DPPO (arXiv:2602.04879), Binary-TV and Binary-KL.
     """
+    check_broadcast(log_ratios=log_ratios, logps=logps, advantages=advantages)
     here = log_ratios.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     statistic = "binary_tv" if divergence == "tv" else "binary_kl"
     distance = divergence_of(here, statistic, logps.detach() - log_ratios.detach())
@@ -56,10 +62,13 @@ def dppo(
 
 
 def m2po(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float) -> LossTerms:
-    """M2PO: -r A, without the tokens whose log r is largest, until the mean of log^2 r is at most ``budget``.
+    """M2PO: no clip, but the tokens with the largest log-ratios are taken out.
 
-    Counted and taken out are tokens that moved where their advantage pushes (A > 0 and r > 1, or A < 0 and r < 1), as
-    with PPO's clip: the others have no bound. What carries gradient: log r of the tokens that stay. Biased by the mask.
+        -r A on the tokens that stay, mean over them of (log r)^2 <= budget
+
+    where r = pi / pi_old. Counted and taken out are tokens that moved where their advantage pushes (A > 0 and r > 1, or
+    A < 0 and r < 1), as with PPO's clip: the others have no bound. What carries gradient: log r of the tokens that
+    stay. Biased by the mask.
 
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
@@ -70,6 +79,8 @@ def m2po(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float)
     Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161). The authors' code caps those ratios instead of taking the
     tokens out, and never tighter than 0.7 and 1.5.
     """
+    check_tokens(mask.shape, log_ratios=log_ratios)
+    check_tokens_or_rows(mask.shape, advantages=advantages)
     here = log_ratios.detach()
     moved = mask & (here * advantages > 0)
     out = moved & ~second_moment_budget(here, moved, budget=budget, across_ranks=False)
@@ -78,7 +89,14 @@ def m2po(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float)
 
 
 def group_ratio_variance(log_ratios: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Variance of the token ratios over the trainable tokens of each row's group in this call, (B, 1). No gradient."""
+    """Variance of the token ratios over the trainable tokens of each row's group in this call, (B, 1). No gradient.
+
+        E[r^2] - E[r]^2
+
+    where r = pi / pi_old and E is the mean over those tokens.
+    """
+    check_tokens(mask.shape, log_ratios=log_ratios)
+    check_rows(len(mask), group_ids=group_ids)
     ratios = torch.where(mask, ratio_of(log_ratios.detach()), 0.0).double()
     member = group_members(group_ids, any_true(mask), across_ranks=False).double()
     count = (member @ mask.sum(-1, keepdim=True).double()).clamp(min=1)
@@ -90,9 +108,12 @@ def group_ratio_variance(log_ratios: Tensor, mask: Tensor, group_ids: Tensor) ->
 def r2vpo(
     log_ratios: Tensor, advantages: Tensor, mask: Tensor, group_ids: Tensor, *, low: float, high: float, variance: float
 ) -> LossTerms:
-    """R2VPO: PPO's clipped surrogate with a range of its own for each group, epsilon_g = epsilon / (1 + Var_g(r) / v).
+    """R2VPO: PPO's clipped surrogate with a range for each group.
 
-    What carries gradient: log r where the clip is not active; the range is detached. Biased by the clip.
+        -min(r A, clip(r, 1 - low_g, 1 + high_g) A), low_g = low / (1 + Var_g(r) / v), high_g likewise
+
+    where Var_g(r) is the variance of the ratios in the group. What carries gradient: log r where the clip is not
+    active; the range is detached. Biased by the clip.
 
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
@@ -112,9 +133,11 @@ def r2vpo(
 
 
 def quatro(log_ratios: Tensor, advantages: Tensor, reward_std: Tensor, *, radius: float) -> LossTerms:
-    """QUATRO: -r A + lambda_q (r log r - r + 1), with the query's multiplier lambda_q = std_q(R) / sqrt(2 radius).
+    """QUATRO: the policy gradient with a KL term whose multiplier follows from the query's rewards.
 
-    r log r - r + 1 is an unbiased, never negative estimate of KL(pi || pi_old) on samples of pi_old; lambda_q is the
+        -r A + lambda_q (r log r - r + 1), lambda_q = std_q(R) / sqrt(2 radius)
+
+    where r log r - r + 1 estimates KL(pi || pi_old) on samples of pi_old (:func:`~.kl.reverse_k3`) and lambda_q is the
     multiplier at which the policy that maximises A - lambda KL lies ``radius`` away, to second order in A. What
     carries gradient: log r, with weight -r (A - lambda_q log r); no clip. The gradient is that of the Lagrangian,
     unbiased on samples of pi_old up to the treatment of tokens as independent.
@@ -129,7 +152,8 @@ def quatro(log_ratios: Tensor, advantages: Tensor, reward_std: Tensor, *, radius
     from the variance of its rewards, and the log-ratio stabiliser that comes with it. The closed form of the
     multiplier is the second-order one.
     """
+    check_broadcast(log_ratios=log_ratios, advantages=advantages)
+    check_tokens_or_rows((len(log_ratios), 1), reward_std=reward_std)
     inside = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-    ratio = inside.exp()
-    stabiliser = ratio * inside - torch.expm1(inside)  # not r - 1, which is rounding noise where r is near 1
-    return LossTerms(-ratio * advantages + reward_std / math.sqrt(2 * radius) * stabiliser)
+    multiplier = reward_std / math.sqrt(2 * radius)
+    return LossTerms(-inside.exp() * advantages + multiplier * reverse_k3(inside))

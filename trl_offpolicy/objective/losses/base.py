@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional._fast import any_true
 from trl_offpolicy.functional.aggregation import Aggregation
-from trl_offpolicy.functional.booleans import any_true
 from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.policy_losses import LossTerms

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, RawWeight, TermInputs, Violations, Weight
 from trl_offpolicy.correction.terms.keep import reach
+from trl_offpolicy.functional.kl import k3
 from trl_offpolicy.functional.levels import Level, aggregate
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.presets.frameworks import bounds
@@ -67,8 +66,7 @@ class ReversedK3Band:
     def violations(self, inputs: TermInputs) -> Violations:
         """Statistic above ``high``, below ``low``."""
         held = inputs.log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-        per_token = torch.expm1(-held) + held
-        value = aggregate(per_token, inputs.mask, self.level)
+        value = aggregate(k3(-held), inputs.mask, self.level)
         return Violations(value > self.high, None if self.low is None else value < self.low)
 
 

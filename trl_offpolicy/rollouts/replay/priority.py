@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from trl_offpolicy.checks import check_number
-from trl_offpolicy.functional.log_ratios import log_ratio
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, log_ratio
+from trl_offpolicy.functional.weights import ess_fraction_of_logs
 from trl_offpolicy.types import PolicyBatch
 
 Floats = NDArray[np.float64]
@@ -121,14 +122,9 @@ def ess_by_lag(batch: PolicyBatch, *, level: str = "token") -> dict[int, float]:
         here = by_row == lag
         logs = ratio.values[here].sum(1) if level == "sequence" else ratio.values[here][ratio.observed[here]]
         if len(logs):
-            found[int(lag)] = _ess(logs.double().clamp(-20.0, 20.0))
+            held = logs.double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+            found[int(lag)] = float(ess_fraction_of_logs(held))
     return found
-
-
-def _ess(log_weights: torch.Tensor) -> float:
-    """(sum w)^2 / (n sum w^2)."""
-    first, second = (torch.logsumexp(power * log_weights, 0) for power in (1.0, 2.0))
-    return math.exp(float(2 * first - second)) / len(log_weights)
 
 
 class Draw(NamedTuple):

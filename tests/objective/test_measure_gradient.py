@@ -9,7 +9,7 @@ import torch
 
 import trl_offpolicy as op
 from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine, cosine, cosines_by_version, rows_by_version
-from trl_offpolicy.objective.gradient_stats import gradient_stats, gradient_variance
+from trl_offpolicy.objective.measure import gradient_stats, gradient_variance
 
 
 def batch(rows: int = 3, length: int = 4, *, with_sums: bool = False, seed: int = 0) -> op.PolicyBatch:

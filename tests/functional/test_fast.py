@@ -1,12 +1,11 @@
-"""Row blocks: one block or many, the same numbers."""
+"""The CPU tricks give the numbers of the plain operations: one block of rows or many, bytes for booleans."""
 
 import pytest
 import torch
 
 import trl_offpolicy as op
-from trl_offpolicy.functional import blocks
-from trl_offpolicy.functional.blocks import row_blocks
-from trl_offpolicy.functional.booleans import any_true, as_float, both, count_true
+from trl_offpolicy.functional import _fast
+from trl_offpolicy.functional._fast import any_true, as_float, both, count_true, row_blocks
 
 CORRECTION = op.Correction(
     weight=op.TruncateWeight(max_weight=1.3),
@@ -31,7 +30,7 @@ def batch():
 @pytest.mark.parametrize("tokens", [1, 9, 10, 34])  # one row a block, one, two, six of seven
 def test_many_blocks_are_one(tokens, monkeypatch):
     whole = CORRECTION(batch())
-    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", tokens)
+    monkeypatch.setitem(_fast.BLOCK_TOKENS, "cpu", tokens)
 
     parts = CORRECTION(batch())
 

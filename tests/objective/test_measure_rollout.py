@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import trl_offpolicy as op
-from trl_offpolicy.objective.rollout_stats import rollout_stats
+from trl_offpolicy.objective.measure import rollout_stats
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]]).bool()
 

@@ -1,0 +1,73 @@
+"""Checks of shapes at the border of a function. They read sizes only and never wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def check_tokens(shape: Sequence[int], **tensors: Tensor | None) -> None:
+    """Raise unless every tensor has exactly this ``shape``, which is (B, T) but where the function is elementwise.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}, but got {tuple(tensor.shape)}.")
+
+
+def check_tokens_or_rows(shape: Sequence[int], **tensors: Tensor | None) -> None:
+    """Raise unless every tensor is (B, T), which is ``shape``, or (B, 1); None passes.
+
+    A size of 1 passes everywhere, as it broadcasts. What this finds above all is (B,), which would be read as (1, T).
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    rows, length = shape
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dim() != 2 or tensor.shape[0] not in (1, rows) or tensor.shape[1] not in (1, length):
+            raise ValueError(f"{name} must have shape {(rows, length)} or {(rows, 1)}, but got {tuple(tensor.shape)}.")
+
+
+def check_rows(count: int, **tensors: Tensor | None) -> None:
+    """Raise unless every tensor is (B,) with B = ``count``; None passes.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != (count,):
+            raise ValueError(f"{name} must have shape ({count},), but got {tuple(tensor.shape)}.")
+
+
+def check_matrix(**tensors: Tensor) -> None:
+    """Raise unless every tensor is (B, T): what the other arguments are compared with.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} must have shape (B, T), but got {tuple(tensor.shape)}.")
+
+
+def check_broadcast(**tensors: Tensor | None) -> None:
+    """Raise unless all tensors broadcast to one (B, T) and none has another number of dimensions; None passes.
+
+    Raises:
+        ValueError: the message names the first argument that does not fit those before it.
+    """
+    rows = length = 1
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        check_matrix(**{name: tensor})
+        if (tensor.shape[0] not in (1, rows) and rows != 1) or (tensor.shape[1] not in (1, length) and length != 1):
+            raise ValueError(f"{name} must have shape {(rows, length)} or {(rows, 1)}, but got {tuple(tensor.shape)}.")
+        rows = tensor.shape[0] if rows == 1 else rows
+        length = tensor.shape[1] if length == 1 else length
