@@ -8,6 +8,7 @@ from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, Weight
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.presets.catalog import get
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.text import RATIO_TEXT, number, settings_text
 
@@ -35,7 +36,7 @@ def diff(a: str | Preset, b: str | Preset) -> list[Difference]:
         weight: type | TruncateWeight | BandWeight
         weight: bounds | max_weight=2, min_weight=None | low=0.5, high=5
     """
-    left, right = semantics(_resolve(a)), semantics(_resolve(b))
+    left, right = (semantics(get(one) if isinstance(one, str) else one) for one in (a, b))
     names = list(dict.fromkeys([*left, *right]))
     pairs = [Difference(name, left.get(name, ABSENT), right.get(name, ABSENT)) for name in names]
     return [pair for pair in pairs if pair.a != pair.b]
@@ -52,12 +53,6 @@ def semantics(preset: Preset) -> dict[str, str]:
         "advantages": _named(preset.advantages) if preset.advantages is not None else "the trainer's",
         "log clamp": _clamp_row(preset.source_clamp),
     }
-
-
-def _resolve(preset: str | Preset) -> Preset:
-    from trl_offpolicy.presets import get  # the package imports this module
-
-    return get(preset) if isinstance(preset, str) else preset
 
 
 def _weight_rows(weights: tuple[Weight, ...]) -> dict[str, str]:
