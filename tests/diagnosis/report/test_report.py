@@ -71,7 +71,7 @@ def test_bad_folders_are_errors(tmp_path: Path) -> None:
 def test_importing_the_diagnosis_loads_no_plotting_or_table_package() -> None:
     code = (
         "import sys, trl_offpolicy.diagnosis, trl_offpolicy.cli.commands\n"
-        "print([m for m in ('matplotlib', 'pyarrow', 'pandas', 'rich', 'transformers') if m in sys.modules])"
+        "print([m for m in ('matplotlib', 'jinja2', 'pyarrow', 'pandas', 'rich', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, as_rollouts
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.probe.probe import ProbeResult
-from trl_offpolicy.diagnosis.report import page
+from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
 from trl_offpolicy.diagnosis.report.summary import format_number
 
 ROWS = (
@@ -128,57 +126,23 @@ def render_probe(result: ProbeResult) -> str:
     """The HTML page."""
     from trl_offpolicy.diagnosis.report.rollout_plots import draw_rollout_figures
 
-    figures = draw_rollout_figures(as_rollouts(result.evidence))
-    sections = [
-        page.render_note(headline(result), "lead"),
-        page.render_section("Cause", *_cause_parts(result)),
-        page.render_section("What to do", *_advice_parts(result)),
-        page.render_section("Mismatch", _table(("quantity", "engine against trainer", "trainer against itself"),
-                                               metric_rows(result), _METRIC_NOTE)),
-        *(page.render_section(f"By {one.title}", _table(("", *BREAKDOWN_TITLES), breakdown_rows(one)))
-          for one in result.breakdowns),
-        page.render_section("Figures", *map(page.render_panel, figures)),
-        page.render_section("Examples", *(f"<pre>{escape(text)}</pre>" for text in result.completions[:EXAMPLES])),
-        page.render_section("Settings", page.render_run_info(_settings(result))),
-    ]  # fmt: skip
-    return page.render_page(f"Zero-update probe: {Path(result.options.model).name}", sections)
-
-
-_METRIC_NOTE = (
-    "± is half the width of the 95 % interval, clustered by prompt. Right column: the trainer scored the same text "
-    "again in another batch layout; differences of that size mean nothing."
-)
-
-
-def _cause_parts(result: ProbeResult) -> list[str]:
     found = result.attribution
-    about = CAUSES.get(found.cause)
-    parts = [page.render_note(about.meaning, "plain")] if about else []
-    parts.append("<ul>" + "".join(f"<li>{escape(reason)}</li>" for reason in found.reasons) + "</ul>")
-    if confirmation(found.cause):
-        parts.append(page.render_note(f"To make sure: {confirmation(found.cause)}", "plain"))
-    if found.runner_up is not None and found.cause != "none":
-        parts.append(page.render_note(f"Runner-up: {title_of(found.runner_up)}. Observed: {found.level}."))
-    return parts
-
-
-def _advice_parts(result: ProbeResult) -> list[str]:
-    advice = result.recommendation
-    parts = [page.render_note(text, "plain") for text in advice.why]
-    return [*parts, f"<pre>{escape(advice.yaml)}</pre>"] if advice.yaml else parts
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Plain cells; all but the first column are numbers."""
-    head = "".join(f"<th{' class=num' if place else ''}>{escape(title)}</th>" for place, title in enumerate(titles))
-    body = "".join(
-        f'<tr class="rule"><th scope=row>{escape(row[0])}</th>'
-        + "".join(f'<td class="num">{escape(cell)}</td>' for cell in row[1:])
-        + "</tr>"
-        for row in rows
+    runner_up = None if found.runner_up is None or found.cause == "none" else title_of(found.runner_up)
+    return render_page(
+        "probe.html",
+        title=f"Zero-update probe: {Path(result.options.model).name}",
+        headline=headline(result),
+        found=found,
+        about=CAUSES.get(found.cause),
+        runner_up=runner_up,
+        advice=result.recommendation,
+        metrics=metric_rows(result),
+        breakdown_titles=("", *BREAKDOWN_TITLES),
+        breakdowns=[{"title": one.title, "rows": breakdown_rows(one)} for one in result.breakdowns],
+        rollout_figures=draw_rollout_figures(as_rollouts(result.evidence)),
+        examples=result.completions[:EXAMPLES],
+        settings=flat_texts(_settings(result)),
     )
-    note = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<div class="scroll"><table>{note}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _settings(result: ProbeResult) -> dict[str, Any]:
