@@ -15,8 +15,9 @@ from trl_offpolicy.diagnosis import write_report
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.breakdown import break_down
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation
+from trl_offpolicy.diagnosis.probe.options import ProbeOptions
 from trl_offpolicy.diagnosis.probe.page import render_probe
-from trl_offpolicy.diagnosis.probe.probe import ProbeOptions, ProbeResult, measure
+from trl_offpolicy.diagnosis.probe.probe import ProbeResult, measure
 from trl_offpolicy.diagnosis.report.page import TEMPLATES, flat_texts, render_page
 
 EVIL = "<script>alert('x')</script> & \"q\""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.diagnosis.report.statement import SAME_POLICY_KL
+from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
 Array = NDArray[Any]
 MAX_LOG_RATIO = 20.0

@@ -1,4 +1,4 @@
-"""``probe.json`` and ``probe.html``: what a probe found, for scripts and for people."""
+"""What a probe found: on the terminal, as ``probe.json`` for scripts, as ``probe.html`` for people."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, as_rollouts
 from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.probe import ProbeResult
 from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
-from trl_offpolicy.diagnosis.report.summary import format_number
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ROWS = (
     ("KL k3", "nats a token", "kl_k3"),
@@ -150,3 +153,38 @@ def _settings(result: ProbeResult) -> dict[str, Any]:
     options["prompts"] = f"{len(result.completions) // result.options.samples} prompts"
     seconds = {name: f"{value:.1f} s" for name, value in result.seconds.items()}
     return {**options, "tokens": int(result.evidence.observed.sum()), "seconds": seconds}
+
+
+def print_probe(result: ProbeResult, console: Console) -> None:
+    """Numbers, where they sit, verdict, cause, fix and YAML."""
+    from rich.markup import escape
+
+    evidence = result.evidence
+    console.print(f"[bold]{escape(Path(result.options.model).name)}[/]: {int(evidence.observed.sum())} tokens in "
+                  f"{len(result.completions)} completions, {sum(result.seconds.values()):.0f} s")  # fmt: skip
+    console.print(_text_table(("mismatch", "engine / trainer", "trainer / itself"), metric_rows(result)))
+    for one in result.breakdowns:
+        console.print(_text_table((f"by {one.title}", *BREAKDOWN_TITLES), breakdown_rows(one)))
+    colour = "green" if result.attribution.cause == "none" else "yellow"
+    console.print(f"[bold {colour}]{escape(headline(result))}[/]")
+    for reason in result.attribution.reasons:
+        console.print(f"  - {escape(reason)}", highlight=False)
+    if confirmation(result.attribution.cause):
+        console.print(f"[bold]To make sure:[/] {escape(confirmation(result.attribution.cause))}", highlight=False)
+    for why in result.recommendation.why:
+        console.print(f"[bold]What to do:[/] {escape(why)}", highlight=False)
+    if result.recommendation.yaml:
+        console.print(escape(result.recommendation.yaml.rstrip()), style="cyan", highlight=False)
+
+
+def _text_table(titles: tuple[str, ...], rows: Any) -> Any:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, title in enumerate(titles):
+        table.add_column(escape(title), justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.rollout_numbers import completion_states, largest_log_ratios
-from trl_offpolicy.diagnosis.report.summary import format_number
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 Decode = Callable[[list[int]], str]

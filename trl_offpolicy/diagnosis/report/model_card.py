@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trl_offpolicy.diagnosis.doctor import Examination, examine
-from trl_offpolicy.diagnosis.report.summary import RunSummary, format_number, format_with_interval, summarize_run
+from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.report.summary import RunSummary, format_with_interval, summarize_run
 from trl_offpolicy.run_folder.run_data import read_run_info
 from trl_offpolicy.run_folder.writer import RECIPE
 

@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_offpolicy.diagnosis.report.summary import format_number, format_with_interval
+from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.report.summary import format_with_interval
 
 if TYPE_CHECKING:
     from jinja2 import Environment

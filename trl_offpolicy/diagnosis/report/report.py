@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from trl_offpolicy.diagnosis.doctor import describe_attribution, judge
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.examples import Decode, example_completions, top_tokens
 from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
 from trl_offpolicy.diagnosis.report.rollout_numbers import kl_k1
 from trl_offpolicy.diagnosis.report.statement import describe_run
 from trl_offpolicy.diagnosis.report.step_plots import draw_step_figures
-from trl_offpolicy.diagnosis.report.summary import column_titles, format_number, summarize_log, table_caption
+from trl_offpolicy.diagnosis.report.summary import column_titles, summarize_log, table_caption
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from trl_offpolicy.diagnosis.report.summary import RunSummary, format_number
+from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.report.summary import RunSummary
+from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
-SAME_POLICY_KL = 1e-10
-"""Below this many nats a token the two sides are called the same: float32 log-probs resolve about 1e-7, and
-KL is about half the square of the log-ratio, so anything smaller is arithmetic, not policy."""
 SMALL_KL = 0.02
 """Up to this k3 the expansion k3 = (log ratio)^2 / 2 holds within about 10 %: the typical ratio is named."""
 TREND_FACTOR = 1.5

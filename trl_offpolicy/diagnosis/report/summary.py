@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.run_folder.run_data import MetricsLog, read_metrics
 
 if TYPE_CHECKING:
@@ -176,24 +177,6 @@ def _half_width_of_mean(half_widths: Sequence[float | None], steps: int) -> floa
 def _finite_mean(values: Sequence[float | None]) -> float | None:
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return math.fsum(finite) / len(finite) if finite else None
-
-
-def format_number(value: float | None) -> str:
-    """Four decimals around 1, three significant digits below 0.1; a dash for None.
-
-    Example:
-        >>> format_number(1.00021), format_number(0.00041), format_number(-2e-6), format_number(None)
-        ('1.0002', '0.00041', '-2.00e-6', '–')
-    """
-    if value is None:
-        return "–"
-    size = abs(value)
-    if value != 0 and not 1e-4 <= size < 1e6:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    if size < 0.1:
-        return f"{value:.3g}"
-    return f"{value:.4f}" if size < 10 else f"{value:.2f}"
 
 
 def format_with_interval(row: SummaryRow) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_offpolicy.diagnosis.causes import CAUSES, Cause
-from trl_offpolicy.diagnosis.report.summary import format_number
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.tree import (
     APPLIED_ESS,
