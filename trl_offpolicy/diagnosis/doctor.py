@@ -51,15 +51,17 @@ class Examination:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        lengths = None if self.lengths is None else asdict(self.lengths)
+        attribution = None if self.attribution is None else asdict(self.attribution)
         return {
             "metrics": str(self.metrics),
             "frameworks": list(self.frameworks),
             "remarks": list(self.remarks),
             **self.diagnosis.as_dict(),
             "antipatterns": [asdict(one) for one in self.antipatterns],
-            "dropped_by_length": None if self.lengths is None else asdict(self.lengths),
+            "dropped_by_length": lengths,
             "opinions": [asdict(one) for one in self.opinions],
-            "attribution": None if self.attribution is None else asdict(self.attribution),
+            "attribution": attribution,
         }
 
 

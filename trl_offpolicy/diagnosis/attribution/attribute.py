@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trl_offpolicy.diagnosis.attribution.declarations import Statement, differences, excluded
-from trl_offpolicy.diagnosis.attribution.evidence import Level, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.evidence import Level, Statement, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import REFERENCE, at_fault, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (

@@ -62,16 +62,13 @@ def metric_rows(result: ProbeResult) -> list[tuple[str, str, str]]:
     rows = []
     for label, unit, name in ROWS:
         value = format_number(result.metrics[f"mismatch/{name}"])
-        width = result.metrics.get(f"mismatch/{name}_ci95")
-        value += "" if width is None else f" ± {format_number(width)}"
-        rows.append((f"{label}, {unit}" if unit else label, value, _floor(result, name)))
+        width, floor = result.metrics.get(f"mismatch/{name}_ci95"), result.metrics.get(f"noise_floor/{name}")
+        if width is not None:
+            value += f" ± {format_number(width)}"
+        label_with_unit = f"{label}, {unit}" if unit else label
+        rows.append((label_with_unit, value, "" if floor is None else format_number(floor)))
     ess = result.metrics["weight_applied/ess_token"]
     return [*rows, ("ESS (token), raw weights", format_number(ess), "")]
-
-
-def _floor(result: ProbeResult, name: str) -> str:
-    value = result.metrics.get(f"noise_floor/{name}")
-    return "" if value is None else format_number(value)
 
 
 def breakdown_rows(breakdown: Breakdown) -> list[tuple[str, str, str, str, str]]:
@@ -97,17 +94,14 @@ def write_probe(result: ProbeResult, folder: Path) -> tuple[Path, Path]:
 def as_dict(result: ProbeResult) -> dict[str, Any]:
     """Everything but the tokens."""
     found = result.attribution
-    about = CAUSES.get(found.cause)
+    about = {"meaning": "", "confirm": "", "fix": ""}
+    if found.cause in CAUSES:
+        about = {name: getattr(CAUSES[found.cause], name) for name in about}
     return {
         "options": asdict(result.options),
         "verdict": headline(result),
         "metrics": dict(result.metrics),
-        "attribution": {
-            **asdict(found),
-            "meaning": about.meaning if about else "",
-            "confirm": confirmation(found.cause),
-            "fix": about.fix if about else "",
-        },
+        "attribution": {**asdict(found), **about},
         "recommendation": asdict(result.recommendation),
         "breakdowns": [asdict(one) for one in result.breakdowns],
         "completions": len(result.completions),

@@ -64,8 +64,11 @@ def top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> list[TopTok
         row, position = int(rollouts.row[token]), int(rollouts.position[token])
         ids = records[row]["completion_ids"]
         logp, log_ratio = float(rollouts.sampling_logp[token]), float(rollouts.log_ratio[token])
+        token_id, context = "–", None
+        if ids:
+            token_id, context = str(ids[position]), _context(ids, position, decode)
         cells = (
-            str(ids[position]) if ids else "–",
+            token_id,
             format_number(math.exp(logp)),
             format_number(math.exp(logp + log_ratio)),
             f"{log_ratio:+.3g}",
@@ -73,7 +76,6 @@ def top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> list[TopTok
             f"{rollouts.steps[row]} / {position}",
         )
         text = shorten(str(records[row]["completion"] or ""))
-        context = _context(ids, position, decode) if ids else None
         found.append(TopToken(cells, context, "" if context and decode else text))
     return found
 

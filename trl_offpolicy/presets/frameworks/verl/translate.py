@@ -144,22 +144,24 @@ def from_verl(**options_given: Any) -> Preset:
         loss = replace(loss, loss_mode="vanilla")
     weight, keep = _weight(options), _keep(options)
     _say_what_sees_rejected_tokens(loss, keep)
+    correction = Correction(weight=weight, keep=keep)
+    if options.bypass_mode:
+        correction = replace(correction, normalize_over="micro_batch")
+    if options.rollout_is_batch_normalize and weight is not None:
+        correction = replace(correction, normalize="original")
+    # In decoupled mode rejection replaces verl's response mask; its V1 trainer counts another mask, which stays whole.
     leaves = bool(keep) and not options.bypass_mode and not options.use_v1
+    how: dict[str, Any] = {"mode": "decoupled", "kl_on": "kept", "denominator": "kept" if leaves else "all"}
+    if options.bypass_mode:
+        how |= {"mode": "bypass", "kl_on": "all"}
     return make_preset(
         "verl",
-        Correction(
-            weight=weight,
-            keep=keep,
-            normalize="original" if options.rollout_is_batch_normalize and weight is not None else "none",
-            normalize_over="micro_batch" if options.bypass_mode else "generation_batch",
-        ),
+        correction,
         citation="verl 0.9.1, algorithm.rollout_correction",
         notes="What verl computes with these options.",
         advantages=estimator(advantages, weighted=weight is not None and not options.bypass_mode),
         policy_loss=GPG() if options.reinforce else policy_loss(loss),
-        mode="bypass" if options.bypass_mode else "decoupled",
-        kl_on="all" if options.bypass_mode else "kept",
-        denominator="kept" if leaves else "all",
+        **how,
         **reduced(loss),
     )
 
