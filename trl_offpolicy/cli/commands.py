@@ -287,7 +287,7 @@ def _broken_limits(result: ProbeResult, *, max_kl: float | None, min_pearson: fl
     kl, pearson = result.metrics["mismatch/kl_k3"], result.metrics["mismatch/prob_pearson"]
     found = []
     if max_kl is not None and not kl <= max_kl:
-        found.append(f"KL k3 {kl:.4g} nats a token is above --max-kl {max_kl:g}")
+        found.append(f"KL k3 {kl:.4g} nats per token is above --max-kl {max_kl:g}")
     if min_pearson is not None and not pearson >= min_pearson:
         found.append(f"Pearson {pearson:.5f} is below --min-pearson {min_pearson:g}")
     return found

@@ -76,7 +76,7 @@ def test_printed_table_fits_100_columns_and_states_unit_and_direction(write_run:
     assert "…" not in text.replace(str(run), "")
     assert "KL k1, nats/token" in text and "-0.000317" in text and "0.2500" in text
     words = " ".join(text.split())
-    assert "KL(sampler||trainer) in nats a token" in words
+    assert "KL(sampler||trainer) in nats per token" in words
     assert "1 non-finite value(s)" in words and "1 unreadable line(s)" in words
     assert "steps 1000-2000" in words
 

@@ -22,7 +22,7 @@ class Bin:
     Args:
         label: which.
         tokens: how many.
-        k3: KL(mu || old), nats a token.
+        k3: KL(mu || old), nats per token.
         logp_diff: mean |log old - log mu|, nats.
         share: of the whole k3.
     """

@@ -19,7 +19,12 @@ Bools = NDArray[np.bool_]
 Level = Literal["logps", "logps+config", "logps+model"]
 """What is observed: log-probs of both sides; also what both sides declare; also other log-probs of the same tokens,
 computed under hypotheses with the model at hand."""
-LEVELS: tuple[Level, ...] = ("logps", "logps+config", "logps+model")
+OBSERVED: Mapping[Level, str] = {
+    "logps": "log-probs alone",
+    "logps+config": "log-probs and configuration",
+    "logps+model": "log-probs and tests with the model",
+}
+LEVELS: tuple[Level, ...] = tuple(OBSERVED)
 
 LOW_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
 

@@ -31,8 +31,8 @@ class Features:
 
     Args:
         tokens: observed tokens.
-        k3: KL(mu || old), nats a token.
-        floor: the noise floor, nats a token.
+        k3: KL(mu || old), nats per token.
+        floor: the noise floor, nats per token.
         self_ratio: k3 / k3 between two scorings of the trainer, on the same tokens; NaN without a second one.
         drift: mean of d / its root mean square; -1 = all alike and negative.
         positive: share of tokens (a count) with d above the noise.

@@ -97,7 +97,7 @@ def routing_advice(steps: float | None) -> str:
 def _repair(attribution: Attribution, pearson: float, kl: float, limits: Thresholds) -> Recommendation:
     about = CAUSES.get(attribution.cause, CAUSES["engine_mismatch"])
     why = (
-        f"Pearson {pearson:.3f} (healthy from {limits.pearson_healthy}) and KL {kl:.3g} nats a token (at fault above "
+        f"Pearson {pearson:.3f} (healthy from {limits.pearson_healthy}) and KL {kl:.3g} nats per token (at fault above "
         f"{limits.kl_high}) at equal weights: no correction makes up for this. {about.fix}"
     )
     return Recommendation(None, {}, about.snippet, (why,))
@@ -118,13 +118,13 @@ def _correct(
         return _preset("paper/icepop", {"low": low, "high": high}, why)
     if chi2 > limits.chi2_moderate or metrics["mismatch/kl_k3"] > limits.kl_healthy:
         why = (
-            f"KL {metrics['mismatch/kl_k3']:.3g} nats a token, token chi-square {chi2:.3g}: drop outlying responses "
+            f"KL {metrics['mismatch/kl_k3']:.3g} nats per token, token chi-square {chi2:.3g}: drop outlying responses "
             f"by their mean ratio and cap the weights; cap and band are quantiles of these responses."
         )
         return _preset("paper/geometric-mask", {"low": band[0], "high": band[1], "max_weight": cap}, why)
     why = (
-        f"KL {metrics['mismatch/kl_k3']:.3g} nats a token is small (healthy below {limits.kl_healthy}): token weights "
-        f"cost nothing; the cap is the {100 * CAP_QUANTILE:g} % quantile of the ratios, at least {CAPS[0]}."
+        f"KL {metrics['mismatch/kl_k3']:.3g} nats per token is small (healthy below {limits.kl_healthy}): token "
+        f"weights cost nothing. The cap is the {100 * CAP_QUANTILE:g} % quantile of the ratios, at least {CAPS[0]}."
     )
     return _preset("paper/tis", {"max_weight": cap}, why)
 

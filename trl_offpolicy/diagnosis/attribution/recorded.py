@@ -19,7 +19,7 @@ MOST_ROWS = 256
 GREW = 20.0
 """Times that the mismatch must have grown since the start of the run to be blamed on weights."""
 SMALL_START = 1e-3
-"""KL k3, nats a token, that it must have begun below."""
+"""KL k3, nats per token, that it must have begun below."""
 _EXTRAS = ("completion_ids", "group_id", "entropies")
 
 

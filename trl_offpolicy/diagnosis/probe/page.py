@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, as_rollouts
+from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.probe import ProbeResult
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ROWS = (
-    ("KL k3", "nats a token", "kl_k3"),
-    ("KL k1", "nats a token", "kl_k1"),
+    ("KL k3", "nats per token", "kl_k3"),
+    ("KL k1", "nats per token", "kl_k1"),
     ("total variation", "", "tv"),
     ("chi2 (token)", "", "chi2_token"),
     ("chi2 (sequence)", "", "chi2_sequence"),
@@ -37,7 +38,7 @@ def headline(result: ProbeResult) -> str:
     """The verdict in one sentence."""
     found = result.attribution
     kl, floor = result.metrics["mismatch/kl_k3"], result.metrics["noise_level"]
-    size = f"KL {format_number(kl)} nats a token, {format_number(kl / floor)} times the noise floor"
+    size = f"KL {format_number(kl)} nats per token, {format_number(kl / floor)} times the noise floor"
     if found.cause == "none":
         return f"No mismatch above the noise floor ({size})."
     title = title_of(found.cause)
@@ -132,6 +133,7 @@ def render_probe(result: ProbeResult) -> str:
         found=found,
         about=CAUSES.get(found.cause),
         runner_up=runner_up,
+        observed=OBSERVED[found.level],
         advice=result.recommendation,
         metrics=metric_rows(result),
         breakdown_titles=("", *BREAKDOWN_TITLES),

@@ -38,7 +38,11 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"number": format_number, "with_interval": format_with_interval}
+    environment.filters |= {
+        "number": format_number,
+        "with_interval": format_with_interval,
+        "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
+    }
     return environment
 
 

@@ -18,6 +18,14 @@ from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
 
 REPORT_FILE = "report.html"
+_LABELS = {
+    "likely": "likely cause",
+    "because": "why",
+    "check": "how to make sure",
+    "fix": "what to do",
+    "yaml": "setting",
+}
+"""What the doctor's short labels are called on the page."""
 
 
 def write_report(run_dir: str | Path, output: str | Path | None = None, *, decode: Decode | None = None) -> Path:
@@ -40,13 +48,16 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
     rollouts = read_rollouts(run_dir)
     info = read_run_info(run_dir)
     seen = judge(log, rollouts, info, Thresholds(), path=Path(run_dir))
+    attribution = None
+    if seen.attribution is not None:
+        attribution = {_LABELS[name]: text for name, text in describe_attribution(seen.attribution).items()}
     html = render_page(
         "report.html",
         title=f"Off-policy report: {Path(run_dir).resolve().name}",
         info=flat_texts(info),
         statement=describe_run(summary),
         seen=seen,
-        attribution=None if seen.attribution is None else describe_attribution(seen.attribution),
+        attribution=attribution,
         summary=summary,
         column_titles=("quantity", "correction", *column_titles(summary)),
         caption=table_caption(summary),
@@ -83,7 +94,7 @@ def _describe_rollouts(rollouts: RecordedRollouts) -> str:
         )
     if len(rollouts.row):
         text += " Over the other tokens" if rollouts.nonfinite else " Over them"
-        text += f" KL(sampler||trainer) k1 is {format_number(kl_k1(rollouts))} nats a token."
+        text += f" KL(sampler||trainer) k1 is {format_number(kl_k1(rollouts))} nats per token."
     else:
         text += " No token has both log-probs, so no ratio can be shown."
     if rollouts.skipped_files:

@@ -64,7 +64,7 @@ class SequencePoints(NamedTuple):
 
 
 def kl_k1(rollouts: RecordedRollouts) -> float:
-    """KL(sampler || trainer) in nats a token over all observed tokens: mean of sampling - old."""
+    """KL(sampler || trainer) in nats per token over all observed tokens: mean of sampling - old."""
     return -float(np.mean(rollouts.log_ratio, dtype=np.float64))
 
 

@@ -40,13 +40,13 @@ def _kl_sentence(summary: RunSummary) -> str:
     if summary.ratio_group == "total":
         sides = "the engine that sampled and the current trainer (engine mismatch and staleness together)"
     if k3 is not None and abs(k3) < SAME_POLICY_KL:
-        size = f"KL k3 {format_number(k3)} nats a token"
+        size = f"KL k3 {format_number(k3)} nats per token"
         return f"{steps}, {sides} give the sampled tokens the same probabilities ({size})."
     estimates = [(value, name) for value, name in ((k3, "k3"), (k1, "k1")) if value is not None]
     (first, name), others = estimates[0], estimates[1:]
     other = "".join(f"; the noisier estimate {name} gives {format_number(value)}" for value, name in others)
     return (
-        f"{steps}, {sides} disagree by KL(sampler||trainer) {format_number(first)} nats a token "
+        f"{steps}, {sides} disagree by KL(sampler||trainer) {format_number(first)} nats per token "
         f"({name}{other}).{_typical_ratio(k3)}"
     )
 

@@ -181,8 +181,10 @@ def _finite_mean(values: Sequence[float | None]) -> float | None:
 
 def format_with_interval(row: SummaryRow) -> str:
     """The mean over the run, with its interval where there is one."""
-    interval = "" if row.half_width is None else f" ± {row.half_width:.1g}"
-    return format_number(row.whole) + interval
+    if row.half_width is None:
+        return format_number(row.whole)
+    one_digit = float(f"{row.half_width:.1g}")  # and not 1e+01
+    return f"{format_number(row.whole)} ± {one_digit:g}"
 
 
 def column_titles(summary: RunSummary) -> tuple[str, str, str]:
@@ -199,12 +201,12 @@ def table_caption(summary: RunSummary) -> str:
     """What the table measures: direction of the KL, units, the two sides, and what was left out."""
     pair = {"mismatch": "old/sampling", "total": "current/sampling"}[summary.ratio_group]
     text = (
-        f"Means over the logged steps. KL is KL(sampler||trainer) in nats a token, from the ratio {pair} "
-        f"({summary.ratio_group}/*). before: all trainable tokens, raw weights. after: kept tokens only "
-        "(kept/*); ESS (token): weights as applied; ESS (sequence): products of a response's ratios. ESS, dropped and "
-        "truncated are fractions; ESS 1 = equal weights. "
-        "PPL ratio is trainer over sampler. Pearson correlates the two probabilities. ±: half width of the 95 % "
-        "interval, clustered by prompt. –: not logged."
+        f"Means over the logged steps. KL is KL(sampler||trainer) in nats per token, from the ratio {pair} "
+        f"({summary.ratio_group}/*). Before: all trainable tokens. After: only the tokens that the correction kept "
+        "(kept/*). ESS is the effective sample size as a fraction, 1 for equal weights. ESS (token): of the raw "
+        "weights before, of the applied weights after. ESS (sequence): of the products of each response's ratios. "
+        "Dropped and truncated are fractions too. PPL ratio is the trainer's perplexity over the sampler's. Pearson "
+        "correlates the two probabilities. ±: half the width of the 95 % interval, clustered by prompt. –: not logged."
     )
     return " ".join([text, *data_notes(summary)])
 
