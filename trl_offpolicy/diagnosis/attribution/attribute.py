@@ -79,6 +79,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     first = passed[0] if passed else Signature("unknown", 1 - ranked[0].score, "no test explains the mismatch")
     if first.cause == "none":
         return _answer(evidence, features, first, ranked)
+    # A hypothesis that the model has tested goes before any look at the log-probs, but for traces of bookkeeping.
     if evidence.tested and not (passed and first.cause in CLEAR):
         found = _tested(evidence, features, first, ranked)
         if found is not None:
@@ -126,6 +127,7 @@ def _declared(
     if first.cause not in (*DIFFUSE, "unknown"):
         reasons = (stated[first.cause].text,) if first.cause in stated else ()
         return _answer(evidence, features, first, ranked, reasons=reasons)
+    # The log-probs alone do not decide: of what is declared to differ, that which they speak for most.
     certain = [s for s in stated.values() if s.certain]
     best = max(certain, key=lambda s: _support(s.cause, signatures), default=None)
     if best is not None:

@@ -249,6 +249,7 @@ def _by_token(z: Array, evidence: TokenEvidence) -> float:
     values = np.clip((z[seen] - np.nanmean(z)) / np.nanstd(z), -3, 3)
     values = (values - values.mean()) / (values.std() or 1e-30)
     labels = np.stack([evidence.token_ids[seen], np.broadcast_to(rows[:, None], z.shape)[seen]], 1)
+    # Pairs of equal tokens in different groups are all pairs of equal tokens, less those inside a group.
     pairs, total = _pair_sums(values, labels[:, 0])
     _, joint = np.unique(labels, axis=0, return_inverse=True)
     inside, inside_total = _pair_sums(values, joint.ravel())
@@ -262,6 +263,7 @@ def _pair_sums(values: Array, labels: Array) -> tuple[float, float]:
     count = np.bincount(index)
     sums = np.bincount(index, weights=values)
     squares = np.bincount(index, weights=values**2)
+    # Over i < j: 2 sum z_i z_j = (sum z)^2 - sum z^2
     return float(np.sum(count * (count - 1)) / 2), float(np.sum(sums**2 - squares) / 2)
 
 

@@ -150,7 +150,7 @@ def geometric_band(log_ratio: Array) -> tuple[float, float]:
     Tokens beyond four standard deviations (robust: from the median of |d|) are left out: the band describes the
     clean part, and responses that outliers move are what it drops.
     """
-    scale = 1.4826 * float(np.nanmedian(np.abs(log_ratio)))
+    scale = 1.4826 * float(np.nanmedian(np.abs(log_ratio)))  # that of a normal distribution with this median of |d|
     clean = np.where(np.abs(log_ratio) <= 4 * max(scale, 1e-12), log_ratio, np.nan)
     means = np.nanmean(clean[np.isfinite(clean).any(1)], axis=1)
     low, high = np.quantile(means, BAND_QUANTILES)

@@ -88,7 +88,7 @@ def growth(rollouts: RecordedRollouts, steps: tuple[int, int] | None) -> tuple[f
     known = np.unique(at)
     early = at <= known[(len(known) - 1) // 10]
     late = np.ones(len(at), bool) if steps is None else (at >= steps[0] - 1) & (at <= steps[1])
-    late &= at > known[len(known) // 2]
+    late &= at > known[len(known) // 2]  # the judged steps may be the whole run: its second half, then
     if not late.any():
         return None
     first, last = kl_k3(rollouts.log_ratio[early]), kl_k3(rollouts.log_ratio[late])

@@ -29,6 +29,7 @@ Bound = float | None
 Given = TypeVar("Given", float, Bound)
 LARGEST_RATIO = math.exp(LOG_RATIO_CLAMP)
 _HIGHEST_CAP = math.nextafter(LARGEST_RATIO, 0.0)
+"""Never acts, and is allowed: a term refuses a cap at what ratios can reach."""
 _WHY = f"log-ratios are held within +-{LOG_RATIO_CLAMP:g} nats here, and nothing reaches it"
 
 

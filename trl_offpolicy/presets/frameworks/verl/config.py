@@ -129,9 +129,9 @@ def _walk(given: Mapping[str, object], known: Section, where: str) -> Iterator[t
             yield path, name, value, None
         elif name in known.unused:
             yield path, name, value, known.unused[name]
-        elif not known.whole:
+        elif not known.whole:  # a section of which only some names matter: the rest is named as one
             yield path, f"the rest of {where.rstrip('.')}", value, STEPS
-        elif name not in _HYDRA:
+        elif name not in _HYDRA:  # what Hydra adds to any configuration is passed over
             section = f"verl's {where.rstrip('.') or 'configuration'}"
             names = [*known.options, *known.sections, *known.unused]
             raise UnknownOptionError(
