@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -106,7 +105,8 @@ def _repair(attribution: Attribution, pearson: float, kl: float, limits: Thresho
 def _correct(
     evidence: TokenEvidence, attribution: Attribution, metrics: Mapping[str, float], limits: Thresholds
 ) -> Recommendation:
-    log_ratio = _log_ratio(evidence)
+    gap: Array = evidence.old_per_token_logps - evidence.sampling_per_token_logps
+    log_ratio = np.where(evidence.observed, gap, np.nan)
     cap, band = token_cap(log_ratio), geometric_band(log_ratio)
     chi2, ess = metrics["mismatch/chi2_token"], metrics["weight_applied/ess_token"]
     if chi2 > limits.chi2_high or ess < limits.ess_healthy:
@@ -162,11 +162,6 @@ def token_band(log_ratio: Array) -> tuple[float, float]:
     """Band of token ratios that holds 99 % of the tokens, and at least [0.8, 1.25]."""
     half = max(float(np.nanquantile(np.abs(log_ratio), 0.99)), math.log(1.25))
     return _digits(math.exp(-half)), _digits(math.exp(half))
-
-
-def _log_ratio(evidence: TokenEvidence) -> Array:
-    gap: Any = evidence.old_per_token_logps - evidence.sampling_per_token_logps
-    return np.where(evidence.observed, gap, np.nan)
 
 
 def _digits(value: float) -> float:
