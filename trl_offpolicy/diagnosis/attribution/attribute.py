@@ -120,7 +120,7 @@ def _declared(
     evidence: TokenEvidence, features: Features, signatures: Sequence[Signature], first: Signature,
     ranked: Sequence[Signature],
 ) -> Attribution:  # fmt: skip
-    """A cause with a trace of its own stands; among those that look alike, declarations decide."""
+    """A cause that leaves a clear trace is kept. Among those that look alike, declarations decide."""
     assert evidence.engine is not None and evidence.trainer is not None
     stated = differences(evidence.engine, evidence.trainer)
     ruled_out = excluded(evidence.engine, evidence.trainer)

@@ -96,9 +96,11 @@ def growth(rollouts: RecordedRollouts, steps: tuple[int, int] | None) -> tuple[f
 
 
 def _declared(info: Mapping[str, Any], side: str) -> Declared | None:
-    said = (info.get("declared") or {}).get(side)
-    known = {item.name for item in fields(Declared)}
-    return None if said is None else Declared(**{name: value for name, value in said.items() if name in known})
+    declared = (info.get("declared") or {}).get(side)
+    if declared is None:
+        return None
+    known = {item.name for item in fields(Declared)}  # run.json of another version may hold other fields
+    return Declared(**{name: value for name, value in declared.items() if name in known})
 
 
 def _scattered(values: Any, row: Any, position: Any, shape: tuple[int, int]) -> Any:

@@ -18,7 +18,7 @@ scatter by about that much."""
 def describe_run(summary: RunSummary) -> str:
     """Sentences on KL, its trend, ESS, what was dropped or truncated, and version lag.
 
-    Every sentence follows from the means in ``summary``; what was not logged is said to be missing.
+    Every sentence follows from the means in ``summary``. What was not logged is named as missing.
     """
     sentences = (
         _kl_sentence(summary),

@@ -1,4 +1,4 @@
-"""Bounds that no ratio reaches (a cap of 1e9), other frameworks' way of saying "no bound": said aloud, and left open.
+"""Bounds that no ratio reaches (a cap of 1e9), other frameworks' way of saying "no bound": left open with a warning.
 
 The terms themselves refuse them, because here they never fire. Between :func:`upper` or :func:`lower` and the functions
 that build a term, an open side is infinite; None is the framework's own, and is left to the term.

@@ -43,7 +43,7 @@ def from_openrlhf(**options: object) -> Preset:
     Not reproduced: GSPO's mean counts responses without a trainable token (OpenRLHF: only the others); a batch without
     any has loss 0 (OpenRLHF: 0/0).
 
-    Said aloud here, silent in OpenRLHF: a bound that no ratio reaches (1e9), which is left open; type and threshold
+    Warned about here, not in OpenRLHF: a bound that no ratio reaches (1e9), which is left open; type and threshold
     without enable_vllm_is_correction or with "gspo".
 
     Raises:

@@ -63,7 +63,7 @@ def from_slime(**mis_options: object) -> Preset:
     Loss: slime's default, the mean over responses of their token mean, with the original token count as denominator;
     the KL term of dropped tokens goes with them.
 
-    Said aloud here, silent in slime: a bound that no ratio reaches (1e9) is left open; without use_tis nothing is
+    Warned about here, not in slime: a bound that no ratio reaches (1e9) is left open; without use_tis nothing is
     rejected either, whatever use_rs says (a warning).
     Not reproduced: sequences without a trainable token, which slime counts as weight 0 in a sequence-level
     tis_batch_normalize, are left out of that mean.

@@ -12,7 +12,7 @@ from trl_offpolicy.presets.parsing import near
 POLICY_LOSS = (
     "loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta",
 )  # fmt: skip
-"""What stands in ``actor.policy_loss``; the rest of :class:`VerlLossOptions` stands in ``actor``."""
+"""What belongs to ``actor.policy_loss``. The rest of :class:`VerlLossOptions` belongs to ``actor``."""
 
 STEPS = "set batches, epochs and the optimizer in the trainer here"
 MODEL = "how verl places and runs the model"

@@ -164,7 +164,7 @@ def reduced(options: VerlLossOptions) -> dict[str, Any]:
 
 
 def check_loss_options(options: VerlLossOptions, *, bypass: bool, reinforce: bool) -> None:
-    """Choices are known, and what verl would silently leave out is said.
+    """Refuse an unknown choice, and warn about what verl would silently leave out.
 
     Raises:
         ValueError: an unknown loss or aggregation, or a setting of the loss that is None where verl fails.

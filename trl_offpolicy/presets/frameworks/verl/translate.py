@@ -82,7 +82,7 @@ _KNOWN = configuration(
 def from_verl(**options_given: Any) -> Preset:
     """A preset from verl's configuration; what is left out has the default of verl's YAML.
 
-    Options stand by themselves (``rollout_is="token"``), or in verl's own sections: ``from_verl(**config)`` with all of
+    Options are given by themselves (``rollout_is="token"``), or in verl's sections: ``from_verl(**config)`` with all of
     ``ppo_trainer.yaml``, with ``actor_rollout_ref.actor`` or ``algorithm`` alone, or
     ``from_verl(actor=..., algorithm=...)``. What is not about the loss (``optim``, ``fsdp_config``,
     ``ppo_mini_batch_size``) is left out, with one warning that lists it and says why.
@@ -182,7 +182,7 @@ def _read(given: dict[str, Any]) -> tuple[VerlOptions, VerlLossOptions, VerlAdva
 
 
 def _check(options: VerlOptions) -> None:
-    """Choices are known; what verl would silently leave out is said."""
+    """Refuse an unknown choice, and warn about what verl would silently leave out."""
     if options.rollout_is is not None:
         check_choice("rollout_is", options.rollout_is, LEVELS)
     if options.loss_type is not None:
