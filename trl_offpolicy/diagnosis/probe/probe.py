@@ -78,6 +78,7 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
     clock("measuring")
     metrics = measure(evidence)
     attribution = attribute(evidence)
+    # With the model at hand causes are tested. The evidence then holds their scores, and the answer may change.
     if options.explain and attribution.cause != "none":
         bench = Bench(
             sides.model, ids, completions, weights=sides.other_weights(),
@@ -122,12 +123,13 @@ class _Clock:
 def _score(
     options: ProbeOptions, sides: Sides, ids: list[list[int]], completions: list[list[int]], logps: list[list[float]]
 ) -> TokenEvidence:
+    """Score every completion, and half of them again in another batch layout: that difference is the noise floor."""
     if not any(completions):
         raise ValueError("The engine must return at least one token, but every completion is empty.")
     heads = [options.trainer_head]
     (scores,) = score_completions(sides.model, ids, completions, heads=heads, rows=16)
     half = max(1, len(ids) // 2)
-    (again,) = score_completions(sides.model, ids[:half], completions[:half], heads=heads, rows=5)  # another layout
+    (again,) = score_completions(sides.model, ids[:half], completions[:half], heads=heads, rows=5)
     width = scores.logps.shape[1]
     rescored = np.full((len(ids), width), np.nan)
     rescored[:half, : again.logps.shape[1]] = again.logps
