@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
+from trl_offpolicy.checks import near
 from trl_offpolicy.presets.frameworks.options import UnknownOptionError, tell
 from trl_offpolicy.presets.frameworks.verl.losses import VerlLossOptions
-from trl_offpolicy.presets.parsing import near
 
 POLICY_LOSS = (
     "loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta",
