@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -130,8 +129,3 @@ def zero3_gathered(policy: nn.Module) -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
     return context
-
-
-def device_of(policy: nn.Module) -> torch.device:
-    """Where the policy's parameters are."""
-    return next(policy.parameters()).device

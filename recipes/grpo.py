@@ -21,11 +21,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes.record import RecipeCallback, recipe_options
 from recipes.tasks import REWARDS, agent_tools, load_splits
 from trl_offpolicy.config import OffPolicyGRPOConfig
-from trl_offpolicy.diagnosis.report.model_card import recipe_options
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
-from trl_offpolicy.trl.callbacks import RecipeCallback
 
 
 @dataclass

@@ -10,7 +10,7 @@ import trl_offpolicy
 ROOT = Path(trl_offpolicy.__file__).parents[1]
 HEAVY = (
     "trl", "transformers", "accelerate", "datasets", "peft", "vllm", "lightning", "pytorch_lightning",
-    "torchmetrics", "pandas", "pyarrow", "matplotlib", "rich", "yaml", "scipy",
+    "torchmetrics", "pandas", "pyarrow", "matplotlib", "jinja2", "rich", "yaml", "scipy",
 )  # fmt: skip
 
 WITH_TORCH_ALONE = f"""

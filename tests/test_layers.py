@@ -83,7 +83,7 @@ def test_the_rule_finds_what_it_forbids():
     assert upwards("trl_offpolicy.control.risk", "trl_offpolicy")
     assert upwards("lightning_module.module", "trl_offpolicy.trl.callbacks")
     assert not upwards("trl_offpolicy.correction.measure", "trl_offpolicy.correction.terms.keep")
-    assert "trl_offpolicy.cli.probe" in own_imports("trl_offpolicy.cli.commands")  # inside a function
+    assert "trl_offpolicy.diagnosis.doctor" in own_imports("trl_offpolicy.cli.commands")  # inside a function
 
 
 def test_only_the_folder_trl_imports_trl_and_only_lightning_module_lightning():

@@ -18,7 +18,7 @@ from cases import Case, load_cases
 from trl_offpolicy.diagnosis.attribution.attribute import attribute, coarse_of
 from trl_offpolicy.diagnosis.attribution.evidence import LEVELS
 from trl_offpolicy.diagnosis.attribution.signatures import Limits
-from trl_offpolicy.diagnosis.report.statement import SAME_POLICY_KL
+from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
 WITH_ENTROPY = "logps+entropy"
 NAMES = ("logps", WITH_ENTROPY, "logps+config", "logps+model")

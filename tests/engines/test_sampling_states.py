@@ -197,8 +197,7 @@ def test_the_lightning_module_asks_too():
 
 def test_run_json_and_the_attribution_know(build):
     """Without vLLM nothing is found; what the engine declares of its cache reaches the attribution."""
-    from trl_offpolicy.diagnosis.attribution.declarations import differences, excluded
-    from trl_offpolicy.diagnosis.attribution.evidence import Declared
+    from trl_offpolicy.diagnosis.attribution.evidence import Declared, differences, excluded
     from trl_offpolicy.trl.run_description import run_description
 
     trainer = build()

@@ -9,7 +9,7 @@ import torch
 from batches import policy_batch
 
 from trl_offpolicy import Correction, DivergenceBand, RatioBand, StalenessBound, losses, presets
-from trl_offpolicy.presets.catalog import BUILDERS
+from trl_offpolicy.presets.catalog import PRESETS
 from trl_offpolicy.presets.preset import make_preset
 
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
@@ -110,7 +110,7 @@ WIDE = {"kit/ess-cap": "generation_batch", "paper/m2po": "generation_batch", "sl
 
 
 def test_every_preset_has_a_case():
-    assert {case.split(" ")[0] for case in CASES} | ELSEWHERE == set(presets.names()) == set(BUILDERS)
+    assert {case.split(" ")[0] for case in CASES} | ELSEWHERE == set(presets.names()) == set(PRESETS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,7 +124,7 @@ def test_weights_and_keep_by_hand(case):
     assert out.keep_mask.int().tolist() == keep
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {n for n in BUILDERS if n.startswith("verl/")}))
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {n for n in PRESETS if n.startswith("verl/")}))
 def test_the_rest_of_the_objective_is_plain_ppo_unless_the_method_says_more(name):
     preset = presets.get(name)
 
@@ -133,7 +133,7 @@ def test_the_rest_of_the_objective_is_plain_ppo_unless_the_method_says_more(name
     assert preset.correction.normalize == ("original" if name == "slime/mis" else "none")
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_requires_what_the_objective_reads(name):
     preset = presets.get(name)
 
@@ -141,7 +141,7 @@ def test_requires_what_the_objective_reads(name):
     assert preset.objective.needs_sampling is (name not in ("measure", "verl/disabled"))
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_warns_about_nothing(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tiny_models import tiny_model
 from torch import nn
 
-from trl_offpolicy.diagnosis.attribution.declarations import differences
-from trl_offpolicy.diagnosis.attribution.evidence import Declared
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, differences
 from trl_offpolicy.run_folder.declared import declared_sides
 
 SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": None, "min_p": None}

@@ -7,14 +7,18 @@ is its help, and ``COMMANDS`` lists it. Everything heavy is imported inside what
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trl_offpolicy.diagnosis.probe.options import ProbeOptions
+    from trl_offpolicy.diagnosis.probe.probe import ProbeResult
     from trl_offpolicy.diagnosis.thresholds import Thresholds
 
 Runner = Callable[[argparse.Namespace], int]
@@ -163,10 +167,53 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
 
 def probe(parser: argparse.ArgumentParser) -> Runner:
     """Zero-update test: sample with the engine, score with the trainer, say how far they differ, why, what to do."""
-    from trl_offpolicy.cli import probe as probe_cli
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--model", required=True, help="folder or Hub name, for both sides")
+    parser.add_argument("--adapter", metavar="DIR", help="LoRA adapter, for both sides")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=".txt (one a line) or .jsonl (default: built in)")
+    parser.add_argument("--engine", default="vllm", help="vllm, hf, or the URL of a server (default: vllm)")
+    parser.add_argument("--engine-dtype", choices=dtypes, default="float32", help="default: float32")
+    parser.add_argument("--trainer-dtype", choices=dtypes, default="float32", help="default: float32")
+    parser.add_argument("--quantization", metavar="NAME", help="vLLM's option of that name")
+    parser.add_argument(
+        "--weight-rounding", metavar="TYPE", help="round the engine's weights: int8, int4, fp8, bf16, ..."
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the engine (default: 1)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the engine (default: 1, off)")
+    parser.add_argument("--top-k", type=int, default=0, help="of the engine (default: 0, off)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="of the engine (default: 0, off)")
+    parser.add_argument(
+        "--mirror", action="store_true", help="the trainer scores at the same temperature and truncation"
+    )
+    parser.add_argument("--samples", type=int, default=4, help="completions a prompt (default: 4)")
+    parser.add_argument("--max-tokens", type=int, default=32, help="longest completion (default: 32)")
+    parser.add_argument("--seed", type=int, default=0, help="of the engine (default: 0)")
+    parser.add_argument("--no-hypotheses", action="store_true", help="do not test causes with the model (faster)")
+    parser.add_argument("--output", type=Path, default=Path("probe"), metavar="DIR", help="default: probe")
+    parser.add_argument("--max-kl", type=float, metavar="NATS", help=f"exit with {FOUND} if KL k3 is above")
+    parser.add_argument("--min-pearson", type=float, metavar="R", help=f"exit with {FOUND} if Pearson is below")
 
-    probe_cli.add_arguments(parser)
-    return probe_cli.run
+    def run(args: argparse.Namespace) -> int:
+        from rich.console import Console
+        from rich.markup import escape
+
+        from trl_offpolicy.diagnosis.probe.page import print_probe, write_probe
+        from trl_offpolicy.diagnosis.probe.probe import run_probe
+
+        options = _probe_options(args)
+        _quiet_loaders()
+        console = Console()
+        with console.status("starting") as status:
+            result = run_probe(options, note=lambda text: status.update(text))
+        print_probe(result, console)
+        for path in write_probe(result, args.output):
+            console.print(f"[dim]{escape(str(path))}[/]", soft_wrap=True)
+        broken = _broken_limits(result, max_kl=args.max_kl, min_pearson=args.min_pearson)
+        for text in broken:
+            console.print(f"[bold red]{text}[/]")
+        return FOUND if broken else 0
+
+    return run
 
 
 def card(parser: argparse.ArgumentParser) -> Runner:
@@ -215,6 +262,46 @@ def _print_thresholds() -> None:
 
     for one in fields(Thresholds):
         print(f"{one.name:<20} {one.default:<6g} {one.metadata['meaning']} [{one.metadata['source']}]")
+
+
+def _probe_options(args: argparse.Namespace) -> ProbeOptions:
+    from trl_offpolicy.diagnosis.probe.options import ProbeOptions
+    from trl_offpolicy.diagnosis.probe.sides import read_prompts
+    from trl_offpolicy.engines.rounding import parse_rounding
+
+    names = ("model", "adapter", "engine", "engine_dtype", "trainer_dtype", "quantization", "weight_rounding",
+             "temperature", "top_p", "top_k", "min_p", "mirror", "samples", "max_tokens", "seed")  # fmt: skip
+    if args.weight_rounding is not None:
+        parse_rounding(args.weight_rounding, where="--weight-rounding")
+    for name in ("max_kl", "min_pearson"):
+        value = getattr(args, name)
+        if value is not None and not -1 <= value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must be a finite number, but got {value}.")
+    prompts = () if args.prompts is None else read_prompts(args.prompts)
+    given = {name: getattr(args, name) for name in names}
+    return ProbeOptions(**given, prompts=prompts, explain=not args.no_hypotheses)
+
+
+def _broken_limits(result: ProbeResult, *, max_kl: float | None, min_pearson: float | None) -> list[str]:
+    """In words; empty where the mismatch is within both limits. None = no limit."""
+    kl, pearson = result.metrics["mismatch/kl_k3"], result.metrics["mismatch/prob_pearson"]
+    found = []
+    if max_kl is not None and not kl <= max_kl:
+        found.append(f"KL k3 {kl:.4g} nats per token is above --max-kl {max_kl:g}")
+    if min_pearson is not None and not pearson >= min_pearson:
+        found.append(f"Pearson {pearson:.5f} is below --min-pearson {min_pearson:g}")
+    return found
+
+
+def _quiet_loaders() -> None:
+    """Engines and loaders talk a lot; warnings and errors still show."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    from transformers.utils import logging as loading
+
+    loading.disable_progress_bar()
 
 
 def _print_presets() -> None:

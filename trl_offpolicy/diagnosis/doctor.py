@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution
+from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
@@ -51,15 +52,17 @@ class Examination:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
+        lengths = None if self.lengths is None else asdict(self.lengths)
+        attribution = None if self.attribution is None else asdict(self.attribution)
         return {
             "metrics": str(self.metrics),
             "frameworks": list(self.frameworks),
             "remarks": list(self.remarks),
             **self.diagnosis.as_dict(),
             "antipatterns": [asdict(one) for one in self.antipatterns],
-            "dropped_by_length": None if self.lengths is None else asdict(self.lengths),
+            "dropped_by_length": lengths,
             "opinions": [asdict(one) for one in self.opinions],
-            "attribution": None if self.attribution is None else asdict(self.attribution),
+            "attribution": attribution,
         }
 
 
@@ -163,11 +166,10 @@ def describe_attribution(found: Attribution) -> dict[str, str]:
     """Label and text of what the attribution says, with check and fix of the cause."""
     about = CAUSES.get(found.cause)
     name = found.cause.replace("_", " ") if about is None else about.title
-    observed = {"logps": "log-probs alone", "logps+config": "log-probs and configuration"}.get(found.level, found.level)
     runner = "" if found.runner_up is None else f"; next: {found.runner_up.replace('_', ' ')}"
     detail = f", {found.detail}" if found.detail else ""
     fields = {
-        "likely": f"{name}{detail} (from {observed}, margin {found.confidence:.2f}{runner})",
+        "likely": f"{name}{detail} (from {OBSERVED[found.level]}, margin {found.confidence:.2f}{runner})",
         "because": "; ".join(found.reasons),
     }
     if about is None:

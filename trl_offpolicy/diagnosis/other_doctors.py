@@ -1,7 +1,7 @@
 """Second opinions: packages that look at what this kit leaves alone (entropy, reward hacking, dead groups, length).
 
-``rldoctor`` reads ``metrics.jsonl`` as it is. ``rlprobe`` reads recordings of its own; its detectors get the same
-rows in memory.
+``rldoctor`` reads ``metrics.jsonl`` as it is. ``rlprobe`` has another file format: its detectors get the same rows in
+memory.
 """
 
 from __future__ import annotations

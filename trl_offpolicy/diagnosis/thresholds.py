@@ -8,9 +8,12 @@ from typing import Any
 
 TREE = "Liu 2026, Off-Policy Drift in LLM RL, decision tree"
 ESCALATION = "Liu 2026, Off-Policy Drift in LLM RL, when to escalate from RS to IS to systems fix"
-PRACTICE = "Liu 2026, Off-Policy Drift in LLM RL, practical recommendations"
 YAO = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 OURS = "this kit"
+
+SAME_POLICY_KL = 1e-10
+"""Below this many nats per token the two sides are called the same: float32 log-probs resolve about 1e-7, and
+KL is about half the square of the log-ratio, so anything smaller is arithmetic, not policy."""
 
 
 def _number(default: float, meaning: str, source: str) -> Any:
@@ -21,8 +24,8 @@ def _number(default: float, meaning: str, source: str) -> Any:
 class Thresholds:
     """Operational defaults, not laws: calibrate them on a run with ``offpolicy: measure``.
 
-    ``meaning`` and ``source`` of each are in the metadata of its field; ``trl-offpolicy doctor --thresholds`` prints
-    them. KL in nats a token; fractions in [0, 1].
+    ``meaning`` and ``source`` of each are in the metadata of its field. ``trl-offpolicy doctor RUN_DIR --threshold
+    help`` prints them. KL in nats per token, fractions in [0, 1].
 
     Raises:
         ValueError: a value is not a positive finite number, or a pair is in the wrong order.

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trl_offpolicy.checks import near
-from trl_offpolicy.presets.catalog import BUILDERS, groups
+from trl_offpolicy.presets.catalog import PRESETS, get, groups, names
 from trl_offpolicy.presets.diff import Difference, diff
 from trl_offpolicy.presets.frameworks.areal import from_areal
 from trl_offpolicy.presets.frameworks.openrlhf import from_openrlhf
@@ -57,31 +56,6 @@ MAPPING_KEYS = ("preset", "framework", "options", "correction", "objective", "ad
 """Keys of the mapping in which a user says the method: ``offpolicy`` in TRL, ``correction`` in Lightning."""
 
 
-def names() -> list[str]:
-    """All preset names."""
-    return sorted(BUILDERS)
-
-
-def get(name: str, **options: object) -> Preset:
-    """A preset by name.
-
-    Raises:
-        ValueError: unknown name (with near matches) or option.
-    """
-    if name not in BUILDERS:
-        raise ValueError(
-            f"preset must be one of the {len(BUILDERS)} that `trl-offpolicy presets` lists, but got {name!r}."
-            f"{near(name, BUILDERS)}"
-        )
-    known = inspect.signature(BUILDERS[name]).parameters
-    for option in options:
-        if option not in known:
-            raise ValueError(
-                f"{option} is not an option of preset {name!r}, which has {list(known)}.{near(option, known)}"
-            )
-    return BUILDERS[name](**options)
-
-
 def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
     """The preset of ``spec``, or the one that another framework's options describe; its overrides are not read.
 
@@ -108,7 +82,7 @@ def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
 def describe(name: str) -> str:
     """Formula, defaults, citation and when to use it, as text."""
     preset = get(name)
-    defaults = {key: value.default for key, value in inspect.signature(BUILDERS[name]).parameters.items()}
+    defaults = PRESETS[name].defaults
     lines = [
         name,
         f"  formula:  {preset.formula}",

@@ -8,10 +8,14 @@ from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, Weight
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.presets.catalog import get
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.presets.text import RATIO_TEXT, number, settings_text
 
 ABSENT = "-"
+_MODES = {"bypass": "bypass (two policies, pi / mu)", "decoupled": "decoupled (three policies, pi / pi_old)"}
+_DENOMINATORS = {"all": "dropped tokens stay", "kept": "dropped tokens leave"}
+_KL_ON = {"all": "stays", "kept": "goes with them"}
 
 
 class Difference(NamedTuple):
@@ -35,7 +39,7 @@ def diff(a: str | Preset, b: str | Preset) -> list[Difference]:
         weight: type | TruncateWeight | BandWeight
         weight: bounds | max_weight=2, min_weight=None | low=0.5, high=5
     """
-    left, right = semantics(_resolve(a)), semantics(_resolve(b))
+    left, right = (semantics(get(one) if isinstance(one, str) else one) for one in (a, b))
     names = list(dict.fromkeys([*left, *right]))
     pairs = [Difference(name, left.get(name, ABSENT), right.get(name, ABSENT)) for name in names]
     return [pair for pair in pairs if pair.a != pair.b]
@@ -52,12 +56,6 @@ def semantics(preset: Preset) -> dict[str, str]:
         "advantages": _named(preset.advantages) if preset.advantages is not None else "the trainer's",
         "log clamp": _clamp_row(preset.source_clamp),
     }
-
-
-def _resolve(preset: str | Preset) -> Preset:
-    from trl_offpolicy.presets import get  # the package imports this module
-
-    return get(preset) if isinstance(preset, str) else preset
 
 
 def _weight_rows(weights: tuple[Weight, ...]) -> dict[str, str]:
@@ -77,32 +75,38 @@ def _keep_row(term: KeepTerm) -> str:
 
 
 def _correction_rows(correction: Correction) -> dict[str, str]:
-    ordered = correction.measure_on == "remaining"
-    names = [term.name for term in correction.keep]
-    over = "" if correction.normalize == "none" else f", over each {correction.normalize_over.replace('_', ' ')}"
+    measured, order, normalisation = "all trainable tokens", "any", "none"
+    if correction.measure_on == "remaining":
+        measured = "what earlier terms kept"
+        names = [term.name for term in correction.keep]
+        order = " -> ".join([*names, "weights"]) if names else "any"
+    if correction.normalize != "none":
+        span = correction.normalize_over.replace("_", " ")
+        normalisation = f"mean over {correction.normalize} units, over each {span}"
     return {
-        "measured on": "what earlier terms kept" if ordered else "all trainable tokens",
-        "order": " -> ".join([*names, "weights"]) if ordered and names else "any",
-        "normalisation": "none" if correction.normalize == "none" else f"mean over {correction.normalize} units{over}",
+        "measured on": measured,
+        "order": order,
+        "normalisation": normalisation,
         "non-finite log-probs": correction.nonfinite,
         "group baseline": f"{correction.baseline} responses",
     }
 
 
 def _objective_rows(objective: Objective) -> dict[str, str]:
-    loss = objective.policy_loss
-    bypass = objective.mode == "bypass"
-    kl, length = objective.kl, objective.max_length
-    as_loss = objective.entropy_aggregation == "loss"
+    length = "" if objective.max_length is None else f", L = {objective.max_length}"
+    reduced = ", reduced as the loss" if objective.entropy_aggregation == "loss" else ""
+    kl = "none"
+    if objective.kl is not None:
+        kl = f"{settings_text(objective.kl)}, weighted={objective.kl_weighted}"
     return {
-        "mode": "bypass (two policies, pi / mu)" if bypass else "decoupled (three policies, pi / pi_old)",
-        "policy loss": _named(loss),
+        "mode": _MODES[objective.mode],
+        "policy loss": _named(objective.policy_loss),
         "centre of the clip": _named(objective.proximal),
-        "aggregation": objective.aggregation + ("" if length is None else f", L = {length}"),
-        "denominator": "dropped tokens stay" if objective.denominator == "all" else "dropped tokens leave",
-        "KL of dropped tokens": "stays" if objective.kl_on == "all" else "goes with them",
-        "KL term": "none" if kl is None else f"{settings_text(kl)}, weighted={objective.kl_weighted}",
-        "entropy bonus": number(objective.entropy_coef) + (", reduced as the loss" if as_loss else ""),
+        "aggregation": f"{objective.aggregation}{length}",
+        "denominator": _DENOMINATORS[objective.denominator],
+        "KL of dropped tokens": _KL_ON[objective.kl_on],
+        "KL term": kl,
+        "entropy bonus": f"{number(objective.entropy_coef)}{reduced}",
         "scope": objective.scope,
     }
 
@@ -115,4 +119,5 @@ def _clamp_row(source: float | None) -> str:
     here = f"+-{number(LOG_RATIO_CLAMP)} nats"
     if source == LOG_RATIO_CLAMP:
         return here
-    return f"{here} (source: {'none' if source is None else f'+-{number(source)} nats'})"
+    there = "none" if source is None else f"+-{number(source)} nats"
+    return f"{here} (source: {there})"

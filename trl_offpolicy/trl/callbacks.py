@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_offpolicy.run_folder.writer import RECIPE, append_metrics, prepare_run_folder, run_versions, write_run_info
+from trl_offpolicy.run_folder.writer import append_metrics, prepare_run_folder, run_versions, write_run_info
 
 logger = logging.getLogger(__name__)
 
@@ -106,21 +105,3 @@ class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
             logger.exception(
                 "The run is complete, but its report failed; try: trl-offpolicy report %s", args.output_dir
             )
-
-
-class RecipeCallback(TrainerCallback):  # type: ignore[misc]
-    """Writes ``recipe.yaml`` into the run folder once older records are out of the way.
-
-    Args:
-        options: of the run, see :func:`~trl_offpolicy.diagnosis.report.model_card.recipe_options`.
-    """
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """On the main process."""
-        if state.is_world_process_zero:
-            Path(args.output_dir, RECIPE).write_text(yaml.safe_dump(self._options, sort_keys=False))

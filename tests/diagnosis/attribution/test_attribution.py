@@ -7,8 +7,7 @@ import pytest
 from toy_policy import ROWS, make
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute, coarse_of
-from trl_offpolicy.diagnosis.attribution.declarations import differences, excluded
-from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, differences, excluded, padded
 from trl_offpolicy.diagnosis.attribution.features import extract, kl_k3, noise_level
 from trl_offpolicy.diagnosis.attribution.signatures import TESTS, read_signatures
 

@@ -14,7 +14,8 @@ from trl_offpolicy.cli import commands as cli
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.breakdown import as_rollouts, break_down
 from trl_offpolicy.diagnosis.attribution.recommend import geometric_band, recommend, token_cap
-from trl_offpolicy.diagnosis.probe.probe import ProbeOptions, measure
+from trl_offpolicy.diagnosis.probe.options import ProbeOptions
+from trl_offpolicy.diagnosis.probe.probe import measure
 from trl_offpolicy.diagnosis.probe.sides import read_prompts
 
 REAL = Path(__file__).parents[3] / ".cache/SmolLM2-135M-Instruct"

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from trl_offpolicy.diagnosis import write_report
 from trl_offpolicy.diagnosis.report import examples
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 
@@ -20,56 +21,63 @@ def _decode(ids: list[int]) -> str:
 
 
 def test_top_tokens_are_ordered_with_both_probabilities(rollouts: RecordedRollouts) -> None:
-    html = examples.render_top_tokens(rollouts, _decode)
-    first = "<td>5</td><td>0.5000</td><td>0.2500</td><td>-0.693</td><td>kept</td><td>0 / 0</td>"
-    second = "<td>8</td><td>0.5000</td><td>0.7500</td><td>+0.405</td><td>dropped</td><td>1 / 0</td>"
-    third = "<td>6</td><td>0.2500</td><td>0.2500</td><td>+0</td><td>kept</td><td>0 / 1</td>"
-    assert 0 < html.index(first) < html.index(second) < html.index(third)
+    assert [token.cells for token in examples.top_tokens(rollouts, _decode)] == [
+        ("5", "0.5000", "0.2500", "-0.693", "kept", "0 / 0"),
+        ("8", "0.5000", "0.7500", "+0.405", "dropped", "1 / 0"),
+        ("6", "0.2500", "0.2500", "+0", "kept", "0 / 1"),
+    ]
 
 
-def test_context_marks_the_token_and_escapes_decoded_text(rollouts: RecordedRollouts) -> None:
-    html = examples.render_top_tokens(rollouts, _decode)
-    assert "<code><mark>&lt;5&gt;</mark>&lt;6&gt;&lt;7&gt;</code>" in html
-    assert "<code>&lt;5&gt;<mark>&lt;6&gt;</mark>&lt;7&gt;</code>" in html
+def test_context_holds_the_token_and_what_is_around_it(rollouts: RecordedRollouts) -> None:
+    tokens = examples.top_tokens(rollouts, _decode)
+    assert [token.context for token in tokens] == [("", "<5>", "<6><7>"), ("", "<8>", "<9>"), ("<5>", "<6>", "<7>")]
+    assert [token.text for token in tokens] == ["", "", ""]
 
 
 def test_without_a_tokenizer_ids_and_the_text_are_shown(rollouts: RecordedRollouts) -> None:
-    html = examples.render_top_tokens(rollouts, None)
-    assert '<code>5 <mark>6</mark> 7</code><br><span class="soft">five &amp; six</span>' in html
+    last = examples.top_tokens(rollouts, None)[-1]
+    assert (last.context, last.text) == (("5 ", "6", " 7"), "five & six")
 
 
-def test_long_contexts_are_cut_on_both_sides(
-    write_run: Any, rollout_parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(examples, "CONTEXT_TOKENS", 1)
-    rollouts = read_rollouts(write_run([], rollout_parts))
+def test_without_token_ids_the_text_alone_is_shown(write_run: Any, rollout_parts: Any) -> None:
+    rollouts = read_rollouts(write_run([], [[{**rollout_parts[0][0], "completion_ids": None}]]))
     assert rollouts is not None
-    html = examples.render_top_tokens(rollouts, None)
-    assert "<code> <mark>5</mark> 6…</code>" in html
-    assert "<code>5 <mark>6</mark> 7</code>" in html
+    first, *_ = examples.top_tokens(rollouts, _decode)
+    assert (first.cells[0], first.context, first.text) == ("–", None, "five & six")
+
+
+def test_the_report_marks_the_token_in_its_context(write_run: Any, rollout_parts: Any) -> None:
+    run = write_run([{"step": 1, "reward": 1.0}], rollout_parts)
+    with_text = write_report(run, decode=_decode).read_text(encoding="utf-8")
+    assert "<code>&lt;5&gt;<mark>&lt;6&gt;</mark>&lt;7&gt;</code></td>" in with_text
+    with_ids = write_report(run).read_text(encoding="utf-8")
+    assert '<code>5 <mark>6</mark> 7</code><br><span class="soft">five &amp; six</span></td>' in with_ids
+
+
+def test_long_contexts_are_cut_on_both_sides(rollouts: RecordedRollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples, "CONTEXT_TOKENS", 1)
+    tokens = examples.top_tokens(rollouts, None)
+    assert (tokens[0].context, tokens[2].context) == ((" ", "5", " 6…"), ("5 ", "6", " 7"))
 
 
 def test_only_the_largest_are_listed(rollouts: RecordedRollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examples, "TOP_TOKENS", 1)
-    html = examples.render_top_tokens(rollouts, None)
-    assert html.count('class="context"') == 1 and "<td>-0.693</td>" in html
+    (only,) = examples.top_tokens(rollouts, None)
+    assert "-0.693" in only.cells
 
 
 def test_examples_come_from_the_first_and_last_step_with_their_fate(rollouts: RecordedRollouts) -> None:
-    html = examples.render_examples(rollouts)
-    assert html.count("<article>") == 3
-    assert "step 0, reward 0.5, advantage 1, 2 tokens, kept" in html
-    assert "step 1, reward –, advantage 1, 2 tokens, dropped" in html
-    assert "<pre>1 + 1 = &lt;</pre>" in html and "<pre>five &amp; six</pre>" in html
+    found = examples.example_completions(rollouts)
+    assert len(found) == 3
+    assert found[0] == ("step 0, reward 0.5, advantage 1, 2 tokens, kept", "1 + 1 = <", "five & six")
+    assert found[2].facts == "step 1, reward –, advantage 1, 2 tokens, dropped"
 
 
 def test_at_most_three_examples_an_end_spread_over_the_step(write_run: Any, rollout_parts: Any) -> None:
     rows = [{**rollout_parts[0][0], "completion": f"text {i}."} for i in range(9)]
     rollouts = read_rollouts(write_run([], [rows]))
     assert rollouts is not None
-    html = examples.render_examples(rollouts)
-    assert html.count("<article>") == 3
-    assert all(f"text {i}." in html for i in (0, 4, 8))
+    assert [one.completion for one in examples.example_completions(rollouts)] == ["text 0.", "text 4.", "text 8."]
 
 
 def test_long_text_loses_its_middle() -> None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import shutil
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 from tensorboardX.proto import event_pb2
 from trainer_runs import Engine, records
 
+from recipes.record import RecipeCallback
 from trl_offpolicy import presets
 from trl_offpolicy.cli import commands as cli
 from trl_offpolicy.diagnosis.report import demo
-from trl_offpolicy.diagnosis.report.model_card import BEGIN, END, card_section, recipe_options, write_card
-from trl_offpolicy.trl.callbacks import RecipeCallback
+from trl_offpolicy.diagnosis.report.model_card import BEGIN, END, card_section, write_card
 
 DEMO = Path(demo.__file__).parent / "demo_run"
 
@@ -60,27 +57,6 @@ def test_command_line(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["card", str(run_dir)]) == 0
     assert capsys.readouterr().out.strip() == str(run_dir / "README.md")
     assert cli.main(["card", str(run_dir / "nowhere")]) == cli.BAD_INPUT
-
-
-@dataclass
-class Options:
-    """Stands for what TrlParser returns."""
-
-    seed: int = 7
-    learning_rate: float = 1e-5
-    offpolicy: Any = None
-
-
-def test_the_recipe_is_the_file_with_what_the_command_line_changed(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("learning_rate: 0.001\nenv: {A: b}\noffpolicy: {preset: paper/tis}\n")
-    argv = ["--config", str(config), "--seed", "7", "--offpolicy=paper/icepop"]
-    assert recipe_options(Options(learning_rate=0.001, offpolicy="paper/icepop"), argv=argv) == {
-        "learning_rate": 0.001,
-        "env": {"A": "b"},
-        "offpolicy": "paper/icepop",
-        "seed": 7,
-    }
 
 
 @pytest.mark.integration
@@ -126,12 +102,3 @@ def read_events(path: Path) -> Iterator[event_pb2.Event]:
         (size,) = struct.unpack_from("<Q", data, at)
         yield event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
         at += 12 + size + 4
-
-
-@pytest.mark.parametrize("given", [["--accelerator_config", '{"use_configured_state": true}'],
-                                   ['--accelerator_config={"use_configured_state": true}']])  # fmt: skip
-def test_an_option_that_its_owner_turned_into_an_object_is_written_as_it_was_given(given: list[str]) -> None:
-    from transformers.trainer_pt_utils import AcceleratorConfig
-
-    options = recipe_options(SimpleNamespace(accelerator_config=AcceleratorConfig()), argv=given)
-    assert yaml.safe_load(yaml.safe_dump(options)) == {"accelerator_config": {"use_configured_state": True}}

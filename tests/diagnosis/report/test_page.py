@@ -1,21 +1,35 @@
+"""The pages as documents: closed tags, nothing from a run taken as HTML, nothing from outside."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
-from trl_offpolicy.diagnosis.report import page
-from trl_offpolicy.diagnosis.report.plots import Panel
-from trl_offpolicy.diagnosis.report.summary import summarize_run
+import pytest
+from jinja2 import UndefinedError
+from toy_policy import make
+
+from trl_offpolicy.diagnosis import write_report
+from trl_offpolicy.diagnosis.attribution.attribute import attribute
+from trl_offpolicy.diagnosis.attribution.breakdown import break_down
+from trl_offpolicy.diagnosis.attribution.recommend import Recommendation
+from trl_offpolicy.diagnosis.probe.options import ProbeOptions
+from trl_offpolicy.diagnosis.probe.page import render_probe
+from trl_offpolicy.diagnosis.probe.probe import ProbeResult, measure
+from trl_offpolicy.diagnosis.report.page import TEMPLATES, flat_texts, render_page
 
 EVIL = "<script>alert('x')</script> & \"q\""
 
 
 class Balance(HTMLParser):
-    """Checks that every tag is closed in order."""
+    """Checks that every tag is closed in order, and collects the text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
+        self.text = ""
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         if tag not in ("meta", "br"):
@@ -24,46 +38,81 @@ class Balance(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
-def _check(html: str) -> None:
+
+def checked(html: str) -> str:
+    """The text of a page that is well formed and holds no script."""
     parser = Balance()
     parser.feed(html)
     parser.close()
     assert parser.open == []
     assert "<script" not in html
+    return parser.text
 
 
-def test_all_text_is_escaped() -> None:
-    pieces = [
-        page.render_run_info({EVIL: EVIL, "versions": {EVIL: EVIL}}),
-        page.render_note(EVIL),
-        page.render_panel(Panel(EVIL, "", EVIL)),
-        page.render_rows([EVIL], [([EVIL], "<code>safe</code>")]),
-        page.render_section(EVIL, "<p>body</p>"),
-    ]
-    html = page.render_page(EVIL, pieces)
-    _check(html)
-    assert "&lt;script&gt;" in html and "<code>safe</code>" in html
+@pytest.mark.parametrize("decode", [None, lambda ids: EVIL])
+def test_a_report_escapes_everything_that_comes_from_a_run(
+    write_run: Any, rollout_parts: Any, decode: Callable[[list[int]], str] | None
+) -> None:
+    metrics = [{"step": 1, "reward": 0.5, EVIL: 1.0, "offpolicy/mismatch/kl_k3": 0.3}]
+    parts = [[{**row, "prompt": EVIL, "completion": EVIL} for row in rows] for rows in rollout_parts]
+    info = {"model": EVIL, EVIL: {EVIL: EVIL}, "declared": {"engine": {"dtype": EVIL}, "trainer": {"dtype": "x"}}}
+
+    text = checked(write_report(write_run(metrics, parts, info), decode=decode).read_text(encoding="utf-8"))
+
+    # three examples with both texts, three tokens, run.json's key and values
+    assert text.count(EVIL) >= 3 * 2 + 3 + 4
 
 
-def test_page_is_readable_on_a_phone_and_loads_nothing() -> None:
-    html = page.render_page("t", [])
+def test_a_probe_page_escapes_everything_that_comes_from_a_run() -> None:
+    evidence = make("precision")
+    result = ProbeResult(
+        options=ProbeOptions(model=EVIL, adapter=EVIL),
+        metrics=measure(evidence),
+        evidence=evidence,
+        attribution=attribute(evidence),
+        recommendation=Recommendation("measure", {}, EVIL, (EVIL,)),
+        breakdowns=break_down(evidence, decode=lambda token: "a"),
+        completions=[EVIL] * 8,
+    )
+    assert checked(render_probe(result)).count(EVIL) == 2 + 3 + 2  # advice, examples, settings
+
+
+def test_pages_are_readable_on_a_phone_and_load_nothing(write_run: Any) -> None:
+    html = write_report(write_run([{"step": 1, "reward": 0.5}])).read_text(encoding="utf-8")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
     assert "max-width" in html and "prefers-color-scheme: dark" in html
-    assert "http" not in html and "@import" not in html and "url(" not in html
+    assert "@import" not in html and "url(" not in html.replace("url(#", "")
+    for path in TEMPLATES.iterdir():
+        assert "http" not in path.read_text() and "<script" not in path.read_text()
 
 
-def test_run_info_flattens_nested_fields() -> None:
-    html = page.render_run_info({"versions": {"torch": "2.9", "trl": "1.16"}, "preset": None})
-    assert "<td>torch 2.9, trl 1.16</td>" in html and "<td>–</td>" in html
-    assert page.render_run_info({}) == ""
+def test_a_value_that_a_template_names_and_nobody_gives_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="title"):
+        render_page("page.html")
+
+
+def test_only_drawn_figures_are_taken_as_html() -> None:
+    marked = [
+        (path.name, line.strip())
+        for path in sorted(Path(TEMPLATES).iterdir())
+        for line in path.read_text().splitlines()
+        if "safe" in line
+    ]
+    assert marked == [("pieces.html", "{{ panel.svg | safe }}")]
+
+
+def test_run_info_is_flattened() -> None:
+    info = {"versions": {"torch": "2.9", "trl": "1.16"}, "preset": None, "seed": 0, "note": ""}
+    assert flat_texts(info) == {"versions": "torch 2.9, trl 1.16", "preset": "–", "seed": "0", "note": "–"}
 
 
 def test_summary_table_shows_both_sides_with_their_numbers(write_run: Any) -> None:
     metrics = {"step": 1, "offpolicy/mismatch/kl_k3": 0.25, "offpolicy/kept/kl_k3": 0.125}
-    html = page.render_summary(summarize_run(write_run([metrics])))
-    _check(html)
+    html = write_report(write_run([metrics])).read_text(encoding="utf-8")
+    assert "KL(sampler||trainer)" in checked(html)
     assert html.count('<td>before</td><td class="num">0.2500</td>') == 1
     assert html.count('<td>after</td><td class="num">0.1250</td>') == 1
     assert 'rowspan="2">KL k3 <span class="soft">nats/token</span>' in html
-    assert "KL(sampler||trainer)" in html

@@ -28,12 +28,13 @@ def test_report_holds_every_part_and_loads_nothing(write_run: Any, rollout_parts
         "Tokens and sequences",
         "Largest log-ratios",
         "Example completions",
+        "Settings",
     ]
     assert headings == expected
     assert "tiny &lt;model&gt;" in html and "trl 1.16" in html
-    assert "disagree by KL(sampler||trainer) 0.0002 nats a token" in html
+    assert "disagree by KL(sampler||trainer) 0.0002 nats per token" in html
     assert "3 completions of steps 0 to 1 with 5 trainable tokens. 2 of them lack a finite log-prob" in html
-    assert "k1 is 0.0959 nats a token" in html  # (ln 2 - ln 1.5) / 3
+    assert "k1 is 0.0959 nats per token" in html  # (ln 2 - ln 1.5) / 3
     assert html.count("<svg") == 1 + 1 + 5
     outside = set(re.findall(r"https?://[^\"' <)]+", html)) - {
         "http://www.w3.org/1999/xlink",
@@ -71,7 +72,7 @@ def test_bad_folders_are_errors(tmp_path: Path) -> None:
 def test_importing_the_diagnosis_loads_no_plotting_or_table_package() -> None:
     code = (
         "import sys, trl_offpolicy.diagnosis, trl_offpolicy.cli.commands\n"
-        "print([m for m in ('matplotlib', 'pyarrow', 'pandas', 'rich', 'transformers') if m in sys.modules])"
+        "print([m for m in ('matplotlib', 'jinja2', 'pyarrow', 'pandas', 'rich', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

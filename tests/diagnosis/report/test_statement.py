@@ -28,7 +28,7 @@ def test_all_numbers_are_named(write_run: Any) -> None:
             "offpolicy/rollout/version_lag_mean": 1.5,
         },
     )
-    assert "disagree by KL(sampler||trainer) 0.0002 nats a token (k3; the noisier estimate k1 gives -0.0003)" in text
+    assert "disagree by KL(sampler||trainer) 0.0002 nats per token (k3; the noisier estimate k1 gives -0.0003)" in text
     assert "difference of 2% in a token's probability" in text  # sqrt(2 * 0.0002)
     assert "97.1% with the raw weights and 99.12% with the weights as applied" in text
     assert "dropped 1.2% of the tokens, dropped no sequence and truncated 4.25% of the weights" in text
@@ -59,7 +59,7 @@ def test_identical_policies_are_called_the_same(write_run: Any) -> None:
 
 
 def test_k1_alone_is_not_called_noisier(write_run: Any) -> None:
-    assert "0.25".ljust(6, "0") + " nats a token (k1)." in _describe(write_run, {K1: 0.25})
+    assert "0.25".ljust(6, "0") + " nats per token (k1)." in _describe(write_run, {K1: 0.25})
 
 
 def test_what_was_not_logged_is_said(write_run: Any) -> None:

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trl_offpolicy.diagnosis.report.summary import (
-    QUANTITIES,
-    format_number,
-    format_with_interval,
-    print_summary,
-    summarize_run,
-)
+from trl_offpolicy.diagnosis.report.summary import QUANTITIES, format_with_interval, print_summary, summarize_run
 
 
 def _rows(key: str, values: list[float | None]) -> list[dict[str, Any]]:
@@ -71,23 +65,6 @@ def test_completion_length_falls_back_to_the_kits_own_key(write_run: Any) -> Non
     assert summarize_run(write_run(both)).whole("completion length") == 8.0
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0.0, "0"),
-        (1.00021, "1.0002"),
-        (-0.5, "-0.5000"),
-        (123.456, "123.46"),
-        (0.00041234, "0.000412"),
-        (-2e-6, "-2.00e-6"),
-        (3.5e7, "3.50e7"),
-    ],
-)
-def test_format_number(value: float | None, text: str) -> None:
-    assert format_number(value) == text
-
-
 def test_printed_table_fits_100_columns_and_states_unit_and_direction(write_run: Any) -> None:
     metrics = {"step": 1000, "offpolicy/mismatch/kl_k1": -0.000317, "offpolicy/kept/kl_k1": 0.25}
     run = write_run([metrics, {**metrics, "step": 2000, "offpolicy/kept/kl_k3": None}, '{"step'])
@@ -99,7 +76,7 @@ def test_printed_table_fits_100_columns_and_states_unit_and_direction(write_run:
     assert "…" not in text.replace(str(run), "")
     assert "KL k1, nats/token" in text and "-0.000317" in text and "0.2500" in text
     words = " ".join(text.split())
-    assert "KL(sampler||trainer) in nats a token" in words
+    assert "KL(sampler||trainer) in nats per token" in words
     assert "1 non-finite value(s)" in words and "1 unreadable line(s)" in words
     assert "steps 1000-2000" in words
 

@@ -48,7 +48,7 @@ def causes(found: MetricsLog) -> list[tuple[str, str]]:
 def test_a_healthy_run_is_ok() -> None:
     seen = diagnose(log())
     assert seen.findings == () and seen.verdict == "ok" and seen.steps == (1, 12)
-    assert seen.line() == "ok  KL k3 0.001 nats a token" and seen.unknown == ("noise floor",)
+    assert seen.line() == "ok  KL k3 0.001 nats per token" and seen.unknown == ("noise floor",)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trl_offpolicy.diagnosis.attribution.declarations import Statement, differences, excluded
-from trl_offpolicy.diagnosis.attribution.evidence import Level, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.evidence import Level, Statement, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import REFERENCE, at_fault, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (
@@ -80,6 +79,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     first = passed[0] if passed else Signature("unknown", 1 - ranked[0].score, "no test explains the mismatch")
     if first.cause == "none":
         return _answer(evidence, features, first, ranked)
+    # A hypothesis that the model has tested goes before any look at the log-probs, but for traces of bookkeeping.
     if evidence.tested and not (passed and first.cause in CLEAR):
         found = _tested(evidence, features, first, ranked)
         if found is not None:
@@ -120,13 +120,14 @@ def _declared(
     evidence: TokenEvidence, features: Features, signatures: Sequence[Signature], first: Signature,
     ranked: Sequence[Signature],
 ) -> Attribution:  # fmt: skip
-    """A cause with a trace of its own stands; among those that look alike, declarations decide."""
+    """A cause that leaves a clear trace is kept. Among those that look alike, declarations decide."""
     assert evidence.engine is not None and evidence.trainer is not None
     stated = differences(evidence.engine, evidence.trainer)
     ruled_out = excluded(evidence.engine, evidence.trainer)
     if first.cause not in (*DIFFUSE, "unknown"):
         reasons = (stated[first.cause].text,) if first.cause in stated else ()
         return _answer(evidence, features, first, ranked, reasons=reasons)
+    # The log-probs alone do not decide: of what is declared to differ, that which they speak for most.
     certain = [s for s in stated.values() if s.certain]
     best = max(certain, key=lambda s: _support(s.cause, signatures), default=None)
     if best is not None:

@@ -22,7 +22,7 @@ class Bin:
     Args:
         label: which.
         tokens: how many.
-        k3: KL(mu || old), nats a token.
+        k3: KL(mu || old), nats per token.
         logp_diff: mean |log old - log mu|, nats.
         share: of the whole k3.
     """
@@ -71,6 +71,7 @@ def break_down(
 
 def _by_tenth(d: Array, values: Array) -> tuple[Bin, ...]:
     """Tenths of the tokens; equal ones are merged."""
+    # Quantiles that coincide (many tokens of probability 1) leave fewer, larger bins; the last one is closed.
     edges = np.unique(np.quantile(values, np.linspace(0, 1, 11)))
     index = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, max(0, len(edges) - 2))
     ends = [*edges.tolist(), edges[-1]]
@@ -82,7 +83,7 @@ def _by_tenth(d: Array, values: Array) -> tuple[Bin, ...]:
 def _by_range(d: Array, values: Array, count: int) -> tuple[Bin, ...]:
     """At most ``count`` spans of equal width of whole numbers."""
     first = int(values.min())
-    width = max(1, -(-(int(values.max()) + 1 - first) // count))
+    width = max(1, -(-(int(values.max()) + 1 - first) // count))  # rounded up
     index = (values - first) // width
     found = []
     for place in np.unique(index).tolist():

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.diagnosis.report.statement import SAME_POLICY_KL
 from trl_offpolicy.functional.kl import k3
+from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
 Array = NDArray[Any]
 MAX_LOG_RATIO = 20.0
@@ -33,8 +33,8 @@ class Features:
 
     Args:
         tokens: observed tokens.
-        k3: KL(mu || old), nats a token.
-        floor: the noise floor, nats a token.
+        k3: KL(mu || old), nats per token.
+        floor: the noise floor, nats per token.
         self_ratio: k3 / k3 between two scorings of the trainer, on the same tokens; NaN without a second one.
         drift: mean of d / its root mean square; -1 = all alike and negative.
         positive: share of tokens (a count) with d above the noise.
@@ -251,6 +251,7 @@ def _by_token(z: Array, evidence: TokenEvidence) -> float:
     values = np.clip((z[seen] - np.nanmean(z)) / np.nanstd(z), -3, 3)
     values = (values - values.mean()) / (values.std() or 1e-30)
     labels = np.stack([evidence.token_ids[seen], np.broadcast_to(rows[:, None], z.shape)[seen]], 1)
+    # Pairs of equal tokens in different groups are all pairs of equal tokens, less those inside a group.
     pairs, total = _pair_sums(values, labels[:, 0])
     _, joint = np.unique(labels, axis=0, return_inverse=True)
     inside, inside_total = _pair_sums(values, joint.ravel())
@@ -264,6 +265,7 @@ def _pair_sums(values: Array, labels: Array) -> tuple[float, float]:
     count = np.bincount(index)
     sums = np.bincount(index, weights=values)
     squares = np.bincount(index, weights=values**2)
+    # Over i < j: 2 sum z_i z_j = (sum z)^2 - sum z^2
     return float(np.sum(count * (count - 1)) / 2), float(np.sum(sums**2 - squares) / 2)
 
 

@@ -147,6 +147,7 @@ def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
     """The rows with most disagreement, and (a quarter) some that are spread over the batch."""
     gap = _masked(evidence, evidence.old_per_token_logps - evidence.sampling_per_token_logps)
     size = np.nansum(np.clip(gap, -20, 20) ** 2, axis=1)
+    # The spread rows show what is the same everywhere; the rows with most disagreement show the fault.
     order = np.argsort(-size, kind="stable").tolist()
     spread = np.linspace(0, len(size) - 1, max(1, count // 4)).astype(int).tolist()
     chosen = [*spread, *(row for row in order if row not in spread)][:count]
@@ -236,7 +237,7 @@ def _shifts(evidence: TokenEvidence, reference: Floats) -> dict[str, Floats]:
     found = {}
     for step, detail in ((1, "engine one token late"), (-1, "engine one token early")):
         moved = np.roll(reference, step, axis=1)
-        moved[:, 0 if step == 1 else -1] = np.nan
+        moved[:, 0 if step == 1 else -1] = np.nan  # what roll has carried round to the other end
         found[f"engine:misalignment:{detail}"] = np.where(rows[:, None], moved, reference)
     return found
 
@@ -259,6 +260,7 @@ def sampling_candidates(evidence: TokenEvidence, plain: TokenScores) -> dict[str
         for factor in (1.0, 1.1, 0.9):  # the slope is 1 - 1 / T to first order
             value = 1.0 + (guess - 1.0) * factor
             found[f"temperature:{value:.6g}"] = Head(value)
+    # Under truncation d is log(kept mass): the smallest one seen bounds what top-p can have been.
     mass = float(np.exp(np.clip(d, -5, 0)).min())
     if mass < 1 - 1e-6:
         found |= _truncations(plain, use, mass)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -97,7 +96,7 @@ def routing_advice(steps: float | None) -> str:
 def _repair(attribution: Attribution, pearson: float, kl: float, limits: Thresholds) -> Recommendation:
     about = CAUSES.get(attribution.cause, CAUSES["engine_mismatch"])
     why = (
-        f"Pearson {pearson:.3f} (healthy from {limits.pearson_healthy}) and KL {kl:.3g} nats a token (at fault above "
+        f"Pearson {pearson:.3f} (healthy from {limits.pearson_healthy}) and KL {kl:.3g} nats per token (at fault above "
         f"{limits.kl_high}) at equal weights: no correction makes up for this. {about.fix}"
     )
     return Recommendation(None, {}, about.snippet, (why,))
@@ -106,7 +105,8 @@ def _repair(attribution: Attribution, pearson: float, kl: float, limits: Thresho
 def _correct(
     evidence: TokenEvidence, attribution: Attribution, metrics: Mapping[str, float], limits: Thresholds
 ) -> Recommendation:
-    log_ratio = _log_ratio(evidence)
+    gap: Array = evidence.old_per_token_logps - evidence.sampling_per_token_logps
+    log_ratio = np.where(evidence.observed, gap, np.nan)
     cap, band = token_cap(log_ratio), geometric_band(log_ratio)
     chi2, ess = metrics["mismatch/chi2_token"], metrics["weight_applied/ess_token"]
     if chi2 > limits.chi2_high or ess < limits.ess_healthy:
@@ -118,13 +118,13 @@ def _correct(
         return _preset("paper/icepop", {"low": low, "high": high}, why)
     if chi2 > limits.chi2_moderate or metrics["mismatch/kl_k3"] > limits.kl_healthy:
         why = (
-            f"KL {metrics['mismatch/kl_k3']:.3g} nats a token, token chi-square {chi2:.3g}: drop outlying responses "
+            f"KL {metrics['mismatch/kl_k3']:.3g} nats per token, token chi-square {chi2:.3g}: drop outlying responses "
             f"by their mean ratio and cap the weights; cap and band are quantiles of these responses."
         )
         return _preset("paper/geometric-mask", {"low": band[0], "high": band[1], "max_weight": cap}, why)
     why = (
-        f"KL {metrics['mismatch/kl_k3']:.3g} nats a token is small (healthy below {limits.kl_healthy}): token weights "
-        f"cost nothing; the cap is the {100 * CAP_QUANTILE:g} % quantile of the ratios, at least {CAPS[0]}."
+        f"KL {metrics['mismatch/kl_k3']:.3g} nats per token is small (healthy below {limits.kl_healthy}): token "
+        f"weights cost nothing. The cap is the {100 * CAP_QUANTILE:g} % quantile of the ratios, at least {CAPS[0]}."
     )
     return _preset("paper/tis", {"max_weight": cap}, why)
 
@@ -150,7 +150,7 @@ def geometric_band(log_ratio: Array) -> tuple[float, float]:
     Tokens beyond four standard deviations (robust: from the median of |d|) are left out: the band describes the
     clean part, and responses that outliers move are what it drops.
     """
-    scale = 1.4826 * float(np.nanmedian(np.abs(log_ratio)))
+    scale = 1.4826 * float(np.nanmedian(np.abs(log_ratio)))  # that of a normal distribution with this median of |d|
     clean = np.where(np.abs(log_ratio) <= 4 * max(scale, 1e-12), log_ratio, np.nan)
     means = np.nanmean(clean[np.isfinite(clean).any(1)], axis=1)
     low, high = np.quantile(means, BAND_QUANTILES)
@@ -162,11 +162,6 @@ def token_band(log_ratio: Array) -> tuple[float, float]:
     """Band of token ratios that holds 99 % of the tokens, and at least [0.8, 1.25]."""
     half = max(float(np.nanquantile(np.abs(log_ratio), 0.99)), math.log(1.25))
     return _digits(math.exp(-half)), _digits(math.exp(half))
-
-
-def _log_ratio(evidence: TokenEvidence) -> Array:
-    gap: Any = evidence.old_per_token_logps - evidence.sampling_per_token_logps
-    return np.where(evidence.observed, gap, np.nan)
 
 
 def _digits(value: float) -> float:

@@ -19,7 +19,7 @@ MOST_ROWS = 256
 GREW = 20.0
 """Times that the mismatch must have grown since the start of the run to be blamed on weights."""
 SMALL_START = 1e-3
-"""KL k3, nats a token, that it must have begun below."""
+"""KL k3, nats per token, that it must have begun below."""
 _EXTRAS = ("completion_ids", "group_id", "entropies")
 
 
@@ -88,7 +88,7 @@ def growth(rollouts: RecordedRollouts, steps: tuple[int, int] | None) -> tuple[f
     known = np.unique(at)
     early = at <= known[(len(known) - 1) // 10]
     late = np.ones(len(at), bool) if steps is None else (at >= steps[0] - 1) & (at <= steps[1])
-    late &= at > known[len(known) // 2]
+    late &= at > known[len(known) // 2]  # the judged steps may be the whole run: its second half, then
     if not late.any():
         return None
     first, last = kl_k3(rollouts.log_ratio[early]), kl_k3(rollouts.log_ratio[late])
@@ -96,9 +96,11 @@ def growth(rollouts: RecordedRollouts, steps: tuple[int, int] | None) -> tuple[f
 
 
 def _declared(info: Mapping[str, Any], side: str) -> Declared | None:
-    said = (info.get("declared") or {}).get(side)
-    known = {item.name for item in fields(Declared)}
-    return None if said is None else Declared(**{name: value for name, value in said.items() if name in known})
+    declared = (info.get("declared") or {}).get(side)
+    if declared is None:
+        return None
+    known = {item.name for item in fields(Declared)}  # run.json of another version may hold other fields
+    return Declared(**{name: value for name, value in declared.items() if name in known})
 
 
 def _scattered(values: Any, row: Any, position: Any, shape: tuple[int, int]) -> Any:

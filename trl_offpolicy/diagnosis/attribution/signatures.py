@@ -86,7 +86,7 @@ Test = Callable[[Features, Limits], Signature]
 
 def _none(f: Features, limits: Limits) -> Signature:
     score = below(f.k3, limits.floor_factor * f.floor)
-    return Signature("none", score, f"KL {f.k3:.2g} nats a token, noise floor {f.floor:.2g}")
+    return Signature("none", score, f"KL {f.k3:.2g} nats per token, noise floor {f.floor:.2g}")
 
 
 def _dropout(f: Features, limits: Limits) -> Signature:

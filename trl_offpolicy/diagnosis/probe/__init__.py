@@ -1,5 +1,6 @@
 """One model, two sides: score the same tokens in engine and trainer, and name what makes them differ."""
 
-from trl_offpolicy.diagnosis.probe.probe import ProbeOptions, ProbeResult, run_probe
+from trl_offpolicy.diagnosis.probe.options import ProbeOptions
+from trl_offpolicy.diagnosis.probe.probe import ProbeResult, run_probe
 
 __all__ = ["ProbeOptions", "ProbeResult", "run_probe"]

@@ -1,24 +1,26 @@
-"""``probe.json`` and ``probe.html``: what a probe found, for scripts and for people."""
+"""What a probe found: on the terminal, as ``probe.json`` for scripts, as ``probe.html`` for people."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, as_rollouts
+from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.probe import ProbeResult
-from trl_offpolicy.diagnosis.report import page
-from trl_offpolicy.diagnosis.report.summary import format_number
+from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ROWS = (
-    ("KL k3", "nats a token", "kl_k3"),
-    ("KL k1", "nats a token", "kl_k1"),
+    ("KL k3", "nats per token", "kl_k3"),
+    ("KL k1", "nats per token", "kl_k1"),
     ("total variation", "", "tv"),
     ("chi2 (token)", "", "chi2_token"),
     ("chi2 (sequence)", "", "chi2_sequence"),
@@ -36,7 +38,7 @@ def headline(result: ProbeResult) -> str:
     """The verdict in one sentence."""
     found = result.attribution
     kl, floor = result.metrics["mismatch/kl_k3"], result.metrics["noise_level"]
-    size = f"KL {format_number(kl)} nats a token, {format_number(kl / floor)} times the noise floor"
+    size = f"KL {format_number(kl)} nats per token, {format_number(kl / floor)} times the noise floor"
     if found.cause == "none":
         return f"No mismatch above the noise floor ({size})."
     title = title_of(found.cause)
@@ -61,16 +63,13 @@ def metric_rows(result: ProbeResult) -> list[tuple[str, str, str]]:
     rows = []
     for label, unit, name in ROWS:
         value = format_number(result.metrics[f"mismatch/{name}"])
-        width = result.metrics.get(f"mismatch/{name}_ci95")
-        value += "" if width is None else f" ± {format_number(width)}"
-        rows.append((f"{label}, {unit}" if unit else label, value, _floor(result, name)))
+        width, floor = result.metrics.get(f"mismatch/{name}_ci95"), result.metrics.get(f"noise_floor/{name}")
+        if width is not None:
+            value += f" ± {format_number(width)}"
+        label_with_unit = f"{label}, {unit}" if unit else label
+        rows.append((label_with_unit, value, "" if floor is None else format_number(floor)))
     ess = result.metrics["weight_applied/ess_token"]
     return [*rows, ("ESS (token), raw weights", format_number(ess), "")]
-
-
-def _floor(result: ProbeResult, name: str) -> str:
-    value = result.metrics.get(f"noise_floor/{name}")
-    return "" if value is None else format_number(value)
 
 
 def breakdown_rows(breakdown: Breakdown) -> list[tuple[str, str, str, str, str]]:
@@ -96,17 +95,14 @@ def write_probe(result: ProbeResult, folder: Path) -> tuple[Path, Path]:
 def as_dict(result: ProbeResult) -> dict[str, Any]:
     """Everything but the tokens."""
     found = result.attribution
-    about = CAUSES.get(found.cause)
+    about = {"meaning": "", "confirm": "", "fix": ""}
+    if found.cause in CAUSES:
+        about = {name: getattr(CAUSES[found.cause], name) for name in about}
     return {
         "options": asdict(result.options),
         "verdict": headline(result),
         "metrics": dict(result.metrics),
-        "attribution": {
-            **asdict(found),
-            "meaning": about.meaning if about else "",
-            "confirm": confirmation(found.cause),
-            "fix": about.fix if about else "",
-        },
+        "attribution": {**asdict(found), **about},
         "recommendation": asdict(result.recommendation),
         "breakdowns": [asdict(one) for one in result.breakdowns],
         "completions": len(result.completions),
@@ -128,57 +124,24 @@ def render_probe(result: ProbeResult) -> str:
     """The HTML page."""
     from trl_offpolicy.diagnosis.report.rollout_plots import draw_rollout_figures
 
-    figures = draw_rollout_figures(as_rollouts(result.evidence))
-    sections = [
-        page.render_note(headline(result), "lead"),
-        page.render_section("Cause", *_cause_parts(result)),
-        page.render_section("What to do", *_advice_parts(result)),
-        page.render_section("Mismatch", _table(("quantity", "engine against trainer", "trainer against itself"),
-                                               metric_rows(result), _METRIC_NOTE)),
-        *(page.render_section(f"By {one.title}", _table(("", *BREAKDOWN_TITLES), breakdown_rows(one)))
-          for one in result.breakdowns),
-        page.render_section("Figures", *map(page.render_panel, figures)),
-        page.render_section("Examples", *(f"<pre>{escape(text)}</pre>" for text in result.completions[:EXAMPLES])),
-        page.render_section("Settings", page.render_run_info(_settings(result))),
-    ]  # fmt: skip
-    return page.render_page(f"Zero-update probe: {Path(result.options.model).name}", sections)
-
-
-_METRIC_NOTE = (
-    "± is half the width of the 95 % interval, clustered by prompt. Right column: the trainer scored the same text "
-    "again in another batch layout; differences of that size mean nothing."
-)
-
-
-def _cause_parts(result: ProbeResult) -> list[str]:
     found = result.attribution
-    about = CAUSES.get(found.cause)
-    parts = [page.render_note(about.meaning, "plain")] if about else []
-    parts.append("<ul>" + "".join(f"<li>{escape(reason)}</li>" for reason in found.reasons) + "</ul>")
-    if confirmation(found.cause):
-        parts.append(page.render_note(f"To make sure: {confirmation(found.cause)}", "plain"))
-    if found.runner_up is not None and found.cause != "none":
-        parts.append(page.render_note(f"Runner-up: {title_of(found.runner_up)}. Observed: {found.level}."))
-    return parts
-
-
-def _advice_parts(result: ProbeResult) -> list[str]:
-    advice = result.recommendation
-    parts = [page.render_note(text, "plain") for text in advice.why]
-    return [*parts, f"<pre>{escape(advice.yaml)}</pre>"] if advice.yaml else parts
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Plain cells; all but the first column are numbers."""
-    head = "".join(f"<th{' class=num' if place else ''}>{escape(title)}</th>" for place, title in enumerate(titles))
-    body = "".join(
-        f'<tr class="rule"><th scope=row>{escape(row[0])}</th>'
-        + "".join(f'<td class="num">{escape(cell)}</td>' for cell in row[1:])
-        + "</tr>"
-        for row in rows
+    runner_up = None if found.runner_up is None or found.cause == "none" else title_of(found.runner_up)
+    return render_page(
+        "probe.html",
+        title=f"Zero-update probe: {Path(result.options.model).name}",
+        headline=headline(result),
+        found=found,
+        about=CAUSES.get(found.cause),
+        runner_up=runner_up,
+        observed=OBSERVED[found.level],
+        advice=result.recommendation,
+        metrics=metric_rows(result),
+        breakdown_titles=("", *BREAKDOWN_TITLES),
+        breakdowns=[{"title": one.title, "rows": breakdown_rows(one)} for one in result.breakdowns],
+        rollout_figures=draw_rollout_figures(as_rollouts(result.evidence)),
+        examples=result.completions[:EXAMPLES],
+        settings=flat_texts(_settings(result)),
     )
-    note = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<div class="scroll"><table>{note}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _settings(result: ProbeResult) -> dict[str, Any]:
@@ -186,3 +149,38 @@ def _settings(result: ProbeResult) -> dict[str, Any]:
     options["prompts"] = f"{len(result.completions) // result.options.samples} prompts"
     seconds = {name: f"{value:.1f} s" for name, value in result.seconds.items()}
     return {**options, "tokens": int(result.evidence.observed.sum()), "seconds": seconds}
+
+
+def print_probe(result: ProbeResult, console: Console) -> None:
+    """Numbers, where they sit, verdict, cause, fix and YAML."""
+    from rich.markup import escape
+
+    evidence = result.evidence
+    console.print(f"[bold]{escape(Path(result.options.model).name)}[/]: {int(evidence.observed.sum())} tokens in "
+                  f"{len(result.completions)} completions, {sum(result.seconds.values()):.0f} s")  # fmt: skip
+    console.print(_text_table(("mismatch", "engine / trainer", "trainer / itself"), metric_rows(result)))
+    for one in result.breakdowns:
+        console.print(_text_table((f"by {one.title}", *BREAKDOWN_TITLES), breakdown_rows(one)))
+    colour = "green" if result.attribution.cause == "none" else "yellow"
+    console.print(f"[bold {colour}]{escape(headline(result))}[/]")
+    for reason in result.attribution.reasons:
+        console.print(f"  - {escape(reason)}", highlight=False)
+    if confirmation(result.attribution.cause):
+        console.print(f"[bold]To make sure:[/] {escape(confirmation(result.attribution.cause))}", highlight=False)
+    for why in result.recommendation.why:
+        console.print(f"[bold]What to do:[/] {escape(why)}", highlight=False)
+    if result.recommendation.yaml:
+        console.print(escape(result.recommendation.yaml.rstrip()), style="cyan", highlight=False)
+
+
+def _text_table(titles: tuple[str, ...], rows: Any) -> Any:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, title in enumerate(titles):
+        table.add_column(escape(title), justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table

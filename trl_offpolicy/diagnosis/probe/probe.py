@@ -21,89 +21,13 @@ from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import noise_level
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
-from trl_offpolicy.diagnosis.attribution.scoring import Head, score_completions
+from trl_offpolicy.diagnosis.attribution.scoring import score_completions
+from trl_offpolicy.diagnosis.probe.options import ProbeOptions
 from trl_offpolicy.diagnosis.probe.sides import Sides, open_sides, render_prompts
-from trl_offpolicy.engines.checks import as_vllm_keeps
-from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.stats import PREFIX
 from trl_offpolicy.types import PolicyBatch
 
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    """What to probe.
-
-    Args:
-        model: folder or Hub name, for both sides.
-        adapter: LoRA adapter, for both sides.
-        prompts: chat prompts; empty = the built-in ones.
-        engine: "vllm" (in this process), "hf", or the URL of a vLLM server.
-        engine_dtype: that the engine computes in.
-        trainer_dtype: that the trainer computes in.
-        quantization: vLLM's option of that name.
-        weight_rounding: simulated: linear weights of the engine are rounded to "int8", "fp8", ...
-        temperature: of the engine.
-        top_p: of the engine; 1 = off.
-        top_k: of the engine; 0 = off.
-        min_p: of the engine; 0 = off.
-        mirror: the trainer divides by the temperature and cuts its distribution alike, as this kit's trainers do.
-        samples: completions a prompt.
-        max_tokens: longest completion.
-        seed: of the engine.
-        explain: test hypotheses with the model where there is a mismatch.
-
-    Raises:
-        ValueError: naming the field.
-    """
-
-    model: str
-    adapter: str | None = None
-    prompts: tuple[str, ...] = ()
-    engine: str = "vllm"
-    engine_dtype: str = "float32"
-    trainer_dtype: str = "float32"
-    quantization: str | None = None
-    weight_rounding: str | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    mirror: bool = False
-    samples: int = 4
-    max_tokens: int = 32
-    seed: int = 0
-    explain: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "max_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number >= 1, but got {value!r}.")
-        if not 0 < self.temperature < 100:
-            raise ValueError(f"temperature must be in (0, 100), but got {self.temperature}.")
-        for name in ("engine_dtype", "trainer_dtype"):
-            if getattr(self, name) not in ("float32", "bfloat16", "float16"):
-                raise ValueError(f"{name} must be float32, bfloat16 or float16, but got {getattr(self, name)!r}.")
-        if self.engine not in ("vllm", "hf") and not self.engine.startswith(("http://", "https://")):
-            raise ValueError(f"engine must be vllm, hf or the URL of a server, but got {self.engine!r}.")
-        if self.engine != "vllm" and self.quantization is not None:
-            raise ValueError(f"quantization must be left out with engine {self.engine}: start the server with it.")
-        if self.engine.startswith("http") and self.weight_rounding is not None:
-            raise ValueError("weight_rounding must be left out with a server: it keeps its own weights.")
-        Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)  # raises for a value out of range
-
-    @property
-    def engine_head(self) -> Head:
-        """What the engine samples from."""
-        cut = Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
-        return Head(self.temperature, cut if self.engine == "hf" else as_vllm_keeps(cut))
-
-    @property
-    def trainer_head(self) -> Head:
-        """What the trainer scores with."""
-        return self.engine_head if self.mirror else Head()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +78,7 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
     clock("measuring")
     metrics = measure(evidence)
     attribution = attribute(evidence)
+    # With the model at hand causes are tested. The evidence then holds their scores, and the answer may change.
     if options.explain and attribution.cause != "none":
         bench = Bench(
             sides.model, ids, completions, weights=sides.other_weights(),
@@ -198,12 +123,13 @@ class _Clock:
 def _score(
     options: ProbeOptions, sides: Sides, ids: list[list[int]], completions: list[list[int]], logps: list[list[float]]
 ) -> TokenEvidence:
+    """Score every completion, and half of them again in another batch layout: that difference is the noise floor."""
     if not any(completions):
         raise ValueError("The engine must return at least one token, but every completion is empty.")
     heads = [options.trainer_head]
     (scores,) = score_completions(sides.model, ids, completions, heads=heads, rows=16)
     half = max(1, len(ids) // 2)
-    (again,) = score_completions(sides.model, ids[:half], completions[:half], heads=heads, rows=5)  # another layout
+    (again,) = score_completions(sides.model, ids[:half], completions[:half], heads=heads, rows=5)
     width = scores.logps.shape[1]
     rescored = np.full((len(ids), width), np.nan)
     rescored[:half, : again.logps.shape[1]] = again.logps
@@ -242,14 +168,3 @@ def measure(evidence: TokenEvidence) -> dict[str, float]:
         floor = noise_floor(old, other, torch.from_numpy(again)).compute()
         found |= {key.removeprefix(PREFIX): value for key, value in floor.items()}
     return found | {"noise_level": noise_level(evidence)}
-
-
-def exceeded(result: ProbeResult, *, max_kl: float | None = None, min_pearson: float | None = None) -> list[str]:
-    """Which of the given limits the mismatch breaks, in words; empty = none."""
-    kl, pearson = result.metrics["mismatch/kl_k3"], result.metrics["mismatch/prob_pearson"]
-    found = []
-    if max_kl is not None and not kl <= max_kl:
-        found.append(f"KL k3 {kl:.4g} nats a token is above --max-kl {max_kl:g}")
-    if min_pearson is not None and not pearson >= min_pearson:
-        found.append(f"Pearson {pearson:.5f} is below --min-pearson {min_pearson:g}")
-    return found

@@ -19,7 +19,7 @@ from trl_offpolicy.diagnosis.attribution.scoring import Head, sample_completions
 from trl_offpolicy.engines.engine import Rollouts, Sampling
 
 if TYPE_CHECKING:
-    from trl_offpolicy.diagnosis.probe.probe import ProbeOptions
+    from trl_offpolicy.diagnosis.probe.options import ProbeOptions
 
 PROMPTS = (
     "What is 17 + 26? Explain each step.",

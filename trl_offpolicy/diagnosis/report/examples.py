@@ -1,17 +1,15 @@
-"""The report's text parts: the tokens with the largest log-ratio in context, and example completions."""
+"""The report's text parts as data: the tokens with the largest log-ratio in context, and example completions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.report.page import render_rows
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.rollout_numbers import completion_states, largest_log_ratios
-from trl_offpolicy.diagnosis.report.summary import format_number
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 Decode = Callable[[list[int]], str]
@@ -27,55 +25,78 @@ MAX_TEXT = 1500
 STATE_NAMES = ("kept", "partly dropped", "dropped")
 
 
-def render_top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> str:
-    """Table of the TOP_TOKENS largest |log-ratio|, each with its text (or token ids) around it."""
+class Context(NamedTuple):
+    """A token and the text around it."""
+
+    before: str
+    token: str
+    after: str
+
+
+class TopToken(NamedTuple):
+    """A token with a large log-ratio.
+
+    Args:
+        cells: id, both probabilities, log-ratio, fate, step and position, as text.
+        context: None where no token ids were recorded.
+        text: the completion's text where the context does not show it.
+    """
+
+    cells: tuple[str, ...]
+    context: Context | None
+    text: str
+
+
+class Example(NamedTuple):
+    """A recorded completion: step, reward, advantage, length and fate in one line, and the texts."""
+
+    facts: str
+    prompt: str
+    completion: str
+
+
+def top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> list[TopToken]:
+    """The TOP_TOKENS largest |log-ratio|, largest first, each with its text (or token ids) around it."""
     tokens = largest_log_ratios(rollouts, TOP_TOKENS)
     records = fetch_rows(rollouts, rollouts.row[tokens].tolist(), ("completion_ids", "completion"))
-    rows = []
+    found = []
     for token in tokens.tolist():
         row, position = int(rollouts.row[token]), int(rollouts.position[token])
         ids = records[row]["completion_ids"]
         logp, log_ratio = float(rollouts.sampling_logp[token]), float(rollouts.log_ratio[token])
+        token_id, context = "–", None
+        if ids:
+            token_id, context = str(ids[position]), _context(ids, position, decode)
         cells = (
-            str(ids[position]) if ids else "–",
+            token_id,
             format_number(math.exp(logp)),
             format_number(math.exp(logp + log_ratio)),
             f"{log_ratio:+.3g}",
             "kept" if rollouts.keep[token] else "dropped",
             f"{rollouts.steps[row]} / {position}",
         )
-        rows.append((cells, _context(records[row], position, decode)))
-    titles = ("token id", "p sampler", "p trainer", "log-ratio, nats", "token", "step / position")
-    return render_rows(titles, rows)
+        text = shorten(str(records[row]["completion"] or ""))
+        found.append(TopToken(cells, context, "" if context and decode else text))
+    return found
 
 
-def _context(record: dict[str, Any], position: int, decode: Decode | None) -> str:
-    """Text around a token with the token marked; token ids and the completion's text without a tokenizer."""
-    ids: list[int] | None = record["completion_ids"]
-    text = shorten(str(record["completion"] or ""))
-    if not ids:
-        return f"<code>{escape(text)}</code>"
-    start = max(0, position - CONTEXT_TOKENS)
-    pieces = (
-        ids[start:position],
-        ids[position : position + 1],
-        ids[position + 1 : position + 1 + CONTEXT_TOKENS],
-    )
-    before, token, after = (escape(decode(piece) if decode else " ".join(map(str, piece))) for piece in pieces)
-    gap = "" if decode else " "
-    lead = "…" if start else ""
-    tail = "…" if position + 1 + CONTEXT_TOKENS < len(ids) else ""
-    marked = f"<code>{lead}{before}{gap}<mark>{token}</mark>{gap}{after}{tail}</code>"
-    return marked if decode else f'{marked}<br><span class="soft">{escape(text)}</span>'
+def _context(ids: list[int], position: int, decode: Decode | None) -> Context:
+    """The text (or ids) of the tokens around ``position``, with dots where the completion goes on."""
+    start, end = max(0, position - CONTEXT_TOKENS), position + 1 + CONTEXT_TOKENS
+    pieces = (ids[start:position], ids[position : position + 1], ids[position + 1 : end])
+    before, token, after = (decode(piece) if decode else " ".join(map(str, piece)) for piece in pieces)
+    gap = "" if decode else " "  # a tokenizer's text has its own spaces
+    lead, tail = "…" * (start > 0), "…" * (end < len(ids))
+    return Context(f"{lead}{before}{gap}", token, f"{gap}{after}{tail}")
 
 
-def render_examples(rollouts: RecordedRollouts) -> str:
+def example_completions(rollouts: RecordedRollouts) -> list[Example]:
     """Completions of the first and the last recorded step with reward and fate."""
     first, last = int(rollouts.steps.min()), int(rollouts.steps.max())
     chosen = [*_spread(rollouts, first), *(_spread(rollouts, last) if last != first else ())]
     records = fetch_rows(rollouts, chosen, ("prompt", "completion", "reward", "advantage"))
     states = completion_states(rollouts)
-    return "\n".join(_render_example(rollouts, row, records[row], STATE_NAMES[states[row]]) for row in chosen)
+    return [_example(rollouts, row, records[row], STATE_NAMES[states[row]]) for row in chosen]
 
 
 def _spread(rollouts: RecordedRollouts, step: int) -> Sequence[int]:
@@ -86,15 +107,11 @@ def _spread(rollouts: RecordedRollouts, step: int) -> Sequence[int]:
     return chosen
 
 
-def _render_example(rollouts: RecordedRollouts, row: int, record: dict[str, Any], state: str) -> str:
+def _example(rollouts: RecordedRollouts, row: int, record: dict[str, Any], state: str) -> Example:
     facts = [f"step {rollouts.steps[row]}", f"reward {_number(record['reward'])}"]
     facts += [f"advantage {_number(record['advantage'])}", f"{rollouts.trainable[row]} tokens", state]
-    prompt, completion = (escape(shorten(str(record[name] or ""))) for name in ("prompt", "completion"))
-    return (
-        f"<article>\n<h3>{escape(', '.join(facts))}</h3>\n"
-        f'<span class="soft">prompt</span><pre>{prompt}</pre>\n'
-        f'<span class="soft">completion</span><pre>{completion}</pre>\n</article>'
-    )
+    prompt, completion = (shorten(str(record[name] or "")) for name in ("prompt", "completion"))
+    return Example(", ".join(facts), prompt, completion)
 
 
 def _number(value: float | None) -> str:

@@ -6,13 +6,13 @@ Written from the run folder alone, so that it can be made again after training: 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trl_offpolicy.diagnosis.doctor import Examination, examine
-from trl_offpolicy.diagnosis.report.summary import RunSummary, format_number, format_with_interval, summarize_run
+from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.report.summary import RunSummary, format_with_interval, summarize_run
 from trl_offpolicy.run_folder.run_data import read_run_info
 from trl_offpolicy.run_folder.writer import RECIPE
 
@@ -66,31 +66,6 @@ def write_card(run_dir: str | Path, card: str | Path | None = None) -> Path:
     return path
 
 
-def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The options of a run, those of ``--config`` and of the command line together.
-
-    Args:
-        *parsed: the dataclasses that ``TrlParser`` returned; they give the values of what stands on the command line.
-        argv: the command line (default: this program's).
-    """
-    import yaml
-
-    given = list(sys.argv[1:] if argv is None else argv)
-    options: dict[str, Any] = {}
-    if "--config" in given:
-        options = yaml.safe_load(Path(given[given.index("--config") + 1]).read_text())
-    for place, word in enumerate(given):
-        name = word.removeprefix("--").split("=")[0].replace("-", "_")
-        owner = next((one for one in parsed if hasattr(one, name)), None) if word.startswith("--") else None
-        if owner is not None:
-            value = getattr(owner, name)
-            value = getattr(value, "value", value)  # enumerations as YAML writes them
-            if not isinstance(value, bool | int | float | str | list | dict | None):
-                value = yaml.safe_load(word.partition("=")[2] or given[place + 1])  # made into an object by its owner
-            options[name] = value
-    return options
-
-
 def _new_card(info: Mapping[str, Any]) -> str:
     from huggingface_hub import ModelCardData
 
@@ -103,18 +78,18 @@ def _new_card(info: Mapping[str, Any]) -> str:
 
 
 def _method(info: Mapping[str, Any]) -> str:
-    lines = ["## Which policy sampled, and what was done about it", ""]
-    about = {
-        "Rollouts": info.get("engine"),
-        "Correction": f"`{info['preset']}`" if "preset" in info else None,
-        "Formula": f"`{info['formula']}`" if "formula" in info else None,
-        "Citation": info.get("citation"),
-        "Settings": f"`{info['correction']}`" if "correction" in info else None,
-        "Loss": f"`{info['objective']}`" if "objective" in info else None,
-        "Advantages": info.get("advantages"),
-    }
-    lines += [f"- **{name}**: {value}" for name, value in about.items() if value]
-    return "\n".join(lines if len(lines) > 2 else [*lines, "The run folder says nothing about the method."])
+    shown = (  # label, field of run.json, mark around the value
+        ("Rollouts", "engine", ""),
+        ("Correction", "preset", "`"),
+        ("Formula", "formula", "`"),
+        ("Citation", "citation", ""),
+        ("Settings", "correction", "`"),
+        ("Loss", "objective", "`"),
+        ("Advantages", "advantages", ""),
+    )
+    lines = [f"- **{label}**: {mark}{info[name]}{mark}" for label, name, mark in shown if info.get(name)]
+    nothing = ["The run folder says nothing about the method."]
+    return "\n".join(["## Which policy sampled, and what was done about it", "", *(lines or nothing)])
 
 
 def _table(summary: RunSummary) -> str:
@@ -149,9 +124,9 @@ def _verdict(seen: Examination) -> str:
 def _recipe(path: Path, info: Mapping[str, Any]) -> str:
     lines = ["### Reproduce", ""]
     versions = ", ".join(f"{name} {version}" for name, version in dict(info.get("versions") or {}).items())
-    said = {"Seed": info.get("seed"), "Command": f"`{info['command']}`" if info.get("command") else None}
-    said["Versions"] = versions
-    lines += [f"- **{name}**: {value}" for name, value in said.items() if value not in (None, "")]
+    command = f"`{info['command']}`" if info.get("command") else ""
+    known = {"Seed": info.get("seed"), "Command": command, "Versions": versions}
+    lines += [f"- **{name}**: {value}" for name, value in known.items() if value not in (None, "")]
     if path.exists():
         lines += ["", f"`{path.name}`:", "", "```yaml", path.read_text().strip(), "```"]
     return "\n".join(lines)

@@ -101,14 +101,17 @@ def to_svg(figure: Figure, title: str) -> str:
 
     buffer = io.StringIO()
     slug = re.sub(r"\W+", "-", title.lower())
+    # No date, and ids that depend on the title only: the same figure gives the same text.
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.hashsalt": slug, "svg.id": slug}):
         figure.savefig(buffer, format="svg", metadata=metadata)
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = svg[svg.index("<svg") :]  # without the XML declaration, which HTML does not take
+    # The page's style decides the size; a screen reader gets the title.
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{title}"', svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, count=1, flags=re.DOTALL)
+    # Ids are unique on a page only with the figure's name before them.
     svg = re.sub(r'(<g id=")', rf"\g<1>{slug}-", svg)
     for colour, name in {**_PAGE_COLOURS, INK: "currentColor"}.items():
         svg = svg.replace(colour, name)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from trl_offpolicy.diagnosis.doctor import judge
-from trl_offpolicy.diagnosis.report import page
-from trl_offpolicy.diagnosis.report.doctor_page import render_findings
-from trl_offpolicy.diagnosis.report.examples import Decode, render_examples, render_top_tokens
+from trl_offpolicy.diagnosis.doctor import describe_attribution, judge
+from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.report.examples import Decode, example_completions, top_tokens
+from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
 from trl_offpolicy.diagnosis.report.rollout_numbers import kl_k1
 from trl_offpolicy.diagnosis.report.statement import describe_run
 from trl_offpolicy.diagnosis.report.step_plots import draw_step_figures
-from trl_offpolicy.diagnosis.report.summary import format_number, summarize_log
+from trl_offpolicy.diagnosis.report.summary import column_titles, summarize_log, table_caption
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
 
 REPORT_FILE = "report.html"
+_LABELS = {
+    "likely": "likely cause",
+    "because": "why",
+    "check": "how to make sure",
+    "fix": "what to do",
+    "yaml": "setting",
+}
+"""What the doctor's short labels are called on the page."""
 
 
 def write_report(run_dir: str | Path, output: str | Path | None = None, *, decode: Decode | None = None) -> Path:
@@ -37,42 +46,41 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
     log = read_metrics(run_dir)
     summary = summarize_log(log, run_dir)
     rollouts = read_rollouts(run_dir)
-    path = Path(run_dir) / REPORT_FILE if output is None else Path(output)
     info = read_run_info(run_dir)
     seen = judge(log, rollouts, info, Thresholds(), path=Path(run_dir))
-    sections = [
-        page.render_run_info(info),
-        page.render_note(describe_run(summary), "lead"),
-        render_findings(seen),
-        page.render_section("Summary", page.render_summary(summary)),
-        page.render_section("Over the steps", *map(page.render_panel, draw_step_figures(log))),
-        *_rollout_sections(rollouts, decode),
-    ]
-    path.write_text(page.render_page(f"Off-policy report: {Path(run_dir).resolve().name}", sections), encoding="utf-8")
+    attribution = None
+    if seen.attribution is not None:
+        attribution = {_LABELS[name]: text for name, text in describe_attribution(seen.attribution).items()}
+    html = render_page(
+        "report.html",
+        title=f"Off-policy report: {Path(run_dir).resolve().name}",
+        info=flat_texts(info),
+        statement=describe_run(summary),
+        seen=seen,
+        attribution=attribution,
+        summary=summary,
+        column_titles=("quantity", "correction", *column_titles(summary)),
+        caption=table_caption(summary),
+        step_figures=draw_step_figures(log),
+        **_rollout_values(rollouts, decode),
+    )
+    path = Path(run_dir) / REPORT_FILE if output is None else Path(output)
+    path.write_text(html, encoding="utf-8")
     return path
 
 
-def _rollout_sections(rollouts: RecordedRollouts | None, decode: Decode | None) -> list[str]:
+def _rollout_values(rollouts: RecordedRollouts | None, decode: Decode | None) -> dict[str, Any]:
+    """What the page shows of the recorded rollouts; as far as they go."""
+    values: dict[str, Any] = {"decoded": decode is not None, "rollout_figures": (), "top_tokens": (), "examples": ()}
     if rollouts is None:
         missing = "No rollouts to show (rollouts.parquet is missing, empty or unreadable): metrics only."
-        return [page.render_section("Tokens and sequences", page.render_note(missing))]
-    examples = page.render_section("Example completions", render_examples(rollouts))
-    about = page.render_note(_describe_rollouts(rollouts))
-    if not len(rollouts.row):
-        return [page.render_section("Tokens and sequences", about), examples]
-    from trl_offpolicy.diagnosis.report.rollout_plots import draw_rollout_figures
+        return {**values, "about_rollouts": missing}
+    values |= {"about_rollouts": _describe_rollouts(rollouts), "examples": example_completions(rollouts)}
+    if len(rollouts.row):
+        from trl_offpolicy.diagnosis.report.rollout_plots import draw_rollout_figures
 
-    note = (
-        "Probability of the token under sampler and trainer, log old - log sampling in nats, and the token "
-        "(marked) in its completion. Positions count from 0."
-    )
-    if decode is None:
-        note += " Shown as token ids, with the completion's text below: no tokenizer was given."
-    return [
-        page.render_section("Tokens and sequences", about, *map(page.render_panel, draw_rollout_figures(rollouts))),
-        page.render_section("Largest log-ratios", page.render_note(note), render_top_tokens(rollouts, decode)),
-        examples,
-    ]
+        values |= {"rollout_figures": draw_rollout_figures(rollouts), "top_tokens": top_tokens(rollouts, decode)}
+    return values
 
 
 def _describe_rollouts(rollouts: RecordedRollouts) -> str:
@@ -86,7 +94,7 @@ def _describe_rollouts(rollouts: RecordedRollouts) -> str:
         )
     if len(rollouts.row):
         text += " Over the other tokens" if rollouts.nonfinite else " Over them"
-        text += f" KL(sampler||trainer) k1 is {format_number(kl_k1(rollouts))} nats a token."
+        text += f" KL(sampler||trainer) k1 is {format_number(kl_k1(rollouts))} nats per token."
     else:
         text += " No token has both log-probs, so no ratio can be shown."
     if rollouts.skipped_files:

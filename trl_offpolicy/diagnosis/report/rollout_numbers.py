@@ -64,13 +64,14 @@ class SequencePoints(NamedTuple):
 
 
 def kl_k1(rollouts: RecordedRollouts) -> float:
-    """KL(sampler || trainer) in nats a token over all observed tokens: mean of sampling - old."""
+    """KL(sampler || trainer) in nats per token over all observed tokens: mean of sampling - old."""
     return -float(np.mean(rollouts.log_ratio, dtype=np.float64))
 
 
 def ratio_histogram(rollouts: RecordedRollouts) -> RatioHistogram:
     """Histogram of the token ratio old/sampling before, and of the applied weights on kept tokens after."""
     log_ratio = rollouts.log_ratio
+    # The axis spans the bulk of the ratios, so that a few outliers do not flatten the rest.
     core = float(np.quantile(np.abs(log_ratio), CORE_QUANTILE))
     limit = min(max(1.5 * core, SMALLEST_LIMIT), LOG_RATIO_CLAMP)
     weights = rollouts.weight[rollouts.keep]
@@ -117,8 +118,9 @@ def mean_by_probability(rollouts: RecordedRollouts) -> BinnedMean:
     """Mean |log-ratio| in tenths of the tokens by sampler probability; tenths equal at 1 are merged."""
     probability = np.exp(rollouts.sampling_logp)
     edges = np.unique(np.quantile(probability, np.linspace(0, 1, 11)))
-    if edges.size == 1:
+    if edges.size == 1:  # every token has the same probability: one bin of no width
         edges = np.repeat(edges, 2)
+    # Inner edges only, so that the smallest and the largest value fall into the outermost bins.
     index = np.searchsorted(edges[1:-1], probability, side="right")
     return _binned_mean(rollouts, index, edges[:-1], edges[1:])
 
@@ -126,7 +128,7 @@ def mean_by_probability(rollouts: RecordedRollouts) -> BinnedMean:
 def _binned_mean(rollouts: RecordedRollouts, index: Array, low: Array, high: Array) -> BinnedMean:
     tokens = np.bincount(index, minlength=len(low))
     total = np.bincount(index, weights=np.abs(rollouts.log_ratio), minlength=len(low))
-    shown = tokens >= min(FEWEST_TOKENS, tokens.max())
+    shown = tokens >= min(FEWEST_TOKENS, tokens.max())  # a run of few tokens is drawn all the same
     left_out = int(tokens[~shown].sum())
     return BinnedMean(low[shown], high[shown], total[shown] / tokens[shown], tokens[shown], left_out)
 

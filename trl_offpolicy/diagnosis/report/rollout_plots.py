@@ -65,8 +65,8 @@ def draw_ratio_histogram(histogram: stats.RatioHistogram) -> Panel:
     axes.set_ylabel("tokens")
     add_legend(figure)
     caption = (
-        "Tokens by ratio old/sampling, no unit; a narrow peak at 1 = the two policies agree. Line: the "
-        "weights that the loss used, on kept tokens. The outermost bars also hold what lies further out: "
+        "Tokens by their ratio trainer / sampler, no unit. A narrow peak at 1 means that the two policies agree. Line: "
+        "the weights that the loss used, on kept tokens. The outermost bars also hold what lies further out: "
         f"{histogram.outside_before} ratio(s) before, {histogram.outside_after} weight(s) after."
     )
     if histogram.after is None:
@@ -93,7 +93,7 @@ def draw_probability_grid(grid: stats.Array) -> Panel:
     figure.colorbar(mesh, ax=axes, label="tokens", shrink=0.85)
     caption = (
         "Each cell counts tokens by their probability when sampled (across) and under the trainer at the "
-        "same weights (up). On the diagonal both agree; cells far from it are tokens on which they do not."
+        "same weights (up). On the diagonal both agree. Cells far from it are tokens on which they do not."
     )
     return Panel(title, to_svg(figure, title), caption)
 
@@ -110,8 +110,8 @@ def draw_by_position(means: stats.BinnedMean) -> Panel:
     axes.set_xlabel("position in the response (token, first = 0)")
     axes.set_ylabel("mean |log-ratio|, nats")
     caption = (
-        "Mean |log old - log sampling| in nats by the token's index in the response. A rising line = the "
-        f"disagreement grows along the response.{_left_out(means)}"
+        "Mean difference of the two log-probs, without its sign, in nats, by the token's index in the response. A "
+        f"rising line means that the disagreement grows along the response.{_left_out(means)}"
     )
     return Panel(title, to_svg(figure, title), caption)
 
@@ -127,8 +127,8 @@ def draw_by_probability(means: stats.BinnedMean) -> Panel:
     axes.set_xlabel("mean |log-ratio|, nats")
     axes.set_ylabel("sampler probability")
     caption = (
-        "Mean |log old - log sampling| in nats, in tenths of the tokens by their probability under the "
-        "sampler (equal tenths merged). Longer bars at the bottom = improbable tokens disagree more."
+        "Mean difference of the two log-probs, without its sign, in nats, in tenths of the tokens by their probability "
+        "under the sampler (equal tenths merged). Longer bars at the bottom mean that improbable tokens disagree more."
         f"{_left_out(means)}"
     )
     return Panel(title, to_svg(figure, title), caption)
@@ -155,9 +155,9 @@ def draw_sequences(points: stats.SequencePoints) -> Panel:
     axes.set_ylabel("geometric-mean ratio")
     add_legend(figure)
     caption = (
-        "One point a response: geometric mean of old/sampling over its tokens, no unit, against its length. "
-        "Noise averages out along a response, so long ones lie closer to 1 and a fixed band drops short ones "
-        "more often; a product over the tokens does the reverse. Dropped points gathered on one side = the "
+        "One point per response: the geometric mean of its tokens' ratios trainer / sampler, no unit, against its "
+        "length. Noise averages out along a response, so long ones lie closer to 1 and a fixed band drops short ones "
+        "more often. A product over the tokens does the reverse. Dropped points on one side only mean that the "
         f"correction selects by length. At most {MAX_POINTS} points of each kind are drawn."
     )
     return Panel(title, to_svg(figure, title), caption)
@@ -177,9 +177,9 @@ def draw_length_shares(shares: LengthShares | None) -> list[Panel]:
     axes.set_xlabel("response length (trainable tokens), quarters of the responses")
     axes.set_ylabel("dropped, %")
     caption = (
-        "Share of the responses that the correction dropped as a whole, by quarter of length. Alike = the correction "
-        "does not select by length. Rising = the length trap: products of ratios grow with the length and the longest "
-        "responses are lost."
+        "Share of the responses that the correction dropped as a whole, by quarter of length. Equal bars mean that it "
+        "does not select by length. Rising bars are the length trap: products of ratios grow with the length, and the "
+        "longest responses are lost."
     )
     return [Panel(title, to_svg(figure, title), caption)]
 

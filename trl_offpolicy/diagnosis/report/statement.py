@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from trl_offpolicy.diagnosis.report.summary import RunSummary, format_number
+from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.report.summary import RunSummary
+from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
-SAME_POLICY_KL = 1e-10
-"""Below this many nats a token the two sides are called the same: float32 log-probs resolve about 1e-7, and
-KL is about half the square of the log-ratio, so anything smaller is arithmetic, not policy."""
 SMALL_KL = 0.02
 """Up to this k3 the expansion k3 = (log ratio)^2 / 2 holds within about 10 %: the typical ratio is named."""
 TREND_FACTOR = 1.5
@@ -19,7 +18,7 @@ scatter by about that much."""
 def describe_run(summary: RunSummary) -> str:
     """Sentences on KL, its trend, ESS, what was dropped or truncated, and version lag.
 
-    Every sentence follows from the means in ``summary``; what was not logged is said to be missing.
+    Every sentence follows from the means in ``summary``. What was not logged is named as missing.
     """
     sentences = (
         _kl_sentence(summary),
@@ -41,13 +40,13 @@ def _kl_sentence(summary: RunSummary) -> str:
     if summary.ratio_group == "total":
         sides = "the engine that sampled and the current trainer (engine mismatch and staleness together)"
     if k3 is not None and abs(k3) < SAME_POLICY_KL:
-        size = f"KL k3 {format_number(k3)} nats a token"
+        size = f"KL k3 {format_number(k3)} nats per token"
         return f"{steps}, {sides} give the sampled tokens the same probabilities ({size})."
     estimates = [(value, name) for value, name in ((k3, "k3"), (k1, "k1")) if value is not None]
     (first, name), others = estimates[0], estimates[1:]
     other = "".join(f"; the noisier estimate {name} gives {format_number(value)}" for value, name in others)
     return (
-        f"{steps}, {sides} disagree by KL(sampler||trainer) {format_number(first)} nats a token "
+        f"{steps}, {sides} disagree by KL(sampler||trainer) {format_number(first)} nats per token "
         f"({name}{other}).{_typical_ratio(k3)}"
     )
 

@@ -74,15 +74,15 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
     ),
     StepFigure(
         "KL between sampler and trainer",
-        "nats a token",
+        "nats per token",
         (
             Line(_BEFORE + "kl_k3", "k3 before", BLUE),
             Line(_BEFORE + "kl_k1", "k1 before", GREEN),
             Line(_AFTER + "kl_k3", "k3 kept tokens", ORANGE, "--"),
             Line(_AFTER + "kl_k1", "k1 kept tokens", GREY, ":"),
         ),
-        "KL(sampler||trainer) in nats a token. k1 and k3 estimate the same number; k1 scatters more and may "
-        "be negative, k3 may not. Dashed and dotted: on the tokens that the correction kept.",
+        "KL(sampler||trainer) in nats per token. k1 and k3 are two estimates of the same number. k1 scatters more "
+        "and may be negative, k3 may not. Dashed and dotted: on the tokens that the correction kept.",
     ),
     StepFigure(
         "Chi-square divergence",
@@ -93,9 +93,9 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
             Line(_AFTER + "chi2_sequence", "sequence, kept", ORANGE, "--"),
             Line(_AFTER + "chi2_token", "token, kept", GREY, ":"),
         ),
-        "Mean squared ratio minus 1, no unit; 0 = same policy. It estimates the variance of the raw "
-        "importance weights of single tokens, and of whole sequences (product of the ratios), which grows "
-        "with the length; with few samples it scatters around 0 and may be negative.",
+        "Mean squared ratio minus 1, no unit. 0 means that both policies are the same. It estimates the variance of "
+        "the raw importance weights, of single tokens and of whole sequences (products of the ratios). The latter "
+        "grows with the length. With few samples both scatter around 0 and may be negative.",
     ),
     StepFigure(
         "Effective sample size",
@@ -105,9 +105,9 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
             Line("offpolicy/weight_applied/ess_token", "as applied", ORANGE, "--"),
             Line(_BEFORE + "ess_sequence", "products over responses", GREEN, ":"),
         ),
-        "(sum w)^2 / (n sum w^2) over tokens, a fraction: 1 = all weights equal, 0.5 = as uncertain as half "
-        "as many equally weighted tokens. Dashed: after cap and normalisation. Dotted: over responses, of the uncapped "
-        "products of their ratios, which falls with the length.",
+        "(sum w)^2 / (n sum w^2) over tokens, a fraction. At 1 all weights are equal. At 0.5 the weighted mean is as "
+        "uncertain as one over half as many tokens with equal weights. Dashed: after cap and normalisation. Dotted: "
+        "over responses, of the uncapped products of their ratios, which falls with the length.",
         reference=1.0,
     ),
     StepFigure(
@@ -117,8 +117,8 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
             Line(_BEFORE + "ppl_ratio", "before", BLUE),
             Line(_AFTER + "ppl_ratio", "kept tokens", ORANGE, "--"),
         ),
-        "Mean over responses of trainer perplexity / sampler perplexity, no unit. 1 = both find the text "
-        "equally likely; above 1, the trainer finds the sampled text less likely than the sampler did.",
+        "Mean over responses of trainer perplexity / sampler perplexity, no unit. At 1 both find the text equally "
+        "likely. Above 1 the trainer finds the sampled text less likely than the sampler did.",
         reference=1.0,
     ),
     StepFigure(

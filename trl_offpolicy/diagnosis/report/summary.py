@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.run_folder.run_data import MetricsLog, read_metrics
 
 if TYPE_CHECKING:
@@ -178,28 +179,12 @@ def _finite_mean(values: Sequence[float | None]) -> float | None:
     return math.fsum(finite) / len(finite) if finite else None
 
 
-def format_number(value: float | None) -> str:
-    """Four decimals around 1, three significant digits below 0.1; a dash for None.
-
-    Example:
-        >>> format_number(1.00021), format_number(0.00041), format_number(-2e-6), format_number(None)
-        ('1.0002', '0.00041', '-2.00e-6', '–')
-    """
-    if value is None:
-        return "–"
-    size = abs(value)
-    if value != 0 and not 1e-4 <= size < 1e6:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    if size < 0.1:
-        return f"{value:.3g}"
-    return f"{value:.4f}" if size < 10 else f"{value:.2f}"
-
-
 def format_with_interval(row: SummaryRow) -> str:
     """The mean over the run, with its interval where there is one."""
-    interval = "" if row.half_width is None else f" ± {row.half_width:.1g}"
-    return format_number(row.whole) + interval
+    if row.half_width is None:
+        return format_number(row.whole)
+    one_digit = float(f"{row.half_width:.1g}")  # and not 1e+01
+    return f"{format_number(row.whole)} ± {one_digit:g}"
 
 
 def column_titles(summary: RunSummary) -> tuple[str, str, str]:
@@ -216,12 +201,12 @@ def table_caption(summary: RunSummary) -> str:
     """What the table measures: direction of the KL, units, the two sides, and what was left out."""
     pair = {"mismatch": "old/sampling", "total": "current/sampling"}[summary.ratio_group]
     text = (
-        f"Means over the logged steps. KL is KL(sampler||trainer) in nats a token, from the ratio {pair} "
-        f"({summary.ratio_group}/*). before: all trainable tokens, raw weights. after: kept tokens only "
-        "(kept/*); ESS (token): weights as applied; ESS (sequence): products of a response's ratios. ESS, dropped and "
-        "truncated are fractions; ESS 1 = equal weights. "
-        "PPL ratio is trainer over sampler. Pearson correlates the two probabilities. ±: half width of the 95 % "
-        "interval, clustered by prompt. –: not logged."
+        f"Means over the logged steps. KL is KL(sampler||trainer) in nats per token, from the ratio {pair} "
+        f"({summary.ratio_group}/*). Before: all trainable tokens. After: only the tokens that the correction kept "
+        "(kept/*). ESS is the effective sample size as a fraction, 1 for equal weights. ESS (token): of the raw "
+        "weights before, of the applied weights after. ESS (sequence): of the products of each response's ratios. "
+        "Dropped and truncated are fractions too. PPL ratio is the trainer's perplexity over the sampler's. Pearson "
+        "correlates the two probabilities. ±: half the width of the 95 % interval, clustered by prompt. –: not logged."
     )
     return " ".join([text, *data_notes(summary)])
 

@@ -176,15 +176,17 @@ def _length_trap(rollouts: RecordedRollouts, info: Mapping[str, Any], thresholds
     low, high = min(first, last), max(first, last)
     if high <= thresholds.length_trap * low or not _differ(shares):
         return None
-    longer = last > first
+    which = "Short"
+    instead = "Widen the geometric band: noise does not average out over short responses."
+    if last > first:
+        which = "Long"
+        instead = "Reject by the geometric mean (sequence_mean) with a band calibrated to the measured mismatch."
     by_sum = "level='sequence'" in str(info.get("correction", ""))
     why = " The correction looks at the product over a response, which grows with its length." if by_sum else ""
     return AntiPattern(
         "length trap",
-        f"{'Long' if longer else 'Short'} responses are dropped more often: {shares} tokens.{why}",
-        "Reject by the geometric mean (sequence_mean) with a band calibrated to the measured mismatch."
-        if longer
-        else "Widen the geometric band: noise does not average out over short responses.",
+        f"{which} responses are dropped more often: {shares} tokens.{why}",
+        instead,
     )
 
 

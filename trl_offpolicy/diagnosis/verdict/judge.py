@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_offpolicy.diagnosis.causes import CAUSES, Cause
-from trl_offpolicy.diagnosis.report.summary import format_number
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.tree import (
     APPLIED_ESS,
@@ -93,7 +93,7 @@ class Diagnosis:
             distance = self.readings.get("mismatch/kl_k3", self.readings.get("total/kl_k3"))
             if distance is None:
                 return "ok?  no distance between sampler and trainer was logged"
-            return f"ok  KL k3 {format_number(distance)} nats a token"
+            return f"ok  KL k3 {format_number(distance)} nats per token"
         first = self.findings[0]
         more = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
         return f"{first.severity}  {first.about.title}: {first.symptom}{more}"

@@ -1,4 +1,4 @@
-"""Bounds that no ratio reaches (a cap of 1e9), other frameworks' way of saying "no bound": said aloud, and left open.
+"""Bounds that no ratio reaches (a cap of 1e9), other frameworks' way of saying "no bound": left open with a warning.
 
 The terms themselves refuse them, because here they never fire. Between :func:`upper` or :func:`lower` and the functions
 that build a term, an open side is infinite; None is the framework's own, and is left to the term.
@@ -29,6 +29,7 @@ Bound = float | None
 Given = TypeVar("Given", float, Bound)
 LARGEST_RATIO = math.exp(LOG_RATIO_CLAMP)
 _HIGHEST_CAP = math.nextafter(LARGEST_RATIO, 0.0)
+"""Never acts, and is allowed: a term refuses a cap at what ratios can reach."""
 _WHY = f"log-ratios are held within +-{LOG_RATIO_CLAMP:g} nats here, and nothing reaches it"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import RawWeight
@@ -13,7 +14,6 @@ from trl_offpolicy.presets.frameworks.options import check_choice, read_options,
 from trl_offpolicy.presets.preset import Preset, make_preset
 
 TYPES = ("tis", "icepop", "seq-mask-tis")
-_CITATION = "OpenRLHF, openrlhf/models/loss.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def from_openrlhf(**options: object) -> Preset:
     Not reproduced: GSPO's mean counts responses without a trainable token (OpenRLHF: only the others); a batch without
     any has loss 0 (OpenRLHF: 0/0).
 
-    Said aloud here, silent in OpenRLHF: a bound that no ratio reaches (1e9), which is left open; type and threshold
+    Warned about here, not in OpenRLHF: a bound that no ratio reaches (1e9), which is left open; type and threshold
     without enable_vllm_is_correction or with "gspo".
 
     Raises:
@@ -58,19 +58,21 @@ def from_openrlhf(**options: object) -> Preset:
     """
     read = read_options(OpenRLHFOptions, options, framework="OpenRLHF's PolicyLoss")
     low, high = _check(read)
-    gspo = read.policy_loss_type == "gspo"
     correction = Correction()
-    if read.enable_vllm_is_correction and not gspo:
+    loss: dict[str, Any] = {"policy_loss": PPOClip(level="token"), "aggregation": "token_mean"}
+    if read.policy_loss_type == "gspo":
+        # The correction's only trace is the ratio of the loss: pi / mu instead of pi / pi_old.
+        loss = {"policy_loss": PPOClip(level="sequence_mean"), "aggregation": "seq_mean_token_mean"}
+        loss["mode"] = "bypass" if read.enable_vllm_is_correction else "decoupled"
+    elif read.enable_vllm_is_correction:
         correction = _correction(read.vllm_is_correction_type, low, high)
     return make_preset(
         "openrlhf",
         correction,
-        citation=_CITATION,
+        citation="OpenRLHF, openrlhf/models/loss.py",
         notes="What OpenRLHF computes with these options.",
         source_clamp=None,
-        policy_loss=PPOClip(level="sequence_mean" if gspo else "token"),
-        aggregation="seq_mean_token_mean" if gspo else "token_mean",
-        mode="bypass" if gspo and read.enable_vllm_is_correction else "decoupled",
+        **loss,
     )
 
 
@@ -82,14 +84,9 @@ def _check(options: OpenRLHFOptions) -> tuple[float, float]:
         raise ValueError(f"vllm_is_truncated_threshold must be [low, high], but got {both!r}.")
     for value in both:
         bounds.check_bound("vllm_is_truncated_threshold", value)
-    read = (
-        ("vllm_is_correction_type",)
-        if tuple(both) == (0.5, 5.0)
-        else (
-            "vllm_is_correction_type",
-            "vllm_is_truncated_threshold",
-        )
-    )
+    read = ["vllm_is_correction_type"]
+    if tuple(both) != (0.5, 5.0):  # a list is not equal to the default, which is a tuple
+        read.append("vllm_is_truncated_threshold")
     if not options.enable_vllm_is_correction:
         warn_no_effect(options, read, "without enable_vllm_is_correction", framework="OpenRLHF")
     elif options.policy_loss_type == "gspo":

@@ -1,4 +1,4 @@
-"""Reading another framework's options: unknown names are errors, and what has no effect there is said aloud."""
+"""Reading another framework's options: unknown names are errors, and what has no effect there is warned about."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def from_skyrl(**off_policy_correction: object) -> Preset:
     it cannot change, or drops it. Bounds are inclusive; dropped tokens stay in the denominator (SkyRL scales the
     advantages by the original mask); the KL term keeps them too.
 
-    Said aloud here, silent in SkyRL: a bound that no ratio reaches (1e9), which is left open; one side of the token
+    Warned about here, not in SkyRL: a bound that no ratio reaches (1e9), which is left open; one side of the token
     mask alone, which switches it off; missing log-probs of the sampler, which switch everything off there (an error
     here). Not reproduced: NaN log-probs, which three of SkyRL's four masks keep, and infinite ones, whose
     ratio SkyRL clamps to e^+-20; both are neutral here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, RawWeight, Weight
@@ -43,10 +43,11 @@ class SlimeOptions:
     def rs_bounds(self) -> tuple[float, float]:
         """Lower and upper, each by default that of TIS."""
         low, high = self.tis_bounds
-        return (
-            low if self.rs_lower_bound is None else self.rs_lower_bound,
-            high if self.rs_upper_bound is None else self.rs_upper_bound,
-        )
+        if self.rs_lower_bound is not None:
+            low = self.rs_lower_bound
+        if self.rs_upper_bound is not None:
+            high = self.rs_upper_bound
+        return low, high
 
 
 def from_slime(**mis_options: object) -> Preset:
@@ -62,7 +63,7 @@ def from_slime(**mis_options: object) -> Preset:
     Loss: slime's default, the mean over responses of their token mean, with the original token count as denominator;
     the KL term of dropped tokens goes with them.
 
-    Said aloud here, silent in slime: a bound that no ratio reaches (1e9) is left open; without use_tis nothing is
+    Warned about here, not in slime: a bound that no ratio reaches (1e9) is left open; without use_tis nothing is
     rejected either, whatever use_rs says (a warning).
     Not reproduced: sequences without a trainable token, which slime counts as weight 0 in a sequence-level
     tis_batch_normalize, are left out of that mean.
@@ -79,15 +80,14 @@ def from_slime(**mis_options: object) -> Preset:
     """
     options = read_options(SlimeOptions, mis_options, framework="slime's mis.yaml")
     _check(options)
-    normalize = options.use_tis and options.tis_batch_normalize
+    correction = Correction(normalize_over="micro_batch")
+    if options.use_tis:  # slime rejects nothing without it either
+        correction = replace(correction, weight=_weight(options), keep=_keep(options))
+    if options.use_tis and options.tis_batch_normalize:
+        correction = replace(correction, normalize="original")
     return make_preset(
         "slime",
-        Correction(
-            weight=_weight(options) if options.use_tis else None,
-            keep=_keep(options) if options.use_tis else (),
-            normalize="original" if normalize else "none",
-            normalize_over="micro_batch",
-        ),
+        correction,
         citation="slime, examples/train_infer_mismatch_helper",
         notes="What slime computes with these options.",
         aggregation="seq_mean_token_mean",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
+from trl_offpolicy.checks import near
 from trl_offpolicy.presets.frameworks.options import UnknownOptionError, tell
 from trl_offpolicy.presets.frameworks.verl.losses import VerlLossOptions
-from trl_offpolicy.presets.parsing import near
 
 POLICY_LOSS = (
     "loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta",
 )  # fmt: skip
-"""What stands in ``actor.policy_loss``; the rest of :class:`VerlLossOptions` stands in ``actor``."""
+"""What belongs to ``actor.policy_loss``. The rest of :class:`VerlLossOptions` belongs to ``actor``."""
 
 STEPS = "set batches, epochs and the optimizer in the trainer here"
 MODEL = "how verl places and runs the model"
@@ -129,9 +129,9 @@ def _walk(given: Mapping[str, object], known: Section, where: str) -> Iterator[t
             yield path, name, value, None
         elif name in known.unused:
             yield path, name, value, known.unused[name]
-        elif not known.whole:
+        elif not known.whole:  # a section of which only some names matter: the rest is named as one
             yield path, f"the rest of {where.rstrip('.')}", value, STEPS
-        elif name not in _HYDRA:
+        elif name not in _HYDRA:  # what Hydra adds to any configuration is passed over
             section = f"verl's {where.rstrip('.') or 'configuration'}"
             names = [*known.options, *known.sections, *known.unused]
             raise UnknownOptionError(

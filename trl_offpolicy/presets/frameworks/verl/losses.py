@@ -164,7 +164,7 @@ def reduced(options: VerlLossOptions) -> dict[str, Any]:
 
 
 def check_loss_options(options: VerlLossOptions, *, bypass: bool, reinforce: bool) -> None:
-    """Choices are known, and what verl would silently leave out is said.
+    """Refuse an unknown choice, and warn about what verl would silently leave out.
 
     Raises:
         ValueError: an unknown loss or aggregation, or a setting of the loss that is None where verl fails.
@@ -179,7 +179,9 @@ def check_loss_options(options: VerlLossOptions, *, bypass: bool, reinforce: boo
         tell(
             f"loss_mode={options.loss_mode!r} has no effect in bypass_mode, in verl as here: loss_type names the loss."
         )
-    mode = ("gpg" if reinforce else "vanilla") if bypass else options.loss_mode
+    mode = options.loss_mode
+    if bypass:
+        mode = "gpg" if reinforce else "vanilla"
     unread = [name for name in _SETTINGS if name not in _READS[mode]]
     warn_no_effect(options, unread, f"on the loss {mode!r}", framework="verl")
     if mode in FIXED_AGGREGATION and options.loss_agg_mode != SEQUENCE_MEAN:

@@ -82,7 +82,7 @@ _KNOWN = configuration(
 def from_verl(**options_given: Any) -> Preset:
     """A preset from verl's configuration; what is left out has the default of verl's YAML.
 
-    Options stand by themselves (``rollout_is="token"``), or in verl's own sections: ``from_verl(**config)`` with all of
+    Options are given by themselves (``rollout_is="token"``), or in verl's sections: ``from_verl(**config)`` with all of
     ``ppo_trainer.yaml``, with ``actor_rollout_ref.actor`` or ``algorithm`` alone, or
     ``from_verl(actor=..., algorithm=...)``. What is not about the loss (``optim``, ``fsdp_config``,
     ``ppo_mini_batch_size``) is left out, with one warning that lists it and says why.
@@ -144,22 +144,24 @@ def from_verl(**options_given: Any) -> Preset:
         loss = replace(loss, loss_mode="vanilla")
     weight, keep = _weight(options), _keep(options)
     _say_what_sees_rejected_tokens(loss, keep)
+    correction = Correction(weight=weight, keep=keep)
+    if options.bypass_mode:
+        correction = replace(correction, normalize_over="micro_batch")
+    if options.rollout_is_batch_normalize and weight is not None:
+        correction = replace(correction, normalize="original")
+    # In decoupled mode rejection replaces verl's response mask; its V1 trainer counts another mask, which stays whole.
     leaves = bool(keep) and not options.bypass_mode and not options.use_v1
+    how: dict[str, Any] = {"mode": "decoupled", "kl_on": "kept", "denominator": "kept" if leaves else "all"}
+    if options.bypass_mode:
+        how |= {"mode": "bypass", "kl_on": "all"}
     return make_preset(
         "verl",
-        Correction(
-            weight=weight,
-            keep=keep,
-            normalize="original" if options.rollout_is_batch_normalize and weight is not None else "none",
-            normalize_over="micro_batch" if options.bypass_mode else "generation_batch",
-        ),
+        correction,
         citation="verl 0.9.1, algorithm.rollout_correction",
         notes="What verl computes with these options.",
         advantages=estimator(advantages, weighted=weight is not None and not options.bypass_mode),
         policy_loss=GPG() if options.reinforce else policy_loss(loss),
-        mode="bypass" if options.bypass_mode else "decoupled",
-        kl_on="all" if options.bypass_mode else "kept",
-        denominator="kept" if leaves else "all",
+        **how,
         **reduced(loss),
     )
 
@@ -180,7 +182,7 @@ def _read(given: dict[str, Any]) -> tuple[VerlOptions, VerlLossOptions, VerlAdva
 
 
 def _check(options: VerlOptions) -> None:
-    """Choices are known; what verl would silently leave out is said."""
+    """Refuse an unknown choice, and warn about what verl would silently leave out."""
     if options.rollout_is is not None:
         check_choice("rollout_is", options.rollout_is, LEVELS)
     if options.loss_type is not None:

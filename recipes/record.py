@@ -1,0 +1,54 @@
+"""``recipe.yaml`` in the run folder: the options of a run, from its file and its command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_offpolicy.run_folder.writer import RECIPE
+
+
+def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The options of a run, those of ``--config`` and of the command line together.
+
+    Args:
+        *parsed: the dataclasses that ``TrlParser`` returned; they give the values of the options on the command line.
+        argv: the command line (default: this program's).
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    options: dict[str, Any] = {}
+    if "--config" in given:
+        options = yaml.safe_load(Path(given[given.index("--config") + 1]).read_text())
+    for place, word in enumerate(given):
+        name = word.removeprefix("--").split("=")[0].replace("-", "_")
+        owner = next((one for one in parsed if hasattr(one, name)), None)
+        if word.startswith("--") and owner is not None:
+            value = getattr(owner, name)
+            value = getattr(value, "value", value)  # enumerations as YAML writes them
+            if not isinstance(value, bool | int | float | str | list | dict | None):
+                value = yaml.safe_load(word.partition("=")[2] or given[place + 1])  # made into an object by its owner
+            options[name] = value
+    return options
+
+
+class RecipeCallback(TrainerCallback):
+    """Writes ``recipe.yaml`` into the run folder once older records are out of the way.
+
+    Args:
+        options: of the run, from :func:`recipe_options`.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """On the main process."""
+        if state.is_world_process_zero:
+            Path(args.output_dir, RECIPE).write_text(yaml.safe_dump(self._options, sort_keys=False))

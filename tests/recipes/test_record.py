@@ -1,0 +1,43 @@
+"""``recipe.yaml``: what a run was started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes.record import recipe_options
+
+
+@dataclass
+class Options:
+    """Stands for what TrlParser returns."""
+
+    seed: int = 7
+    learning_rate: float = 1e-5
+    offpolicy: Any = None
+
+
+def test_the_recipe_is_the_file_with_what_the_command_line_changed(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("learning_rate: 0.001\nenv: {A: b}\noffpolicy: {preset: paper/tis}\n")
+    argv = ["--config", str(config), "--seed", "7", "--offpolicy=paper/icepop"]
+    assert recipe_options(Options(learning_rate=0.001, offpolicy="paper/icepop"), argv=argv) == {
+        "learning_rate": 0.001,
+        "env": {"A": "b"},
+        "offpolicy": "paper/icepop",
+        "seed": 7,
+    }
+
+
+@pytest.mark.parametrize("given", [["--accelerator_config", '{"use_configured_state": true}'],
+                                   ['--accelerator_config={"use_configured_state": true}']])  # fmt: skip
+def test_an_option_that_its_owner_turned_into_an_object_is_written_as_it_was_given(given: list[str]) -> None:
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    options = recipe_options(SimpleNamespace(accelerator_config=AcceleratorConfig()), argv=given)
+    assert yaml.safe_load(yaml.safe_dump(options)) == {"accelerator_config": {"use_configured_state": True}}

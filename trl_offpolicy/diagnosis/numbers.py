@@ -1,0 +1,21 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def format_number(value: float | None) -> str:
+    """Four decimals around 1, three significant digits below 0.1; a dash for None.
+
+    Example:
+        >>> format_number(1.00021), format_number(0.00041), format_number(-2e-6), format_number(None)
+        ('1.0002', '0.00041', '-2.00e-6', '–')
+    """
+    if value is None:
+        return "–"
+    size = abs(value)
+    if value != 0 and not 1e-4 <= size < 1e6:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    if size < 0.1:
+        return f"{value:.3g}"
+    return f"{value:.4f}" if size < 10 else f"{value:.2f}"

@@ -1,0 +1,84 @@
+"""What to probe, checked before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trl_offpolicy.diagnosis.attribution.scoring import Head
+from trl_offpolicy.engines.checks import as_vllm_keeps
+from trl_offpolicy.functional.truncated_sampling import Truncation
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """What to probe.
+
+    Args:
+        model: folder or Hub name, for both sides.
+        adapter: LoRA adapter, for both sides.
+        prompts: chat prompts; empty = the built-in ones.
+        engine: "vllm" (in this process), "hf", or the URL of a vLLM server.
+        engine_dtype: that the engine computes in.
+        trainer_dtype: that the trainer computes in.
+        quantization: vLLM's option of that name.
+        weight_rounding: simulated: linear weights of the engine are rounded to "int8", "fp8", ...
+        temperature: of the engine.
+        top_p: of the engine; 1 = off.
+        top_k: of the engine; 0 = off.
+        min_p: of the engine; 0 = off.
+        mirror: the trainer divides by the temperature and cuts its distribution alike, as this kit's trainers do.
+        samples: completions a prompt.
+        max_tokens: longest completion.
+        seed: of the engine.
+        explain: test hypotheses with the model where there is a mismatch.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    model: str
+    adapter: str | None = None
+    prompts: tuple[str, ...] = ()
+    engine: str = "vllm"
+    engine_dtype: str = "float32"
+    trainer_dtype: str = "float32"
+    quantization: str | None = None
+    weight_rounding: str | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    mirror: bool = False
+    samples: int = 4
+    max_tokens: int = 32
+    seed: int = 0
+    explain: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number >= 1, but got {value!r}.")
+        if not 0 < self.temperature < 100:
+            raise ValueError(f"temperature must be in (0, 100), but got {self.temperature}.")
+        for name in ("engine_dtype", "trainer_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16", "float16"):
+                raise ValueError(f"{name} must be float32, bfloat16 or float16, but got {getattr(self, name)!r}.")
+        if self.engine not in ("vllm", "hf") and not self.engine.startswith(("http://", "https://")):
+            raise ValueError(f"engine must be vllm, hf or the URL of a server, but got {self.engine!r}.")
+        if self.engine != "vllm" and self.quantization is not None:
+            raise ValueError(f"quantization must be left out with engine {self.engine}: start the server with it.")
+        if self.engine.startswith("http") and self.weight_rounding is not None:
+            raise ValueError("weight_rounding must be left out with a server: it keeps its own weights.")
+        Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)  # raises for a value out of range
+
+    @property
+    def engine_head(self) -> Head:
+        """What the engine samples from."""
+        cut = Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+        return Head(self.temperature, cut if self.engine == "hf" else as_vllm_keeps(cut))
+
+    @property
+    def trainer_head(self) -> Head:
+        """What the trainer scores with."""
+        return self.engine_head if self.mirror else Head()
