@@ -10,17 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from trl_offpolicy.run_folder.layout import EVAL_PREFIX, METRICS_FILE, RUN_FILE, STATE_FILE, STEP, TIME
 from trl_offpolicy.run_folder.names import frameworks, remarks, translate
 
-METRICS_FILE = "metrics.jsonl"
-STATE_FILE = "trainer_state.json"
-RUN_FILE = "run.json"
-STEP_KEYS = ("step", "global_step", "training/global_step", "trainer/global_step", "train/step", "_step")
-EVAL_PREFIX = "eval_"
+STEP_KEYS = (STEP, "global_step", "training/global_step", "trainer/global_step", "train/step", "_step")
 END_OF_RUN_PREFIX = "train_"
 """TRL's last row holds ``train_runtime``, ``train_loss`` and the like: one number for the whole run."""
 
-_BOOKKEEPING = frozenset({*STEP_KEYS, "time", "epoch", "num_tokens"})
+_BOOKKEEPING = frozenset({*STEP_KEYS, TIME, "epoch", "num_tokens"})
 
 
 class Series(NamedTuple):
@@ -53,7 +50,7 @@ class MetricsLog:
     @property
     def steps(self) -> list[int]:
         """The logged training steps, ascending."""
-        return [int(row["step"]) for row in self.rows]
+        return [int(row[STEP]) for row in self.rows]
 
     def has(self, key: str) -> bool:
         """Whether any step logged ``key``, finite or not."""
@@ -65,7 +62,7 @@ class MetricsLog:
 
     def series(self, key: str) -> Series:
         """The finite values of ``key``; steps that did not log it are left out."""
-        logged = [(int(row["step"]), row[key]) for row in self.rows if key in row]
+        logged = [(int(row[STEP]), row[key]) for row in self.rows if key in row]
         finite = [(step, value) for step, value in logged if math.isfinite(value)]
         return Series([s for s, _ in finite], [v for _, v in finite], len(logged) - len(finite))
 
@@ -102,7 +99,7 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
         if record is None or step is None:
             skipped.append(number)
         elif row := _training_numbers(record):
-            repeated += _add_row(rows, step, {**row, "step": step})
+            repeated += _add_row(rows, step, {**row, STEP: step})
     _warn_about_lines(path, skipped)
     if not rows:
         raise ValueError(f"{path} must hold at least one training row, but got 0.")

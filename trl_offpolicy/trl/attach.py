@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts import batches
-from trl_offpolicy.run_folder.writer import RolloutRecorder
 from trl_offpolicy.stats import Stats
-from trl_offpolicy.trl.callbacks import RunFolderCallback
+from trl_offpolicy.trl.callbacks import record_run, rollout_recorder
 from trl_offpolicy.trl.control import ControlCallback, watch
 
 logger = logging.getLogger(__name__)
@@ -63,11 +61,8 @@ class Observer:
         self._scores: tuple[Tensor, Tensor | None] | None = None
         self._in_loss = False
         self._said: set[str] = set()
-        decode = trainer._tokenizer.decode
-        folder = Path(trainer.args.output_dir) / "rollouts.parquet"
-        self._recorder = RolloutRecorder(folder, decode, trainer.accelerator.process_index) if record_rollouts else None
-        self._callbacks: list[Any] = [RunFolderCallback(_description(trainer), report=write_report, decode=decode)]
-        trainer.add_callback(self._callbacks[0])
+        self._recorder = rollout_recorder(trainer) if record_rollouts else None
+        self._callbacks: list[Any] = [record_run(trainer, _description(trainer), report=write_report)]
         if spec is not None:
             self._callbacks.append(ControlCallback(spec))
             watch(trainer, self._callbacks[1])

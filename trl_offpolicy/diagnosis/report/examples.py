@@ -12,6 +12,7 @@ import numpy as np
 from trl_offpolicy.diagnosis.report.page import render_rows
 from trl_offpolicy.diagnosis.report.rollout_numbers import completion_states, largest_log_ratios
 from trl_offpolicy.diagnosis.report.summary import format_number
+from trl_offpolicy.run_folder.layout import ADVANTAGE, COMPLETION, COMPLETION_IDS, PROMPT, REWARD
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 Decode = Callable[[list[int]], str]
@@ -30,11 +31,11 @@ STATE_NAMES = ("kept", "partly dropped", "dropped")
 def render_top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> str:
     """Table of the TOP_TOKENS largest |log-ratio|, each with its text (or token ids) around it."""
     tokens = largest_log_ratios(rollouts, TOP_TOKENS)
-    records = fetch_rows(rollouts, rollouts.row[tokens].tolist(), ("completion_ids", "completion"))
+    records = fetch_rows(rollouts, rollouts.row[tokens].tolist(), (COMPLETION_IDS, COMPLETION))
     rows = []
     for token in tokens.tolist():
         row, position = int(rollouts.row[token]), int(rollouts.position[token])
-        ids = records[row]["completion_ids"]
+        ids = records[row][COMPLETION_IDS]
         logp, log_ratio = float(rollouts.sampling_logp[token]), float(rollouts.log_ratio[token])
         cells = (
             str(ids[position]) if ids else "–",
@@ -51,8 +52,8 @@ def render_top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> str:
 
 def _context(record: dict[str, Any], position: int, decode: Decode | None) -> str:
     """Text around a token with the token marked; token ids and the completion's text without a tokenizer."""
-    ids: list[int] | None = record["completion_ids"]
-    text = shorten(str(record["completion"] or ""))
+    ids: list[int] | None = record[COMPLETION_IDS]
+    text = shorten(str(record[COMPLETION] or ""))
     if not ids:
         return f"<code>{escape(text)}</code>"
     start = max(0, position - CONTEXT_TOKENS)
@@ -73,7 +74,7 @@ def render_examples(rollouts: RecordedRollouts) -> str:
     """Completions of the first and the last recorded step with reward and fate."""
     first, last = int(rollouts.steps.min()), int(rollouts.steps.max())
     chosen = [*_spread(rollouts, first), *(_spread(rollouts, last) if last != first else ())]
-    records = fetch_rows(rollouts, chosen, ("prompt", "completion", "reward", "advantage"))
+    records = fetch_rows(rollouts, chosen, (PROMPT, COMPLETION, REWARD, ADVANTAGE))
     states = completion_states(rollouts)
     return "\n".join(_render_example(rollouts, row, records[row], STATE_NAMES[states[row]]) for row in chosen)
 
@@ -87,9 +88,9 @@ def _spread(rollouts: RecordedRollouts, step: int) -> Sequence[int]:
 
 
 def _render_example(rollouts: RecordedRollouts, row: int, record: dict[str, Any], state: str) -> str:
-    facts = [f"step {rollouts.steps[row]}", f"reward {_number(record['reward'])}"]
-    facts += [f"advantage {_number(record['advantage'])}", f"{rollouts.trainable[row]} tokens", state]
-    prompt, completion = (escape(shorten(str(record[name] or ""))) for name in ("prompt", "completion"))
+    facts = [f"step {rollouts.steps[row]}", f"reward {_number(record[REWARD])}"]
+    facts += [f"advantage {_number(record[ADVANTAGE])}", f"{rollouts.trainable[row]} tokens", state]
+    prompt, completion = (escape(shorten(str(record[name] or ""))) for name in (PROMPT, COMPLETION))
     return (
         f"<article>\n<h3>{escape(', '.join(facts))}</h3>\n"
         f'<span class="soft">prompt</span><pre>{prompt}</pre>\n'
