@@ -121,18 +121,19 @@ _AUTOCAST = {"bf16": "bfloat16", "16": "float16"}
 
 def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     """What ``run.json`` says about the method."""
-    given, preset = module.settings, module.preset
+    preset, engine = module.preset, module.settings["engine"]
+    precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))
     return {
         "model": module.hparams.get("model", ""),
         **replace(preset, objective=module.objective).described(),
         "advantages": repr(preset.advantages),
-        "engine": given["engine"] if isinstance(given["engine"], str | dict) else type(given["engine"]).__name__,
+        "engine": engine if isinstance(engine, str | dict) else type(engine).__name__,
         "trainer": f"lightning, {type(trainer.strategy).__name__}, {trainer.world_size} processes",
         "control": repr(module.control.spec),
         "declared": declared_sides(
             module.policy,
-            engine=given["engine"] if isinstance(given["engine"], dict) else {},
-            autocast=next((name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key)), None),
+            engine=engine if isinstance(engine, dict) else {},
+            autocast=next(precisions, None),
             sampling={name: getattr(module.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
     }

@@ -65,7 +65,7 @@ class Measuring:
             self._add_mean(f"{PREFIX}rollout/{name}", value)
 
     def add_reward_metric(self, name: str, value: float) -> None:
-        """TRL's ``log_metric`` for reward functions: the mean, under the name itself; said on all ranks or on none."""
+        """TRL's ``log_metric`` for reward functions: the mean, under the name itself. All ranks call it, or none."""
         self._add_mean(name, value)
 
     def _add_mean(self, name: str, value: float) -> None:

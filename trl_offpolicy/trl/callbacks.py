@@ -31,7 +31,9 @@ def short_line(step: int, logs: dict[str, Any]) -> str:
     prefix = EVAL_PREFIX if any(key.startswith(EVAL_PREFIX) for key in logs) else ""
     values = {label: (logs.get(prefix + key), spec) for label, (key, spec) in _SHORT.items()}
     shown = [f"{label} {value:{spec}}" for label, (value, spec) in values.items() if isinstance(value, int | float)]
-    return f"{'held out' if prefix else 'step'} {step:>4}  {'  '.join(shown)}" if shown else ""
+    if not shown:
+        return ""
+    return f"{'held out' if prefix else 'step'} {step:>4}  {'  '.join(shown)}"
 
 
 class ShortProgressCallback(ProgressCallback):  # type: ignore[misc]
