@@ -49,8 +49,10 @@ class ControlSession:
         correct: Callable[[Correction], None] | None = None,
         resync: Callable[[], None] | None = None,
     ) -> None:
-        self.spec, self.scale, self.stop = spec, LearningRateScale(), ""
-        """``scale`` of the learning rate; ``stop``: why the run should end with a checkpoint, empty = it should not."""
+        self.spec = spec
+        self.scale = LearningRateScale()
+        self.stop = ""
+        """Why the run should end with a checkpoint, by the last row; empty = it should not."""
         self._supervisor = Supervisor(spec)
         self._say, self._broadcast, self._correct, self._resync = say, broadcast, correct, resync
         self._ladder = () if spec.escalation is None else spec.escalation.ladder(base or Correction())
