@@ -1,28 +1,27 @@
-"""Callbacks: the run folder of the TRL side, and a progress bar with what matters."""
+"""Callbacks: the run folder, and a progress bar with what matters."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
-from lightning_module.control import run_folder
-from lightning_module.module import OffPolicyGRPOModule
 from lightning_module.streams import MicroStep
+from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.run_folder.declared import declared_sides
-from trl_offpolicy.run_folder.writer import RolloutRecorder
-from trl_offpolicy.trl.callbacks import RunFolderCallback
-
-_NO_CONTROL: Any = None  # transformers' callbacks take a TrainerControl, which these do not read
+from trl_offpolicy.run_folder.layout import EVAL_PREFIX
+from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
 
 class RunFolder(Callback):
     """Writes ``run.json``, ``metrics.jsonl``, ``rollouts.parquet`` and ``report.html`` as the TRL trainer does.
+
+    For an :class:`~lightning_module.module.OffPolicyGRPOModule`.
 
     Args:
         folder: None = the logger's folder (``trainer.log_dir``).
@@ -32,50 +31,50 @@ class RunFolder(Callback):
 
     def __init__(self, folder: str | None = None, rollouts: bool = True, report: bool = True) -> None:
         self.folder, self.rollouts, self.report = folder, rollouts, report
-        self._writer: RunFolderCallback | None = None
+        self._writer: RunFolderWriter | None = None  # on the main process
         self._recorder: RolloutRecorder | None = None
-        self._args: Any = SimpleNamespace()
         self._written: dict[str, float] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the folder; a resumed run drops what came after its checkpoint."""
-        assert isinstance(pl_module, OffPolicyGRPOModule)
-        folder = str(run_folder(trainer))
+        module: Any = pl_module
+        folder = run_folder(trainer)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        decode = pl_module.generation.prompts.tokenizer.decode
-        self._args = SimpleNamespace(output_dir=folder, seed=os.environ.get("PL_GLOBAL_SEED"))
-        self._written = pl_module.step_logs
-        self._writer = RunFolderCallback(_description(trainer, pl_module), report=self.report, decode=decode)
-        self._writer.on_train_begin(self._args, _state(trainer), _NO_CONTROL)
+        decode = module.generation.prompts.tokenizer.decode
+        self._written = module.step_logs
+        if trainer.is_global_zero:
+            report = partial(closing_report, decode=decode) if self.report else None
+            self._writer = RunFolderWriter(folder, _description(trainer, module), report=report)
+            self._writer.begin(trainer.global_step, seed=os.environ.get("PL_GLOBAL_SEED"))
         trainer.strategy.barrier("run folder")
         if self.rollouts:
-            self._recorder = RolloutRecorder(Path(folder) / "rollouts.parquet", decode, trainer.global_rank)
+            self._recorder = RolloutRecorder(folder, decode, trainer.global_rank)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: MicroStep, batch_idx: int
     ) -> None:
         """Record the rollouts of this micro-step, and the numbers of a logging step."""
-        assert isinstance(pl_module, OffPolicyGRPOModule)
-        if self._writer is None:
-            return
         record = outputs.get("rollouts") if isinstance(outputs, dict) else None
         if self._recorder is not None and record is not None:
             self._recorder.add(outputs["step"], **record)
-        logs = pl_module.step_logs
-        if logs is not self._written:
-            self._written = logs
-            self._writer.on_log(self._args, _state(trainer), _NO_CONTROL, {"epoch": trainer.current_epoch, **logs})
-            if self._recorder is not None:
-                self._recorder.flush()
+        module: Any = pl_module
+        logs: dict[str, float] = module.step_logs
+        if logs is self._written:  # nothing was logged in this step
+            return
+        self._written = logs
+        if self._writer is not None:
+            self._writer.log(trainer.global_step, {"epoch": trainer.current_epoch, **logs})
+        if self._recorder is not None:
+            self._recorder.flush()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Append the numbers of held-out prompts."""
-        if self._writer is not None and not trainer.sanity_checking:
-            values = {
-                name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")
-            }
-            self._writer.on_log(self._args, _state(trainer), _NO_CONTROL, values)
+        if self._writer is None or trainer.sanity_checking:
+            return
+        values = {name: float(one) for name, one in trainer.callback_metrics.items() if name.startswith(EVAL_PREFIX)}
+        if values:
+            self._writer.log(trainer.global_step, values)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what is left, then the report."""
@@ -83,7 +82,17 @@ class RunFolder(Callback):
             self._recorder.flush()
         trainer.strategy.barrier("rollouts")
         if self._writer is not None:
-            self._writer.on_train_end(self._args, _state(trainer), _NO_CONTROL)
+            self._writer.end()
+
+
+def run_folder(trainer: Trainer) -> Path:
+    """Where the run's records are: the folder of its :class:`RunFolder`, else the logger's, else the root.
+
+    Collective: Lightning broadcasts the logger's folder, so every rank calls this.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    told = next((one.folder for one in callbacks if isinstance(one, RunFolder)), None)
+    return Path(told or trainer.log_dir or trainer.default_root_dir)
 
 
 class OffPolicyProgressBar(RichProgressBar):
@@ -110,25 +119,21 @@ _SHORT = {
 _AUTOCAST = {"bf16": "bfloat16", "16": "float16"}
 
 
-def _state(trainer: Trainer) -> Any:
-    """What the TRL side's callback reads of ``transformers.TrainerState``."""
-    return SimpleNamespace(is_world_process_zero=trainer.is_global_zero, global_step=trainer.global_step)
-
-
-def _description(trainer: Trainer, module: OffPolicyGRPOModule) -> dict[str, Any]:
+def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     """What ``run.json`` says about the method."""
-    given, preset = module.settings, module.preset
+    preset, engine = module.preset, module.settings["engine"]
+    precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))
     return {
         "model": module.hparams.get("model", ""),
         **replace(preset, objective=module.objective).described(),
         "advantages": repr(preset.advantages),
-        "engine": given["engine"] if isinstance(given["engine"], str | dict) else type(given["engine"]).__name__,
+        "engine": engine if isinstance(engine, str | dict) else type(engine).__name__,
         "trainer": f"lightning, {type(trainer.strategy).__name__}, {trainer.world_size} processes",
         "control": repr(module.control.spec),
         "declared": declared_sides(
             module.policy,
-            engine=given["engine"] if isinstance(given["engine"], dict) else {},
-            autocast=next((name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key)), None),
+            engine=engine if isinstance(engine, dict) else {},
+            autocast=next(precisions, None),
             sampling={name: getattr(module.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
     }

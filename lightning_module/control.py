@@ -1,35 +1,26 @@
-"""Control in Lightning: the module hands over each logged row; a supervisor's decisions become settings."""
+"""Control in Lightning: the module hands over each logged row; a session decides and puts it in force."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_offpolicy.control import (
-    ACTIONS_FILE,
-    ControlState,
-    LearningRateScale,
-    Outcome,
-    Supervisor,
-    append_actions,
-    parse_control,
-)
-from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine
+from lightning_module.callbacks import run_folder
+from trl_offpolicy.control import LearningRateScale, parse_control
+from trl_offpolicy.control.session import ControlSession, lacking
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.objective.measure import gradient_variance
-from trl_offpolicy.run_folder.run_data import METRICS_FILE, read_metrics
-from trl_offpolicy.stats import PREFIX
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_module.module import OffPolicyGRPOModule
-
 
 class Control:
-    """Watches the run of a module and, with policy ``stop`` or ``act``, does something about it.
+    """Watches the run of a module through a :class:`~trl_offpolicy.control.session.ControlSession`.
+
+    A ``module`` below is the :class:`~lightning_module.module.OffPolicyGRPOModule` that owns this.
 
     Args:
         control: what :func:`trl_offpolicy.control.parse_control` takes; None = nobody watches.
@@ -38,18 +29,12 @@ class Control:
         ValueError: naming the field.
     """
 
-    state: ControlState
-
     def __init__(self, control: Any) -> None:
         self.spec = parse_control(control)
+        self._session: ControlSession | None = None
         self._folder = Path()
-        self._supervisor: Supervisor | None = None
-        self._scale = LearningRateScale()
-        self._ladder: tuple[Correction, ...] = ()
-        self._cosine: ConsecutiveCosine | None = None
-        self._stop = ""
 
-    def start(self, module: OffPolicyGRPOModule, restored: Mapping[str, Any]) -> None:
+    def start(self, module: Any, restored: Mapping[str, Any]) -> None:
         """The run begins, or goes on from the state of a checkpoint.
 
         Raises:
@@ -57,110 +42,78 @@ class Control:
         """
         if self.spec is None:
             return
-        self._folder = run_folder(module.trainer)
-        if self._supervisor is None:
-            self.spec = spec = self.spec.without(_missing(module))
-            self._supervisor = Supervisor(spec)
-            base = module.objective.correction or Correction()
-            self._ladder = () if spec.escalation is None else spec.escalation.ladder(base)
-        spec, supervisor = self.spec, self._supervisor
-        self._cosine = ConsecutiveCosine() if spec.gradient_cosine else None
-        self.state = supervisor.restore(restored) if restored else supervisor.start()
-        if not restored and module.trainer.global_step > 0:
-            self.state = replace(self.state, rows=_logged(self._folder, module.trainer.global_step)[-spec.history :])
-        if spec.moves_learning_rate:
-            self._scale.attach(module.trainer.optimizers[0])
-        self._put_in_force(module, supervisor.settings(self.state))
+        trainer = module.trainer
+        if self._session is None:
+            self._session = self._make_session(module)
+            self.spec = self._session.spec
+        self._folder = run_folder(trainer)
+        self._session.load_state_dict(restored)
+        self._session.begin(
+            self._folder, trainer.global_step, optimizer=trainer.optimizers[0], records=not trainer.fast_dev_run
+        )
+
+    def _make_session(self, module: Any) -> ControlSession:
+        """Which controllers can work shows once the engine is there."""
+        assert self.spec is not None
+        base, own = module.objective.correction, module.generation.is_trainer
+
+        def correct(chosen: Correction) -> None:
+            if module.objective.correction is not chosen:
+                module.objective = replace(module.objective, correction=chosen)
+
+        missing = lacking(
+            base,
+            has_sampler=not own,
+            needs_whole_batch=module.stages.early is not None,
+            resync_needs="an engine with weights of its own" if own else "",
+        )
+        return ControlSession(
+            self.spec.without(missing),
+            say=partial(print, flush=True),
+            broadcast=lambda row: module.trainer.strategy.broadcast(row),  # another trainer may come
+            base=base,
+            correct=correct,
+            resync=lambda: module.generation.forget_sync(),
+        )
 
     def learning_rate(self, optimizer: Any) -> float:
         """What the optimizer uses in this step."""
-        return self._scale.in_force(optimizer)
+        scale = LearningRateScale() if self._session is None else self._session.scale
+        return scale.in_force(optimizer)
 
-    def observe(self, module: OffPolicyGRPOModule, logs: Mapping[str, float]) -> dict[str, float]:
-        """Judge the row of the optimizer step that is about to end, and do what follows from the next one on.
+    def observe(self, module: Any, logs: Mapping[str, float]) -> dict[str, float]:
+        """Judge the row of the optimizer step that is about to end; what follows holds from the next one on.
 
         Returns:
             What is to be logged besides.
         """
-        if self.spec is None or self._supervisor is None:
+        if self._session is None:
             return {}
-        trainer, step = module.trainer, module.trainer.global_step + 1
-        added = gradient_variance(logs, responses=module.measuring.responses * trainer.world_size)
-        if self._cosine is not None and (cosine := self._cosine.value()) is not None:
-            added[f"{PREFIX}gradient/cosine_previous"] = cosine
-        row = {**logs, **added}
-        if self.spec.policy != "warn" and trainer.world_size > 1:
-            row = trainer.strategy.broadcast(row)  # the main rank's, so that all decide the same
-        self.state, outcome = self._supervisor.observe(self.state, step, row)
-        self._put_in_force(module, outcome)
-        self._stop = outcome.stop
-        if trainer.is_global_zero:
-            _say(outcome, self._folder, write=not trainer.fast_dev_run)  # type: ignore[attr-defined]
-        return {**added, **outcome.metrics}
+        trainer = module.trainer
+        return self._session.observe(
+            trainer.global_step + 1,
+            logs,
+            responses=module.measuring.responses * trainer.world_size,
+            world_size=trainer.world_size,
+            is_main=trainer.is_global_zero,
+        )
 
-    def compare_gradient(self, module: OffPolicyGRPOModule) -> None:
+    def compare_gradient(self, module: Any) -> None:
         """With that of the optimizer step before, if asked for."""
-        if self._cosine is not None:
-            self._cosine.update(module.policy.parameters())
+        if self._session is not None:
+            self._session.compare_gradient(module.policy.parameters())
 
     def end_step(self, trainer: Trainer) -> None:
         """Save a checkpoint and end the run, if that was decided. All ranks call it."""
-        if not self._stop:
+        if self._session is None or not self._session.stop:
             return
         path = self._folder / "checkpoints" / f"stopped-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         trainer.should_stop = True
         if trainer.is_global_zero:
-            print(f"[control] the run ends here with the checkpoint {path}: {self._stop}", flush=True)
-        self._stop = ""
+            print(f"[control] the run ends here with the checkpoint {path}: {self._session.stop}", flush=True)
+        self._session.stop = ""
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {} if self._supervisor is None else self.state.as_dict()
-
-    def _put_in_force(self, module: OffPolicyGRPOModule, outcome: Outcome) -> None:
-        self._scale.value = outcome.learning_rate_scale
-        if self._ladder and module.objective.correction is not (wanted := self._ladder[outcome.correction_level]):
-            module.objective = replace(module.objective, correction=wanted)
-        if outcome.resync:
-            module.generation.forget_sync()
-
-
-def run_folder(trainer: Trainer) -> Path:
-    """Where the run's records are: the folder of its ``RunFolder`` callback, else the logger's, else the root.
-
-    Collective: Lightning broadcasts the logger's folder, so every rank calls this.
-    """
-    from lightning_module.callbacks import RunFolder
-
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    told = next((one.folder for one in callbacks if isinstance(one, RunFolder)), None)
-    return Path(told or trainer.log_dir or trainer.default_root_dir)
-
-
-def _logged(folder: Path, step: int) -> tuple[dict[str, float], ...]:
-    """The rows of a run that goes on, up to ``step``."""
-    if not (folder / METRICS_FILE).is_file():
-        return ()
-    return tuple(row for row in read_metrics(folder).rows if row["step"] <= step)
-
-
-def _missing(module: OffPolicyGRPOModule) -> dict[str, str]:
-    """Controllers that cannot work, by what they lack."""
-    own = module.generation.is_trainer
-    missing = {"resync": "an engine with weights of its own"} if own else {}
-    if own:
-        missing["escalation"] = "an engine with log-probs of its own"
-    elif module.stages.early is not None:
-        missing["escalation"] = "a correction of row scope"
-    if "escalation" in missing and not (module.objective.correction or Correction()).weights:
-        missing["ess_step"] = "a correction with a weight"
-    return missing
-
-
-def _say(outcome: Outcome, folder: Path, *, write: bool) -> None:
-    for line in outcome.lines:
-        print(f"[control] {line}", flush=True)
-    if outcome.actions and write:
-        folder.mkdir(parents=True, exist_ok=True)
-        append_actions(folder / ACTIONS_FILE, outcome.actions)
+        return {} if self._session is None else self._session.state_dict()

@@ -28,6 +28,7 @@ from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.advantages import AdvantageInputs
 from trl_offpolicy.rollouts.batches import policy_batch, total_rewards
+from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER
 
 if TYPE_CHECKING:
     from lightning_module.module import OffPolicyGRPOModule
@@ -95,7 +96,7 @@ class Generation:
                 pad_token_id=self.prompts.pad,
                 eos_token_ids=self.prompts.ends,
                 run=run,
-                folder=Path(module.trainer.default_root_dir) / "_engine_weights",
+                folder=Path(module.trainer.default_root_dir) / ENGINE_WEIGHTS_FOLDER,
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):
@@ -237,7 +238,7 @@ class Generation:
             version = module.trainer.global_step
             batch = policy_batch(rows, rows["old_per_token_logps"], version=version, sum_sq_probs=sums)
             decided = stages.decide(batch, inputs)
-            module.measuring.stats.update(decided.stats)
+            module.measuring.add_stats(decided.stats)
         else:
             decided = stages.estimate(inputs)
         rows.update(decided.rows)

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_module.metrics import CompletionMetric, StatsMetric
+from lightning_module.metrics import CompletionMetric
+from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.stats import PREFIX, Stats
 
 
 class Measuring:
-    """Torchmetrics of the training steps since the last logging step.
+    """Stats and torchmetrics of the training steps since the last logging step.
 
-    Not submodules: a module cast to another dtype must not round counts, and they do not belong to a checkpoint.
+    The metrics are not submodules: a module cast to another dtype must not round counts, and they do not belong to a
+    checkpoint.
 
     Args:
         reward_names: of the reward functions.
     """
 
     def __init__(self, reward_names: list[str]) -> None:
-        self.stats = StatsMetric()
+        self.stats = Stats({})
         self.completions = CompletionMetric(reward_names)
         self.loss = MeanMetric()
         self.means: dict[str, MeanMetric] = {}
@@ -47,12 +48,16 @@ class Measuring:
         sums = torch.stack([moments["nonfinite"], moments["kl"], moments["tokens"]])
         self._step = sums if self._step is None else self._step + sums
         self._responses += rows
-        self.stats.update(stats)
+        self.add_stats(stats)
+
+    def add_stats(self, stats: Stats) -> None:
+        """Diagnostics of a micro-batch. All ranks add the same groups between two logging steps."""
+        self.stats = self.stats.merge(stats)
 
     @property
     def has_noise_floor(self) -> bool:
         """True if it was measured since the last logging step."""
-        return self.stats.has("noise_floor")
+        return "noise_floor" in self.stats.groups
 
     def add_sync(self, **values: float) -> None:
         """One sync of weights; all ranks say the same names."""
@@ -60,7 +65,7 @@ class Measuring:
             self._add_mean(f"{PREFIX}rollout/{name}", value)
 
     def add_reward_metric(self, name: str, value: float) -> None:
-        """TRL's ``log_metric`` for reward functions: the mean, under the name itself; said on all ranks or on none."""
+        """TRL's ``log_metric`` for reward functions: the mean, under the name itself. All ranks call it, or none."""
         self._add_mean(name, value)
 
     def _add_mean(self, name: str, value: float) -> None:
@@ -83,15 +88,15 @@ class Measuring:
 
     def close(self, objective: Objective, device: torch.device) -> dict[str, float]:
         """All numbers since the last call, over all ranks; all ranks call it. The next window begins."""
-        values = self.stats.compute()
+        values = self.stats.all_reduce(gather_rows).compute()
         named: dict[str, float] = {"loss": float(self.loss.compute()), "step_time": self._seconds()}
         named |= self.completions.compute() if self.completions.update_called else {}
         named |= {**values, **trl_names(objective, values)} if values else {}
         for name, metric in sorted(self.means.items()):
             named[name] = float(metric.to(device).compute())
-        used: list[Any] = [self.stats, self.completions, self.loss]
-        for metric in used:
-            metric.reset()
+        self.stats = Stats({})
+        self.completions.reset()
+        self.loss.reset()
         self.means.clear()
         return named
 

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_module import models
+from lightning_module.callbacks import RunFolder
 from lightning_module.control import Control
 from lightning_module.engines import check_sampling, engine_type
 from lightning_module.generation import Generation
@@ -151,8 +152,6 @@ class OffPolicyGRPOModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Write the run folder, unless there is a callback for it already, or no logger."""
-        from lightning_module.callbacks import RunFolder
-
         known = any(isinstance(callback, RunFolder) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if known or not self.trainer.loggers else [RunFolder()]
 
@@ -222,7 +221,7 @@ class OffPolicyGRPOModule(LightningModule):
         assert again is not None
         with torch.no_grad():
             logps = self.score(again[0], batch_size=again[1]).logps[: len(policy.mask)]
-        self.measuring.stats.update(noise_floor(policy.per_token_logps.detach(), logps, policy.mask))
+        self.measuring.add_stats(noise_floor(policy.per_token_logps.detach(), logps, policy.mask))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Once per optimizer step, the only wait for the device: stop on NaN, move an adaptive KL, log."""

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_offpolicy.run_folder.writer import RECIPE
+from trl_offpolicy.run_folder.layout import RECIPE_FILE
 
 
 def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -51,4 +51,4 @@ class RecipeCallback(TrainerCallback):
     ) -> None:
         """On the main process."""
         if state.is_world_process_zero:
-            Path(args.output_dir, RECIPE).write_text(yaml.safe_dump(self._options, sort_keys=False))
+            Path(args.output_dir, RECIPE_FILE).write_text(yaml.safe_dump(self._options, sort_keys=False))

@@ -102,6 +102,7 @@ class Stats(Mapping[str, Stat]):
         """
         if not self.groups:
             return self
+        # one vector a rank: sums and maxima of the first group, of the second, and so on
         parts = [part for group in self.groups.values() for part in (group.moments.sums, group.moments.maxima)]
         ranks = gather(torch.cat(parts)).view(-1, sum(len(part) for part in parts))
         columns = iter(torch.split(ranks, [len(part) for part in parts], dim=1))
@@ -112,7 +113,11 @@ class Stats(Mapping[str, Stat]):
         return Stats(reduced if len(ranks) == 1 else _gather_rows(reduced, gather))
 
     def measured(self, *, stale: bool) -> Stats:
-        """With ``stale`` rows: no ``mismatch`` and ``kept`` where no row was of today's weights or had an old one."""
+        """What was measured at all.
+
+        If rows may be ``stale``, ``mismatch/*`` and ``kept/*`` are dropped unless some row was sampled by the current
+        weights or carries old log-probs.
+        """
         seen = self.groups.get("mismatch") if stale else None
         if seen is None or bool(seen.moments["tokens"] + seen.moments["nonfinite"] > 0):
             return self
@@ -140,14 +145,12 @@ class Stats(Mapping[str, Stat]):
 
 
 def _gather_rows(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -> dict[str, Group]:
-    """The rows of all ranks. Ranks may hold different numbers; a padding row has no tokens and is ignored.
-
-    Responses without group ids get one per rank and row, so that ranks do not mix.
-    """
+    """The rows of all ranks. Ranks may hold different numbers; a padding row has no tokens and is ignored."""
     tables = {name: group.rows for name, group in groups.items() if group.rows is not None}
     if not tables:
         return groups
     device = next(iter(tables.values())).values.device
+    # a collective takes the same shape from every rank: all tables are padded to the longest one of any rank
     length = max(len(rows.values) for rows in tables.values())
     longest = int(gather(torch.tensor([length], dtype=torch.float64, device=device)).max())
     flat = torch.cat([_padded(rows, longest).flatten() for rows in tables.values()])
@@ -162,7 +165,7 @@ def _gather_rows(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -
 
 
 def _padded(rows: ClusterRows, length: int) -> Tensor:
-    """(length, 1 + S): group id and moments, zero rows at the end."""
+    """(length, 1 + S) float64: group id (exact up to 2^53) and moments, zero rows at the end."""
     ids = torch.zeros_like(rows.values[:, 0]) if rows.ids is None else rows.ids.to(rows.values.dtype)
     table = torch.cat([ids.unsqueeze(1), rows.values], dim=1)
     return torch.nn.functional.pad(table, (0, 0, 0, length - len(table)))

@@ -1,4 +1,4 @@
-"""The torchmetrics of a step: merged over micro-batches, equal to the stats of the whole, and under TRL's names."""
+"""The numbers of a window: merged over micro-batches, equal to the stats of the whole, and under TRL's names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import trl_offpolicy as op
-from lightning_module.metrics import CompletionMetric, StatsMetric
+from lightning_module.measuring import Measuring
+from lightning_module.metrics import CompletionMetric
 from trl_offpolicy.correction.measure import noise_floor
 
 
@@ -24,25 +25,33 @@ def batch(rows, seed):
     )
 
 
+OBJECTIVE = op.presets.get("paper/tis").objective
+
+
 def stats_of(one):
-    return op.presets.get("paper/tis").objective(one).stats
+    return OBJECTIVE(one).stats
 
 
-def test_it_computes_what_merged_stats_compute():
-    metric, parts = StatsMetric(), [stats_of(batch(rows, seed)) for seed, rows in enumerate([4, 2, 6])]
+def test_a_window_computes_what_merged_stats_compute():
+    measuring, parts = Measuring([]), [stats_of(batch(rows, seed)) for seed, rows in enumerate([4, 2, 6])]
     for part in parts:
-        metric.update(part)
-    assert metric.compute() == pytest.approx(parts[0].merge(parts[1]).merge(parts[2]).compute())
-    assert "offpolicy/mismatch/kl_k1_ci95" in metric.compute()
+        measuring.add_loss(torch.tensor(0.5), part, rows=2)
+    measuring.end_step()
+    logs = measuring.close(OBJECTIVE, torch.device("cpu"))
+    expected = parts[0].merge(parts[1]).merge(parts[2]).compute()
+    assert {key: logs[key] for key in expected} == pytest.approx(expected)
+    assert logs["loss"] == 1.5 and "offpolicy/mismatch/kl_k1_ci95" in logs
 
 
-def test_a_group_that_comes_later_is_added():
-    metric, mask = StatsMetric(), torch.ones(1, 1).bool()
-    metric.update(stats_of(batch(4, 0)))
-    metric.update(noise_floor(torch.zeros(1, 1), torch.ones(1, 1), mask))
-    assert metric.has("noise_floor") and metric.compute()["offpolicy/noise_floor/kl_k1"] == pytest.approx(-1.0)
-    metric.reset()
-    assert metric.compute() == {} and not metric.has("noise_floor")
+def test_a_group_that_comes_later_is_added_and_forgotten_with_the_window():
+    measuring, mask = Measuring([]), torch.ones(1, 1).bool()
+    measuring.add_loss(torch.tensor(0.5), stats_of(batch(4, 0)), rows=4)
+    measuring.add_stats(noise_floor(torch.zeros(1, 1), torch.ones(1, 1), mask))
+    measuring.end_step()
+    assert measuring.has_noise_floor
+    logs = measuring.close(OBJECTIVE, torch.device("cpu"))
+    assert logs["offpolicy/noise_floor/kl_k1"] == pytest.approx(-1.0)
+    assert not measuring.has_noise_floor and not measuring.stats.groups
 
 
 def test_completions_under_the_names_of_trl():

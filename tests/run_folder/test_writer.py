@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 import torch
 
+from trl_offpolicy.run_folder import layout
 from trl_offpolicy.run_folder.writer import (
     RolloutRecorder,
+    RunFolderWriter,
     append_metrics,
     prepare_run_folder,
-    run_versions,
-    write_run_info,
 )
 
 NAN = float("nan")
@@ -194,7 +194,7 @@ def rollout(**changes):
 
 
 def recorder(folder: Path, rank: int = 0) -> RolloutRecorder:
-    return RolloutRecorder(folder / "rollouts.parquet", lambda ids: " ".join(map(str, ids)), rank)
+    return RolloutRecorder(folder, lambda ids: " ".join(map(str, ids)), rank)
 
 
 def test_one_row_a_completion_without_padding(tmp_path):
@@ -291,9 +291,32 @@ def test_a_kill_while_writing_leaves_a_readable_folder(tmp_path, monkeypatch):
 
 
 def test_run_info_takes_what_json_does_not_know(tmp_path):
-    write_run_info(tmp_path / "run.json", {"seed": 1, "folder": Path("x"), "versions": run_versions()})
+    RunFolderWriter(tmp_path, {"folder": Path("x")}).begin(0, seed=1)
 
     info = json.loads((tmp_path / "run.json").read_text())
     assert (info["seed"], info["folder"]) == (1, "x")
     assert info["versions"]["torch"] == torch.__version__
-    assert "trl" in info["versions"]
+    assert "trl" in info["versions"] and info["command"]
+
+
+def test_a_run_from_its_beginning_to_its_report(tmp_path):
+    reported = []
+    writer = RunFolderWriter(str(tmp_path), {}, report=reported.append)
+
+    writer.begin(0, seed=1)
+    for step in (1, 2, 3):
+        writer.log(step, {"loss": 0.5})
+    assert not reported
+    writer.end()
+    assert steps(tmp_path) == [1, 2, 3] and reported == [tmp_path]
+
+    RunFolderWriter(tmp_path, {}).begin(2, seed=1)  # goes on from a checkpoint
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_columns_of_a_part_are_those_of_the_layout(tmp_path):
+    writer = recorder(tmp_path)
+    writer.add(0, **rollout())
+    writer.flush()
+
+    assert list(pd.read_parquet(tmp_path / "rollouts.parquet")) == [*layout.ROW_COLUMNS, *layout.TOKEN_COLUMNS]

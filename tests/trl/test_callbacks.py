@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from trl_offpolicy.diagnosis.report.closing import closing_report
+from trl_offpolicy.run_folder.writer import RunFolderWriter
 from trl_offpolicy.trl.callbacks import RunFolderCallback, short_line
 
 LOGS = {
@@ -31,10 +34,14 @@ def test_short_line_of_an_evaluation_and_of_nothing() -> None:
     assert short_line(9, {"train_runtime": 3.0}) == ""
 
 
+def with_report(folder: Path, info: dict[str, str]) -> RunFolderCallback:
+    return RunFolderCallback(RunFolderWriter(folder, info, report=partial(closing_report, decode=None)))
+
+
 def test_run_folder_holds_info_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = SimpleNamespace(output_dir=str(tmp_path), seed=7)
+    args = SimpleNamespace(seed=7)
     state = SimpleNamespace(is_world_process_zero=True, global_step=0)
-    callback = RunFolderCallback({"model": "tiny"}, report=True, decode=None)
+    callback = with_report(tmp_path, {"model": "tiny"})
     callback.on_train_begin(args, state, None)  # type: ignore[arg-type]
     state.global_step = 1
     callback.on_log(args, state, None, logs={**LOGS, "nan": float("nan")})  # type: ignore[arg-type]
@@ -48,18 +55,18 @@ def test_run_folder_holds_info_and_metrics(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_failing_report_does_not_cost_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    args = SimpleNamespace(output_dir=str(tmp_path), seed=7)
+    args = SimpleNamespace(seed=7)
     state = SimpleNamespace(is_world_process_zero=True, global_step=0)
-    callback = RunFolderCallback({}, report=True, decode=None)
+    callback = with_report(tmp_path, {})
     callback.on_train_begin(args, state, None)  # type: ignore[arg-type]
     callback.on_train_end(args, state, None)  # type: ignore[arg-type]  # nothing was logged
     assert "report failed" in caplog.text
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    args = SimpleNamespace(output_dir=str(tmp_path / "run"), seed=7)
+    args = SimpleNamespace(seed=7)
     state = SimpleNamespace(is_world_process_zero=False, global_step=0)
-    callback = RunFolderCallback({}, report=True, decode=None)
+    callback = with_report(tmp_path / "run", {})
     callback.on_train_begin(args, state, None)  # type: ignore[arg-type]
     callback.on_log(args, state, None, logs=LOGS)  # type: ignore[arg-type]
     callback.on_train_end(args, state, None)  # type: ignore[arg-type]

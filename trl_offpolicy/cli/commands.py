@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl_offpolicy.run_folder.layout import CARD_FILE, METRICS_FILE, REPORT_FILE, STATE_FILE
+
 if TYPE_CHECKING:
     from trl_offpolicy.diagnosis.probe.options import ProbeOptions
     from trl_offpolicy.diagnosis.probe.probe import ProbeResult
@@ -32,8 +34,8 @@ FOUND = 3
 
 def report(parser: argparse.ArgumentParser) -> Runner:
     """Print the summary of a run folder and write its report.html."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl")
-    parser.add_argument("--output", metavar="FILE", help="where to write the report (default: RUN_DIR/report.html)")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help=f"folder with {METRICS_FILE}")
+    parser.add_argument("--output", metavar="FILE", help=f"where to write the report (default: RUN_DIR/{REPORT_FILE})")
     parser.add_argument("--tokenizer", metavar="NAME", help="tokenizer (name or folder) that turns token ids into text")
 
     def run(args: argparse.Namespace) -> int:
@@ -54,7 +56,7 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
     """Say what is wrong with a run and the smallest change that helps (also verl, TRL, SkyRL and slime logs)."""
     from trl_offpolicy.diagnosis.verdict.judge import WINDOW
 
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="run folder, metrics.jsonl or trainer_state.json")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help=f"run folder, {METRICS_FILE} or {STATE_FILE}")
     parser.add_argument(
         "--window", metavar="N", type=int, default=WINDOW, help="judge the last N logged steps (%(default)s)"
     )
@@ -218,8 +220,8 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
 
 def card(parser: argparse.ArgumentParser) -> Runner:
     """Write correction, diagnosis and recipe of a run into its model card."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder with metrics.jsonl")
-    parser.add_argument("--card", metavar="FILE", help="model card to write into (default: README.md in RUN_DIR)")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help=f"folder with {METRICS_FILE}")
+    parser.add_argument("--card", metavar="FILE", help=f"model card to write into (default: {CARD_FILE} in RUN_DIR)")
 
     def run(args: argparse.Namespace) -> int:
         from trl_offpolicy.diagnosis.report.model_card import write_card

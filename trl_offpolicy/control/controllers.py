@@ -12,10 +12,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from trl_offpolicy.checks import check_choice, check_fraction, check_positive, check_proper_fraction, check_whole
 from trl_offpolicy.control.actions import Action
 from trl_offpolicy.diagnosis.thresholds import limit
+from trl_offpolicy.diagnosis.verdict.judge import LENGTHS
 from trl_offpolicy.run_folder.run_data import MetricsLog
-
-LENGTH_KEYS = ("offpolicy/rollout/response_length_mean", "completions/mean_length")
-"""Where the mean response length stands, the kit's own name first."""
 
 LEARNING_RATE_SCALE = "learning_rate_scale"
 
@@ -90,7 +88,10 @@ class LengthGuard:
     def step(self, state: LengthState, log: MetricsLog, step: int) -> tuple[LengthState, Action | None]:
         """Compare the length now with that of ``window`` steps ago."""
         now, before = length_now_and_before(log, step, self.window)
-        if now is None or before is None or (state.changed >= 0 and step - state.changed < self.window):
+        if now is None or before is None:
+            return state, None
+        # the length of before a change says nothing about what the change did
+        if state.changed >= 0 and step - state.changed < self.window:
             return state, None
         growth = now / before
         if growth > self.surge:
@@ -101,7 +102,7 @@ class LengthGuard:
             why = f"the length is level again ({before:.1f} and {now:.1f} tokens, {self.window} steps apart)"
         else:
             return state, None
-        if scale == state.scale:
+        if scale == state.scale:  # at one of its ends
             return state, None
         action = Action(step, self.name, self.setting, state.scale, scale, why)
         return LengthState(scale, step), action
@@ -109,7 +110,7 @@ class LengthGuard:
 
 def length_now_and_before(log: MetricsLog, step: int, window: int) -> tuple[float | None, float | None]:
     """The mean response length at ``step`` and the newest one at least ``window`` steps earlier; None where unknown."""
-    key = log.first_logged(LENGTH_KEYS)
+    key = log.first_logged(LENGTHS)
     if key is None:
         return None, None
     steps, values, _ = log.series(key)
@@ -179,7 +180,8 @@ class ESSStep:
         if not steps or steps[-1] != step:
             return state, None
         share = min(1.0, max(values[-1], 0.0) / self.base)
-        scale = max(share**0.5 if self.rule == "sqrt" else share, self.smallest)
+        wanted = share**0.5 if self.rule == "sqrt" else share
+        scale = max(wanted, self.smallest)
         if abs(scale / state.scale - 1) < self.resolution:
             return state, None
         why = f"{metric} is {values[-1]:.3f}"

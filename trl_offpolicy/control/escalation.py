@@ -132,6 +132,7 @@ class Escalation:
 
     def ladder(self, base: Correction) -> tuple[Correction, ...]:
         """The corrections of levels 0, 1 and 2; a level that adds nothing to the one before is that one."""
+        # a term that the configured correction has in another form already is not added a second time
         band, weight = self.terms
         masked = any(isinstance(term, RatioBand) and term.level == "sequence_mean" for term in base.keep)
         rejecting = base if masked else replace(base, keep=(*base.keep, band))
@@ -149,6 +150,7 @@ class Escalation:
         if signals.chi2 is None:
             return state, None
         wanted, why = self.demand(signals, state.level, 1.0)
+        # down only where even lower limits would not ask for this level, so that it does not swing about one limit
         relaxed, _ = self.demand(signals, state.level, self.relax)
         rising = state.rising + 1 if wanted > state.level else 0
         calm = state.calm + 1 if relaxed < state.level else 0
@@ -165,7 +167,7 @@ class Escalation:
     def demand(self, signals: Signals, level: int, relax: float) -> tuple[int, str]:
         """The level that a reading asks for, and why, with ``chi2`` scaled by ``relax``."""
         chi2, pearson, ess, dropped = signals
-        rejecting = level > 0
+        rejecting = level > 0  # a level of this kit: what the configured correction alone drops says nothing about it
         asked = [(0, "")]
         if chi2 is not None:
             for number, threshold in enumerate(self.chi2, 1):

@@ -54,7 +54,7 @@ class ConsecutiveCosine:
             self._sum = value if self._sum is None else self._sum + value
             self._count += 1
             for kept, gradient in zip(self._last, gradients, strict=True):
-                kept.copy_(gradient)
+                kept.copy_(gradient)  # into the same memory: one copy of a gradient at any time
         else:
             self._last = [gradient.detach().clone() for gradient in gradients]
 
@@ -83,7 +83,7 @@ def _total(parts: list[Tensor]) -> Tensor:
     """The sum; that of sharded parts is added up over the ranks once, at the end."""
     sharded = [part for part in parts if hasattr(part, "full_tensor")]
     total = sum((part for part in parts if not hasattr(part, "full_tensor")), torch.zeros(()))
-    if sharded:
+    if sharded:  # a sum of DTensors holds each rank's part until full_tensor adds them up
         over_ranks: Tensor = sum(sharded[1:], sharded[0]).full_tensor()
         return total.to(over_ranks.device) + over_ranks
     return total

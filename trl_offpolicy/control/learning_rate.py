@@ -30,6 +30,7 @@ class LearningRateScale:
     def attach(self, optimizer: Any) -> None:
         """Hook into the optimizer that really steps (wrappers are taken off); an earlier one is let go."""
         self.detach()
+        # accelerate, DeepSpeed and Lightning wrap the optimizer: a hook on a wrapper would not see its step
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         if not isinstance(optimizer, Optimizer):

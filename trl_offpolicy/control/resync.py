@@ -15,7 +15,14 @@ AGREEMENT = "offpolicy/rollout/sync_agreement"
 
 @dataclass(frozen=True)
 class ResyncState:
-    """``asked``: syncs asked for; ``since``: the step of the last one (-1: none); ``off``: readings in a row."""
+    """What is remembered between readings.
+
+    Args:
+        asked: syncs asked for.
+        since: the step of the last one, as long as it was the one try (-1: there is none).
+        off: readings in a row that were off; below zero: that were good.
+        first: agreement of the first sync (-1: not known yet).
+    """
 
     asked: int = 0
     since: int = -1
@@ -72,10 +79,10 @@ class Resync:
         why = self._why_off(state, pearson, agreement)
         if why is None:
             return self._calm(state, known=pearson is not None or agreement is not None), None
-        state = replace(state, off=max(state.off, 0) + 1)
+        state = replace(state, off=max(state.off, 0) + 1)  # good readings before it no longer count
         if state.off < self.patience:
             return state, None
-        if state.since < 0:
+        if state.since < 0:  # the one try
             action = Action(step, self.name, "resync", state.asked, state.asked + 1, why)
             return replace(state, asked=state.asked + 1, since=step, off=0), action
         return replace(state, off=0), Action(
@@ -87,7 +94,9 @@ class Resync:
         if not known:
             return state
         good = min(state.off, 0) - 1
-        return replace(state, off=0, since=-1) if -good >= self.forget else replace(state, off=good)
+        if -good < self.forget:
+            return replace(state, off=good)
+        return replace(state, off=0, since=-1)  # the one try is there again
 
     def _why_off(self, state: ResyncState, pearson: float | None, agreement: float | None) -> str | None:
         if pearson is not None and pearson < self.pearson:

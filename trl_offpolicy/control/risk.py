@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from trl_offpolicy.control.controllers import ESS_KEYS, LENGTH_KEYS
+from trl_offpolicy.control.controllers import ESS_KEYS
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.verdict.judge import LENGTHS
 from trl_offpolicy.run_folder.run_data import MetricsLog
 from trl_offpolicy.stats import PREFIX
 
@@ -16,6 +17,8 @@ RECENT = 5
 """Logged rows whose median is "now"."""
 BASELINE = 50
 """Logged rows before those that it is compared with."""
+ENOUGH = 10
+"""Rows of the baseline without which nothing is compared with it."""
 PARTS = ("chi2", "ess", "clip", "length", "gradient")
 ESS_SHARE = 0.4
 """How much of the ESS part counts. Products over thousands of tokens leave few effective samples under any mismatch:
@@ -68,6 +71,7 @@ def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk
         "gradient": _gradient(log),
     }
     counted = {**parts, "ess": ESS_SHARE * parts["ess"]}
+    # as if each part were the probability of an independent cause of collapse
     return Risk(1.0 - math.prod(1.0 - part for part in counted.values()), parts)
 
 
@@ -83,20 +87,18 @@ def ramp(value: float, low: float, high: float) -> float:
     return 1.0 if value >= high else math.log(value / low) / math.log(high / low)
 
 
-def _group(log: MetricsLog) -> str:
-    """The ratio that no weight corrects: current/old under weights, else all of current/sampling."""
-    if log.has(f"{PREFIX}weight_applied/ess_sequence"):
-        return f"{PREFIX}staleness"
-    return f"{PREFIX}total" if log.has(f"{PREFIX}total/chi2_token") else f"{PREFIX}mismatch"
-
-
 def _now(values: Sequence[float]) -> float | None:
     """The median of the last rows; with fewer than three one odd batch would decide."""
     return median(values[-RECENT:]) if len(values) >= 3 else None
 
 
 def _chi2(log: MetricsLog, limits: Thresholds) -> float:
-    now = _now(log.series(f"{_group(log)}/chi2_token_p95").values)
+    # applied weights cancel the drift from the sampler to old: what is left is that from old to current
+    if log.has(f"{PREFIX}weight_applied/ess_sequence"):
+        group = "staleness"
+    else:
+        group = "total" if log.has(f"{PREFIX}total/chi2_token") else "mismatch"
+    now = _now(log.series(f"{PREFIX}{group}/chi2_token_p95").values)
     return 0.0 if now is None else ramp(now, limits.chi2_moderate, limits.chi2_reject)
 
 
@@ -105,10 +107,11 @@ def _ess(log: MetricsLog, limits: Thresholds) -> float:
     if key is not None:
         now = _now(log.series(key).values)
         inverse = None if now is None else 1 / max(now, 1e-6)
-    else:  # a log of an earlier version, or of another framework
+    else:  # a log of an earlier version, or of another framework: E[rho^2] = 1 + chi2 is 1 / ESS for many responses
         key = log.first_logged([f"{PREFIX}total/chi2_sequence", f"{PREFIX}mismatch/chi2_sequence"])
         now = None if key is None else _now(log.series(key).values)
         inverse = None if now is None else 1 + max(now, 0.0)
+    # whole only far below the limit: products over whole responses have a small ESS under any mismatch
     return 0.0 if inverse is None else ramp(inverse, 1 / limits.ess_healthy, 1 / limits.ess_broken**2)
 
 
@@ -119,27 +122,28 @@ def _clip(log: MetricsLog, limits: Thresholds) -> float:
 
 
 def _length(log: MetricsLog, limits: Thresholds) -> float:
-    key = log.first_logged(LENGTH_KEYS)
+    """The larger of two alarms: a slow drift over ``length_window`` steps, and a jump out of the recent scatter."""
+    key = log.first_logged(LENGTHS)
     steps, values, _ = log.series(key) if key else ([], [], 0)
     if len(values) < 2 * RECENT:
         return 0.0
+    # slow: the last rows against as many from length_window steps ago, in a shorter run those of its start, and
+    # never rows that count as the last ones
     start = steps[-1] - limits.length_window
     first = min(next(place for place, at in enumerate(steps) if at >= start), len(values) - 2 * RECENT)
-    slow = _either_way(median(values[-RECENT:]), median(values[first : first + RECENT]))
-    part = ramp(slow, limits.length_surge, limits.length_surge**2)
-    return max(part, _sudden(values))
-
-
-def _sudden(values: Sequence[float]) -> float:
-    """How far the newest rows lie outside the scatter of those before; 0 for a change of less than a twentieth."""
-    recent, before = values[-RECENT:], values[-RECENT - BASELINE : -RECENT]
-    if len(before) < 10:
-        return 0.0
+    change = _either_way(median(values[-RECENT:]), median(values[first : first + RECENT]))
+    slow = ramp(change, limits.length_surge, limits.length_surge**2)
+    # sudden: how far the last rows lie outside the scatter of those before
+    recent, before = _recent_and_before(values)
+    if len(before) < ENOUGH:
+        return slow
     now, base = median(recent), median(before)
-    spread = 1.4826 * median([abs(value - base) for value in before])
-    if _either_way(now, base) < 1.05:
-        return 0.0
-    return ramp(abs(now - base) / max(spread, 1e-3 * abs(base)), 6.0, 20.0)
+    if _either_way(now, base) < 1.05:  # where lengths hardly scatter, a tiny change is many deviations
+        return slow
+    # 1.48 median absolute deviations are a standard deviation for normal scatter; lengths that do not scatter at all
+    # get a thousandth, against a division by zero
+    spread = max(1.4826 * median([abs(value - base) for value in before]), 1e-3 * abs(base))
+    return max(slow, ramp(abs(now - base) / spread, 6.0, 20.0))
 
 
 def _either_way(now: float, before: float) -> float:
@@ -148,12 +152,12 @@ def _either_way(now: float, before: float) -> float:
 
 
 def _gradient(log: MetricsLog) -> float:
-    return ramp(_over_baseline(log.series("grad_norm").values, max), 3.0, 10.0)
-
-
-def _over_baseline(values: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> float:
-    """The last rows over the median of those before; 0 while there are fewer than 10 of those."""
-    recent, before = values[-RECENT:], values[-RECENT - BASELINE : -RECENT]
-    if len(before) < 10 or (base := median(before)) <= 0:
+    recent, before = _recent_and_before(log.series("grad_norm").values)
+    if len(before) < ENOUGH or (base := median(before)) <= 0:
         return 0.0
-    return reduce(recent) / base
+    return ramp(max(recent) / base, 3.0, 10.0)  # the largest: a median would hide the one step that explodes
+
+
+def _recent_and_before(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The last ``RECENT`` rows and up to ``BASELINE`` before them."""
+    return values[-RECENT:], values[-RECENT - BASELINE : -RECENT]

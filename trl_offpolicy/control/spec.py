@@ -59,7 +59,7 @@ class ControlSpec:
         check_bool(named=self.named, gradient_cosine=self.gradient_cosine)
 
     def without(self, missing: Mapping[str, str]) -> ControlSpec:
-        """Leave out controllers that cannot work in a run, which is said.
+        """Leave out controllers that cannot work in a run, with a warning.
 
         Args:
             missing: what each of them would need, by name.

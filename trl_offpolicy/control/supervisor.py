@@ -1,4 +1,4 @@
-"""From a logged row to what is said and done: verdict, collapse risk, controllers. Knows no trainer.
+"""From a logged row to what is printed and done: verdict, collapse risk, controllers. Knows no trainer.
 
 :meth:`Supervisor.observe` is a pure function of a state and a row. Every rank that sees the same row decides the same.
 """
@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trl_offpolicy.control.actions import Action
-from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, LENGTH_KEYS
+from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE
 from trl_offpolicy.control.escalation import CORRECTION_LEVEL, LEVELS
 from trl_offpolicy.control.risk import collapse_risk
 from trl_offpolicy.control.spec import ControlSpec
-from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, diagnose
+from trl_offpolicy.diagnosis.verdict.judge import LENGTHS, WINDOW, Diagnosis, diagnose
 from trl_offpolicy.diagnosis.verdict.tree import SEVERITIES
-from trl_offpolicy.run_folder.run_data import EVAL_PREFIX, MetricsLog
+from trl_offpolicy.run_folder.layout import EVAL_PREFIX, STEP
+from trl_offpolicy.run_folder.run_data import MetricsLog
 from trl_offpolicy.stats import PREFIX
 
 CONTROL_METRICS = (
@@ -29,8 +30,9 @@ LENGTH_SURGE = f"{PREFIX}rollout/length_surge"
 """Key of the mean response length over that of ``length_window`` steps before."""
 
 _WHOLE_ROWS = WINDOW + 5
-_FOR_LONG = ("step", *LENGTH_KEYS, "grad_norm")
-"""What is needed of older rows."""
+"""Rows that are kept as they are: those that a verdict looks at, and a few more."""
+_FOR_LONG = (STEP, *LENGTHS, "grad_norm")
+"""What is needed of older rows: lengths of ``length_window`` steps ago, and gradient norms to compare with."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Supervisor:
         state, lines = self._say(state, step, diagnosis)
         state, actions = self._act(state, log, step)
         state, stop = self._judge(state, diagnosis, risk.score, actions, step)
-        if stop is not None:
+        if stop is not None:  # several controllers may ask for it: one reason is listed
             actions = (*(action for action in actions if action.what != "stop"), stop)
         in_force = self.settings(state)
         metrics = {
@@ -126,11 +128,14 @@ class Supervisor:
             **{f"risk_{name}": value for name, value in risk.parts.items()},
             **self._settings_logged(state, in_force),
         }
+        logged = {f"{PREFIX}control/{name}": value for name, value in metrics.items()}
+        if "rollout/length_surge" in diagnosis.readings:  # there are rows enough to compare
+            logged[LENGTH_SURGE] = diagnosis.readings["rollout/length_surge"]
         return state, replace(
             in_force,
             lines=(*lines, *(action.line() for action in actions)),
             actions=actions,
-            metrics={f"{PREFIX}control/{name}": value for name, value in metrics.items()} | _length_surge(diagnosis),
+            metrics=logged,
             resync=any(action.what == "resync" for action in actions),
             stop="" if stop is None else stop.why,
         )
@@ -138,32 +143,35 @@ class Supervisor:
     def _settings_logged(self, state: ControlState, in_force: Outcome) -> dict[str, float]:
         """Those that a controller may move."""
         moved = {item.setting for item in self.spec.controllers}
+        # setting -> name of its metric, and value; of an escalation the level itself, also above the top of the ladder
         values = {
-            LEARNING_RATE_SCALE: in_force.learning_rate_scale,
-            CORRECTION_LEVEL: float(getattr(state.controllers.get("escalation"), "level", 0)),
-            "resync": float(getattr(state.controllers.get("resync"), "asked", 0)),
+            LEARNING_RATE_SCALE: ("learning_rate_scale", in_force.learning_rate_scale),
+            CORRECTION_LEVEL: ("correction_level", float(getattr(state.controllers.get("escalation"), "level", 0))),
+            "resync": ("resyncs", float(getattr(state.controllers.get("resync"), "asked", 0))),
         }
-        return {("resyncs" if name == "resync" else name): value for name, value in values.items() if name in moved}
+        return dict(logged for setting, logged in values.items() if setting in moved)
 
     def _remember(
         self, rows: tuple[dict[str, float], ...], step: int, logs: Mapping[str, Any]
     ) -> tuple[dict[str, float], ...]:
         """The rows that are still needed, the new one last."""
-        row: dict[str, float] = {"step": step}
+        row: dict[str, float] = {STEP: step}
         for key, value in logs.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and key != "step" and not key.startswith(EVAL_PREFIX):
+            if number and key != STEP and not key.startswith(EVAL_PREFIX):
                 row[key] = float(value)
-        kept = [item for item in rows if item["step"] < step]
-        old = [item for item in kept[:-_WHOLE_ROWS] if item["step"] >= step - self.spec.history]
-        return (*map(_thinned, old), *kept[-_WHOLE_ROWS:], row)
+        kept = [item for item in rows if item[STEP] < step]  # a run that trains again repeats its steps
+        # all of this goes into every checkpoint: of rows beyond those of a verdict only a few numbers stay
+        old = [item for item in kept[:-_WHOLE_ROWS] if item[STEP] >= step - self.spec.history]
+        thinned = [{key: item[key] for key in _FOR_LONG if key in item} for item in old]
+        return (*thinned, *kept[-_WHOLE_ROWS:], row)
 
     def _say(self, state: ControlState, step: int, diagnosis: Diagnosis) -> tuple[ControlState, tuple[str, ...]]:
         """A line for each finding that is new; one that was away for a window of readings is new again."""
         first = len(state.rows) == 1
-        steps = [int(row["step"]) for row in state.rows[-WINDOW:]]
-        said = {name: at for name, at in state.said.items() if at >= steps[0]}
-        lines = [f"step {step}: {diagnosis.line()}"] if first else []
+        oldest = int(state.rows[-WINDOW:][0][STEP])
+        said = {name: at for name, at in state.said.items() if at >= oldest}
+        lines = []
         for finding in diagnosis.findings:
             name = f"{finding.cause}:{finding.severity}"
             if name not in said:
@@ -171,9 +179,10 @@ class Supervisor:
                     f"step {step}: {finding.severity}  {finding.about.title}: {finding.symptom}. Fix: {finding.fix}"
                 )
             said[name] = step
-        if not diagnosis.findings and not first and state.said and not said:
+        # that all is well is a line at the start of a run, and once everything that was found is gone for good
+        if not diagnosis.findings and (first or (state.said and not said)):
             lines.append(f"step {step}: {diagnosis.line()}")
-        return replace(state, said=said), tuple(lines[1:] if first and diagnosis.findings else lines)
+        return replace(state, said=said), tuple(lines)
 
     def _act(self, state: ControlState, log: MetricsLog, step: int) -> tuple[ControlState, tuple[Action, ...]]:
         controllers, actions = dict(state.controllers), []
@@ -186,7 +195,8 @@ class Supervisor:
         self, state: ControlState, diagnosis: Diagnosis, risk: float, actions: tuple[Action, ...], step: int
     ) -> tuple[ControlState, Action | None]:
         """Whether the run should end."""
-        asked = next((action for action in actions if action.what == "stop"), None)
+        asked = next((action for action in actions if action.what == "stop"), None)  # by a controller
+        # an escalation's top level is a systems fix, which no setting of a run can be
         escalation = self.spec.escalation
         if asked is None and escalation is not None and escalation.systems == "stop":
             top = next((a for a in actions if a.what == CORRECTION_LEVEL and a.after == len(LEVELS) - 1), None)
@@ -200,13 +210,3 @@ class Supervisor:
         critical = diagnosis.line() if diagnosis.verdict == "critical" else f"collapse risk {risk:.2f}"
         why = f"{critical} ({state.alarms} logging steps in a row)"
         return replace(state, alarms=0), Action(step, "verdict", "stop", 0, 1, why)
-
-
-def _thinned(row: dict[str, float]) -> dict[str, float]:
-    return {key: row[key] for key in _FOR_LONG if key in row}
-
-
-def _length_surge(diagnosis: Diagnosis) -> dict[str, float]:
-    """``rollout/length_surge``, once there are rows enough to compare."""
-    surge = diagnosis.readings.get("rollout/length_surge")
-    return {} if surge is None else {LENGTH_SURGE: surge}

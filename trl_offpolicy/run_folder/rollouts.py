@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ROLLOUTS_FILE = "rollouts.parquet"
-LOGP_COLUMNS = ("sampling_per_token_logps", "old_per_token_logps")
-REQUIRED_COLUMNS = ("step", "completion_mask", *LOGP_COLUMNS)
-TOKEN_COLUMNS = ("completion_mask", *LOGP_COLUMNS, "weights", "keep_mask")
+from trl_offpolicy.run_folder.layout import (
+    COMPLETION_MASK,
+    KEEP_MASK,
+    OLD_LOGPS,
+    ROLLOUTS_FILE,
+    SAMPLING_LOGPS,
+    STEP,
+    WEIGHTS,
+)
+
+_REQUIRED = (STEP, COMPLETION_MASK, SAMPLING_LOGPS, OLD_LOGPS)
+_FLATTENED = (COMPLETION_MASK, SAMPLING_LOGPS, OLD_LOGPS, WEIGHTS, KEEP_MASK)
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -129,19 +137,17 @@ def _part_files(path: Path) -> list[Path]:
 def _tables(file: Any, path: Path) -> Iterator[tuple[int, Any]]:
     """The row groups of one part, with the columns that :func:`_flatten` needs."""
     names = file.schema_arrow.names
-    missing = [name for name in REQUIRED_COLUMNS if name not in names]
+    missing = [name for name in _REQUIRED if name not in names]
     if missing:
-        raise ValueError(
-            f"{path} must have the columns {', '.join(REQUIRED_COLUMNS)}, but got no {', '.join(missing)}."
-        )
-    needed = [name for name in ("step", *TOKEN_COLUMNS) if name in names]
+        raise ValueError(f"{path} must have the columns {', '.join(_REQUIRED)}, but got no {', '.join(missing)}.")
+    needed = [name for name in (STEP, *_FLATTENED) if name in names]
     for group in range(file.num_row_groups):
         yield group, file.read_row_group(group, columns=needed)
 
 
 def _flatten(table: Any, first_row: int, path: Path) -> dict[str, Array]:
     """The array fields of :class:`RecordedRollouts` for one table."""
-    own_lengths = {name: _lengths(table, name) for name in TOKEN_COLUMNS if name in table.column_names}
+    own_lengths = {name: _lengths(table, name) for name in _FLATTENED if name in table.column_names}
     lengths = np.max(list(own_lengths.values()), axis=0)
     for name, own in own_lengths.items():
         wrong = np.flatnonzero((own != 0) & (own != lengths))
@@ -152,22 +158,22 @@ def _flatten(table: Any, first_row: int, path: Path) -> dict[str, Array]:
     def flat(name: str, fill: Any) -> Array:
         return _values(table, name, lengths, own_lengths.get(name), fill)
 
-    mask, keep = flat("completion_mask", True), flat("keep_mask", True)
-    sampling = flat("sampling_per_token_logps", np.nan)
+    mask, keep = flat(COMPLETION_MASK, True), flat(KEEP_MASK, True)
+    sampling = flat(SAMPLING_LOGPS, np.nan)
     with np.errstate(invalid="ignore"):  # -inf on both sides gives NaN, which is not observed
-        log_ratio = flat("old_per_token_logps", np.nan) - sampling
+        log_ratio = flat(OLD_LOGPS, np.nan) - sampling
     observed = mask & np.isfinite(log_ratio)
     row = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return {
-        "steps": table.column("step").to_numpy().astype(np.int64),
+        "steps": table.column(STEP).to_numpy().astype(np.int64),
         "trainable": np.bincount(row[mask], minlength=len(lengths)),
         "kept": np.bincount(row[mask & keep], minlength=len(lengths)),
         "row": (row[observed] + first_row).astype(np.int32),
         "position": position[observed].astype(np.int32),
         "sampling_logp": sampling[observed].astype(np.float32),
         "log_ratio": log_ratio[observed].astype(np.float32),
-        "weight": flat("weights", np.nan)[observed].astype(np.float32),
+        "weight": flat(WEIGHTS, np.nan)[observed].astype(np.float32),
         "keep": keep[observed],
     }
 

@@ -10,17 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from trl_offpolicy.run_folder.layout import EVAL_PREFIX, METRICS_FILE, RUN_FILE, STATE_FILE, STEP, TIME
 from trl_offpolicy.run_folder.names import frameworks, remarks, translate
 
-METRICS_FILE = "metrics.jsonl"
-STATE_FILE = "trainer_state.json"
-RUN_FILE = "run.json"
-STEP_KEYS = ("step", "global_step", "training/global_step", "trainer/global_step", "train/step", "_step")
-EVAL_PREFIX = "eval_"
+STEP_KEYS = (STEP, "global_step", "training/global_step", "trainer/global_step", "train/step", "_step")
 END_OF_RUN_PREFIX = "train_"
 """TRL's last row holds ``train_runtime``, ``train_loss`` and the like: one number for the whole run."""
 
-_BOOKKEEPING = frozenset({*STEP_KEYS, "time", "epoch", "num_tokens"})
+_BOOKKEEPING = frozenset({*STEP_KEYS, TIME, "epoch", "num_tokens"})
 
 
 class Series(NamedTuple):
@@ -53,7 +50,7 @@ class MetricsLog:
     @property
     def steps(self) -> list[int]:
         """The logged training steps, ascending."""
-        return [int(row["step"]) for row in self.rows]
+        return [int(row[STEP]) for row in self.rows]
 
     def has(self, key: str) -> bool:
         """Whether any step logged ``key``, finite or not."""
@@ -65,7 +62,7 @@ class MetricsLog:
 
     def series(self, key: str) -> Series:
         """The finite values of ``key``; steps that did not log it are left out."""
-        logged = [(int(row["step"]), row[key]) for row in self.rows if key in row]
+        logged = [(int(row[STEP]), row[key]) for row in self.rows if key in row]
         finite = [(step, value) for step, value in logged if math.isfinite(value)]
         return Series([s for s, _ in finite], [v for _, v in finite], len(logged) - len(finite))
 
@@ -102,8 +99,13 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
         if record is None or step is None:
             skipped.append(number)
         elif row := _training_numbers(record):
-            repeated += _add_row(rows, step, {**row, "step": step})
-    _warn_about_lines(path, skipped)
+            repeated += _add_row(rows, step, {**row, STEP: step})
+    if skipped:
+        shown = ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
+        warnings.warn(
+            f"{path}: skipped {len(skipped)} line(s) that are no JSON object with an integer step (line {shown}).",
+            stacklevel=2,
+        )
     if not rows:
         raise ValueError(f"{path} must hold at least one training row, but got 0.")
     keys = {key for row in rows.values() for key in row}
@@ -125,16 +127,18 @@ def metrics_file(run_dir: str | Path) -> Path:
     path = Path(run_dir)
     if path.is_file():
         return path
-    folder = _existing_folder(path)
-    if (folder / METRICS_FILE).is_file():
-        return folder / METRICS_FILE
-    states = sorted(folder.glob(f"**/{STATE_FILE}"), key=lambda found: found.stat().st_mtime)
+    if not path.is_dir():
+        raise FileNotFoundError(f"run_dir must be an existing folder, but got {path}.")
+    if (path / METRICS_FILE).is_file():
+        return path / METRICS_FILE
+    # a stock run of transformers has its log only in the checkpoints: the newest holds all of it
+    states = sorted(path.glob(f"**/{STATE_FILE}"), key=lambda found: found.stat().st_mtime)
     if states:
         return states[-1]
-    others = sorted(folder.glob("*.jsonl"))
+    others = sorted(path.glob("*.jsonl"))
     if len(others) == 1:
         return others[0]
-    got = f"{folder} with {', '.join(one.name for one in others)}" if others else str(folder)
+    got = f"{path} with {', '.join(one.name for one in others)}" if others else str(path)
     raise FileNotFoundError(f"run_dir must contain {METRICS_FILE} or {STATE_FILE}, but got {got}.")
 
 
@@ -149,8 +153,13 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield number, _parse_line(line)
+            if not line.strip():
+                continue
+            try:
+                record = _object(json.loads(line))
+            except ValueError:
+                record = None
+            yield number, record
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
@@ -167,20 +176,6 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
         return info
     warnings.warn(f"{path} is left out: it must hold a JSON object, but got {type(info).__name__}.", stacklevel=2)
     return {}
-
-
-def _existing_folder(run_dir: str | Path) -> Path:
-    folder = Path(run_dir)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"run_dir must be an existing folder, but got {folder}.")
-    return folder
-
-
-def _parse_line(line: str) -> dict[str, Any] | None:
-    try:
-        return _object(json.loads(line))
-    except ValueError:
-        return None
 
 
 def _object(record: Any) -> dict[str, Any] | None:
@@ -210,18 +205,10 @@ def _training_numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _add_row(rows: dict[int, dict[str, float]], step: int, row: dict[str, float]) -> bool:
     """Merge ``row`` into its step; True where it replaces values that were logged before."""
+    # a step may have several rows with different keys; the same key again means that the step was run again
     earlier = rows.setdefault(step, {})
     replaces = bool((earlier.keys() & row.keys()) - _BOOKKEEPING)
     if replaces:
         earlier.clear()
     earlier.update(row)
     return replaces
-
-
-def _warn_about_lines(path: Path, skipped: list[int]) -> None:
-    if skipped:
-        shown = "line " + ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
-        warnings.warn(
-            f"{path}: skipped {len(skipped)} line(s) that are no JSON object with an integer step ({shown}).",
-            stacklevel=3,
-        )

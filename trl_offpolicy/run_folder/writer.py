@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,24 +19,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RECIPE = "recipe.yaml"
-"""The options that reproduce the run, where the script that started it wrote them."""
-RECORDS = ("run.json", RECIPE, "metrics.jsonl", "actions.jsonl", "rollouts.parquet", "report.html")
+from trl_offpolicy.run_folder import layout
+
+
+class RunFolderWriter:
+    """Keeps the records of one run. Knows no trainer; only the main process calls it.
+
+    Args:
+        folder: of the run.
+        info: what ``run.json`` says besides versions, seed and command.
+        report: called with the folder when the run is complete; None = no report.
+    """
+
+    def __init__(
+        self, folder: str | Path, info: Mapping[str, Any], *, report: Callable[[Path], object] | None = None
+    ) -> None:
+        self.folder, self._info, self._report = Path(folder), info, report
+
+    def begin(self, step: int, *, seed: object) -> None:
+        """Make room for a run that starts, or goes on, after ``step`` optimizer steps; write ``run.json``."""
+        prepare_run_folder(self.folder, resumed_step=step)
+        command = " ".join(map(shlex.quote, sys.argv))
+        info = {**self._info, "seed": seed, "command": command, "versions": run_versions()}
+        (self.folder / layout.RUN_FILE).write_text(json.dumps(info, indent=2, default=str) + "\n")
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append to ``metrics.jsonl``."""
+        append_metrics(self.folder / layout.METRICS_FILE, step, values)
+
+    def end(self) -> None:
+        """Report on the run."""
+        if self._report is not None:
+            self._report(self.folder)
 
 
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
     """Make room for a run: archive older records, or cut them back to ``resumed_step`` when resuming."""
     folder.mkdir(parents=True, exist_ok=True)
-    present = [folder / name for name in RECORDS if (folder / name).exists()]
+    present = [folder / name for name in layout.RECORDS if (folder / name).exists()]
     if resumed_step == 0 and present:
-        archive = _new_folder(folder / "_previous" / time.strftime("%Y%m%d-%H%M%S"))
+        archive = _new_folder(folder / layout.PREVIOUS_FOLDER / time.strftime("%Y%m%d-%H%M%S"))
         for path in present:
             shutil.move(path, archive / path.name)
     elif resumed_step > 0:
-        for name in ("metrics.jsonl", "actions.jsonl"):
+        for name in (layout.METRICS_FILE, layout.ACTIONS_FILE):
             _cut_lines(folder / name, resumed_step)
-        for part in (folder / "rollouts.parquet").glob("part-*.parquet"):
-            if int(part.name.split("-")[1]) >= resumed_step:
+        # part N was sampled after N optimizer steps: a run that goes on from there samples it again
+        for part in (folder / layout.ROLLOUTS_FILE).glob(layout.ROLLOUT_PARTS):
+            if layout.step_of_part(part) >= resumed_step:
                 part.unlink()
 
 
@@ -50,6 +82,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def _cut_lines(path: Path, step: int) -> None:
+    """Drop the rows after ``step``. The file is replaced at once, so that a kill leaves the old one or the new one."""
     if not path.exists():
         return
     kept = []
@@ -58,7 +91,7 @@ def _cut_lines(path: Path, step: int) -> None:
             row = json.loads(line)
         except json.JSONDecodeError:  # a line cut short by a kill comes after the checkpoint
             continue
-        if row.get("step", 0) <= step:
+        if row.get(layout.STEP, 0) <= step:
             kept.append(line)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept))
@@ -67,7 +100,7 @@ def _cut_lines(path: Path, step: int) -> None:
 
 def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
     """Append one JSON line; values that are not finite become null."""
-    row: dict[str, Any] = {"step": step, "time": time.time()}
+    row: dict[str, Any] = {layout.STEP: step, layout.TIME: time.time()}
     row |= {key: value for key, value in values.items() if isinstance(value, int | float | str | None)}
     clean = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
@@ -80,26 +113,17 @@ class RolloutRecorder:
     """Collects rollouts on the device and writes them at the logging step, so that recording never waits for it.
 
     Args:
-        folder: ``.../rollouts.parquet``.
+        folder: of the run; the parts go into its ``rollouts.parquet``.
         decode: token ids to text.
         rank: process index, part of the file name.
     """
 
-    def __init__(self, folder: Path, decode: Callable[[list[int]], str], rank: int) -> None:
-        self.folder, self._decode, self._rank = folder, decode, rank
+    def __init__(self, folder: str | Path, decode: Callable[[list[int]], str], rank: int) -> None:
+        self.folder, self._decode, self._rank = Path(folder) / layout.ROLLOUTS_FILE, decode, rank
         self._pending: list[tuple[int, dict[str, Tensor | None]]] = []
 
-    @classmethod
-    def of(cls, trainer: Any) -> RolloutRecorder:
-        """The recorder of one rank of a ``trl.GRPOTrainer``."""
-        return cls(
-            Path(trainer.args.output_dir) / "rollouts.parquet",
-            trainer._tokenizer.decode,
-            trainer.accelerator.process_index,
-        )
-
     def add(self, step: int, **tensors: Tensor | None) -> None:
-        """Keep the tensors of one micro-batch of optimizer step ``step``."""
+        """Keep the tensors of one micro-batch of optimizer step ``step``, named as the columns are."""
         self._pending.append((step, {k: None if v is None else v.detach() for k, v in tensors.items()}))
 
     def flush(self) -> None:
@@ -111,74 +135,38 @@ class RolloutRecorder:
         for step in steps:
             rows = [row for at, tensors in self._pending if at == step for row in self._rows(step, tensors)]
             self.folder.mkdir(parents=True, exist_ok=True)
-            target = self.folder / f"part-{step:07d}-{self._rank:04d}.parquet"
+            target = self.folder / layout.rollout_part(step, self._rank)
             temporary = target.with_name(f".{target.stem}.tmp")  # hidden: readers of the folder pass it over
             pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
             temporary.replace(target)
         self._pending.clear()
 
     def _rows(self, step: int, tensors: Mapping[str, Tensor | None]) -> list[dict[str, Any]]:
+        """One record a completion: padding out, ids as text beside them, null for what was not measured."""
         host = {name: None if value is None else value.cpu() for name, value in tensors.items()}
-        completion_ids, attended = host["completion_ids"], host["attention_mask"]
-        prompt_ids, prompt_mask = host["prompt_ids"], host["prompt_mask"]
-        assert (
-            completion_ids is not None and attended is not None and prompt_ids is not None and prompt_mask is not None
-        )
+        attended, prompt_ids, prompt_mask = host["attention_mask"], host["prompt_ids"], host["prompt_mask"]
+        assert attended is not None and prompt_ids is not None and prompt_mask is not None
         rows = []
-        for i in range(len(completion_ids)):
-            inside = attended[i].bool()
-            row: dict[str, Any] = {"step": step, "completion_ids": completion_ids[i][inside].tolist()}
-            row["prompt"] = self._decode(prompt_ids[i][prompt_mask[i].bool()].tolist())
-            row["completion"] = self._decode(row["completion_ids"])
-            for name in ("reward", "advantage", "group_id", "policy_version"):
+        for i in range(len(attended)):
+            row: dict[str, Any] = {layout.STEP: step}
+            for name in (layout.REWARD, layout.ADVANTAGE, layout.GROUP_ID, layout.POLICY_VERSION):
                 value = host.get(name)
                 row[name] = None if value is None else value[i].item()
-            for name in _TOKEN_COLUMNS:
+            inside = attended[i].bool()
+            for name in layout.TOKEN_COLUMNS:
                 value = host.get(name)
                 row[name] = None if value is None else value[i][inside].tolist()
+            row[layout.PROMPT] = self._decode(prompt_ids[i][prompt_mask[i].bool()].tolist())
+            row[layout.COMPLETION] = self._decode(row[layout.COMPLETION_IDS])
             rows.append(row)
         return rows
-
-
-_TOKEN_COLUMNS = (
-    "completion_mask",
-    "sampling_per_token_logps",
-    "old_per_token_logps",
-    "entropies",
-    "weights",
-    "keep_mask",
-    "policy_versions",
-)
 
 
 def _schema() -> Any:
     import pyarrow as pa
 
-    floats, bools = pa.list_(pa.float32()), pa.list_(pa.bool_())
-    return pa.schema(
-        {
-            "step": pa.int64(),
-            "policy_version": pa.int64(),
-            "prompt": pa.string(),
-            "completion": pa.string(),
-            "reward": pa.float32(),
-            "advantage": pa.float32(),
-            "group_id": pa.int64(),
-            "completion_ids": pa.list_(pa.int64()),
-            "completion_mask": bools,
-            "sampling_per_token_logps": floats,
-            "old_per_token_logps": floats,
-            "entropies": floats,
-            "weights": floats,
-            "keep_mask": bools,
-            "policy_versions": pa.list_(pa.int64()),
-        }
-    )
-
-
-def write_run_info(path: Path, info: Mapping[str, Any]) -> None:
-    """Write ``run.json``: what is needed to say where the numbers come from."""
-    path.write_text(json.dumps(dict(info), indent=2, default=str) + "\n")
+    rows = {name: pa.type_for_alias(kind) for name, kind in layout.ROW_COLUMNS.items()}
+    return pa.schema(rows | {name: pa.list_(pa.type_for_alias(kind)) for name, kind in layout.TOKEN_COLUMNS.items()})
 
 
 def run_versions() -> dict[str, str]:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts import batches
-from trl_offpolicy.run_folder.writer import RolloutRecorder
 from trl_offpolicy.stats import Stats
-from trl_offpolicy.trl.callbacks import RunFolderCallback
+from trl_offpolicy.trl.callbacks import record_run, rollout_recorder
 from trl_offpolicy.trl.control import ControlCallback, watch
 
 logger = logging.getLogger(__name__)
@@ -63,11 +61,8 @@ class Observer:
         self._scores: tuple[Tensor, Tensor | None] | None = None
         self._in_loss = False
         self._said: set[str] = set()
-        decode = trainer._tokenizer.decode
-        folder = Path(trainer.args.output_dir) / "rollouts.parquet"
-        self._recorder = RolloutRecorder(folder, decode, trainer.accelerator.process_index) if record_rollouts else None
-        self._callbacks: list[Any] = [RunFolderCallback(_description(trainer), report=write_report, decode=decode)]
-        trainer.add_callback(self._callbacks[0])
+        self._recorder = rollout_recorder(trainer) if record_rollouts else None
+        self._callbacks: list[Any] = [record_run(trainer, _description(trainer), report=write_report)]
         if spec is not None:
             self._callbacks.append(ControlCallback(spec))
             watch(trainer, self._callbacks[1])
@@ -135,7 +130,7 @@ class Observer:
 
     @torch.no_grad()
     def _measure(self, inputs: dict[str, Any]) -> None:
-        """The diagnostics of a micro-batch; what cannot be measured is said once and costs nothing."""
+        """The diagnostics of a micro-batch; what cannot be measured costs a warning, once, and nothing else."""
         if self._scores is None:
             return self._say("nothing is measured: the loss did not compute log-probs by TRL's own method")
         logps, entropies = self._scores
@@ -144,20 +139,19 @@ class Observer:
             self._say("there are no log-probs of the engine: the mismatch cannot be measured (use_vllm is off?)")
         try:
             batch = batches.policy_batch(inputs, logps, version=self.trainer.state.global_step, entropies=entropies)
-            result = self._objective_for(inputs)(batch)
+            objective = self.objective
+            if "sampling_per_token_logps" not in inputs and objective.needs_sampling:
+                objective = replace(objective, correction=None)
+            result = objective(batch)
         except (ValueError, TypeError) as error:
             return self._say(f"a micro-batch is not measured: {error}")
-        mode, known = self._mode, self._stats.get(self._mode)
-        self._stats[mode] = result.stats if known is None else known.merge(result.stats)
+        mode = self._mode
+        self._stats[mode] = self._stats.get(mode, Stats({})).merge(result.stats)
+        # a rollout is recorded once, on the first pass over its generation batch
         args = self.trainer.args
         first_pass = self.trainer._step % (args.steps_per_generation * args.num_iterations) < args.steps_per_generation
         if self._recorder is not None and mode == "train" and first_pass:
             self._recorder.add(self.trainer.state.global_step, **batches.recorded_rows(inputs, batch, result))
-
-    def _objective_for(self, inputs: dict[str, Any]) -> Objective:
-        """Without the terms that this batch lacks what they need."""
-        objective = self.objective
-        return objective if "sampling_per_token_logps" in inputs else _without_sampling(objective)
 
     def _say(self, what: str) -> None:
         if what not in self._said:
@@ -173,10 +167,6 @@ def trl_preset(trainer: GRPOTrainer) -> Preset:
     return presets.from_trl(**options)
 
 
-def _without_sampling(objective: Objective) -> Objective:
-    return replace(objective, correction=None) if objective.needs_sampling else objective
-
-
 def _check(trainer: Any) -> None:
     if not isinstance(trainer, GRPOTrainer):
         raise TypeError(f"trainer must be a trl.GRPOTrainer, but got {type(trainer).__name__}.")
@@ -188,13 +178,16 @@ def _check(trainer: Any) -> None:
 
 def _description(trainer: GRPOTrainer) -> dict[str, Any]:
     args = trainer.args
-    own = args.use_vllm and args.vllm_importance_sampling_correction
-    sampler = "rollout_func" if trainer.rollout_func is not None else "transformers generate"
+    corrects = args.use_vllm and args.vllm_importance_sampling_correction
+    if args.use_vllm:
+        engine = f"vllm {args.vllm_mode}"
+    else:
+        engine = "transformers generate" if trainer.rollout_func is None else "rollout_func"
     return {
         "model": getattr(trainer.model.config, "_name_or_path", ""),
         "preset": "stock TRL, measured by trl_offpolicy.attach",
-        "correction": f"TRL's own, {args.vllm_importance_sampling_mode}" if own else "none",
+        "correction": f"TRL's own, {args.vllm_importance_sampling_mode}" if corrects else "none",
         "objective": f"TRL's own, loss_type={args.loss_type}",
         "advantages": "TRL's",
-        "engine": f"vllm {args.vllm_mode}" if args.use_vllm else sampler,
+        "engine": engine,
     }

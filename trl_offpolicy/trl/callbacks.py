@@ -1,19 +1,17 @@
-"""Trainer callbacks: the run folder and the closing report."""
+"""Trainer callbacks: the progress line, and the run folder."""
 
 from __future__ import annotations
 
-import logging
-import shlex
-import sys
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOTrainer
 
-from trl_offpolicy.run_folder.writer import append_metrics, prepare_run_folder, run_versions, write_run_info
-
-logger = logging.getLogger(__name__)
-
+from trl_offpolicy.diagnosis.report.closing import closing_report
+from trl_offpolicy.run_folder.layout import EVAL_PREFIX
+from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
 _SHORT = {  # label -> (key, format)
     "loss": ("loss", ".4f"),
@@ -28,10 +26,12 @@ _SHORT = {  # label -> (key, format)
 
 def short_line(step: int, logs: dict[str, Any]) -> str:
     """The handful of numbers that a person follows; all others are in ``metrics.jsonl``."""
-    prefix = "eval_" if any(key.startswith("eval_") for key in logs) else ""
+    prefix = EVAL_PREFIX if any(key.startswith(EVAL_PREFIX) for key in logs) else ""
     values = {label: (logs.get(prefix + key), spec) for label, (key, spec) in _SHORT.items()}
     shown = [f"{label} {value:{spec}}" for label, (value, spec) in values.items() if isinstance(value, int | float)]
-    return f"{'held out' if prefix else 'step'} {step:>4}  {'  '.join(shown)}" if shown else ""
+    if not shown:
+        return ""
+    return f"{'held out' if prefix else 'step'} {step:>4}  {'  '.join(shown)}"
 
 
 class ShortProgressCallback(ProgressCallback):  # type: ignore[misc]
@@ -52,29 +52,21 @@ class ShortProgressCallback(ProgressCallback):  # type: ignore[misc]
 
 
 class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
-    """Writes ``run.json`` and ``metrics.jsonl``, and at the end prints the summary and writes ``report.html``.
+    """Calls a :class:`~trl_offpolicy.run_folder.writer.RunFolderWriter` on the main process.
 
     Args:
-        info: what ``run.json`` says besides versions, seed and command.
-        report: print and write the report at the end.
-        decode: token ids to text, for the report.
+        writer: it.
     """
 
-    def __init__(self, info: dict[str, Any], *, report: bool, decode: Any) -> None:
-        self._info, self._report, self._decode = info, report, decode
+    def __init__(self, writer: RunFolderWriter) -> None:
+        self._writer = writer
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prepare the folder on the main process."""
-        if not state.is_world_process_zero:
-            return
-        folder = Path(args.output_dir)
-        prepare_run_folder(folder, resumed_step=state.global_step)
-        command = " ".join(map(shlex.quote, sys.argv))
-        write_run_info(
-            folder / "run.json", {**self._info, "seed": args.seed, "command": command, "versions": run_versions()}
-        )
+        """Prepare the folder."""
+        if state.is_world_process_zero:
+            self._writer.begin(state.global_step, seed=args.seed)
 
     def on_log(
         self,
@@ -84,24 +76,32 @@ class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Append to ``metrics.jsonl``."""
+        """Append what was logged."""
         if state.is_world_process_zero and logs:
-            append_metrics(Path(args.output_dir) / "metrics.jsonl", state.global_step, logs)
+            self._writer.log(state.global_step, logs)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Print the table and write the report; a failure here never costs the run."""
-        if not (self._report and state.is_world_process_zero):
-            return
-        from trl_offpolicy.diagnosis import print_summary, summarize_run, write_report
+        """Report on the run."""
+        if state.is_world_process_zero:
+            self._writer.end()
 
-        try:
-            print_summary(summarize_run(args.output_dir))
-            path = write_report(args.output_dir, decode=self._decode)
-            folder = Path(args.output_dir)
-            print(f"report:   {path}\nmetrics:  {folder / 'metrics.jsonl'}\nrollouts: {folder / 'rollouts.parquet'}")
-        except Exception:
-            logger.exception(
-                "The run is complete, but its report failed; try: trl-offpolicy report %s", args.output_dir
-            )
+
+def record_run(trainer: GRPOTrainer, info: Mapping[str, Any], *, report: bool) -> RunFolderCallback:
+    """Have a trainer keep ``run.json`` and ``metrics.jsonl`` in its output folder; the callback that does it.
+
+    Args:
+        trainer: it.
+        info: what ``run.json`` says besides versions, seed and command.
+        report: print the summary and write ``report.html`` at the end.
+    """
+    closing = partial(closing_report, decode=trainer._tokenizer.decode) if report else None
+    callback = RunFolderCallback(RunFolderWriter(trainer.args.output_dir, info, report=closing))
+    trainer.add_callback(callback)
+    return callback
+
+
+def rollout_recorder(trainer: GRPOTrainer) -> RolloutRecorder:
+    """What writes the rollouts of one rank into the output folder."""
+    return RolloutRecorder(trainer.args.output_dir, trainer._tokenizer.decode, trainer.accelerator.process_index)

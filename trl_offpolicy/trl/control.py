@@ -1,8 +1,7 @@
-"""Control in TRL: a callback that reads each logged row and turns a supervisor's decisions into settings."""
+"""Control in TRL: a callback that hands each logged row to a session, and ends the run where it asks for that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,81 +10,56 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_offpolicy.control import (
-    ACTIONS_FILE,
-    ControlSpec,
-    ControlState,
-    LearningRateScale,
-    Outcome,
-    Supervisor,
-    append_actions,
-)
-from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine
+from trl_offpolicy.control import ControlSpec, ControlState
+from trl_offpolicy.control.session import ControlSession, lacking
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.objective.measure import gradient_variance
-from trl_offpolicy.run_folder.run_data import METRICS_FILE, read_metrics
-from trl_offpolicy.stats import PREFIX
 
 
 class ControlCallback(TrainerCallback):  # type: ignore[misc]
-    """Watches a run and, with policy ``stop`` or ``act``, does something about it.
+    """Watches a run through a :class:`~trl_offpolicy.control.session.ControlSession`.
 
     It must come before the callbacks that write what was logged, because it adds to it: put it first
-    (:func:`watch`). What the optimizer really used stands under ``learning_rate``.
+    (:func:`watch`). ``learning_rate`` is logged as the optimizer really used it.
 
     Args:
         spec: what ``control`` says.
-        correct: takes a correction into use; None = the trainer has none of its own.
-        base: the configured correction, level 0 of an escalation.
-        resync: makes the next generation wait for a sync of its own.
+        **lent: ``base``, ``correct`` and ``resync`` of the session; a stock trainer has none of them.
     """
 
-    def __init__(
-        self,
-        spec: ControlSpec,
-        *,
-        correct: Callable[[Correction], None] | None = None,
-        base: Correction | None = None,
-        resync: Callable[[], None] | None = None,
-    ) -> None:
-        self.spec, self.supervisor = spec, Supervisor(spec)
-        self.state: ControlState = self.supervisor.start()
-        self._correct, self._resync = correct, resync
-        self._ladder = () if spec.escalation is None else spec.escalation.ladder(base or Correction())
-        self._scale = LearningRateScale()
-        self._cosine = ConsecutiveCosine() if spec.gradient_cosine else None
+    def __init__(self, spec: ControlSpec, **lent: Any) -> None:
+        self.session = ControlSession(
+            spec, say=tqdm.write, broadcast=lambda row: broadcast_object_list([row])[0], **lent
+        )
 
-    # ---------------------------------------------------------------------------------------------------- checkpoints
+    @property
+    def spec(self) -> ControlSpec:
+        """Without the controllers that cannot work here."""
+        return self.session.spec
+
+    @property
+    def state(self) -> ControlState:
+        """After the last logging step."""
+        return self.session.state
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return self.state.as_dict()
+        return self.session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        if state:
-            self.state = self.supervisor.restore(state)
-            self._put_in_force(self.supervisor.settings(self.state))
-
-    # --------------------------------------------------------------------------------------------------------- events
+        self.session.load_state_dict(state)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hook into the optimizer; take the last rows of a run that goes on."""
-        if self.spec.moves_learning_rate and kwargs.get("optimizer") is not None:
-            self._scale.attach(kwargs["optimizer"])
-        file = Path(args.output_dir) / METRICS_FILE
-        if state.global_step > 0 and not self.state.rows and file.is_file():
-            rows = tuple(row for row in read_metrics(args.output_dir).rows if row["step"] <= state.global_step)
-            self.state = replace(self.state, rows=rows[-self.spec.history :])
+        self.session.begin(Path(args.output_dir), state.global_step, optimizer=kwargs.get("optimizer"))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Compare the gradient with the last one, if asked for."""
-        if self._cosine is not None:
-            self._cosine.update(kwargs["model"].parameters())
+        self.session.compare_gradient(kwargs["model"].parameters())
 
     def on_log(
         self,
@@ -95,40 +69,32 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Judge a row of training, add to it, say and do what follows."""
+        """Judge a row of training, add to it, and do what follows."""
         if not logs or "loss" not in logs:
             return
         if "learning_rate" in logs:
-            logs["learning_rate"] *= self._scale.value
-        added = gradient_variance(logs, responses=args.train_batch_size * _steps(args) * args.world_size)
-        if self._cosine is not None and (cosine := self._cosine.value()) is not None:
-            added[f"{PREFIX}gradient/cosine_previous"] = cosine
-        row = {**logs, **added}
-        if self.spec.policy != "warn" and args.world_size > 1:
-            row = broadcast_object_list([row])[0]  # the main rank's, so that all decide the same
-        self.state, outcome = self.supervisor.observe(self.state, state.global_step, row)
-        added |= outcome.metrics
+            logs["learning_rate"] *= self.session.scale.value
+        added = self.session.observe(
+            state.global_step,
+            logs,
+            responses=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            world_size=args.world_size,
+            is_main=state.is_world_process_zero,
+        )
         logs.update(added)
+        # the trainer has put a copy of the row into its history already
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(logs)
-        self._put_in_force(outcome)
-        if outcome.stop:
+        if self.session.stop:
             control.should_training_stop = control.should_save = True
-        if state.is_world_process_zero:
-            _say(outcome, Path(args.output_dir))
+            if state.is_world_process_zero:
+                tqdm.write(f"[control] the run ends here with a checkpoint in {args.output_dir}: {self.session.stop}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave the optimizer alone."""
-        self._scale.detach()
-
-    def _put_in_force(self, outcome: Outcome) -> None:
-        self._scale.value = outcome.learning_rate_scale
-        if self._correct is not None and self._ladder:
-            self._correct(self._ladder[outcome.correction_level])
-        if outcome.resync and self._resync is not None:
-            self._resync()
+        self.session.end()
 
 
 def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> ControlCallback | None:
@@ -144,7 +110,6 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
     """
     if spec is None:
         return None
-    stages, correction = trainer._stages, trainer.objective.correction or Correction()
 
     def correct(chosen: Correction) -> None:
         if trainer.objective.correction is not chosen:
@@ -154,16 +119,14 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
     def resync() -> None:
         trainer._last_loaded_step = -1  # TRL syncs where it is not the step of now
 
-    missing = {}
-    if not has_sampler:
-        missing["escalation"] = "an engine with log-probs of its own"
-    elif stages is not None and stages.early is not None:
-        missing["escalation"] = "a correction of row scope"
-    if not trainer.use_vllm:
-        missing["resync"] = "vLLM"
-    if not correction.weights and "escalation" in missing:
-        missing["ess_step"] = "a correction with a weight"
-    callback = ControlCallback(spec.without(missing), correct=correct, base=correction, resync=resync)
+    base = trainer.objective.correction
+    missing = lacking(
+        base,
+        has_sampler=has_sampler,
+        needs_whole_batch=trainer._stages is not None and trainer._stages.early is not None,
+        resync_needs="" if trainer.use_vllm else "vLLM",
+    )
+    callback = ControlCallback(spec.without(missing), base=base, correct=correct, resync=resync)
     watch(trainer, callback)
     return callback
 
@@ -171,17 +134,3 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
 def watch(trainer: Any, callback: ControlCallback) -> None:
     """Put the callback before those that write what was logged."""
     trainer.callback_handler.callbacks.insert(0, callback)
-
-
-def _steps(args: Any) -> int:
-    return int(args.gradient_accumulation_steps)
-
-
-def _say(outcome: Outcome, folder: Path) -> None:
-    for line in outcome.lines:
-        tqdm.write(f"[control] {line}")
-    if outcome.stop:
-        tqdm.write(f"[control] the run ends here with a checkpoint in {folder}: {outcome.stop}")
-    if outcome.actions:
-        folder.mkdir(parents=True, exist_ok=True)
-        append_actions(folder / ACTIONS_FILE, outcome.actions)

@@ -18,19 +18,23 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     config: Any = getattr(model, "config", None)
     server = getattr(getattr(trainer, "vllm_generation", None), "server", None)
+    engine = cast("dict[str, Any] | None", args.engine) if args.use_vllm else None
+    sampler = f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate"
+    findings = sampling_findings(args) if server is None else sampling_findings(args) + server.findings
+    precisions = {"bfloat16": args.bf16, "float16": args.fp16}
     return {
         "model": getattr(config, "_name_or_path", ""),
         **preset.described(),
         "advantages": "TRL's" if preset.advantages is None else repr(preset.advantages),
-        "engine": f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate",
+        "engine": sampler,
         "async_rollouts": args.async_rollouts,
         "routing_replay": args.routing_replay,
         "control": repr(args.control_spec),
-        "sampling_states": described(sampling_findings(args) + (() if server is None else server.findings)),
+        "sampling_states": described(findings),
         "declared": declared_sides(
             model,
-            engine=cast("dict[str, Any] | None", args.engine) if args.use_vllm else None,
-            autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+            engine=engine,
+            autocast=next((name for name, used in precisions.items() if used), None),
             tools=bool(trainer.tools),
             sampling={name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),

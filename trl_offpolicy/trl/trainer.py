@@ -28,10 +28,10 @@ from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
-from trl_offpolicy.run_folder.writer import RolloutRecorder
+from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.ahead import sample_ahead
-from trl_offpolicy.trl.callbacks import RunFolderCallback, ShortProgressCallback
+from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
 from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stages_of
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
@@ -72,7 +72,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
         self._filtered = filtered_scoring(args)
-        with trl_engine(engine_options(args), folder=Path(args.output_dir) / "_engine_weights"):
+        with trl_engine(engine_options(args), folder=Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         watch_sync(self)
         self._routing = TrainerRouting(self)
@@ -83,11 +83,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
         self._row_counter = batches.RowCounter()
-        self._recorder = RolloutRecorder.of(self) if args.record_rollouts else None
-        info = run_description(args, preset, self)
+        self._recorder = rollout_recorder(self) if args.record_rollouts else None
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
             self.add_callback(ShortProgressCallback)
-        self.add_callback(RunFolderCallback(info, report=args.write_report, decode=self._tokenizer.decode))
+        record_run(self, run_description(args, preset, self), report=args.write_report)
         self._control = supervise(self, args.control_spec, has_sampler=has_sampler)
 
     @property
@@ -282,7 +281,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's card, with the correction, its citation, the diagnosis table and the recipe."""
         super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero() and (Path(self.args.output_dir) / "metrics.jsonl").exists():
+        if self.is_world_process_zero() and (Path(self.args.output_dir) / METRICS_FILE).exists():
             write_card(self.args.output_dir)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
-from trl_offpolicy.functional.kl import k3
 from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
+from trl_offpolicy.functional.kl import k3
 
 Array = NDArray[Any]
 MAX_LOG_RATIO = 20.0

@@ -12,6 +12,7 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import kl_k3
 from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS, OTHER_WEIGHTS
+from trl_offpolicy.run_folder.layout import COMPLETION_IDS, ENTROPIES, GROUP_ID
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 MOST_ROWS = 256
@@ -20,7 +21,7 @@ GREW = 20.0
 """Times that the mismatch must have grown since the start of the run to be blamed on weights."""
 SMALL_START = 1e-3
 """KL k3, nats per token, that it must have begun below."""
-_EXTRAS = ("completion_ids", "group_id", "entropies")
+_EXTRAS = (COMPLETION_IDS, GROUP_ID, ENTROPIES)
 
 
 def recorded_evidence(
@@ -115,11 +116,11 @@ def _extras(rollouts: RecordedRollouts, wanted: Any, shape: tuple[int, int]) -> 
     columns = {name: [records[int(row)][name] for row in wanted] for name in _EXTRAS}
     known = {name: values for name, values in columns.items() if all(value is not None for value in values)}
     extras: dict[str, Any] = {}
-    if "completion_ids" in known:
-        ids = padded([ids[: shape[1]] for ids in known["completion_ids"]], width=shape[1], fill=-1)
+    if COMPLETION_IDS in known:
+        ids = padded([ids[: shape[1]] for ids in known[COMPLETION_IDS]], width=shape[1], fill=-1)
         extras["token_ids"] = ids.astype(np.int64)
-    if "group_id" in known:
-        extras["group_ids"] = np.asarray(known["group_id"], np.int64)
-    if "entropies" in known:
-        extras["entropies"] = padded([row[: shape[1]] for row in known["entropies"]], width=shape[1])
+    if GROUP_ID in known:
+        extras["group_ids"] = np.asarray(known[GROUP_ID], np.int64)
+    if ENTROPIES in known:
+        extras["entropies"] = padded([row[: shape[1]] for row in known[ENTROPIES]], width=shape[1])
     return extras

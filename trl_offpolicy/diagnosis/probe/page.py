@@ -14,6 +14,7 @@ from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.probe import ProbeResult
 from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
+from trl_offpolicy.run_folder.layout import PROBE_FILE, PROBE_PAGE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +87,7 @@ BREAKDOWN_TITLES = ("tokens", "KL k3", "mean |log-ratio|", "share of KL")
 def write_probe(result: ProbeResult, folder: Path) -> tuple[Path, Path]:
     """Write ``probe.json`` and ``probe.html`` into ``folder``; returns both paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    json_path, html_path = folder / "probe.json", folder / "probe.html"
+    json_path, html_path = folder / PROBE_FILE, folder / PROBE_PAGE
     json_path.write_text(json.dumps(_plain(as_dict(result)), indent=2) + "\n", encoding="utf-8")
     html_path.write_text(render_probe(result), encoding="utf-8")
     return json_path, html_path

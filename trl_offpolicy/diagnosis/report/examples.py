@@ -10,6 +10,7 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.rollout_numbers import completion_states, largest_log_ratios
+from trl_offpolicy.run_folder.layout import ADVANTAGE, COMPLETION, COMPLETION_IDS, PROMPT, REWARD
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 Decode = Callable[[list[int]], str]
@@ -58,11 +59,11 @@ class Example(NamedTuple):
 def top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> list[TopToken]:
     """The TOP_TOKENS largest |log-ratio|, largest first, each with its text (or token ids) around it."""
     tokens = largest_log_ratios(rollouts, TOP_TOKENS)
-    records = fetch_rows(rollouts, rollouts.row[tokens].tolist(), ("completion_ids", "completion"))
+    records = fetch_rows(rollouts, rollouts.row[tokens].tolist(), (COMPLETION_IDS, COMPLETION))
     found = []
     for token in tokens.tolist():
         row, position = int(rollouts.row[token]), int(rollouts.position[token])
-        ids = records[row]["completion_ids"]
+        ids = records[row][COMPLETION_IDS]
         logp, log_ratio = float(rollouts.sampling_logp[token]), float(rollouts.log_ratio[token])
         token_id, context = "–", None
         if ids:
@@ -75,7 +76,7 @@ def top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> list[TopTok
             "kept" if rollouts.keep[token] else "dropped",
             f"{rollouts.steps[row]} / {position}",
         )
-        text = shorten(str(records[row]["completion"] or ""))
+        text = shorten(str(records[row][COMPLETION] or ""))
         found.append(TopToken(cells, context, "" if context and decode else text))
     return found
 
@@ -94,7 +95,7 @@ def example_completions(rollouts: RecordedRollouts) -> list[Example]:
     """Completions of the first and the last recorded step with reward and fate."""
     first, last = int(rollouts.steps.min()), int(rollouts.steps.max())
     chosen = [*_spread(rollouts, first), *(_spread(rollouts, last) if last != first else ())]
-    records = fetch_rows(rollouts, chosen, ("prompt", "completion", "reward", "advantage"))
+    records = fetch_rows(rollouts, chosen, (PROMPT, COMPLETION, REWARD, ADVANTAGE))
     states = completion_states(rollouts)
     return [_example(rollouts, row, records[row], STATE_NAMES[states[row]]) for row in chosen]
 
@@ -108,9 +109,9 @@ def _spread(rollouts: RecordedRollouts, step: int) -> Sequence[int]:
 
 
 def _example(rollouts: RecordedRollouts, row: int, record: dict[str, Any], state: str) -> Example:
-    facts = [f"step {rollouts.steps[row]}", f"reward {_number(record['reward'])}"]
-    facts += [f"advantage {_number(record['advantage'])}", f"{rollouts.trainable[row]} tokens", state]
-    prompt, completion = (shorten(str(record[name] or "")) for name in ("prompt", "completion"))
+    facts = [f"step {rollouts.steps[row]}", f"reward {_number(record[REWARD])}"]
+    facts += [f"advantage {_number(record[ADVANTAGE])}", f"{rollouts.trainable[row]} tokens", state]
+    prompt, completion = (shorten(str(record[name] or "")) for name in (PROMPT, COMPLETION))
     return Example(", ".join(facts), prompt, completion)
 
 

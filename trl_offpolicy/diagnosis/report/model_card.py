@@ -13,8 +13,8 @@ from typing import Any
 from trl_offpolicy.diagnosis.doctor import Examination, examine
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.summary import RunSummary, format_with_interval, summarize_run
+from trl_offpolicy.run_folder.layout import CARD_FILE, RECIPE_FILE
 from trl_offpolicy.run_folder.run_data import read_run_info
-from trl_offpolicy.run_folder.writer import RECIPE
 
 BEGIN, END = "<!-- trl-offpolicy -->", "<!-- end of trl-offpolicy -->"
 PROJECT = "trl-offpolicy"
@@ -36,7 +36,7 @@ def card_section(run_dir: str | Path) -> str:
         _method(info),
         _table(summarize_run(folder)),
         _verdict(examine(folder)),
-        _recipe(folder / RECIPE, info),
+        _recipe(folder / RECIPE_FILE, info),
     ]
     return "\n\n".join([BEGIN, *parts, END])
 
@@ -52,7 +52,7 @@ def write_card(run_dir: str | Path, card: str | Path | None = None) -> Path:
     Returns:
         The file written.
     """
-    path = Path(run_dir) / "README.md" if card is None else Path(card)
+    path = Path(run_dir) / CARD_FILE if card is None else Path(card)
     section = card_section(run_dir)
     text = path.read_text() if path.exists() else _new_card(read_run_info(run_dir))
     older = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)

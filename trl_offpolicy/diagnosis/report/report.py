@@ -14,10 +14,10 @@ from trl_offpolicy.diagnosis.report.statement import describe_run
 from trl_offpolicy.diagnosis.report.step_plots import draw_step_figures
 from trl_offpolicy.diagnosis.report.summary import column_titles, summarize_log, table_caption
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.run_folder.layout import REPORT_FILE
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
 
-REPORT_FILE = "report.html"
 _LABELS = {
     "likely": "likely cause",
     "because": "why",

@@ -205,12 +205,13 @@ def _surge(rows: Sequence[dict[str, float]], thresholds: Thresholds) -> dict[str
     has ten steps.
     """
     if any("offpolicy/rollout/length_surge" in row for row in rows[-1:]):
-        return {}
+        return {}  # the run's own control has measured it
     key = next((name for name in LENGTHS if any(name in row for row in rows)), None)
     lengths = [(row["step"], row[key]) for row in rows if key and math.isfinite(row.get(key, math.nan))]
     if len(lengths) < 10:
         return {}
     start = lengths[-1][0] - thresholds.length_window
+    # the first row inside the window, but early enough that the five rows from it on are not among the last five
     first = min(next(i for i, (step, _) in enumerate(lengths) if step >= start), len(lengths) - 10)
     before, now = _mean([v for _, v in lengths[first : first + 5]]), _mean([v for _, v in lengths[-5:]])
     return {"rollout/length_surge": now / before} if before > 0 else {}

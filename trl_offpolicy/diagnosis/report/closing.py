@@ -1,0 +1,28 @@
+"""What a run says of itself at its end."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from trl_offpolicy.diagnosis.report.examples import Decode
+from trl_offpolicy.diagnosis.report.report import write_report
+from trl_offpolicy.diagnosis.report.summary import print_summary, summarize_run
+from trl_offpolicy.run_folder.layout import METRICS_FILE, ROLLOUTS_FILE
+
+logger = logging.getLogger(__name__)
+
+
+def closing_report(folder: Path, *, decode: Decode | None) -> None:
+    """Print the summary, write the report, and say where the files are. A failure here never costs the run.
+
+    Args:
+        folder: of the run.
+        decode: token ids to text, for the report; None shows the ids.
+    """
+    try:
+        print_summary(summarize_run(folder))
+        path = write_report(folder, decode=decode)
+        print(f"report:   {path}\nmetrics:  {folder / METRICS_FILE}\nrollouts: {folder / ROLLOUTS_FILE}")
+    except Exception:
+        logger.exception("The run is complete, but its report failed; try: trl-offpolicy report %s", folder)

@@ -1,0 +1,104 @@
+"""What a run folder looks like: the name of every file, of every column of the rollouts, and of the rows' own keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+METRICS_FILE = "metrics.jsonl"
+"""One JSON object a logging step, evaluations included."""
+RUN_FILE = "run.json"
+"""Where the numbers come from: method, model, seed, command, versions."""
+ACTIONS_FILE = "actions.jsonl"
+"""One JSON object an action of ``control``."""
+ROLLOUTS_FILE = "rollouts.parquet"
+"""A folder of parts, one a step and rank; a single file is read as well."""
+RECIPE_FILE = "recipe.yaml"
+"""The options that reproduce the run, where the script that started it wrote them."""
+REPORT_FILE = "report.html"
+CARD_FILE = "README.md"
+RECORDS = (RUN_FILE, RECIPE_FILE, METRICS_FILE, ACTIONS_FILE, ROLLOUTS_FILE, REPORT_FILE)
+"""What belongs to one run: a new run in the same folder moves these out of its way."""
+PREVIOUS_FOLDER = "_previous"
+"""Where it moves them, into a folder named by the time."""
+ENGINE_WEIGHTS_FOLDER = "_engine_weights"
+"""Weights on their way to an engine that reads files."""
+
+PROBE_FILE = "probe.json"
+PROBE_PAGE = "probe.html"
+"""What ``trl-offpolicy probe`` found, for scripts and for people."""
+
+STATE_FILE = "trainer_state.json"
+"""Of transformers; its log history stands in for ``metrics.jsonl`` where that is missing."""
+
+ROLLOUT_PARTS = "part-*.parquet"
+
+
+def rollout_part(step: int, rank: int) -> str:
+    """The part that holds what one rank sampled for one optimizer step.
+
+    Example:
+        >>> rollout_part(12, 0)
+        'part-0000012-0000.parquet'
+    """
+    return f"part-{step:07d}-{rank:04d}.parquet"
+
+
+def step_of_part(part: Path) -> int:
+    """The optimizer step of a part.
+
+    Example:
+        >>> step_of_part(Path("part-0000012-0000.parquet"))
+        12
+    """
+    return int(part.name.split("-")[1])
+
+
+# -------------------------------------------------------------------------------------------------- rows of the metrics
+
+STEP = "step"
+"""Optimizer steps so far, in every row of ``metrics.jsonl`` and of the rollouts."""
+TIME = "time"
+"""Seconds since 1970."""
+EVAL_PREFIX = "eval_"
+"""Of the keys of an evaluation."""
+
+# ---------------------------------------------------------------------------------------------- columns of the rollouts
+
+PROMPT = "prompt"
+COMPLETION = "completion"
+REWARD = "reward"
+ADVANTAGE = "advantage"
+GROUP_ID = "group_id"
+POLICY_VERSION = "policy_version"
+COMPLETION_IDS = "completion_ids"
+COMPLETION_MASK = "completion_mask"
+SAMPLING_LOGPS = "sampling_per_token_logps"
+OLD_LOGPS = "old_per_token_logps"
+ENTROPIES = "entropies"
+WEIGHTS = "weights"
+KEEP_MASK = "keep_mask"
+POLICY_VERSIONS = "policy_versions"
+
+ROW_COLUMNS = {
+    STEP: "int64",
+    POLICY_VERSION: "int64",
+    PROMPT: "string",
+    COMPLETION: "string",
+    REWARD: "float32",
+    ADVANTAGE: "float32",
+    GROUP_ID: "int64",
+}
+"""One value a completion, with its type in Parquet."""
+TOKEN_COLUMNS = {
+    COMPLETION_IDS: "int64",
+    COMPLETION_MASK: "bool",
+    SAMPLING_LOGPS: "float32",
+    OLD_LOGPS: "float32",
+    ENTROPIES: "float32",
+    WEIGHTS: "float32",
+    KEEP_MASK: "bool",
+    POLICY_VERSIONS: "int64",
+}
+"""A list a completion, one entry for each of its tokens, with the type of an entry."""
