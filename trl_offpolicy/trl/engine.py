@@ -27,7 +27,7 @@ from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
-from trl_offpolicy.engines.sync import WeightSync
+from trl_offpolicy.engines.sync import WeightSync, raised_on_all_ranks
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
 from trl_offpolicy.trl.rebinding import rebound
@@ -235,37 +235,31 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             raise NotImplementedError("images must be None with engine.transfer folder or adapter; use nccl.")
         if self.ahead is not None and self.model.training:
             return self.ahead.generate(prompts, num_generations)
-        found = self._sampled(gather_object([prompts]), num_generations)
-        if isinstance(found, EngineError):
-            raise found
-        ids, logps, routes = found
+        ids, logps, routes = self._sampled(gather_object([prompts]), num_generations)
         if self.routes is not None:
             for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
                 self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
         return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
 
     def _sampled(self, prompts: list[list[list[int]]], n: int) -> Any:
-        """What the server sampled for the prompts of this rank, or the error that all ranks are to raise.
+        """(ids, log-probs, routes) that the server sampled for the prompts of this rank.
 
         Args:
             prompts: by rank; the main one asks.
             n: each prompt stands so many times in a row, for as many completions.
+
+        Raises:
+            EngineError: on all ranks, if the server failed.
         """
         parts: list[Any] = []
-        if self._server is not None:
-            try:
+        with raised_on_all_ranks():
+            if self._server is not None:
                 asked = [row for rank in prompts for row in rank][::n]
                 rollouts = self._server.generate(asked, self._sampling(), n=n)
-            except EngineError as error:
-                parts = [error] * len(prompts)
-            else:
-                found = (
-                    rollouts.completion_ids,
-                    rollouts.sampling_per_token_logps or [],
-                    rollouts.routed_experts or [],
-                )
-                ends = list(accumulate(map(len, prompts), initial=0))
-                parts = [tuple(part[i:j] for part in found) for i, j in pairwise(ends)]
+                logps, routes = rollouts.sampling_per_token_logps or [], rollouts.routed_experts or []
+                # back to the ranks, of which each may have asked for another number of rows
+                ends = accumulate(map(len, prompts), initial=0)
+                parts = [(rollouts.completion_ids[i:j], logps[i:j], routes[i:j]) for i, j in pairwise(ends)]
         return scattered(parts)
 
     def _sampling(self) -> Sampling:
