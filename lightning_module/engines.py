@@ -1,4 +1,4 @@
-"""The engine of a module: built from its settings, given the policy's weights, and shown to have them."""
+"""The engine of a module, built from its settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_module.models import is_adapted, without_adapter, zero3_gathered
+from lightning_module.models import zero3_gathered
 from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling
-from trl_offpolicy.engines.hf import TransformersEngine, score_with
+from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.engines.sampling_states import engine_findings, judge, request_findings
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import ServerEngine
-from trl_offpolicy.engines.sync import SyncCheck
 
 ENGINES = ("transformers", "vllm", "server")
 
@@ -96,20 +96,6 @@ def engine_numerics(device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def prove(check: SyncCheck, version: int, probe: list[list[int]], *, engine: Engine, policy: Any, pad: int) -> float:
-    """``rollout/sync_agreement`` of a sync; all ranks call it.
-
-    Raises:
-        SyncError: the engine answers with other weights.
-    """
-    trainer = score_with(policy, probe, pad_token_id=pad)
-    others = {}
-    if is_adapted(policy):
-        with without_adapter(policy):
-            others["the base model without adapter"] = score_with(policy, probe, pad_token_id=pad)
-    return check.observe(version, engine=engine.score(probe), trainer=trainer, others=others)
-
-
 def check_sampling(
     kind: str, sampling: Sampling, *, needs_sampling: bool, arguments: Mapping[str, Any] | None = None
 ) -> None:
@@ -130,8 +116,6 @@ def check_sampling(
             "trainer itself, so that old/sampling is 1. Use correction: measure, or another engine."
         )
     if kind != "transformers":
-        from trl_offpolicy.engines.sampling_states import engine_findings, judge, request_findings
-
         found = request_findings({"generation_kwargs": dict(sampling.extra)}, device_type=_device_type())
         judge(found + engine_findings(arguments or {}), needs_sampling=needs_sampling)
 

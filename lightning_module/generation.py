@@ -7,31 +7,29 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_module import models
-from lightning_module.engines import build_engine, engine_numerics, in_this_process, prove
+from lightning_module.engines import build_engine, engine_numerics, in_this_process
+from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate
-from lightning_module.scoring import Scorer
 from lightning_module.state import of_all_ranks, set_random_state
 from lightning_module.streams import MicroStep
-from trl_offpolicy.engines.engine import Engine
+from trl_offpolicy.engines.engine import Engine, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
-from trl_offpolicy.engines.sync import SyncCheck, probe_of
+from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
-from trl_offpolicy.objective.advantages import AdvantageInputs
-from trl_offpolicy.rollouts.batches import policy_batch, total_rewards
+from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards
+from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER
-
-if TYPE_CHECKING:
-    from lightning_module.module import OffPolicyGRPOModule
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +55,16 @@ class Generation:
         module: whose policy samples.
     """
 
-    def __init__(self, module: OffPolicyGRPOModule) -> None:
+    def __init__(self, module: Host) -> None:
         self._module = module
         self.engine: Engine | None = None
         self.num_tokens = 0
         self._groups = 0
         self._buffer: RolloutBuffer | None = None
         self._position = self._window = 0
-        self._synced: int | None = None
+        self._synced: int | None = None  # version of the weights that the engine has
         self._reference: nn.Module | None = None  # here, where it is neither saved nor sharded nor trained
-        self._check = SyncCheck()
-        self._probe: list[list[int]] | None = None
+        self._sync_weights: WeightSync | None = None
         self._prompts: Prompts | None = None
 
     # --------------------------------------------------------------------------------------------------------- engine
@@ -83,7 +80,7 @@ class Generation:
     def start(self) -> None:
         """Build the engine, once; give it the weights and prove them anew in every run."""
         module = self._module
-        self._synced, self._check = None, SyncCheck()
+        self._synced = self._sync_weights = None
         if self.engine is not None:
             return
         model = module.settings["model"]
@@ -125,24 +122,32 @@ class Generation:
 
     def _sync(self, prompt_ids: Sequence[Sequence[int]]) -> None:
         """Give the engine the weights of now, if it has others, and prove it. Collective."""
-        module, version = self._module, self._module.trainer.global_step
-        assert self.engine is not None
+        module, version, engine = self._module, self._module.trainer.global_step, self.engine
+        assert engine is not None
         if self._synced == version:
             return
-        with models.whole_weights(module.trainer.strategy.model):
-            report = self.engine.sync_weights(version)
-        module.trainer.strategy.barrier("weights")
+        if self._sync_weights is None:
+            self._sync_weights = self._weight_sync(prompt_ids)
+
+        def send(version: int) -> SyncReport:
+            with models.whole_weights(module.trainer.strategy.model):
+                return engine.sync_weights(version)
+
+        report = self._sync_weights(version, send=send, answer=engine.score)
         self._synced = version
-        if self.is_trainer:
-            return
-        agreement = {}
-        if module.settings["sync_check"]:
-            self._probe = probe_of(prompt_ids) if self._probe is None else self._probe
-            value = prove(
-                self._check, version, self._probe, engine=self.engine, policy=module.policy, pad=self.prompts.pad
-            )
-            agreement = {"sync_agreement": value}
-        module.measuring.add_sync(**agreement, sync_seconds=report.seconds, sync_bytes=float(report.bytes))
+        if not self.is_trainer:
+            module.measuring.add_sync(**report.metrics())
+
+    def _weight_sync(self, prompt_ids: Sequence[Sequence[int]]) -> WeightSync:
+        """Of this run; proven on its first prompts, unless the engine is the trainer's own model."""
+        policy = self._module.policy
+        if self.is_trainer or not self._module.settings["sync_check"]:
+            return WeightSync()
+        return WeightSync(
+            probe_of(prompt_ids),
+            lambda ids: sequence_logps(policy, ids, pad=self.prompts.pad),
+            without_adapter=partial(models.without_adapter, policy) if models.is_adapted(policy) else None,
+        )
 
     # ------------------------------------------------------------------------------------------------------- sampling
 
@@ -222,29 +227,19 @@ class Generation:
 
     def _decide(self, rows: dict[str, Tensor], sampled: Sampled, step: MicroStep) -> None:
         """Advantages, old log-probs where they will be read, and what a wide correction decides on the whole batch."""
-        module, stages = self._module, self._module.stages
-        inputs = AdvantageInputs(
-            rewards=sampled.by_function,
-            group_ids=rows["group_ids"],
-            reward_weights=module.rewards.weights.to(module.device),
-            mask=rows["completion_mask"].bool(),
-        )
-        sums = None
-        if stages.needs_old or self._misaligned(step):
-            scores = module.score(rows, batch_size=step.plan.micro_batch_size)
-            rows["old_per_token_logps"], sums = scores.logps, scores.sum_sq_probs
-        if stages.needs_old:
-            rows["advantages"] = torch.zeros_like(sampled.total)  # decided below
-            version = module.trainer.global_step
-            batch = policy_batch(rows, rows["old_per_token_logps"], version=version, sum_sq_probs=sums)
-            decided = stages.decide(batch, inputs)
-            module.measuring.add_stats(decided.stats)
-        else:
-            decided = stages.estimate(inputs)
-        rows.update(decided.rows)
-        if module.objective.denominator == "kept" and decided.kept_tokens is not None:
-            assert decided.kept_sequences is not None
-            rows["kept_tokens"], rows["kept_sequences"] = decided.kept_tokens, decided.kept_sequences
+        module, stages, size = self._module, self._module.stages, step.plan.micro_batch_size
+
+        def score_old() -> tuple[Tensor, Tensor]:
+            scores = module.score(rows, batch_size=size)
+            return scores.logps, scores.sum_sq_probs
+
+        if self._misaligned(step) and not stages.needs_old:  # else they are scored for the decision, and stay
+            rows["old_per_token_logps"] = score_old()[0]
+        rows["advantages"] = torch.zeros_like(sampled.total)  # decided here
+        inputs = advantage_inputs(rows, sampled.by_function, module.rewards.weights, rank=0)  # rewards of this rank
+        stats = decide(stages, rows, inputs, score_old=score_old, version=module.trainer.global_step)
+        if stats.groups:
+            module.measuring.add_stats(stats)
 
     def _misaligned(self, step: MicroStep) -> bool:
         """True if an optimizer step falls between micro-batches of this generation batch, and something reads old."""

@@ -20,16 +20,15 @@ from lightning_module.generation import Generation
 from lightning_module.measuring import Measuring
 from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
 from lightning_module.rewards import Rewards
-from lightning_module.scoring import Scorer, Scores
 from lightning_module.spec import hyperparameters, resolve
 from lightning_module.streams import HeldOut, MicroStep
 from lightning_module.validation import Validation
-from trl_offpolicy.correction.measure import noise_floor
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
-from trl_offpolicy.rollouts.batches import in_other_batches, loss_reduction, policy_batch, recorded_rows
+from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows
+from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
 from trl_offpolicy.types import PolicyBatch, Reduction
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.measuring = Measuring(self.rewards.names)
         self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers")
         self.generation = Generation(self)
-        self.validation = Validation(self)
+        self.validation = Validation(self, self.generation)
         self.strict_loading = adapter is None
         self.control = Control(control)
         self.policy = None
@@ -213,15 +212,13 @@ class OffPolicyGRPOModule(LightningModule):
         )
 
     def _measure_noise_floor(self, inputs: dict[str, Any], policy: PolicyBatch) -> None:
-        """Score the micro-batch again in halves (a single row: doubled)."""
+        """Once in ``noise_floor_steps`` optimizer steps."""
         every = self.settings["noise_floor_steps"]
         if not every or self.trainer.global_step % every or self.measuring.has_noise_floor:
             return
-        again = in_other_batches(inputs)
-        assert again is not None
-        with torch.no_grad():
-            logps = self.score(again[0], batch_size=again[1]).logps[: len(policy.mask)]
-        self.measuring.add_stats(noise_floor(policy.per_token_logps.detach(), logps, policy.mask))
+        stats = measured_noise_floor(lambda rows, size: self.score(rows, batch_size=size).logps, inputs, policy)
+        assert stats is not None  # None is for images
+        self.measuring.add_stats(stats)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Once per optimizer step, the only wait for the device: stop on NaN, move an adaptive KL, log."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_module.rollouts import RolloutBuffer
-from trl_offpolicy.functional.collective import is_distributed
+from trl_offpolicy.functional.collective import gather_objects
 
 
 def random_state() -> dict[str, Any]:
@@ -31,9 +31,4 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def of_all_ranks(buffer: RolloutBuffer | None) -> list[dict[str, Any]]:
     """Rollouts and random state of every rank, in rank order. Called by all ranks."""
-    mine = {"random": random_state(), "rollouts": None if buffer is None else buffer.state_dict()}
-    if not is_distributed():
-        return [mine]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
-    return everyone
+    return gather_objects({"random": random_state(), "rollouts": None if buffer is None else buffer.state_dict()})

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torchmetrics import MeanMetric, Metric
 
+from lightning_module.generation import Generation
+from lightning_module.host import Host
 from lightning_module.streams import HeldOut
-
-if TYPE_CHECKING:
-    from lightning_module.module import OffPolicyGRPOModule
 
 
 class Validation:
     """Samples a batch of held-out prompts with the weights of now.
 
     Args:
-        module: whose engine, rewards and threshold are used.
+        module: whose rewards and threshold are used.
+        generation: its rollouts.
     """
 
-    def __init__(self, module: OffPolicyGRPOModule) -> None:
-        self._module = module
+    def __init__(self, module: Host, generation: Generation) -> None:
+        self._module, self._generation = module, generation
         names = ["reward", "completions/mean_length", *(f"rewards/{name}/mean" for name in module.rewards.names)]
         if module.settings["correct_threshold"] is not None:
             names.append("pass@1")
@@ -34,7 +32,7 @@ class Validation:
     def observe(self, batch: HeldOut) -> dict[str, Metric]:
         """The metrics after this batch, by the name to log them under. All ranks call it."""
         module, count = self._module, batch.counted * batch.num_generations
-        sampled = module.generation.sample(batch.prompts, batch.num_generations)
+        sampled = self._generation.sample(batch.prompts, batch.num_generations)
         total = sampled.total[:count]
         values = {"reward": total, "completions/mean_length": sampled.lengths[:count].float()}
         for name, column in zip(module.rewards.names, sampled.by_function[:count].T, strict=True):

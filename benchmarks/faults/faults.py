@@ -21,8 +21,8 @@ from worlds import Batch, World, sample_from, some_rows, with_logps
 
 from trl_offpolicy.diagnosis.attribution.features import kl_k3
 from trl_offpolicy.diagnosis.attribution.precision import rounded_activations, rounded_weights, simulated_dtype
-from trl_offpolicy.diagnosis.attribution.scoring import Head
 from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
+from trl_offpolicy.engines.hf import Head
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 Clean = Callable[[], tuple[Batch, dict[str, Any]]]

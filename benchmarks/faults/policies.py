@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tasks import Task, reward
 from torch import Tensor, nn
 
-from trl_offpolicy.diagnosis.attribution.scoring import sample_completions
+from trl_offpolicy.engines.hf import sample_completions
 
 Delta = Mapping[str, tuple[Tensor, Tensor]]
 """Change of each linear weight, as two factors: up (out, r) and down (r, in)."""

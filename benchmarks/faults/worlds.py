@@ -12,7 +12,7 @@ import torch
 from cases import Case
 
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
-from trl_offpolicy.diagnosis.attribution.scoring import Head, sample_completions, score_completions
+from trl_offpolicy.engines.hf import Head, sample_completions, score_completions
 
 PROMPTS, COMPLETIONS, LENGTH = 6, 4, 24
 RESCORED = 6

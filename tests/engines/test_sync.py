@@ -1,14 +1,16 @@
-"""The proof of a sync as a rule on numbers; with real engines it is tested in test_colocate and test_server."""
+"""A sync and its proof as a rule on numbers; with real engines they are tested in test_colocate and test_server."""
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from trl_offpolicy.engines.engine import SyncError
-from trl_offpolicy.engines.sync import SyncCheck, SyncLimits, probe_of
+from trl_offpolicy.engines import sync as syncing
+from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
+from trl_offpolicy.engines.sync import SyncCheck, SyncLimits, WeightSync, probe_of
 
 TOKENS = 60
 
@@ -91,3 +93,88 @@ def test_the_probe_is_a_few_distinct_cut_prompts():
     assert probe_of([[1] * 100, [1] * 100, [2, 3], [4]]) == [[1] * 48, [2, 3]]
     with pytest.raises(SyncError, match="at least two tokens"):
         probe_of([[1]])
+
+
+# -------------------------------------------------------------------------------------------------------------- a sync
+
+PROBE = [[5, 6, 7], [8, 9]]
+
+
+class World:
+    """A trainer of one number a token, and an engine that may get it."""
+
+    def __init__(self):
+        self.weight, self.engine, self.adapted, self.calls = -1.0, -9.0, True, []
+
+    def score(self, ids):
+        self.calls.append("trainer")
+        return [[self.weight if self.adapted else -1.0] * (len(row) - 1) for row in ids]
+
+    @contextmanager
+    def without_adapter(self):
+        self.adapted = False
+        yield
+        self.adapted = True
+
+    def send(self, version):
+        self.calls.append("send")
+        self.engine = self.weight
+        return SyncReport(version=version, kind="memory", bytes=8, seconds=0.5)
+
+    def answer(self, ids):
+        self.calls.append("engine")
+        return [[self.engine] * (len(row) - 1) for row in ids]
+
+
+def test_a_sync_sends_then_proves_then_reports():
+    world = World()
+    report = WeightSync(PROBE, world.score)(3, send=world.send, answer=world.answer)
+    assert world.calls == ["send", "trainer", "engine"]
+    assert report == SyncReport(version=3, kind="memory", bytes=8, seconds=0.5, agreement=1.0)
+    assert report.metrics() == {"sync_seconds": 0.5, "sync_bytes": 8.0, "sync_agreement": 1.0}
+
+
+def test_without_a_probe_nobody_scores():
+    world = World()
+    report = WeightSync()(3, send=world.send, answer=world.answer)
+    assert world.calls == ["send"] and report.agreement is None
+    assert set(report.metrics()) == {"sync_seconds", "sync_bytes"}
+    with pytest.raises(ValueError, match="probe and score must be given together"):
+        WeightSync(PROBE)
+
+
+def test_weights_that_are_lost_are_found_and_a_lost_adapter_is_named():
+    world = World()
+    sync = WeightSync(PROBE, world.score, without_adapter=world.without_adapter)
+    sync(0, send=world.send, answer=world.answer)
+    world.weight = -2.0
+    lost = SyncReport(version=1, kind="memory", bytes=0, seconds=0.0)
+    with pytest.raises(SyncError, match="Stale weights"):
+        sync(1, send=lambda version: lost, answer=world.answer)
+    other = WeightSync(PROBE, world.score, without_adapter=world.without_adapter)
+    world.weight = -4.0
+    with pytest.raises(SyncError, match="answers as the base model without the adapter"):
+        other(1, send=lambda version: lost, answer=world.answer)
+
+
+@pytest.mark.parametrize("where", ["send", "proof"])
+def test_an_error_of_one_rank_is_raised_on_all(monkeypatch, where):
+    """Here the other rank fails: this one, which did nothing wrong, must not go on and wait for it."""
+    world, of_another, gathers = World(), EngineError("of another rank"), []
+
+    def gathered(value):
+        gathers.append(value)
+        return [value, of_another] if len(gathers) == (1 if where == "send" else 2) else [value, value]
+
+    monkeypatch.setattr(syncing, "gather_objects", gathered)
+    with pytest.raises(EngineError, match="of another rank"):
+        WeightSync(PROBE, world.score)(0, send=world.send, answer=world.answer)
+    assert world.calls == (["send"] if where == "send" else ["send", "trainer", "engine"])
+
+
+def test_ranks_without_an_engine_score_but_do_not_count(monkeypatch):
+    world = World()
+    monkeypatch.setattr(syncing, "gather_objects", lambda value: [value, 0.5 if value is not None else None])
+    sync = WeightSync(PROBE, world.score)
+    assert sync(0, send=world.send, answer=lambda ids: None).agreement is None
+    assert world.calls == ["send", "trainer"]

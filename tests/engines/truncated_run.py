@@ -22,7 +22,7 @@ from tiny_models import save_tiny_model, spread, tiny_prompts
 
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
-from trl_offpolicy.trl.filtered_scoring import FilteredScoring
+from trl_offpolicy.trl.scoring import FilteredScoring
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 GENERATIONS = 4

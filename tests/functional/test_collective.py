@@ -11,7 +11,14 @@ import torch
 import two_ranks
 
 import trl_offpolicy as op
-from trl_offpolicy.functional.collective import gather_flat, gather_padded, gather_rows, is_distributed, sum_ranks
+from trl_offpolicy.functional.collective import (
+    gather_flat,
+    gather_objects,
+    gather_padded,
+    gather_rows,
+    is_distributed,
+    sum_ranks,
+)
 from trl_offpolicy.objective.staging import stage
 
 NAN = float("nan")
@@ -100,6 +107,7 @@ def collectives(rank):
         "flat": gather_flat(torch.ones(2, 2 - rank) * rank, padding=-5.0).tolist(),
         "none": gather_flat(torch.ones(0, 3), padding=0.0).tolist(),
         "padded": gather_padded(torch.ones(2, 2 - rank) * rank, padding=-5.0).tolist(),
+        "objects": gather_objects({"rank": rank}),
     }
 
 
@@ -136,6 +144,7 @@ def test_alone_everything_comes_back_as_it_is():
     assert gather_rows(values) is values
     assert gather_padded(values, padding=0.0) is values
     assert gather_flat(values, padding=0.0).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert gather_objects("alone") == ["alone"]
 
 
 @pytest.mark.integration
@@ -151,6 +160,7 @@ def test_collectives(ranks, rank):
         "flat": [0.0] * 4 + [1.0, 1.0, -5.0, -5.0],
         "none": [],
         "padded": [[0.0, 0.0]] * 2 + [[1.0, -5.0]] * 2,
+        "objects": [{"rank": 0}, {"rank": 1}],
     }
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.engines import checks
-from trl_offpolicy.engines.checks import as_vllm_keeps
 from trl_offpolicy.engines.environment import engine_has_triton
+from trl_offpolicy.engines.truncation import as_vllm_keeps
 from trl_offpolicy.functional.truncated_sampling import Truncation, listed_weights, truncated_support
 
 OPTIONS = [

@@ -61,6 +61,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
     "other_advantages": (
         {"gradient_accumulation_steps": 1, "offpolicy": {"preset": "paper/tis", "advantages": "rloo"}}, {}, {},
     ),
+    "advantages_that_read_old": (  # no part of the correction is decided early, but old is scored
+        {
+            "gradient_accumulation_steps": 1,
+            "offpolicy": {"preset": "paper/tis", "advantages": "optimal_token_baseline"},
+        }, {}, {},
+    ),
 }  # fmt: skip
 
 

@@ -145,9 +145,16 @@ class SyncReport:
         kind: "memory", "folder", "adapter" or "nccl".
         bytes: sent.
         seconds: taken, wall clock.
+        agreement: exp(-distance) of the engine's log-probs and the trainer's on a probe; None where nobody compared.
     """
 
     version: int
     kind: str
     bytes: int
     seconds: float
+    agreement: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """What a trainer logs of it, by its name under ``offpolicy/rollout/``."""
+        values = {"sync_seconds": self.seconds, "sync_bytes": float(self.bytes)}
+        return values if self.agreement is None else {**values, "sync_agreement": self.agreement}

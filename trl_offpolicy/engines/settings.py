@@ -81,7 +81,9 @@ class EngineSettings:
     @property
     def server_transfer(self) -> ServerTransfer:
         """For :class:`~trl_offpolicy.engines.server.ServerEngine`."""
-        return "folder" if self.transfer == "folder" else "adapter" if self.transfer == "adapter" else "auto"
+        if self.transfer == "folder" or self.transfer == "adapter":  # by name, which is how mypy sees the type
+            return self.transfer
+        return "auto"
 
     def check_colocate(self) -> None:
         """Raise for options that only a server has."""

@@ -1,18 +1,95 @@
-"""Proof that weights arrived: a fixed probe, scored by the trainer and by the engine after every sync."""
+"""A sync: send the weights, prove that they arrived, report both. The same for every engine and trainer.
+
+The proof is a fixed probe of a few tokens, which trainer and engine score after every sync.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
-from trl_offpolicy.engines.engine import SyncError
+from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
+from trl_offpolicy.functional.collective import gather_objects
 
 SYNC_METRICS = ("sync_agreement", "sync_seconds", "sync_bytes")
-"""``rollout/*`` keys that a trainer logs at every sync."""
+"""``rollout/*`` keys that a trainer logs at every sync: :meth:`~trl_offpolicy.engines.engine.SyncReport.metrics`."""
+PROBE_ROWS, PROBE_TOKENS = 4, 48
 
+Ids = Sequence[Sequence[int]]
 Scores = Sequence[Sequence[float]]
+
+
+class WeightSync:
+    """Syncs the weights of one trainer to one engine, again and again.
+
+    Args:
+        probe: token ids that both sides score, :func:`probe_of`; None = nothing is proven.
+        score: the trainer's log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence. Called by all ranks.
+        without_adapter: context in which the trainer's model lacks its adapter, to name that as a cause; None = no
+            adapter.
+    """
+
+    def __init__(
+        self,
+        probe: Ids | None = None,
+        score: Callable[[Ids], Scores] | None = None,
+        *,
+        without_adapter: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        if (probe is None) is not (score is None):
+            raise ValueError("probe and score must be given together, but got one of them.")
+        self._probe, self._score, self._without_adapter = probe, score, without_adapter
+        self._check = SyncCheck()
+
+    def __call__(
+        self, version: int, *, send: Callable[[int], SyncReport], answer: Callable[[Ids], Scores | None]
+    ) -> SyncReport:
+        """Send the weights of ``version`` and prove them. Called by all ranks.
+
+        Args:
+            version: of the trainer's weights now.
+            send: an engine's ``sync_weights``.
+            answer: its ``score``; None on a rank that does not talk to the engine.
+
+        Raises:
+            EngineError: on every rank, if the engine of any could not be given the weights.
+            SyncError: on every rank, if the engine of any does not answer with the weights that it was given.
+        """
+        with raised_on_all_ranks():
+            report = send(version)
+        if self._probe is None:
+            return report
+        with raised_on_all_ranks():
+            agreement = self._prove(version, self._probe, answer)
+        known = [one for one in gather_objects(agreement) if one is not None]
+        return replace(report, agreement=fmean(known)) if known else report
+
+    def _prove(self, version: int, probe: Ids, answer: Callable[[Ids], Scores | None]) -> float | None:
+        """The agreement of this rank's engine; None where it has none."""
+        assert self._score is not None
+        # Scoring a sharded model is collective: every rank does it, also one that does not talk to the engine.
+        trainer, others = self._score(probe), {}
+        if self._without_adapter is not None:
+            with self._without_adapter():
+                others["the base model without the adapter"] = self._score(probe)
+        engine = answer(probe)
+        return None if engine is None else self._check.observe(version, engine=engine, trainer=trainer, others=others)
+
+
+@contextmanager
+def raised_on_all_ranks() -> Iterator[None]:
+    """An EngineError inside is raised on every rank, so that none waits for another for ever. Also a barrier."""
+    error: EngineError | None = None
+    try:
+        yield
+    except EngineError as raised:
+        error = raised
+    for one in gather_objects(error):
+        if one is not None:
+            raise one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +172,14 @@ class SyncCheck:
     ) -> str | None:
         if not math.isfinite(distance):
             return "The log-probs are not finite: broken weights, or a model that diverged."
+        # First, because after a small step stale weights are within the limit: they are told by not having moved.
         stale = self._stale(version, answer, wanted, distance)
         if stale is not None:
             return f"Stale weights: {stale} The sync did not take effect."
         if distance <= self._limit(wanted):
             return None
         for name, scores in others.items():
+            # clearly nearer than to what was sent; half leaves room for the engine's own noise
             if _distance(answer, _flat(scores)) < distance / 2:
                 return f"It answers as {name}: the adapter was not applied, or is another one."
         if self.floor is None:
@@ -122,6 +201,7 @@ class SyncCheck:
         moved = _distance(wanted, self._trainer[before])
         if moved > self.limits.least and _distance(answer, old_answer) < self.limits.unmoved * moved:
             return f"its answers did not move, the trainer's moved by {moved:.2g} nats since version {before}."
+        # It moved, but to weights that the trainer had before the last sync.
         floor = self.floor or 0.0
         nearest = min(self._trainer, key=lambda old: _distance(answer, self._trainer[old]))
         gap = _distance(answer, self._trainer[nearest])
@@ -139,10 +219,7 @@ def _distance(a: Sequence[float], b: Sequence[float]) -> float:
     return fmean(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-PROBE_ROWS, PROBE_TOKENS = 4, 48
-
-
-def probe_of(prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+def probe_of(prompt_ids: Ids) -> list[list[int]]:
     """The first few distinct prompts, cut to a few tokens: a probe of natural text that costs almost nothing.
 
     Raises:

@@ -5,6 +5,8 @@ Called for terms and normalisers whose declared scope is ``group`` or ``generati
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,3 +60,12 @@ def gather_padded(values: Tensor, *, padding: float) -> Tensor:
     length = torch.tensor(values.shape[1], device=values.device)
     torch.distributed.all_reduce(length, op=torch.distributed.ReduceOp.MAX)
     return gather_rows(torch.nn.functional.pad(values, (0, int(length) - values.shape[1]), value=padding))
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """One picklable object of each rank, in rank order. Also a barrier: no rank goes on before all have called it."""
+    if not is_distributed():
+        return [value]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, value)
+    return everyone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from trl_offpolicy.functional.levels import turn_index
 from trl_offpolicy.objective.advantages import AdvantageInputs
+from trl_offpolicy.objective.staging import Stages
+from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
 MODEL_INPUTS = (
@@ -129,6 +132,46 @@ def advantage_inputs(
         reward_weights=reward_weights.to(device),
         mask=trainable(inputs),
     )
+
+
+def decide(
+    stages: Stages,
+    rows: dict[str, Any],
+    inputs: AdvantageInputs | None,
+    *,
+    score_old: Callable[[], tuple[Tensor, Tensor | None]],
+    version: int,
+    keep_as: str | None = "old_per_token_logps",
+) -> Stats:
+    """Run what needs the whole generation batch, before it is shuffled and split. Called by all ranks.
+
+    Args:
+        stages: what that is.
+        rows: the generation batch; what is decided is added and travels with the rows.
+        inputs: what an estimator reads; None = the advantages in ``rows`` are the trainer's own.
+        score_old: (B, T) log-probs of the old policy, and the sums of its squared probabilities or None; called only
+            if they are read and not known.
+        version: optimizer steps so far.
+        keep_as: key under which these log-probs travel with the rows, unless something is there already; None = not.
+
+    Returns:
+        Diagnostics, once per generation batch; empty where only advantages were made.
+    """
+    if stages.needs_old:
+        old, sums = rows.get("old_per_token_logps"), None  # known where older weights were kept
+        if old is None or stages.needs_sum_sq_probs:
+            old, sums = score_old()
+        if keep_as is not None:
+            rows.setdefault(keep_as, old)
+        decided = stages.decide(policy_batch(rows, old, version=version, sum_sq_probs=sums), inputs)
+    else:
+        assert inputs is not None  # without early part and without estimator there is nothing to decide
+        decided = stages.estimate(inputs)
+    rows.update(decided.rows)
+    if stages.late.denominator == "kept" and decided.kept_tokens is not None:
+        assert decided.kept_sequences is not None
+        rows["kept_tokens"], rows["kept_sequences"] = decided.kept_tokens, decided.kept_sequences
+    return decided.stats
 
 
 def row_advantages(advantages: Tensor, mask: Tensor) -> Tensor:

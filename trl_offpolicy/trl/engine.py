@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from trl.generation import vllm_generation
@@ -26,9 +27,9 @@ from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.engines.sync import WeightSync, raised_on_all_ranks
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
-from trl_offpolicy.trl.engine_parts import TrainerWeights, WithAdapter, scattered
 from trl_offpolicy.trl.rebinding import rebound
 
 
@@ -44,7 +45,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     llm: Any
     last_sync: SyncReport | None = None
-    """What the last sync took."""
+    """What the last sync took, and how far the engine then agreed with the trainer."""
     ahead: Any = None
     """Answers the trainer's requests from batches that were asked for before: ``async_rollouts.ahead``."""
     quiet: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -58,7 +59,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         self._adapters: AdapterFolder | None = None
         self._server: ServerEngine | None = None
         self._on_server = False
-        self._watcher: Callable[[TRLEngine], None] | None = None
+        self._sync = WeightSync()  # proves nothing until a trainer says how
+        self._log: Callable[[SyncReport], None] = lambda report: None
         self._step: Callable[[], int] = lambda: 0
         self.calls: list[Call] = []  # what was sampled; whoever reads it empties it
         super().__init__(*args, **kwargs)
@@ -68,9 +70,15 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
                 "(no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
             )
 
-    def watch(self, watcher: Callable[[TRLEngine], None], *, step: Callable[[], int]) -> None:
-        """Call ``watcher`` after every sync; ``step()`` is the version of the trainer's weights."""
-        self._watcher, self._step = watcher, step
+    def prove(self, sync: WeightSync, *, log: Callable[[SyncReport], None], step: Callable[[], int]) -> None:
+        """From now on have ``sync`` send the weights and prove them.
+
+        Args:
+            sync: of the trainer.
+            log: called after every sync, on all ranks.
+            step: version of the trainer's weights now.
+        """
+        self._sync, self._log, self._step = sync, log, step
 
     @property
     def version(self) -> int:
@@ -144,6 +152,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
                 return_routing=self.settings.return_routing,
                 patience=self.settings.patience(start_timeout=self.server_timeout),
             )
+            self._server.bind(self.source)
         self.accelerator.wait_for_everyone()
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -158,52 +167,41 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
 
     def sync_weights(self) -> None:
-        """Give the engine the trainer's weights; ``last_sync`` says what that took."""
-        with self.quiet():
-            self._replace_weights()
+        """Give the engine the trainer's weights and prove it; TRL calls it on all ranks.
 
-    def _replace_weights(self) -> None:
+        Raises:
+            EngineError: on every rank, if it failed on any.
+        """
+        with self.quiet():
+            self.last_sync = self._sync(self.version, send=self._send, answer=self.score)
+            self._log(self.last_sync)
+
+    def _send(self, version: int) -> SyncReport:
         start = time.monotonic()
-        kind, size = "memory", 0
         if self._on_server:
-            self._sync_server()
-            kind, size = ("folder", 0) if self._server is None else (self._sent.kind, self._sent.bytes)
+            kind, size = self._send_to_server(version)
         elif self._adapters is not None:
-            kind, size = "adapter", self._adapters.load(self._own_adapter(), self.version)
+            kind, size = "adapter", self._adapters.load(self._own_adapter(), version)
         elif self.mode == "colocate" and self._on_cpu:
-            size = reload_in_process(self.llm, self._iter_named_params())
+            kind, size = "memory", reload_in_process(self.llm, self._iter_named_params())
         else:
             super().sync_weights()
             if self.mode == "colocate":
                 reset_prefix_cache(self.llm)  # TRL leaves out what a connector keeps
-            kind = "nccl" if self.mode == "server" else "memory"
-        self.last_sync = SyncReport(version=self.version, kind=kind, bytes=size, seconds=time.monotonic() - start)
-        if self._watcher is not None:
-            self._watcher(self)
+            kind, size = ("nccl" if self.mode == "server" else "memory"), 0
+        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
 
-    def _sync_server(self) -> None:
-        """All ranks gather, the main one sends; if it fails, all raise."""
+    def _send_to_server(self, version: int) -> tuple[str, int]:
+        """(kind, bytes). All ranks gather, the main one sends."""
         takes_adapter = [self._server is not None and self._server.takes_adapter]
         broadcast_object_list(takes_adapter, from_process=0)
-        outcome: list[Any] = [None]
         if self._server is not None:
-            outcome = [self._send(self._server)]
-        elif not takes_adapter[0] or self.source.adapter() is None:
+            sent = self._server.sync_weights(version)
+            return sent.kind, sent.bytes
+        if not takes_adapter[0] or self.source.adapter() is None:
             for _ in self.source.merged():
                 pass
-        broadcast_object_list(outcome, from_process=0)
-        if isinstance(outcome[0], EngineError):
-            raise outcome[0]
-
-    def _send(self, server: ServerEngine) -> EngineError | None:
-        source = self.source
-        server.bind(source)
-        try:
-            self._sent = server.sync_weights(self.version)
-        except EngineError as error:
-            source.finish()
-            return error
-        return None
+        return "folder", 0
 
     def _own_adapter(self) -> Adapter:
         adapter = self.source.adapter()
@@ -237,37 +235,31 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             raise NotImplementedError("images must be None with engine.transfer folder or adapter; use nccl.")
         if self.ahead is not None and self.model.training:
             return self.ahead.generate(prompts, num_generations)
-        found = self._sampled(gather_object([prompts]), num_generations)
-        if isinstance(found, EngineError):
-            raise found
-        ids, logps, routes = found
+        ids, logps, routes = self._sampled(gather_object([prompts]), num_generations)
         if self.routes is not None:
             for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
                 self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
         return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
 
     def _sampled(self, prompts: list[list[list[int]]], n: int) -> Any:
-        """What the server sampled for the prompts of this rank, or the error that all ranks are to raise.
+        """(ids, log-probs, routes) that the server sampled for the prompts of this rank.
 
         Args:
             prompts: by rank; the main one asks.
             n: each prompt stands so many times in a row, for as many completions.
+
+        Raises:
+            EngineError: on all ranks, if the server failed.
         """
         parts: list[Any] = []
-        if self._server is not None:
-            try:
+        with raised_on_all_ranks():
+            if self._server is not None:
                 asked = [row for rank in prompts for row in rank][::n]
                 rollouts = self._server.generate(asked, self._sampling(), n=n)
-            except EngineError as error:
-                parts = [error] * len(prompts)
-            else:
-                found = (
-                    rollouts.completion_ids,
-                    rollouts.sampling_per_token_logps or [],
-                    rollouts.routed_experts or [],
-                )
-                ends = list(accumulate(map(len, prompts), initial=0))
-                parts = [tuple(part[i:j] for part in found) for i, j in pairwise(ends)]
+                logps, routes = rollouts.sampling_per_token_logps or [], rollouts.routed_experts or []
+                # back to the ranks, of which each may have asked for another number of rows
+                ends = accumulate(map(len, prompts), initial=0)
+                parts = [(rollouts.completion_ids[i:j], logps[i:j], routes[i:j]) for i, j in pairwise(ends)]
         return scattered(parts)
 
     def _sampling(self) -> Sampling:
@@ -284,8 +276,58 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         )
 
 
+class TrainerWeights:
+    """The trainer's weights as :class:`~trl_offpolicy.engines.weights.WeightSource`.
+
+    Args:
+        engine: gathers them.
+    """
+
+    def __init__(self, engine: TRLEngine) -> None:
+        self._engine = engine
+        self.is_main = bool(engine.accelerator.is_main_process)
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole tensors, an adapter merged in; every rank iterates to the end."""
+        named: Iterator[tuple[str, Tensor]] = self._engine._iter_named_params()
+        return named
+
+    def adapter(self) -> Adapter | None:
+        """The LoRA adapter alone, if it stands alone."""
+        return ModelWeights(self._engine.model).adapter()
+
+
+class WithAdapter:
+    """vLLM's ``LLM``, whose requests name the adapter of the last sync.
+
+    Args:
+        llm: vLLM's.
+        adapters: where the last adapter lies.
+    """
+
+    def __init__(self, llm: Any, adapters: AdapterFolder) -> None:
+        self._llm = llm
+        self._adapters = adapters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in vLLM."""
+        return self._llm.generate(*args, **{**kwargs, "lora_request": self._adapters.request})
+
+
 def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
     return llm_class(**{**kwargs, **overrides})
+
+
+def scattered(parts: Sequence[Any]) -> Any:
+    """Of the main rank's objects, one for each rank, that of this rank. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return parts[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, list(parts) or None, src=0)
+    return received[0]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Another library's module with other names in it, for a while."""
+"""TRL with other values in it, for a while: names of its modules, and what it takes a step for."""
 
 from __future__ import annotations
 
@@ -20,3 +20,22 @@ def rebound(module: ModuleType, **values: Any) -> Iterator[None]:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)
         yield
+
+
+def is_aligned(args: Any) -> bool:
+    """One optimizer step serves whole generation batches: the old policy is the current one, detached."""
+    return bool(args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0)
+
+
+@contextmanager
+def as_if_aligned(args: Any) -> Iterator[None]:
+    """While open, TRL's generation leaves out its own pass for the old log-probs.
+
+    It makes that pass unless :func:`is_aligned`, and reads ``gradient_accumulation_steps`` for nothing else there.
+    """
+    accumulation = args.gradient_accumulation_steps
+    args.gradient_accumulation_steps = args.steps_per_generation * args.num_iterations
+    try:
+        yield
+    finally:
+        args.gradient_accumulation_steps = accumulation

@@ -13,7 +13,7 @@ from trl_offpolicy.functional.advantages import group_advantages
 from trl_offpolicy.rollouts.replay.batch import PaddedGroups, pad_groups
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
 from trl_offpolicy.rollouts.replay.records import ReplayGroup, Response
-from trl_offpolicy.trl.fused_head import is_aligned
+from trl_offpolicy.trl.rebinding import is_aligned
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 _LEFT = ("prompt_ids", "prompt_mask")

@@ -23,7 +23,7 @@ from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
 from trl_offpolicy.stats import Group, Stats
-from trl_offpolicy.trl.fused_head import is_aligned
+from trl_offpolicy.trl.rebinding import is_aligned
 
 KEY = "routed_experts"
 

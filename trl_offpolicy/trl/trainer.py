@@ -27,6 +27,7 @@ from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts.scoring import measured_noise_floor
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
 from trl_offpolicy.stats import Stats
@@ -36,12 +37,11 @@ from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stage
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
-from trl_offpolicy.trl.filtered_scoring import filtered_scoring
-from trl_offpolicy.trl.fused_head import as_if_aligned, sum_sq_probs
-from trl_offpolicy.trl.noise_floor import measured_noise_floor
+from trl_offpolicy.trl.rebinding import as_if_aligned
 from trl_offpolicy.trl.routing import TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
-from trl_offpolicy.trl.sync import kept_on_fault, watch_sync
+from trl_offpolicy.trl.scoring import filtered_scoring, sum_sq_probs
+from trl_offpolicy.trl.sync import kept_on_fault, prove_syncs
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
 
@@ -74,7 +74,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._filtered = filtered_scoring(args)
         with trl_engine(engine_options(args), folder=Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
-        watch_sync(self)
+        prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
@@ -128,22 +128,16 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             assert self._rewards is not None
             rank = self.accelerator.process_index
             inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank)
-        if stages.needs_old:
-            old, sums = output.get("old_per_token_logps"), None  # known where older weights were kept
-            if old is None or stages.needs_sum_sq_probs:
-                old, sums = self._score_old(output, mode, with_sums=stages.needs_sum_sq_probs)
-            if (name := "old_per_token_logps" if self._ahead is None else self._ahead.name_of_scores) is not None:
-                output.setdefault(name, old)
-            batch = batches.policy_batch(output, old, version=self.state.global_step, sum_sq_probs=sums)
-            decided = stages.decide(batch, inputs)
-        else:
-            assert inputs is not None
-            decided = stages.estimate(inputs)
-        output.update(decided.rows)
-        if self.objective.denominator == "kept" and decided.kept_tokens is not None:
-            output["kept_tokens"], output["kept_sequences"] = decided.kept_tokens, decided.kept_sequences
-        self._add_stats(mode, decided.stats)
-        if "advantages" in decided.rows:
+        stats = batches.decide(
+            stages,
+            output,
+            inputs,
+            score_old=lambda: self._score_old(output, mode, with_sums=stages.needs_sum_sq_probs),
+            version=self.state.global_step,
+            keep_as="old_per_token_logps" if self._ahead is None else self._ahead.name_of_scores,
+        )
+        self._add_stats(mode, stats)
+        if stages.advantages is not None:
             # TRL has put its own into the table of completions
             by_row = batches.row_advantages(output["advantages"], batches.trainable(output))
             batches.replace_last(self._logs["advantages"], self.accelerator.gather(by_row).tolist())
@@ -202,8 +196,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             if self.accelerator.sync_gradients:
                 self._end_step()
         self._record(inputs, batch, result, mode)
-        if (noise_floor := measured_noise_floor(self, model, inputs, batch)) is not None:
-            self._add_stats(mode, noise_floor)
+        if mode == "train":
+            self._measure_noise_floor(model, inputs, batch)
         if self._entropy_bonus_enabled:
             self._log_policy_loss(batch, result, reduction, mode)
         return result.loss if aux_loss is None else result.loss + self._scaled_aux_loss(aux_loss, mode)
@@ -253,6 +247,15 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _add_stats(self, mode: str, stats: Stats) -> None:
         known = self._stats.get(mode)
         self._stats[mode] = stats if known is None else known.merge(stats)
+
+    def _measure_noise_floor(self, model: Any, inputs: dict[str, Any], batch: PolicyBatch) -> None:
+        """Once in ``noise_floor_steps`` optimizer steps, on its first micro-batch."""
+        every = self.args.noise_floor_steps
+        if not every or self.state.global_step % every or "noise_floor" in self._stats["train"].groups:
+            return
+        stats = measured_noise_floor(lambda rows, size: self._score(model, rows, batch_size=size)[0], inputs, batch)
+        if stats is not None:
+            self._add_stats("train", stats)
 
     def _log_policy_loss(self, batch: PolicyBatch, result: ObjectiveOutput, reduction: Reduction, mode: str) -> None:
         """TRL's ``policy_loss``: the loss without entropy bonus and accumulation scaling."""

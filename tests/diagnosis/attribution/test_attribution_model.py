@@ -20,7 +20,7 @@ from trl_offpolicy.diagnosis.attribution.precision import (
     rounded_weights,
     simulated_dtype,
 )
-from trl_offpolicy.diagnosis.attribution.scoring import Head, sample_completions, score_completions
+from trl_offpolicy.engines.hf import Head, sample_completions, score_completions
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 PROMPTS = [[3 + i, 9, 40 + i][: 1 + i % 3] for i in range(6) for _ in range(4)]

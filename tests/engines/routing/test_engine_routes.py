@@ -29,8 +29,7 @@ from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.trl import engine as trl
-from trl_offpolicy.trl.engine import TRLEngine
-from trl_offpolicy.trl.engine_parts import WithAdapter
+from trl_offpolicy.trl.engine import TRLEngine, WithAdapter
 
 
 def part(positions: list[int], ids: list[int], mark: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,10 +13,10 @@ from engines.server.servers import QUICK, Server
 from peft import LoraConfig, get_peft_model
 
 from trl_offpolicy.engines.engine import EngineError, Sampling, SyncError
-from trl_offpolicy.engines.hf import score_with
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.sync import SyncCheck
 from trl_offpolicy.engines.weights.source import ModelWeights
+from trl_offpolicy.rollouts.scoring import sequence_logps
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
@@ -66,9 +66,7 @@ def test_both_transfers_arrive_and_the_rollouts_are_of_the_new_weights(
         for version in range(3):
             nudge(model, 0.05)
             report = engine.sync_weights(version)
-            agreement = check.observe(
-                version, engine=engine.score(PROBE), trainer=score_with(model, PROBE, pad_token_id=0)
-            )
+            agreement = check.observe(version, engine=engine.score(PROBE), trainer=sequence_logps(model, PROBE, pad=0))
             assert agreement > 0.9999
             assert report.kind == transfer
         rollouts = engine.generate(PROMPTS, SHORT, n=2)
@@ -117,7 +115,7 @@ def test_an_adapter_of_another_base_model_is_found_at_the_first_sync(
     engine.bind(ModelWeights(model))
     engine.sync_weights(0)
     with pytest.raises(SyncError, match="Another model"):
-        SyncCheck().observe(0, engine=engine.score(PROBE), trainer=score_with(model, PROBE, pad_token_id=0))
+        SyncCheck().observe(0, engine=engine.score(PROBE), trainer=sequence_logps(model, PROBE, pad=0))
 
 
 def test_an_adapter_sends_a_fraction_of_the_bytes(
@@ -173,7 +171,7 @@ def test_a_model_of_another_shape_is_refused(
         engine.bind(ModelWeights(fresh_model("llama")))
         with pytest.raises(SyncError, match=r"did not load|differ"):
             engine.sync_weights(0)
-            probe = score_with(fresh_model("llama"), PROBE, pad_token_id=0)
+            probe = sequence_logps(fresh_model("llama"), PROBE, pad=0)
             SyncCheck().observe(0, engine=engine.score(PROBE), trainer=probe)
     finally:
         running.kill()

@@ -16,12 +16,12 @@ from engines.server.faulty_proxy import FaultyProxy
 from engines.server.servers import Server
 
 from trl_offpolicy.engines.engine import EngineError, EngineUnreachable, Sampling
-from trl_offpolicy.engines.hf import score_with
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.server.serve import require_free_port
 from trl_offpolicy.engines.sync import SyncCheck
 from trl_offpolicy.engines.weights.source import ModelWeights
+from trl_offpolicy.rollouts.scoring import sequence_logps
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -59,7 +59,7 @@ def synced(server: Server, model: Any, folder: Path, *, url: str | None = None, 
 
 
 def holds_the_trainers_weights(engine: ServerEngine, model: Any) -> bool:
-    agreement = SyncCheck().observe(4, engine=engine.score(PROBE), trainer=score_with(model, PROBE, pad_token_id=0))
+    agreement = SyncCheck().observe(4, engine=engine.score(PROBE), trainer=sequence_logps(model, PROBE, pad=0))
     return agreement > 0.999
 
 

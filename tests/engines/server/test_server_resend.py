@@ -1,4 +1,4 @@
-"""Many requests find a server started anew, one sends the weights; the real one is in test_server_faults.py."""
+"""A server's weights when something goes wrong, with a double of it; the real one is in test_server_faults.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.server.engine import ServerEngine
@@ -81,3 +82,26 @@ def test_the_double_declines_a_second_sending(monkeypatch, tmp_path):
     engine._load(tmp_path)
     with pytest.raises(SyncError, match="did not reset its prefix cache"):
         engine._load(tmp_path)
+
+
+def test_the_other_ranks_are_not_left_in_the_gather_when_the_disk_is_full(monkeypatch, tmp_path):
+    engine = engine_of(RestartedServer(), monkeypatch, tmp_path)
+    seen = []
+
+    class Source:
+        is_main = True
+
+        def merged(self):
+            for name in "abc":
+                seen.append(name)
+                yield name, torch.zeros(1)
+
+    def full(target, weights):
+        next(weights)
+        raise SyncError("no space left")
+
+    monkeypatch.setattr("trl_offpolicy.engines.server.engine.write_weights", full)
+    engine.bind(Source())
+    with pytest.raises(SyncError, match="no space left"):
+        engine.sync_weights(5)
+    assert seen == ["a", "b", "c"]

@@ -30,8 +30,8 @@ from trl_offpolicy.diagnosis.attribution.precision import (
     routers,
     simulated_dtype,
 )
-from trl_offpolicy.diagnosis.attribution.scoring import Head, Ids, TokenScores, score_completions
 from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS, OTHER_WEIGHTS, read_signatures
+from trl_offpolicy.engines.hf import Head, Ids, TokenScores, score_completions
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 Inside = Callable[[], AbstractContextManager[Any]]

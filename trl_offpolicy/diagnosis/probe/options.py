@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trl_offpolicy.diagnosis.attribution.scoring import Head
-from trl_offpolicy.engines.checks import as_vllm_keeps
+from trl_offpolicy.engines.hf import Head
+from trl_offpolicy.engines.truncation import as_vllm_keeps
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 

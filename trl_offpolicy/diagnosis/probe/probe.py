@@ -21,9 +21,9 @@ from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import noise_level
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
-from trl_offpolicy.diagnosis.attribution.scoring import score_completions
 from trl_offpolicy.diagnosis.probe.options import ProbeOptions
 from trl_offpolicy.diagnosis.probe.sides import Sides, open_sides, render_prompts
+from trl_offpolicy.engines.hf import score_completions
 from trl_offpolicy.stats import PREFIX
 from trl_offpolicy.types import PolicyBatch
 

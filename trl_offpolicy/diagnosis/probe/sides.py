@@ -15,8 +15,8 @@ import torch
 
 from trl_offpolicy.diagnosis.attribution.evidence import Declared
 from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
-from trl_offpolicy.diagnosis.attribution.scoring import Head, sample_completions
 from trl_offpolicy.engines.engine import Rollouts, Sampling
+from trl_offpolicy.engines.hf import Head, sample_completions
 
 if TYPE_CHECKING:
     from trl_offpolicy.diagnosis.probe.options import ProbeOptions
@@ -179,7 +179,9 @@ class Sides:
     def _stop(self) -> list[int]:
         config = getattr(self.model, "generation_config", None)
         stop = getattr(config, "eos_token_id", None) or self.tokenizer.eos_token_id
-        return [] if stop is None else list(stop) if isinstance(stop, list | tuple) else [stop]
+        if stop is None:
+            return []
+        return list(stop) if isinstance(stop, list | tuple) else [stop]
 
     # ------------------------------------------------------------------------------------------- what is declared
 

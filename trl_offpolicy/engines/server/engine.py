@@ -184,9 +184,14 @@ class ServerEngine:
             self._require_own_base()
             size = write_adapter(target, adapter.config, adapter.tensors) if self._source.is_main else 0
         else:
-            weights = self._source.merged()
-            weights = weights if self.weight_rounding is None else round_weights(weights, self.weight_rounding)
-            size = write_weights(target, weights) if self._source.is_main else sum(0 for _ in weights)
+            gathered = self._source.merged()
+            weights = gathered if self.weight_rounding is None else round_weights(gathered, self.weight_rounding)
+            try:
+                size = write_weights(target, weights) if self._source.is_main else sum(0 for _ in weights)
+            except EngineError:
+                for _ in gathered:  # the other ranks gather to the end, and would wait for this one
+                    pass
+                raise
         self.version = version
         previous, self._adapter = self._adapter, None if adapter is None else f"policy-{target.name}"
         if self._source.is_main:

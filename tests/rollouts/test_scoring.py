@@ -7,8 +7,9 @@ import torch
 from tiny_models import PAD, tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from lightning_module.scoring import Scorer
 from trl_offpolicy.engines.engine import Sampling
+from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
 
 PROMPTS = [[5, 6, 7], [8]]
 COMPLETIONS = [[9, 10], [11, 12, 13, 14]]
@@ -91,3 +92,17 @@ def test_an_adapted_head_is_refused():
     model = get_peft_model(tiny_model(), LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(NotImplementedError, match="LM head must be a plain linear layer"):
         Scorer(Sampling(max_tokens=4))(model, rows())
+
+
+def test_an_engine_that_is_the_trainer_gives_its_log_probs():
+    """Both sides of a sync's proof, for sequences of several lengths and without a trace on the model's mode."""
+    model, ids = tiny_model().train(), [[5, 6, 7], [8, 9], [5, 10, 11, 12, 13]]
+    engine = TransformersEngine(lambda: model, pad_token_id=PAD, eos_token_ids=()).score(ids)
+    trainer = sequence_logps(model, ids, pad=PAD)
+    for row, one, other in zip(ids, engine, trainer, strict=True):
+        logits = model(input_ids=torch.tensor([row])).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+        assert len(one) == len(other) == len(row) - 1
+        assert torch.allclose(torch.tensor(one), expected, atol=2e-5)
+        assert torch.allclose(torch.tensor(other), expected, atol=2e-5)
+    assert model.training

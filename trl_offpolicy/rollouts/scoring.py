@@ -1,20 +1,27 @@
-"""Log-probs of the completions under the policy: one forward, and a head that never holds the (tokens, V) logits."""
+"""Log-probs of given tokens under the trainer's model: one forward, and a head that never holds the (tokens, V) logits.
+
+What a trainer of this kit scores with, and what trainers do with scores. TRL brings a forward and a fused head of its
+own, which :mod:`trl_offpolicy.trl.scoring` uses; an engine's ``score`` says what the engine itself would answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.engines.checks import as_vllm_keeps
+from trl_offpolicy.correction.measure import noise_floor
 from trl_offpolicy.engines.engine import Sampling
+from trl_offpolicy.engines.truncation import as_vllm_keeps
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.objective.measure import support_stats
+from trl_offpolicy.rollouts.batches import in_other_batches
 from trl_offpolicy.stats import Stats
+from trl_offpolicy.types import PolicyBatch
 
 
 class Scores(NamedTuple):
@@ -49,7 +56,8 @@ class Scorer:
 
         Args:
             model: the policy.
-            rows: the tensors of :func:`~lightning_module.rollouts.collate`.
+            rows: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``: prompts padded on the left,
+                completions on the right.
             batch_size: rows a forward; None = all.
         """
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
@@ -70,6 +78,7 @@ class Scorer:
 
     def _forward(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int) -> Scores:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        # The position before a token predicts it: length + 1 of them reach the head, which drops the last one.
         with _head_in_place(model, self, ids[:, -length:]) as found:
             output = model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=length + 1
@@ -79,6 +88,48 @@ class Scorer:
         if output.shape[-1] == 2:  # unchanged on its way out, and known to the hooks of sharded models
             logps, entropies = output.unbind(-1)
         return Scores(logps, entropies, sums, outside)
+
+
+def sequence_logps(model: nn.Module, ids: Sequence[Sequence[int]], *, pad: int) -> list[list[float]]:
+    """Log-probs (nats, temperature 1, nothing cut) of tokens 1, 2, ... of each sequence; no gradient.
+
+    The counterpart of an engine's ``score``, for the proof of a sync.
+
+    Args:
+        model: the policy; a sharded one is called by all ranks.
+        ids: sequences of at least two tokens.
+        pad: fills the shorter ones.
+    """
+    width, device = max(map(len, ids)), next(model.parameters()).device
+    tokens = torch.tensor([[*row, *[pad] * (width - len(row))] for row in ids], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=device)
+    # the first token is the prompt: nothing comes before it that could give it a log-prob
+    prompts = {"prompt_ids": tokens[:, :1], "prompt_mask": mask[:, :1]}
+    rows = {**prompts, "completion_ids": tokens[:, 1:], "completion_mask": mask[:, 1:]}
+    with torch.no_grad():
+        logps = Scorer(Sampling(max_tokens=width))(model, rows).logps
+    return [found[: len(row) - 1].tolist() for found, row in zip(logps, ids, strict=True)]
+
+
+def measured_noise_floor(
+    score: Callable[[dict[str, Any], int], Tensor], inputs: dict[str, Any], batch: PolicyBatch
+) -> Stats | None:
+    """How far the trainer is from itself: a micro-batch scored again in halves (a single row: doubled).
+
+    Args:
+        score: (B, T) log-probs of the completions of such a dict, in batches of so many rows.
+        inputs: the micro-batch, with the keys of TRL's.
+        batch: the same, with the log-probs of the loss.
+
+    Returns:
+        None with images, which are not split by rows.
+    """
+    again = in_other_batches(inputs)
+    if again is None:
+        return None
+    with torch.no_grad():
+        logps = score(*again)[: len(batch.mask)]
+    return noise_floor(batch.per_token_logps.detach(), logps, batch.mask)
 
 
 @contextmanager

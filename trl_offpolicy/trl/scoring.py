@@ -1,27 +1,31 @@
-"""Scoring on the distribution that the engine truncated: TRL's forward with this kit's LM head in its place.
+"""Scoring by TRL's own forward and fused LM head, and what this kit changes about that head.
 
-TRL's fused head gives log-probs of the whole distribution; under top-p, top-k or min-p the engine's are of the kept
-tokens alone, and old/sampling is off by the kept mass. Here the trainer cuts its own distribution by the engine's
-rules. All around the projection stays TRL's: the wrapped model's forward, gathering of a sharded head, autocast.
+TRL's head gives log-probs of the whole distribution; under top-p, top-k or min-p the engine's are of the kept tokens
+alone, and old/sampling is off by the kept mass. Here the trainer cuts its own distribution by the engine's rules. All
+around the projection stays TRL's: the wrapped model's forward, gathering of a sharded head, autocast. The same head
+scores the probe of a sync at temperature 1, and TRL's own also gives the sum of squared probabilities where it is read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import utils
-from trl.trainer.utils import maybe_gather_lm_head_ctx
+from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
 
-from trl_offpolicy.engines.checks import as_vllm_keeps, truncation_of
+from trl_offpolicy.engines.truncation import as_vllm_keeps, truncation_of
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.objective.measure import support_stats
 from trl_offpolicy.stats import Stats
+from trl_offpolicy.trl.rebinding import rebound
 
 logger = logging.getLogger(__name__)
 
@@ -189,22 +193,28 @@ class _Head:
                 f"TRL's head was called more than {call} times in one scoring; its version does not fit."
             )
         valid, kept = self._valid[call], self._kept[call]
-        whole = len(targets) == valid.numel()  # TRL passes all positions where Triton does not run
-        rows = valid.flatten().nonzero().squeeze(1) if whole else None
+        # Where Triton does not run TRL passes all positions, else those with a label alone.
+        rows = valid.flatten().nonzero().squeeze(1) if len(targets) == valid.numel() else None
+        if kept is not None:  # (b, T, K) of the completion to one row for each position that is scored
+            kept = kept[valid[:, -kept.shape[1] :]]
+        count = len(targets)
+        if rows is not None:
+            hidden, targets = hidden[rows], targets[rows]
         out = truncated_log_probs(
-            hidden if rows is None else hidden[rows],
+            hidden,
             weight,
-            targets if rows is None else targets[rows],
+            targets,
             bias=bias,
             temperature=temperature if self.temperature is None else self.temperature,
             truncation=self.truncation,
-            kept_ids=None if kept is None else kept[valid[:, -kept.shape[1] :]],
+            kept_ids=kept,
             logit_scale=logit_scale,
             softcap=softcap,
             gather=maybe_gather_lm_head_ctx,
         )
+        # one flag for each scored position, back to its place in (b, L - 1)
         self._outside.append(torch.zeros_like(valid).masked_scatter(valid, out.outside))
-        return _as_trl(out, outputs, len(targets), rows)
+        return _as_trl(out, outputs, count, rows)
 
     def outside(self) -> Tensor:
         """(B, L - 1) bool: sampled tokens that the trainer alone would have cut."""
@@ -223,6 +233,7 @@ def _as_trl(
         raise NotImplementedError(f"outputs must not hold {sorted(unknown)} under a truncated distribution.")
 
     def placed(column: Tensor) -> Tensor:
+        """On all positions that TRL passed, 0 where there is no label."""
         return column if rows is None else column.new_zeros(count).index_copy(0, rows, column)
 
     entropy = placed(out.entropies) if "entropy" in outputs else None
@@ -230,20 +241,74 @@ def _as_trl(
     return placed(out.log_probs), entropy, log_sum_sq, None, None
 
 
-@contextmanager
-def _head_of_trl(head: _Head) -> Iterator[None]:
+def _head_of_trl(head: _Head) -> AbstractContextManager[None]:
     """TRL's forward looks its projection up in the module at every call; the model's wrappers stay untouched."""
-    original = utils._ChunkedLogProbFunction
-    utils._ChunkedLogProbFunction = head
-    try:
-        yield
-    finally:
-        utils._ChunkedLogProbFunction = original
+    return rebound(utils, _ChunkedLogProbFunction=head)
+
+
+@torch.no_grad()
+def sequence_logps(trainer: GRPOTrainer, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probs (nats, temperature 1, nothing cut) of tokens 1, 2, ... of each sequence. All ranks call it.
+
+    TRL's whole forward, one row at a time, so that nothing is padded.
+    """
+    scores, checkpointing = [], trainer.args.gradient_checkpointing_kwargs
+    for row in ids:
+        tokens = torch.tensor([row], device=trainer.accelerator.device)
+        mask, length = torch.ones_like(tokens), len(row) - 1
+        head = _Head(Truncation(), _scored_positions(mask, length), None, 1, temperature=1.0)
+        with disable_gradient_checkpointing(trainer.model, checkpointing), _head_of_trl(head):
+            # TRL's own method: a subclass's would cut the distribution
+            logps = GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, tokens, mask, length)[0]
+        scores.append(logps[0].tolist())
+    return scores
+
+
+class SumSqProbs:
+    """Collects sum_v pi_v^2 of the forwards inside :func:`sum_sq_probs`."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def add(self, log_values: Tensor) -> None:
+        """One forward's (b, L - 1) logs."""
+        self._parts.append(log_values)
+
+    def completions(self, length: int) -> Tensor | None:
+        """(B, length) float32 of the last positions, rows in the order of the forwards; None if none was asked for."""
+        return torch.cat([part[:, -length:] for part in self._parts]).float().exp() if self._parts else None
 
 
 @contextmanager
-def at_temperature_one(attention_mask: Tensor, logits_to_keep: int) -> Iterator[None]:
-    """Inside, TRL scores one forward of ``attention_mask`` (B, L) at temperature 1, on the whole distribution."""
-    valid = _scored_positions(attention_mask, logits_to_keep)
-    with _head_of_trl(_Head(Truncation(), valid, None, len(valid), temperature=1.0)):
-        yield
+def sum_sq_probs(model: Any, *, wanted: bool, temperature: float, cast_lm_head_to_fp32: bool) -> Iterator[SumSqProbs]:
+    """While open, the fused head of ``model`` also computes the sum over the vocabulary of its probabilities squared.
+
+    TRL's scoring drops all but log-probs and entropies, so the output is read off the model's own ``forward`` (a module
+    hook would not fire under PEFT, which calls ``forward`` itself). Outside nothing costs more than before.
+
+    Args:
+        model: the unwrapped model; TRL has patched its ``forward``, or that of the base model under PEFT.
+        wanted: False changes nothing.
+        temperature: as TRL's head has it.
+        cast_lm_head_to_fp32: likewise.
+    """
+    collected = SumSqProbs()
+    if not wanted:
+        yield collected
+        return
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    patched = model.forward
+    add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, ("log_probs", "entropy", "log_sum_sq_probs"))
+    with_sums = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = with_sums(*args, **kwargs)
+        if kwargs.get("fused_lm_head"):
+            collected.add(output.log_sum_sq_probs.detach())
+        return output
+
+    model.forward = forward
+    try:
+        yield collected
+    finally:
+        model.forward = patched

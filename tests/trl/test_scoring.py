@@ -20,7 +20,7 @@ from trl.trainer import utils
 
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
-from trl_offpolicy.trl.filtered_scoring import FilteredScoring, filtered_scoring, scores_reference
+from trl_offpolicy.trl.scoring import FilteredScoring, filtered_scoring, scores_reference
 
 PROMPT, LENGTH, TEMPERATURE = 3, 6, 0.8
 NOTHING_CUT = Truncation(top_k=100_000)  # takes this kit's head, cuts nothing

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_offpolicy.engines.checks import truncation_of
+from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 NEUTRAL = {

@@ -1,4 +1,4 @@
-"""Sampling options that the trainer mirrors; those that it cannot mirror stand in ``sampling_states``."""
+"""Sampling options that cut the distribution, which the trainer mirrors; the others are in ``sampling_states``."""
 
 from __future__ import annotations
 
