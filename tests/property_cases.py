@@ -32,7 +32,7 @@ from trl_offpolicy import (
     losses,
     presets,
 )
-from trl_offpolicy.correction.terms.inputs import is_late
+from trl_offpolicy.correction.terms.base import is_late
 from trl_offpolicy.correction.terms.keep import STATISTIC_LEVELS
 from trl_offpolicy.correction.terms.weights import WEIGHT_LEVELS
 from trl_offpolicy.functional.kl import KL_ESTIMATORS

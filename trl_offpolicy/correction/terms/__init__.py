@@ -4,8 +4,8 @@ A weight maps a ratio to a factor of the policy loss; a keep term says which tok
 settings and check them; :class:`~trl_offpolicy.Correction` runs them on a batch.
 """
 
+from trl_offpolicy.correction.terms.base import KeepTerm, TermInputs, Violations, Weighed, Weight
 from trl_offpolicy.correction.terms.batchwide import GroupRejection, SecondMomentBudget
-from trl_offpolicy.correction.terms.inputs import KeepTerm, TermInputs, Violations, Weighed, Weight
 from trl_offpolicy.correction.terms.keep import (
     DivergenceBand,
     OffPolicySequenceMask,

@@ -58,9 +58,10 @@ def check_objective(settings: AsyncSettings, objective: Objective) -> None:
 def _reads_old(objective: Objective) -> str | None:
     """The part of the objective that reads pi_old, in words."""
     correction = objective.correction
-    terms: tuple[Any, ...] = () if correction is None else (*correction.weights, *correction.keep)
-    for term in terms:
-        if "old" in term.ratio.split("/") and getattr(term, "name", "") != "staleness_bound":
+    weights = () if correction is None else correction.weights
+    keep = () if correction is None else correction.keep
+    for term in (*weights, *(term for term in keep if term.reads_ratio)):
+        if "old" in term.ratio.split("/"):
             return f"{type(term).__name__} on {term.ratio}"
     by_loss = objective.mode == "decoupled" and objective.policy_loss.uses_ratio
     if by_loss and not isinstance(objective.proximal, InterpolatedProximal):
