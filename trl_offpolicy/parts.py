@@ -83,7 +83,7 @@ def parse_tagged(
     if base is not None and isinstance(name, str) and ":" in name:
         return build(imported_part(name, base, where=f"{where}.type"), values, where=where)
     types = kind if isinstance(kind, Mapping) else types_of(kind)
-    if name not in types:
+    if not isinstance(name, str) or name not in types:
         outside = "" if base is None else " or the path of a class of your own, 'package.module:Class'"
         raise ValueError(
             f"{where}.type must be one of {list(types)}{outside}, but got {name!r}.{near(str(name), types)}"
@@ -231,6 +231,7 @@ def plain(value: Any) -> Any:
 
 def _set(value: Any, item: dataclasses.Field[Any]) -> bool:
     """True if the field can be set and differs from its default."""
-    made = item.default_factory is not dataclasses.MISSING
-    default = item.default_factory() if made else item.default  # type: ignore[misc]
+    default: Any = item.default
+    if item.default_factory is not dataclasses.MISSING:
+        default = item.default_factory()
     return item.init and bool(getattr(value, item.name) != default)

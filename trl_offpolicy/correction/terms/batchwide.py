@@ -13,6 +13,11 @@ from trl_offpolicy.functional.levels import group_mean
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_LIMIT
 from trl_offpolicy.types import Ratio, Scope
 
+__all__ = [
+    "GroupRejection",
+    "SecondMomentBudget",
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentBudget(KeepTerm):

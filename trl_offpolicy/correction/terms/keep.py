@@ -26,6 +26,15 @@ from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LOG_RATIO_LIMIT
 from trl_offpolicy.functional.masks import STATISTICS, Statistic
 from trl_offpolicy.types import Ratio, Scope
 
+__all__ = [
+    "DivergenceBand",
+    "OffPolicySequenceMask",
+    "OutlierVeto",
+    "ProbabilityDifferenceMask",
+    "RatioBand",
+    "StalenessBound",
+]
+
 _ADDED_UP: tuple[Level, ...] = ("token", "turn", "turn_mean", "sequence", "sequence_mean", "group")
 STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
     "k1": _ADDED_UP,
@@ -111,7 +120,7 @@ class DivergenceBand(KeepTerm):
     """
 
     type_name: ClassVar[str] = "divergence_band"
-    example: ClassVar[Mapping[str, Any]] = {"statistic": "k3", "low": 0.01, "high": 0.1}
+    example: ClassVar[Mapping[str, Any]] = {"statistic": "k3", "high": 0.1}
     statistic: Statistic
     high: float | None
     low: float | None = None

@@ -18,6 +18,16 @@ from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.types import Ratio, Scope
 
+__all__ = [
+    "BandWeight",
+    "ESSWeight",
+    "PrefixMinWeight",
+    "PrefixWeight",
+    "RawWeight",
+    "ShapedWeight",
+    "TruncateWeight",
+]
+
 WEIGHT_LEVELS: tuple[Level, ...] = ("token", "turn", "turn_mean", "prefix", "sequence", "sequence_mean")
 _NO_WEIGHT = "a maximum, a minimum or a group has no ratio of its own"
 
