@@ -13,9 +13,22 @@ import inspect
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trl_offpolicy.checks import near
+
+if TYPE_CHECKING:
+    from builtins import property as overridable
+else:
+
+    class overridable:
+        """A property that a field of a subclass may take the place of, as its value is then kept in the instance."""
+
+        def __init__(self, default: Callable[[Any], Any]) -> None:
+            self.default, self.__doc__ = default, default.__doc__
+
+        def __get__(self, part: Any, cls: type[Any] | None = None) -> Any:
+            return self if part is None else self.default(part)
 
 
 class Part(ABC):  # noqa: B024 - each kind says which methods must be written
@@ -29,10 +42,10 @@ class Part(ABC):  # noqa: B024 - each kind says which methods must be written
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # A field without a default that hides a property of the base (``level: Level``) must be given. Without this
-        # line ``dataclass`` would find the property and take it for the default.
+        # A field without a default must be given, also where the base says a value under its name (``level: Level``).
+        # Without this line ``dataclass`` would take what the base says for the field's default.
         for name in inspect.get_annotations(cls):
-            if name not in cls.__dict__ and isinstance(getattr(cls, name, None), property):
+            if name not in cls.__dict__ and isinstance(getattr(cls, name, None), overridable):
                 setattr(cls, name, dataclasses.field())
 
 

@@ -57,7 +57,7 @@ def config(tmp_path: Path) -> Any:
     return make
 
 
-# -------------------------------------------------------------------------------------------------------- configurations
+# ------------------------------------------------------------------------------------------------- configurations
 
 
 def test_yaml_gives_what_python_gives_with_trl(config: Any) -> None:
@@ -144,7 +144,7 @@ def test_two_objectives_are_an_error() -> None:
         resolve(OBJECTIVE, op.Objective())
 
 
-# ----------------------------------------------------------------------------------------------------------------- runs
+# ------------------------------------------------------------------------------------------------- runs
 
 
 def test_they_compute_what_they_say() -> None:
@@ -228,7 +228,7 @@ def test_a_run_with_lightning(tmp_path: Path) -> None:
     assert any(float(gradient.abs().max()) > 0 for step in watch.gradients for gradient in step.values())
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_an_object_of_the_wrong_kind_is_refused() -> None:
         wrong.Unfinished()  # type: ignore[abstract]
 
 
-# -------------------------------------------------------------------------------------------------------- the contract
+# ------------------------------------------------------------------------------------------------- the contract
 
 
 def test_what_is_outside_does_not_enter_the_tables() -> None:

@@ -33,7 +33,7 @@ from trl_offpolicy.functional.advantages_groups import (
 )
 from trl_offpolicy.functional.advantages_tokens import Alone, optimal_token_baseline, returns_to_go
 from trl_offpolicy.objective.advantage_inputs import AdvantageInputs
-from trl_offpolicy.parts import Part
+from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Scope
 
 _ENERGY = ("mask", "per_token_logps", "sum_sq_probs")
@@ -55,12 +55,12 @@ class AdvantageEstimator(Part):
     bias: ClassVar[str] = "-"
     """How it is biased on-policy, likewise."""
 
-    @property
+    @overridable
     def requires(self) -> tuple[str, ...]:
         """Fields of :class:`AdvantageInputs` that it reads besides rewards and groups."""
         return ()
 
-    @property
+    @overridable
     def scope(self) -> Scope:
         """What it must see at once."""
         return "group"

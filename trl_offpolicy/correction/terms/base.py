@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import Level, aggregate, aggregate_ratio, turn_index
-from trl_offpolicy.parts import Part
+from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Ratio, Scope
 
 
@@ -104,22 +104,22 @@ class Weight(Part):
     attribute or a property of that name.
     """
 
-    @property
+    @overridable
     def ratio(self) -> Ratio:
         """Which two policies :attr:`TermInputs.log_ratios` compares."""
         return "old/sampling"
 
-    @property
+    @overridable
     def level(self) -> Level:
         """Level at which the ratio is aggregated."""
         return "token"
 
-    @property
+    @overridable
     def scope(self) -> Scope:
         """What it must see at once."""
         return "row"
 
-    @property
+    @overridable
     def formula(self) -> str:
         """One line for reports and the docs, e.g. ``w = min(rho_t, 2)``."""
         return f"w = {type(self).__name__}({settings_text(self, leave_out=('ratio', 'scope'))})"
@@ -145,22 +145,22 @@ class KeepTerm(Part):
     requires: ClassVar[tuple[str, ...]] = ()
     """Fields of the batch that must be there besides the log-probs of its ratio."""
 
-    @property
+    @overridable
     def name(self) -> str:
         """Name in the metrics ``keep/<name>/*``: the one in YAML unless the term says more, else that of the class."""
         return self.type_name or type(self).__name__
 
-    @property
+    @overridable
     def ratio(self) -> Ratio:
         """Which two policies :attr:`TermInputs.log_ratios` compares."""
         return "old/sampling"
 
-    @property
+    @overridable
     def scope(self) -> Scope:
         """What it must see at once."""
         return "row"
 
-    @property
+    @overridable
     def formula(self) -> str:
         """One line for reports and the docs, e.g. ``keep if 0.99 <= rho_geo <= 1.01``."""
         return f"{self.name}: {settings_text(self, leave_out=('ratio', 'scope'))}"

@@ -13,7 +13,7 @@ from trl_offpolicy.functional.booleans import any_true
 from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.policy_losses import LossTerms
-from trl_offpolicy.parts import Part
+from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Scope
 
 WeightUse = Literal["multiply", "inside"]
@@ -81,12 +81,12 @@ class PolicyLoss(Part):
     purpose: ClassVar[str] = "-"
     """What it is made for, in words, likewise."""
 
-    @property
+    @overridable
     def level(self) -> RatioLevel:
         """Level of its ratio."""
         return "token"
 
-    @property
+    @overridable
     def reads(self) -> tuple[Field, ...]:
         """Fields of :class:`LossInputs` it cannot do without.
 
@@ -94,7 +94,7 @@ class PolicyLoss(Part):
         """
         return ()
 
-    @property
+    @overridable
     def scope(self) -> Scope:
         """Rows it must see at once; "micro_batch" = statistics of the rows of one call."""
         return "row"
