@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import ABC
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -126,6 +126,36 @@ def build(cls: Any, values: Mapping[str, Any], *, where: str, base: Any = None) 
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{where}: {error}") from error
+
+
+def parse_settings(spec: object, cls: type[Any], *, where: str, short: str, choices: Collection[str]) -> Any:
+    """A dataclass from a mapping of its fields, or from the value of one of them alone.
+
+    Args:
+        spec: what the user wrote.
+        cls: the dataclass; one that is made already is taken as it is.
+        where: the option's path in error messages.
+        short: the field that may be said alone.
+        choices: its values.
+
+    Raises:
+        ValueError: another kind of value, an unknown field or a wrong value; the message names ``where``.
+    """
+    if isinstance(spec, cls):
+        return spec
+    known = {item.name: item for item in dataclasses.fields(cls)}
+    needed = known[short].default is dataclasses.MISSING
+    options = {short: spec} if isinstance(spec, str) else spec
+    if not isinstance(options, Mapping) or (needed and short not in options):
+        mapping = f"a mapping with the key {short}" if needed else "a mapping"
+        raise ValueError(f"{where} must be one of {list(choices)} or {mapping}, but got {spec!r}.")
+    for key in options:
+        if key not in known:
+            raise ValueError(f"{where}.{key} must be one of {list(known)}.")
+    try:
+        return cls(**options)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
 
 
 def as_mapping(spec: object, where: str) -> Mapping[str, Any]:
