@@ -75,7 +75,7 @@ def build_engine(
     options = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key != "type"}
     if kind == "own":
         path = spec if isinstance(spec, str) else str(spec["type"])
-        offered = {"model_name": model_name, "policy": policy, "pad_token_id": pad_token_id}
+        offered: dict[str, Any] = {"model_name": model_name, "policy": policy, "pad_token_id": pad_token_id}
         offered |= {"eos_token_ids": eos_token_ids, "run": run, "folder": folder}
         return _own_engine(path, options, offered)
     if kind == "transformers":

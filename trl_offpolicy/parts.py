@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trl_offpolicy.checks import near
 
 if TYPE_CHECKING:
-    from builtins import property as overridable
+    overridable = property
 else:
 
     class overridable:
