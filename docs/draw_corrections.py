@@ -1,13 +1,16 @@
-"""Draw the pictures of docs/corrections.md: ``python docs/draw_corrections.py``.
+"""Draw the pictures of docs/corrections.md and write its tables of terms: ``python docs/draw_corrections.py``.
 
-Nothing is drawn by hand: every weight, mask and diagnostic comes from calling the package on a grid of ratios or on
-synthetic log-ratios. The same packages give the same files; ``tests/docs/test_docs_corrections.py`` draws them again.
+The tables, and the list in docs/api/terms.md, are read off the weights and keep terms of the package, so that a new one
+is on the pages by itself. Every weight, mask and diagnostic of a picture comes from calling the package on a grid of
+ratios or on synthetic log-ratios. A term has the picture of its name in YAML, else the plain one of its kind. The same
+packages give the same files; ``tests/docs/test_docs_corrections.py`` draws them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,10 @@ import trl_offpolicy as op
 from trl_offpolicy.correction.measure import noise_floor
 from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, ORANGE
 from trl_offpolicy.functional.masks import divergence
+from trl_offpolicy.presets.parsing import KEEP_TYPES, WEIGHT_TYPES
 
+PAGE = Path(__file__).resolve().parent / "corrections.md"
+API = PAGE.parent / "api" / "terms.md"
 PICTURES: Pictures = {}
 picture = partial(register, PICTURES)
 
@@ -240,7 +246,7 @@ def prefix(figure: Figure) -> None:
 
 
 @picture("ESSWeight: a cap that follows the batch")
-def ess_cap(figure: Figure) -> None:
+def _ess(figure: Figure) -> None:
     """The cap at three spreads, and ESS before and after."""
     left, right = figure.subplots(1, 2)
     for spread, width in ((0.5, 4.0), (1.0, 1.5), (1.5, 1.5)):
@@ -457,5 +463,78 @@ def confidence(figure: Figure) -> None:
         axes.legend(loc="upper right")
 
 
-if __name__ == "__main__":
+PICTURES["ess"] = PICTURES.pop("_ess")  # ``ess`` is a function already
+
+
+# ------------------------------------------------------------------------- what every term has without being drawn
+
+
+def plain_weight(cls: type[Any], figure: Figure) -> None:
+    """Weight against ratio, and the spread of ratios against what is left of the batch."""
+    left, right = figure.subplots(1, 2)
+    weight = cls(**cls.example)
+    weight_map(left, weight)
+    spreads = [0.05 * k for k in range(1, 41)]
+    for text, one in {cls.__name__: weight, "raw": op.RawWeight()}.items():
+        right.plot(spreads, [float(ess(weigh(one, quantiles(spread))[0])) for spread in spreads], label=text)
+    right.set_ylim(0, 1.08)
+    label(right, "sd of the batch's log-ratios", "ESS", "effective sample size")
+    right.legend(loc="upper right")
+
+
+def plain_keep(cls: type[Any], figure: Figure) -> None:
+    """Responses of one token that are kept, by sign of the advantage."""
+    for axes, sign in zip(figure.subplots(1, 2, sharey=True), (1.0, -1.0), strict=True):
+        keep_region(axes, cls(**cls.example), sign, BLUE, "kept")
+        axes.set_title("positive advantage" if sign > 0 else "negative advantage")
+        axes.legend(loc="lower right" if sign > 0 else "upper left")
+        axes.set_ylabel("trainer's probability p" if sign > 0 else "")
+
+
+for types, draw in ((WEIGHT_TYPES, plain_weight), (KEEP_TYPES, plain_keep)):
+    for name, cls in types.items():
+        if name not in PICTURES:
+            PICTURES[name] = (f"{cls.__name__}: an example", 2.9, partial(draw, cls))
+
+
+def term_table(types: Mapping[str, type[Any]]) -> str:
+    """The terms as a Markdown table, in the order of their names."""
+    lines = ["| term | YAML | in one line | example | scope | picture |", "|" + "---|" * 6]
+    for name, cls in sorted(types.items()):
+        example = cls(**cls.example)
+        first = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        cells = [f"`{cls.__name__}`", f"`{name}`", first, f"`{example.formula}`", f"`{example.scope}`"]
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append("| " + " | ".join([*escaped, f"[picture](pictures/{name}.svg)"]) + " |")
+    return "\n".join(lines)
+
+
+def api_list(types: Mapping[str, type[Any]]) -> str:
+    """The entries of the API page, in the order of their names."""
+    entries = (
+        f"::: trl_offpolicy.{cls.__name__}\n    options: {{heading_level: 3, members: false}}"
+        for _, cls in sorted(types.items())
+    )
+    return "\n\n".join(entries)
+
+
+TABLES = {
+    (PAGE, "weights"): lambda: term_table(WEIGHT_TYPES),
+    (PAGE, "keep terms"): lambda: term_table(KEEP_TYPES),
+    (API, "weights"): lambda: api_list(WEIGHT_TYPES),
+    (API, "keep terms"): lambda: api_list(KEEP_TYPES),
+}
+"""{(page, marker): what stands between ``<!-- marker -->`` and ``<!-- end of marker -->``}."""
+
+
+def main() -> None:
+    """Write the pictures, and the tables between their markers."""
     write(PICTURES)
+    for (page, name), table in TABLES.items():
+        start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        before, _, rest = page.read_text().partition(start)
+        page.write_text(f"{before}{start}{table()}{end}{rest.partition(end)[2]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Draw the picture of docs/objectives.md and write its comparison map: ``python docs/draw_objectives.py``.
 
-The map is read off the losses themselves (level, scope, what they read, what weights do, aggregation, paper); only the
-two columns in words stand here. The picture is autograd through the losses on a grid of ratios.
+The map is read off the losses themselves: level, trust region, purpose, scope, what they read, what weights do,
+aggregation, paper. The picture is autograd through the losses on a grid of ratios.
 """
 
 from __future__ import annotations
@@ -23,60 +23,27 @@ PAGE = Path(__file__).resolve().parent / "objectives.md"
 PICTURES: Pictures = {}
 picture = partial(register, PICTURES)
 
-IN_WORDS: dict[str, tuple[str, str]] = {  # YAML name: (trust region, what it is for)
-    "ppo_clip": ("clip of r, optional dual clip and upper limit", "general stability; the default"),
-    "ppo_is": ("clip of pi / mu", "ablation: mismatch and staleness under one clip"),
-    "cispo": ("cap of the detached r", "tokens that a clip would silence (reflection, rare words)"),
-    "gpg": ("none", "baseline; weights may hold any ratio"),
-    "sapo": ("smooth gate that closes around r = 1", "the jump of a hard clip"),
-    "aspo": ("clip; r turned into 1 / r where A > 0", "a clip that wastes good news on unlikely tokens"),
-    "dispo": (
-        "clip of r with bounds of their own for correct and incorrect",
-        "failure modes that differ by correctness",
-    ),
-    "dro": ("square penalty on log r", "drift without a clip's edge"),
-    "dppo": ("bound on binary TV or KL at the token", "ratios that mean little for very likely or rare tokens"),
-    "m2po": ("budget of mean (log r)^2 over the call", "heavy tails of stale data"),
-    "clip_cov": ("tokens of high covariance of A and log pi drop out", "entropy collapse"),
-    "kl_cov": ("KL pull on tokens of high covariance", "entropy collapse, softly"),
-    "r2vpo": ("clip whose width follows the group's ratio variance", "a fixed clip that is wrong for every group"),
-    "quatro": ("multiplier by query, from its reward spread", "prompts that tolerate drift differently"),
-    "gspo": ("clip of the geometric mean ratio", "length; experts that flip"),
-    "gspo_token": ("clip of the geometric mean ratio, detached", "the same with credit by token"),
-    "gmpo": ("sign-aware clamp of log r, then geometric mean", "outlier tokens in a response"),
-    "luspo": ("clip of the geometric mean ratio", "GSPO's preference for short responses"),
-    "vespo": ("kernel phi of the product of ratios", "variance of exact sequence weights"),
-    "tbpo": ("band of the sequence ratio, dual clip where A < 0", "quantised rollouts: long runs of error tokens"),
-    "espo": ("clip by entropy group, width by entropy", "MoE variance; tokens of unlike entropy in one ratio"),
-    "st_ppo": ("clip by turn, damped where it acts", "several turns with tools"),
-    "topr": ("none where R > 0, truncated pi / mu where not", "bad responses pushed down too far"),
-    "oapl": ("regression of log(pi / mu) on the advantage", "lag that never ends"),
-}
+FAMILIES = ("tokens", "trust_regions", "sequences", "responses")
+"""Modules of the losses in the order of the map."""
+LOSSES = dict(sorted(LOSS_TYPES.items(), key=lambda item: FAMILIES.index(item[1].__module__.rpartition(".")[2])))
 BATCH_STATISTICS = ("m2po", "clip_cov", "kl_cov")
 GSPO = {"low": 0.2, "high": 0.2}  # the picture's scale; the paper's 3e-4 would be a step
-SETTINGS: dict[str, dict[str, Any]] = {
-    "dispo": {
-        "correct_threshold": 0.5,
-        "low_correct": 0.2,
-        "high_correct": 1.0,
-        "low_incorrect": 0.5,
-        "high_incorrect": 0.2,
-    },
-    "dro": {"beta": 1.0},
-    "espo": {"vocab_size": 1000},
-    "oapl": {"beta": 1.0},
-    **dict.fromkeys(("gspo", "gspo_token", "luspo"), GSPO),
-}
+SETTINGS: dict[str, dict[str, Any]] = dict.fromkeys(("gspo", "gspo_token", "luspo"), GSPO)
 PROBABILITY = 0.3  # of the token under the old policy
+
+
+def made(name: str) -> Any:
+    """An example of a loss."""
+    return LOSS_TYPES[name](**{**LOSS_TYPES[name].example, **SETTINGS.get(name, {})})
 
 
 def loss_map() -> str:
     """The comparison map as a Markdown table, one line a loss."""
     head = "| loss | YAML | ratio at | trust region | made for | weights | reads | scope | published with | paper |"
     lines = [head, "|" + "---|" * 10]
-    for name, cls in LOSS_TYPES.items():
-        loss = cls(**SETTINGS.get(name, {}))
-        region, purpose = IN_WORDS[name]
+    for name, cls in LOSSES.items():
+        loss = made(name)
+        region, purpose = loss.trust_region, loss.purpose
         weights = "inside" if loss.weight_use == "inside" else ("any ratio" if not loss.uses_ratio else "old/sampling")
         if "sampling_log_ratios" in loss.reads:
             weights = "none: pi / mu is in the loss"
@@ -87,34 +54,18 @@ def loss_map() -> str:
     return "\n".join(lines)
 
 
-ADVANTAGES_IN_WORDS: dict[str, tuple[str, str]] = {  # YAML name: (formula, bias on-policy)
-    "grpo": ("(r - mean) / (std + 1e-4)", "towards prompts of small spread"),
-    "dr_grpo": ("r - mean", "none but the factor (n - 1) / n"),
-    "rloo": ("r - mean of the others", "none"),
-    "opo": ("r - mean weighted by length", "order 1 / n"),
-    "gdpo": ("each reward function by its own spread, then the batch's", "as grpo, by function"),
-    "reinforce_plus_plus_baseline": (
-        "r - mean, then (A - mean) / std of the batch's tokens",
-        "little: one scale for all",
-    ),
-    "optimal_token_baseline": ("by token: return - energy-weighted mean of those that reach it", "order 1 / n"),
-    "opob": ("r - mean weighted by w^2 times the gradient's energy", "order 1 / n"),
-}
-
-
 def advantage_map() -> str:
     """The estimators as a Markdown table; what they read is read off the code."""
     lines = ["| estimator | YAML | advantage | biased on-policy | reads | costs | scope |", "|" + "---|" * 7]
     for name, cls in ADVANTAGE_TYPES.items():
         estimator = cls()
-        formula, bias = ADVANTAGES_IN_WORDS[name]
         reads = ["rewards" if name != "gdpo" else "rewards by function"]
         requires = set(estimator.requires)
         aware = set(cls(is_aware=True).requires) if name == "optimal_token_baseline" else requires
         reads += ["lengths"] if requires == {"mask"} else ["log-probs, sums of squares"] * ("sum_sq_probs" in requires)
         reads += ["weights"] if "weights" in requires else ["weights if `is_aware`"] * ("weights" in aware)
         cost = "one forward" if "per_token_logps" in requires else "-"
-        cells = [f"`{cls.__name__}`", f"`{name}`", formula, bias, ", ".join(reads), cost, estimator.scope]
+        cells = [f"`{cls.__name__}`", f"`{name}`", cls.formula, cls.bias, ", ".join(reads), cost, estimator.scope]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -142,7 +93,7 @@ def gradient_weight(name: str, ratio: float, advantage: float) -> float:
         group_rewards=torch.tensor([[reward, 1 - reward]]),
         entropies=torch.ones(1, 1),
     )
-    loss = LOSS_TYPES[name](**SETTINGS.get(name, {}))
+    loss = made(name)
     op.Objective(policy_loss=loss, aggregation=loss.aggregation)(batch).loss.backward()
     assert logps.grad is not None
     return float(-logps.grad / advantage)
@@ -151,7 +102,7 @@ def gradient_weight(name: str, ratio: float, advantage: float) -> float:
 @picture("Gradient weight of each objective against the ratio", height=7.6)
 def objectives(figure: Figure) -> None:
     """One panel a loss: the factor of A grad log pi, for both signs of the advantage."""
-    names = [name for name in LOSS_TYPES if name not in BATCH_STATISTICS]
+    names = [name for name in LOSSES if name not in BATCH_STATISTICS]
     ratios = torch.linspace(-1.2, 1.2, 49).exp().tolist()
     panels = figure.subplots(-(-len(names) // 4), 4, sharex=True).flatten()
     for axes, name in zip(panels, names, strict=False):

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_module.imports import imported
 from lightning_module.streams import BatchPlan, HeldOutStream, PromptStream, Row
+from trl_offpolicy.parts import imported
 
 
 class PromptDataModule(LightningDataModule):

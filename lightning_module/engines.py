@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,27 +12,36 @@ import torch
 from torch import nn
 
 from lightning_module.models import zero3_gathered
+from trl_offpolicy.checks import near
 from trl_offpolicy.engines.colocate import ColocateEngine
-from trl_offpolicy.engines.engine import Engine, Sampling
+from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.sampling_states import engine_findings, judge, request_findings
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import ServerEngine
+from trl_offpolicy.parts import imported
 
 ENGINES = ("transformers", "vllm", "server")
 
 
 def engine_type(spec: Any) -> str:
-    """``transformers``, ``vllm``, ``server`` or, for an object, ``own``.
+    """``transformers``, ``vllm``, ``server`` or, for an object or the path of a class, ``own``.
 
     Raises:
         ValueError: an unknown type.
+        TypeError: the class at that path is no engine.
     """
     if not isinstance(spec, str | Mapping):
         return "transformers" if isinstance(spec, TransformersEngine) else "own"
     name = spec if isinstance(spec, str) else spec.get("type")
+    if isinstance(name, str) and ":" in name:
+        _own_class(name)  # a wrong path fails here, before anything is loaded
+        return "own"
     if name not in ENGINES:
-        raise ValueError(f"engine.type must be one of {list(ENGINES)}, but got {name!r}.")
+        raise ValueError(
+            f"engine.type must be one of {list(ENGINES)} or the path of a class of your own, 'package.module:Class', "
+            f"but got {name!r}.{near(str(name), ENGINES)}"
+        )
     return str(name)
 
 
@@ -48,7 +58,8 @@ def build_engine(
     """The engine that ``spec`` names; further keys are the engine's own arguments.
 
     Args:
-        spec: an engine's name, ``{type: ..., **arguments}``, or an engine.
+        spec: an engine's name, ``{type: ..., **arguments}``, or an engine. ``type`` may be the path of a class,
+            ``package.module:Class``; it is called with the arguments and with those below that its constructor names.
         model_name: folder or Hub name, which vLLM loads.
         policy: gives the model to sample from.
         pad_token_id: for left padding.
@@ -58,9 +69,15 @@ def build_engine(
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
+        check_has_methods(spec, where="engine")
         engine: Engine = spec
         return engine
     options = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key != "type"}
+    if kind == "own":
+        path = spec if isinstance(spec, str) else str(spec["type"])
+        offered: dict[str, Any] = {"model_name": model_name, "policy": policy, "pad_token_id": pad_token_id}
+        offered |= {"eos_token_ids": eos_token_ids, "run": run, "folder": folder}
+        return _own_engine(path, options, offered)
     if kind == "transformers":
         return TransformersEngine(
             policy,
@@ -77,6 +94,36 @@ def build_engine(
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
     dtype = str(next(policy().parameters()).dtype).removeprefix("torch.")
     return ColocateEngine(**{"model": model_name, "dtype": dtype, **options})
+
+
+def _own_class(path: str) -> type[Any]:
+    cls = imported(path, where="engine.type")
+    if not isinstance(cls, type):
+        raise TypeError(f"engine.type must name a class, but got {path!r}.")
+    check_has_methods(cls, where="engine.type")
+    return cls
+
+
+def _own_engine(path: str, options: Mapping[str, Any], offered: Mapping[str, Any]) -> Engine:
+    """An engine of the user's own class.
+
+    Args:
+        path: of the class.
+        options: arguments that the user gave.
+        offered: what the constructor may ask for by name.
+
+    Raises:
+        ValueError: it does not know an option.
+    """
+    cls = _own_class(path)
+    known = inspect.signature(cls).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+    for name in options:
+        if name not in known and not takes_all:
+            raise ValueError(f"engine.{name} is not an option of {cls.__name__}.{near(name, known)}")
+    given = {name: value for name, value in offered.items() if name in known}
+    engine: Engine = cls(**{**given, **options})
+    return engine
 
 
 def in_this_process(engine: Engine) -> bool:

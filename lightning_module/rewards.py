@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_module.imports import imported
+from trl_offpolicy.parts import imported
 
 RewardFunction = Callable[..., Any]
 _NOT_PASSED = ("prompt", "completion", "completion_ids")

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from lightning_module.imports import import_path
 from trl_offpolicy import presets
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.objective.advantages import GRPO, AdvantageEstimator
+from trl_offpolicy.objective.advantages import GRPO
 from trl_offpolicy.objective.objective import Objective
-from trl_offpolicy.presets import parsing
-from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
+from trl_offpolicy.parts import import_path, plain
+from trl_offpolicy.presets.parsing import (
+    parse_advantages,
+    parse_correction,
+    parse_objective,
+    parse_preset,
+    plain_method,
+)
 from trl_offpolicy.presets.preset import Preset, make_preset
-
-_TYPES = {
-    cls: name
-    for table in (
-        parsing.WEIGHT_TYPES, parsing.KEEP_TYPES, parsing.LOSS_TYPES, parsing.KL_CONTROLLERS, parsing.PROXIMAL_TYPES,
-        parsing.ADVANTAGE_TYPES,
-    )
-    for name, cls in table.items()
-}  # fmt: skip
 
 
 def resolve(correction: Any, objective: Any = None, advantages: Any = None, *, default: str = "measure") -> Preset:
     """The objective, with its correction, and what makes the advantages.
 
     Args:
-        correction: a preset's name; a :class:`~trl_offpolicy.Correction` or :class:`Preset`; a mapping of a
-            correction's fields (``{weight: {type: truncate, ...}, keep: [...]}``), or one with the keys of the TRL
-            side's ``offpolicy`` (preset or framework, options, correction, objective, advantages); None = ``default``.
+        correction: a preset's name; a :class:`~trl_offpolicy.Correction`, an :class:`~trl_offpolicy.Objective` or a
+            :class:`Preset`; a mapping of a correction's fields (``{weight: {type: truncate, ...}, keep: [...]}``), or
+            one with the keys of the TRL side's ``offpolicy`` (preset or framework, options, correction, objective,
+            advantages); None = ``default``.
         objective: an :class:`~trl_offpolicy.Objective`, or a mapping of the fields to change.
         advantages: an estimator, its name or mapping; None = the preset's, else TRL's (``grpo``).
         default: preset where ``correction`` is None.
@@ -45,6 +42,8 @@ def resolve(correction: Any, objective: Any = None, advantages: Any = None, *, d
     """
     chosen, overrides, named = _chosen(correction, default)
     if isinstance(objective, Objective):
+        if isinstance(correction, Objective):
+            raise ValueError("correction and objective both are an Objective; give one.")
         chosen = _with_objective(chosen, objective, said=correction is not None)
     else:
         parts = [part for part in (overrides, objective) if part]
@@ -54,25 +53,17 @@ def resolve(correction: Any, objective: Any = None, advantages: Any = None, *, d
     if advantages is not None and named is not None:
         raise ValueError("advantages and correction.advantages set the same quantity; set one.")
     advantages = named if advantages is None else advantages
-    estimator = _estimator(advantages) or chosen.advantages or GRPO()
+    estimator = parse_advantages(advantages, where="advantages") or chosen.advantages or GRPO()
     return replace(chosen, advantages=estimator)
 
 
 def _chosen(correction: Any, default: str) -> tuple[Preset, Any, Any]:
     """The preset, and what the mapping says about objective and advantages."""
-    if correction is None or isinstance(correction, str):
-        return presets.get(correction or default), None, None
-    if isinstance(correction, Preset):
-        return correction, None, None
-    if isinstance(correction, Correction):
-        return make_preset("own", correction, citation="-", notes="given as an object"), None, None
-    if not isinstance(correction, Mapping):
-        raise ValueError(f"correction must be a preset's name, a mapping or a Correction, but got {correction!r}.")
-    spec = dict(correction)
-    if spec and not set(spec) & set(presets.MAPPING_KEYS):
-        made = parse_correction(spec, where="correction")
+    said = default if correction is None else correction
+    if isinstance(said, Mapping) and said and not set(said) & set(presets.MAPPING_KEYS):
+        made = parse_correction(said, where="correction")
         return make_preset("own", made, citation="-", notes="given in the configuration"), None, None
-    chosen = presets.from_mapping(spec, where="correction")
+    chosen, spec = parse_preset(said, where="correction")
     if spec.get("correction"):
         own = parse_correction(spec["correction"], where="correction.correction", base=chosen.correction)
         chosen = replace(chosen, objective=replace(chosen.objective, correction=own))
@@ -87,38 +78,15 @@ def _with_objective(chosen: Preset, objective: Objective, *, said: bool) -> Pres
     return replace(chosen, objective=objective)
 
 
-def _estimator(advantages: Any) -> AdvantageEstimator | None:
-    if advantages is None or isinstance(advantages, str | Mapping):
-        return parse_advantages(advantages, where="advantages")
-    estimator: AdvantageEstimator = advantages
-    return estimator
-
-
-def plain(value: Any) -> Any:
-    """Plain values (numbers, texts, lists, mappings) from which :func:`resolve` makes the same again.
+def plain_correction(correction: Any) -> Any:
+    """Plain values from which :func:`resolve` makes the same again.
 
     Example:
         >>> import trl_offpolicy as op
-        >>> plain(op.Correction(weight=op.TruncateWeight(level="token", max_weight=2.0)))
+        >>> plain_correction(op.Correction(weight=op.TruncateWeight(level="token", max_weight=2.0)))
         {'weight': {'type': 'truncate', 'max_weight': 2.0}}
     """
-    if isinstance(value, Preset):
-        correction = {} if value.correction is None else plain(value.correction)
-        objective = plain(replace(value.objective, correction=None))
-        said = {"preset": "measure", "correction": correction, "objective": objective}
-        return said if value.advantages is None else {**said, "advantages": plain(value.advantages)}
-    if is_dataclass(value) and not isinstance(value, type):
-        tag = {"type": _TYPES[type(value)]} if type(value) in _TYPES else {}
-        return tag | {item.name: plain(getattr(value, item.name)) for item in fields(value) if _said(value, item)}
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _said(value: Any, item: Any) -> bool:
-    """True if the field differs from its default."""
-    default = item.default if item.default_factory is MISSING else item.default_factory()
-    return bool(getattr(value, item.name) != default)
+    return plain(correction) if isinstance(correction, Correction) else plain_method(correction)
 
 
 def hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +96,9 @@ def hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     when a checkpoint is loaded.
     """
     values = {name: plain(value) for name, value in given.items()}
+    values["correction"] = plain_correction(given.get("correction"))
+    if isinstance(given.get("objective"), Objective) and given["objective"].correction is not None:
+        values["correction"], values["objective"] = plain_method(given["objective"]), None
     values["reward_funcs"] = _reward_paths(given["reward_funcs"])
     if not isinstance(given["model"], str):
         values["model"] = getattr(getattr(given["model"], "config", None), "_name_or_path", None) or None

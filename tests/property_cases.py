@@ -1,7 +1,8 @@
 """The tables of ``test_properties.py`` and its random batches.
 
-A new weight, keep term, loss or preset gets its line in ``WEIGHTS``, ``KEEPS``, ``LOSSES`` or (by itself) ``CASES``; a
-keep term with a bound one in ``FAMILIES`` too.
+Every weight, keep term, loss and preset of the package is here by itself, made from its ``example``. A line in
+``WEIGHTS``, ``KEEPS`` or ``LOSSES`` says that other settings of it are tested, one in ``FAMILIES`` that a keep term has
+a bound to tighten.
 """
 
 from dataclasses import fields, replace
@@ -32,12 +33,13 @@ from trl_offpolicy import (
     losses,
     presets,
 )
-from trl_offpolicy.correction.terms.inputs import is_late
+from trl_offpolicy.correction.terms.base import is_late
 from trl_offpolicy.correction.terms.keep import STATISTIC_LEVELS
 from trl_offpolicy.correction.terms.weights import WEIGHT_LEVELS
 from trl_offpolicy.functional.kl import KL_ESTIMATORS
 from trl_offpolicy.functional.levels import LEVELS
 from trl_offpolicy.presets.frameworks.trl import AGGREGATION
+from trl_offpolicy.presets.parsing import KEEP_TYPES, LOSS_TYPES, WEIGHT_TYPES
 from trl_offpolicy.types import RATIOS
 
 TIS = Correction(weight=TruncateWeight(max_weight=2.0))
@@ -74,6 +76,17 @@ KEEPS = {  # a term, or several that belong together
     "divergence current": DivergenceBand(statistic="binary_kl", high=0.3, level="turn", ratio="current/sampling"),
     "budget micro": SecondMomentBudget(budget=0.3, scope="micro_batch", ratio="current/old"),
 }
+
+
+def with_the_rest(entries, types):
+    """The table, and an example of every class of ``types`` that has no line in it."""
+    parts = [part for entry in entries.values() for part in (entry if isinstance(entry, tuple) else (entry,))]
+    rest = {name: cls for name, cls in types.items() if not any(isinstance(part, cls) for part in parts)}
+    return {**entries, **{name: cls(**cls.example) for name, cls in rest.items()}}
+
+
+WEIGHTS = with_the_rest(WEIGHTS, WEIGHT_TYPES)
+KEEPS = with_the_rest(KEEPS, KEEP_TYPES)
 
 
 def terms_of(entries):
@@ -138,6 +151,7 @@ LOSSES = {
     "oapl": losses.OAPL(beta=0.1),
     "oapl, rows at hand": losses.OAPL(beta=0.1, value_beta=1.0, scope="micro_batch"),
 }
+LOSSES = with_the_rest(LOSSES, LOSS_TYPES)
 
 
 def objective_of(loss):

@@ -12,6 +12,7 @@ from property_cases import (
     EXTREME,
     FAMILIES,
     FIRES_UPWARDS,
+    KEEPS,
     MILD,
     TOKEN_FIELDS,
     batches,
@@ -23,8 +24,9 @@ from property_cases import (
     terms_of,
 )
 
-from trl_offpolicy import BandWeight, Correction, TruncateWeight
+from trl_offpolicy import BandWeight, Correction, PolicyBatch, TruncateWeight
 from trl_offpolicy.correction.terms.weights import WEIGHT_LEVELS
+from trl_offpolicy.presets.parsing import KEEP_TYPES
 
 NAN, INF = float("nan"), float("inf")
 every_case = pytest.mark.parametrize("case", CASES)
@@ -295,3 +297,24 @@ def test_every_term_can_fire(family, batch):
     )
 
     assert not Correction(keep=terms_of([FAMILIES[family](2.0)]))(batch).keep_mask.any()
+
+
+@pytest.mark.parametrize("name", KEEP_TYPES)
+def test_the_example_of_every_keep_term_can_fire(name):
+    """Ratios of e^9 and e^-9, advantages of both signs, old versions: something of it goes."""
+    entry = next(one for one in KEEPS.values() if any(isinstance(term, KEEP_TYPES[name]) for term in terms_of([one])))
+    drift, zero = torch.full((2, 3), -9.0), torch.zeros(2, 3)
+    kept = []
+    for old, sampling in ((drift, zero), (zero, drift)):
+        batch = PolicyBatch(
+            per_token_logps=old,
+            old_per_token_logps=old if "old/sampling" in {term.ratio for term in terms_of([entry])} else sampling,
+            sampling_per_token_logps=sampling,
+            completion_mask=torch.ones(2, 3).bool(),
+            advantages=torch.tensor([1.0, -1.0]),
+            group_ids=torch.zeros(2).long(),
+            policy_versions=torch.zeros(2).long(),
+            current_version=9,
+        )
+        kept.append(Correction(keep=terms_of([entry]))(batch).keep_mask)
+    assert not torch.stack(kept).all()

@@ -18,9 +18,9 @@ from trl_offpolicy.control import ControlSpec, Escalation, LengthGuard
 from trl_offpolicy.control.spec import parse_control
 from trl_offpolicy.correction import terms
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.objective.kl import AdaptiveKL, FixedKL, KLPenalty
+from trl_offpolicy.objective.kl import FixedKL, KLPenalty
 from trl_offpolicy.objective.objective import Objective
-from trl_offpolicy.objective.proximal import AveragedProximal, RecomputedProximal
+from trl_offpolicy.objective.proximal import RecomputedProximal
 from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
 
 MODULES = (
@@ -31,24 +31,8 @@ RECORDS = {  # made by the code, not by hand: a batch, a result, a state
     "Action", "Average", "ControlState", "CorrectionOutput", "EscalationState", "LengthState", "ObjectiveOutput",
     "Outcome", "PolicyBatch", "ResyncState", "Risk", "ScaleState", "Supervisor", "TermInputs",
 }  # fmt: skip
-WITHOUT_DEFAULT = {
-    losses.DISPO: {"correct_threshold": 0.5, "low_correct": 0.5, "high_correct": 1.0, "low_incorrect": 0.2}
-    | {"high_incorrect": 0.1},
-    losses.DRO: {"beta": 0.1},
-    losses.ESPO: {"vocab_size": 9},
-    losses.OAPL: {"beta": 0.1},
-    terms.BandWeight: {"low": 0.5, "high": 2.0},
+WITHOUT_DEFAULT = {  # where the class's own ``example`` will not do: both sides closed, so that each can be opened
     terms.DivergenceBand: {"statistic": "k3", "low": 0.01, "high": 0.1},
-    terms.OffPolicySequenceMask: {"max_divergence": 0.1},
-    terms.OutlierVeto: {"low": 0.1, "high": 10.0},
-    terms.RatioBand: {"low": 0.5, "high": 2.0},
-    terms.ShapedWeight: {"gamma": 0.5},
-    terms.StalenessBound: {"max_lag": 2},
-    terms.TruncateWeight: {"max_weight": 2.0},
-    AdaptiveKL: {"coef": 0.1, "target": 0.01, "horizon": 1000},
-    AveragedProximal: {"decay": 0.5},
-    FixedKL: {"coef": 0.1},
-    KLPenalty: {"coef": 0.1},
 }
 
 NAN, INF = float("nan"), float("inf")
@@ -132,7 +116,9 @@ def settings():
             found |= {one for _, one in inspect.getmembers(part, dataclasses.is_dataclass) if inspect.isclass(one)}
     ours = {one for one in found if one.__module__.removeprefix("trl_offpolicy.").startswith(MODULES)}
     assert {one.__name__ for one in ours} >= RECORDS
-    return {one: one(**WITHOUT_DEFAULT.get(one, {})) for one in ours if one.__name__ not in RECORDS}
+    return {
+        one: one(**WITHOUT_DEFAULT.get(one, getattr(one, "example", {}))) for one in ours if one.__name__ not in RECORDS
+    }
 
 
 def odd_values(kind):

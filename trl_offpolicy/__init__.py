@@ -12,6 +12,7 @@ from trl_offpolicy.correction.terms import (
     DivergenceBand,
     ESSWeight,
     GroupRejection,
+    KeepTerm,
     OffPolicySequenceMask,
     OutlierVeto,
     PrefixMinWeight,
@@ -22,11 +23,16 @@ from trl_offpolicy.correction.terms import (
     SecondMomentBudget,
     ShapedWeight,
     StalenessBound,
+    TermInputs,
     TruncateWeight,
+    Violations,
+    Weighed,
+    Weight,
 )
 from trl_offpolicy.objective import advantages, losses, proximal
-from trl_offpolicy.objective.kl import AdaptiveKL, FixedKL, KLPenalty
+from trl_offpolicy.objective.kl import AdaptiveKL, FixedKL, KLController, KLPenalty
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.stats import Stat, Stats
 from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction
 
@@ -77,7 +83,9 @@ __all__ = [
     "ESSWeight",
     "FixedKL",
     "GroupRejection",
+    "KLController",
     "KLPenalty",
+    "KeepTerm",
     "Objective",
     "ObjectiveOutput",
     "OffPolicySequenceMask",
@@ -85,6 +93,7 @@ __all__ = [
     "PolicyBatch",
     "PrefixMinWeight",
     "PrefixWeight",
+    "Preset",
     "ProbabilityDifferenceMask",
     "RatioBand",
     "RawWeight",
@@ -94,7 +103,11 @@ __all__ = [
     "StalenessBound",
     "Stat",
     "Stats",
+    "TermInputs",
     "TruncateWeight",
+    "Violations",
+    "Weighed",
+    "Weight",
     "advantages",
     "attach",
     "losses",

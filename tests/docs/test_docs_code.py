@@ -62,6 +62,9 @@ REPLACED = {
         "max_steps=100, accumulate_grad_batches=2": "max_steps=1, accumulate_grad_batches=2, **quiet",
     },
     "docs/control.md": {"GRPOTrainer(...)": "stock_trainer()"},
+    "docs/extending.md": {
+        "use_vllm=True, offpolicy": 'use_vllm=True, use_cpu=True, bf16=False, report_to="none", offpolicy',
+    },
     "docs/agents.md": {"max_steps=2, logging_steps=1": "**on_cpu"},
 }
 """What stands in for a GPU, a big model and hours: words of a page and their replacements."""
@@ -83,6 +86,7 @@ def folder(tmp_path: Path, model_folder: Callable[[str], Path], monkeypatch: pyt
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "SmolLM2-135M-Instruct").symlink_to(model_folder("llama"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "extension"))  # my_package of docs/extending.md
     yield tmp_path
 
 

@@ -109,17 +109,21 @@ def test_yaml_and_python_are_the_same_correction():
 # ------------------------------------------------------------------------------------------------- terms and presets
 
 
-def test_every_term_has_a_section_and_every_section_a_term():
-    def is_term(cls):
-        return dataclasses.is_dataclass(cls) and (hasattr(cls, "weigh") or hasattr(cls, "violations"))
-
-    exported = {name for name in terms.__all__ if is_term(getattr(terms, name))}
-    assert set(sections()) == exported == set(TYPES)
-    in_order = re.findall(r"^### (\w+Weight)\n", chapter("Weights"), flags=re.MULTILINE)
-    assert len(in_order) == len(WEIGHT_TYPES)
+@pytest.mark.parametrize(("page", "name"), draw_corrections.TABLES)
+def test_the_tables_of_terms_are_those_of_the_code(page, name):
+    """``python docs/draw_corrections.py`` writes them."""
+    shown = page.read_text().split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
+    assert shown == draw_corrections.TABLES[page, name]()
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
+def test_every_section_is_of_a_term_and_every_term_is_public():
+    exported = {name for name in terms.__all__ if dataclasses.is_dataclass(getattr(terms, name))} - {"TermInputs"}
+    assert set(sections()) <= exported == set(TYPES)
+    assert exported <= set(op.__all__)
+    assert set(re.findall(r"^### (\w+Weight)\n", chapter("Weights"), flags=re.MULTILINE)) <= set(sections())
+
+
+@pytest.mark.parametrize("name", sorted(sections()))
 def test_sections_name_type_fields_and_defaults(name):
     yaml_type, cls = TYPES[name]
     line = " ".join(sections()[name].split("\n\n")[0].split())
@@ -138,12 +142,11 @@ def scopes_of(name):
     if "scope" in {item.name for item in dataclasses.fields(cls)}:
         return {"generation_batch", "micro_batch"}
     if name in ("RatioBand", "DivergenceBand"):
-        given = {"low": None, "high": 1.5} | ({"statistic": "k3"} if name == "DivergenceBand" else {})
-        return {cls(**given, level=level).scope for level in ("token", "group")}
-    return {cls.scope}
+        return {cls(**cls.example, level=level).scope for level in ("token", "group")}
+    return {cls(**cls.example).scope}
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
+@pytest.mark.parametrize("name", sorted(sections()))
 def test_sections_are_complete(name):
     text = sections()[name]
     for mark in ("Bias, variance", "Source", "Thresholds", "Watch", "Presets"):
@@ -151,7 +154,7 @@ def test_sections_are_complete(name):
     assert text.count("![") == 1
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
+@pytest.mark.parametrize("name", sorted(sections()))
 def test_presets_of_a_section_use_the_term(name):
     _, cls = TYPES[name]
     line = re.search(r"- \*\*Presets\*\*: (.*?)\n\n", sections()[name], flags=re.DOTALL)[1]
@@ -249,9 +252,11 @@ def test_metrics_on_the_page_are_emitted():
 
 def test_pictures_are_those_the_script_draws():
     shown = re.findall(r"!\[([^\]]+)\]\(pictures/(\w+)\.svg\)", PAGE)
-    names = sorted(name for _, name in shown)
-    assert names == sorted(draw_corrections.PICTURES)
-    assert {path.stem for path in (DOCS / "pictures").iterdir()} >= set(names)
+    linked = set(re.findall(r"\[picture\]\(pictures/(\w+)\.svg\)", PAGE))
+    names = {name for _, name in shown} | linked
+    assert linked == set(WEIGHT_TYPES) | set(KEEP_TYPES)
+    assert names == set(draw_corrections.PICTURES)
+    assert {path.stem for path in (DOCS / "pictures").iterdir()} >= names
     assert all(len(text) > 10 for text, _ in shown)
 
 
@@ -350,12 +355,10 @@ def test_no_difference_means_weight_one_and_nothing_dropped():
         policy_versions=torch.zeros(4).long(),
         current_version=0,
     )
-    needed = {"max_weight": 2.0, "low": 0.5, "high": 1.5, "max_divergence": 0.0, "max_lag": 0, "statistic": "k3"}
-    for name, (_, cls) in TYPES.items():
-        required = [item.name for item in dataclasses.fields(cls) if item.default is dataclasses.MISSING]
+    for name, (yaml_type, cls) in TYPES.items():
         if name == "ShapedWeight":
             continue
-        part = cls(**{field: needed[field] for field in required})
+        part = cls(**cls.example)
         keep = (op.OutlierVeto(low=0.5, high=None), part) if name == "GroupRejection" else (part,)
-        out = op.Correction(weight=part)(batch) if "Weight" in name else op.Correction(keep=keep)(batch)
+        out = op.Correction(weight=part)(batch) if yaml_type in WEIGHT_TYPES else op.Correction(keep=keep)(batch)
         assert out.keep_mask.all() and torch.allclose(out.weights, torch.ones(4, 3), rtol=0, atol=1e-6), name

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 import trl_offpolicy as op
-from lightning_module.spec import hyperparameters, plain, resolve
+from lightning_module.spec import hyperparameters, resolve
+from lightning_module.spec import plain_correction as plain
 
 CORRECTION = op.Correction(
     weight=op.TruncateWeight(level="token", max_weight=3.0),

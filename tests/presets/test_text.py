@@ -3,7 +3,7 @@
 import pytest
 
 import trl_offpolicy as op
-from trl_offpolicy.presets.text import formula_of, keep_text, mapping_text, settings_text, weight_text
+from trl_offpolicy.presets.text import formula_of, mapping_text, settings_text
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from trl_offpolicy.presets.text import formula_of, keep_text, mapping_text, sett
     ],
 )
 def test_weights(weight, text):
-    assert weight_text(weight) == text
+    assert weight.formula == text
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_weights(weight, text):
     ],
 )
 def test_keep_terms(term, text):
-    assert keep_text(term) == text
+    assert term.formula == text
 
 
 def test_formula():
@@ -71,6 +71,6 @@ def test_every_part_of_a_preset_has_a_text_of_its_own(name):
     correction = op.presets.get(name).correction
 
     for part in correction.weights:
-        assert type(part).__name__ not in weight_text(part)
+        assert type(part).__name__ not in part.formula
     for part in correction.keep:
-        assert part.name not in keep_text(part)
+        assert part.name not in part.formula

@@ -60,6 +60,6 @@ def test_env_of_the_yaml_is_set_and_the_command_line_wins(
 def test_the_rewards_of_the_lightning_recipes_can_be_imported(path: Path) -> None:
     """In a process of its own, from the checkout: here other tests have put more on the path."""
     named = yaml.safe_load(path.read_text())["model"]["reward_funcs"]
-    code = f"from lightning_module.imports import imported; assert callable(imported({named!r}))"
+    code = f"from trl_offpolicy.parts import imported; assert callable(imported({named!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,7 +12,7 @@ from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, Controller, E
 from trl_offpolicy.control.escalation import Escalation
 from trl_offpolicy.control.resync import Resync
 from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
-from trl_offpolicy.presets.parsing import parse_tagged
+from trl_offpolicy.parts import parse_tagged
 
 logger = logging.getLogger(__name__)
 

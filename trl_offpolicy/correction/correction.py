@@ -13,8 +13,8 @@ from trl_offpolicy.checks import check_bool, check_choice, check_number
 from trl_offpolicy.correction.measure import Evidence, Measure, WeightsUsed, collect, term_names
 from trl_offpolicy.correction.ratio_table import RatioTable
 from trl_offpolicy.correction.terms import KeepTerm, Violations, Weight
+from trl_offpolicy.correction.terms.base import is_late
 from trl_offpolicy.correction.terms.batchwide import check_group_rejections, check_kept_baseline
-from trl_offpolicy.correction.terms.inputs import is_late
 from trl_offpolicy.functional._fast import as_float, both
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.weights import NORMALIZER_FLOOR
@@ -81,10 +81,13 @@ class Correction:
         for field, allowed in _CHOICES.items():
             check_choice(field, getattr(self, field), allowed)
         check_bool(compiled=self.compiled)
-        if not isinstance(self.keep, tuple) or not all(_has(term, "violations") for term in self.keep):
-            raise TypeError(f"keep must be a tuple of keep terms, but got {self.keep!r}.")
-        if not all(_has(weight, "weigh") for weight in self.weights):
-            raise TypeError(f"weight must be a weight, a tuple of weights or None, but got {self.weight!r}.")
+        if not isinstance(self.keep, tuple) or not all(isinstance(term, KeepTerm) for term in self.keep):
+            raise TypeError(f"keep must be a tuple of keep terms (they derive from KeepTerm), but got {self.keep!r}.")
+        if not all(isinstance(weight, Weight) for weight in self.weights):
+            raise TypeError(
+                "weight must be a weight, a tuple of weights or None (they derive from Weight), "
+                f"but got {self.weight!r}."
+            )
         ratios = [weight.ratio for weight in self.weights]
         if len(set(ratios)) < len(ratios):
             raise ValueError(f"weight must name each ratio once, but got {ratios}; it would be applied twice.")
@@ -327,11 +330,6 @@ class Correction:
             total = sum_ranks(total)
         mean = total[0] / total[1].clamp(min=1.0)
         return torch.where(mean > NORMALIZER_FLOOR, mean, 1.0).float()
-
-
-def _has(part: object, method: str) -> bool:
-    """An object, not its class, with this method."""
-    return hasattr(part, method) and not isinstance(part, type)
 
 
 _COMPILE_OPTIONS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 64}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
@@ -115,25 +116,47 @@ class Rollouts:
 
 
 class Engine(Protocol):
-    """Samples completions with weights of a known version."""
+    """Samples completions with weights of a known version. Derive from it, or just have its methods."""
 
-    version: int | None
+    version: int | None = None
     """Version of the weights it answers with; None before the first sync."""
 
+    @abstractmethod
     def bind(self, source: WeightSource) -> None:
         """Say whose weights :meth:`sync_weights` takes."""
 
+    @abstractmethod
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
         """``n`` completions of each prompt."""
 
+    @abstractmethod
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence, given those before them."""
 
+    @abstractmethod
     def sync_weights(self, version: int) -> SyncReport:
         """Give it the weights of the bound source. Collective: every rank of the trainer calls it."""
 
     def close(self) -> None:
-        """Free what it holds; a second call does nothing."""
+        """Free what it holds; a second call does nothing. By default there is nothing."""
+
+
+def check_has_methods(engine: object, *, where: str) -> None:
+    """Raise unless an engine that a user brought has the methods of :class:`Engine`.
+
+    Args:
+        engine: an object or a class.
+        where: the option in the message.
+
+    Raises:
+        TypeError: it lacks one.
+    """
+    names = ("bind", "generate", "score", "sync_weights", "close")
+    if missing := [name for name in names if not callable(getattr(engine, name, None))]:
+        raise TypeError(
+            f"{where} must have the methods of trl_offpolicy.engines.engine.Engine, but got {engine!r}, which lacks "
+            f"{', '.join(missing)}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

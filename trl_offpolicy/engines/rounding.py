@@ -6,12 +6,14 @@ of that precision does to activations is not simulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from trl_offpolicy.parts import parse_settings
 
 _BITS = {"int8": 8, "int4": 4, "int3": 3}
 _FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,19 +112,8 @@ def parse_rounding(spec: Any, *, where: str = "engine.weight_rounding") -> Weigh
         >>> parse_rounding({"type": "fp8", "scale": "tensor"})
         WeightRounding(type='fp8', group_size=None, scale='tensor')
     """
-    if isinstance(spec, WeightRounding):
-        return spec
-    options = {"type": spec} if isinstance(spec, str) else spec
-    if not isinstance(options, Mapping) or "type" not in options:
-        raise ValueError(f"{where} must be one of {list(_TYPES)} or a mapping with the key type, but got {spec!r}.")
-    known = [item.name for item in fields(WeightRounding)]
-    for key in options:
-        if key not in known:
-            raise ValueError(f"{where}.{key} must be one of {known}.")
-    try:
-        return WeightRounding(**options)
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
+    rounding: WeightRounding = parse_settings(spec, WeightRounding, where=where, short="type", choices=_TYPES)
+    return rounding
 
 
 def round_weights(weights: Iterable[tuple[str, Tensor]], rounding: Any = "int8") -> Iterator[tuple[str, Tensor]]:

@@ -107,6 +107,6 @@ class AdvantageInputs:
         return value != 0 if name == "mask" else value
 
     def energy(self, reader: str, weights: Tensor | None) -> Tensor:
-        """(B, T) :func:`~trl_offpolicy.functional.advantages_tokens.score_energy`."""
+        """(B, T) :func:`~trl_offpolicy.functional.advantages.score_energy`."""
         mask, logps = self.need("mask", reader), self.need("per_token_logps", reader)
         return score_energy(logps, self.need("sum_sq_probs", reader), mask, weights)

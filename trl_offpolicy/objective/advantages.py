@@ -16,8 +16,9 @@ Which of them are unbiased is said of on-policy samples.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -36,30 +37,45 @@ from trl_offpolicy.functional.advantages import (
     whitened_by_token,
 )
 from trl_offpolicy.objective.advantage_inputs import AdvantageInputs
+from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Scope
 
 _ENERGY = ("mask", "per_token_logps", "sum_sq_probs")
 
 
-class AdvantageEstimator(Protocol):
-    """Rewards to advantages."""
+class AdvantageEstimator(Part):
+    """Rewards to advantages. Subclass it as a frozen, keyword-only dataclass.
 
-    by_token: ClassVar[bool]
+    :meth:`__call__` must be written; what else is said here has the value below unless the subclass has a field, a
+    class attribute or a property of that name.
+    """
 
-    @property
+    by_token: ClassVar[bool] = False
+    """Whether tokens of one response may have different advantages."""
+
+    formula: ClassVar[str] = "-"
+    """One line for the map in the docs."""
+
+    bias: ClassVar[str] = "-"
+    """How it is biased on-policy, likewise."""
+
+    @overridable
     def requires(self) -> tuple[str, ...]:
-        """Fields that it reads besides rewards and groups."""
+        """Fields of :class:`AdvantageInputs` that it reads besides rewards and groups."""
+        return ()
 
-    @property
+    @overridable
     def scope(self) -> Scope:
         """What it must see at once."""
+        return "group"
 
+    @abstractmethod
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32, or (B, T) where ``by_token``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO:
+class GRPO(AdvantageEstimator):
     """(r - mean) / (std + epsilon) of the group; biased towards prompts of small spread.
 
     Args:
@@ -74,10 +90,11 @@ class GRPO:
         tensor([ 0.5000, -0.5000])
     """
 
+    type_name: ClassVar[str] = "grpo"
+    formula: ClassVar[str] = "(r - mean) / (std + 1e-4)"
+    bias: ClassVar[str] = "towards prompts of small spread"
     scale: ScaleRewards = "group"
     epsilon: float = STD_EPSILON
-    requires: ClassVar[tuple[str, ...]] = ()
-    by_token: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("scale", self.scale, get_args(ScaleRewards))
@@ -96,12 +113,12 @@ class GRPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrGRPO:
+class DrGRPO(AdvantageEstimator):
     """r - mean of the group: unbiased up to the factor (n - 1) / n. Liu et al. 2025 (arXiv:2503.20783)."""
 
-    requires: ClassVar[tuple[str, ...]] = ()
-    by_token: ClassVar[bool] = False
-    scope: ClassVar[Scope] = "group"
+    type_name: ClassVar[str] = "dr_grpo"
+    formula: ClassVar[str] = "r - mean"
+    bias: ClassVar[str] = "none but the factor (n - 1) / n"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32."""
@@ -109,12 +126,12 @@ class DrGRPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOO:
-    """r - mean of the others: unbiased. See :func:`~trl_offpolicy.functional.advantages_groups.leave_one_out`."""
+class RLOO(AdvantageEstimator):
+    """r - mean of the others: unbiased. See :func:`~trl_offpolicy.functional.advantages.leave_one_out`."""
 
-    requires: ClassVar[tuple[str, ...]] = ()
-    by_token: ClassVar[bool] = False
-    scope: ClassVar[Scope] = "group"
+    type_name: ClassVar[str] = "rloo"
+    formula: ClassVar[str] = "r - mean of the others"
+    bias: ClassVar[str] = "none"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32."""
@@ -122,12 +139,13 @@ class RLOO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OPO:
-    """r - length-weighted mean: see :func:`~trl_offpolicy.functional.advantages_groups.weighted_baseline`."""
+class OPO(AdvantageEstimator):
+    """r - length-weighted mean: see :func:`~trl_offpolicy.functional.advantages.weighted_baseline`."""
 
+    type_name: ClassVar[str] = "opo"
+    formula: ClassVar[str] = "r - mean weighted by length"
+    bias: ClassVar[str] = "order 1 / n"
     requires: ClassVar[tuple[str, ...]] = ("mask",)
-    by_token: ClassVar[bool] = False
-    scope: ClassVar[Scope] = "group"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32."""
@@ -136,14 +154,15 @@ class OPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GDPO:
+class GDPO(AdvantageEstimator):
     """Each reward function by its own spread, then the batch's; biased. A group of one gets 0, up to rounding.
 
-    See ``functional.advantages_groups.normalised_by_function``.
+    See ``functional.advantages.normalised_by_function``.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ()
-    by_token: ClassVar[bool] = False
+    type_name: ClassVar[str] = "gdpo"
+    formula: ClassVar[str] = "each reward function by its own spread, then the batch's"
+    bias: ClassVar[str] = "as grpo, by function"
     scope: ClassVar[Scope] = "generation_batch"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -156,16 +175,18 @@ class GDPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class REINFORCEPlusPlusBaseline:
+class REINFORCEPlusPlusBaseline(AdvantageEstimator):
     """r - mean of the group, then normalised over the batch's tokens: one scale for all prompts, biased little.
 
     A group of one enters as 0 and leaves as - mean / std of the batch's tokens, as the paper's formula has it: 0 only
     where the mean is, e.g. with responses of equal length. See
-    :func:`~trl_offpolicy.functional.advantages_groups.whitened_by_token`.
+    :func:`~trl_offpolicy.functional.advantages.whitened_by_token`.
     """
 
+    type_name: ClassVar[str] = "reinforce_plus_plus_baseline"
+    formula: ClassVar[str] = "r - mean, then (A - mean) / std of the batch's tokens"
+    bias: ClassVar[str] = "little: one scale for all"
     requires: ClassVar[tuple[str, ...]] = ("mask",)
-    by_token: ClassVar[bool] = False
     scope: ClassVar[Scope] = "generation_batch"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -176,8 +197,8 @@ class REINFORCEPlusPlusBaseline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimalTokenBaseline:
-    """OTB, a baseline for every token: see ``functional.advantages_tokens.optimal_token_baseline``.
+class OptimalTokenBaseline(AdvantageEstimator):
+    """OTB, a baseline for every token: see ``functional.advantages.optimal_token_baseline``.
 
     Args:
         is_aware: weigh each token's energy by its importance weight squared; needs ``weights``.
@@ -185,11 +206,13 @@ class OptimalTokenBaseline:
         alone: what a token gets that no other response of the group reaches, "zero" or its "return" (verl).
     """
 
+    type_name: ClassVar[str] = "optimal_token_baseline"
+    formula: ClassVar[str] = "by token: return - energy-weighted mean of those that reach it"
+    bias: ClassVar[str] = "order 1 / n"
     is_aware: bool = False
     multi_turn: bool = False
     alone: Alone = "zero"
     by_token: ClassVar[bool] = True
-    scope: ClassVar[Scope] = "group"
 
     def __post_init__(self) -> None:
         check_choice("alone", self.alone, get_args(Alone))
@@ -217,19 +240,20 @@ class OptimalTokenBaseline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OPOB:
+class OPOB(AdvantageEstimator):
     """VCPO's off-policy baseline: sum w^2 ||g||^2 r / sum w^2 ||g||^2 over the group.
 
     ||g||^2 is ``squared_grad_norms`` where the inputs have it (weights (B, 1) then); else the sum of the tokens'
     w^2 (1 - 2 pi + sum pi^2), which needs the forward only and takes tokens' scores as uncorrelated (and reads mask,
-    log-probs and sums of squares). See :func:`~trl_offpolicy.functional.advantages_groups.weighted_baseline`.
+    log-probs and sums of squares). See :func:`~trl_offpolicy.functional.advantages.weighted_baseline`.
 
     Reference: Huang et al. 2026 (arXiv:2602.17616).
     """
 
+    type_name: ClassVar[str] = "opob"
+    formula: ClassVar[str] = "r - mean weighted by w^2 times the gradient's energy"
+    bias: ClassVar[str] = "order 1 / n"
     requires: ClassVar[tuple[str, ...]] = (*_ENERGY, "weights")
-    by_token: ClassVar[bool] = False
-    scope: ClassVar[Scope] = "group"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32."""

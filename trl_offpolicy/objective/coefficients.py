@@ -80,7 +80,7 @@ def _sums(batch: PolicyBatch, stats: Stats) -> Tensor:
 
 def adapts(kl: KLPenalty | None) -> bool:
     """True if the coefficient moves in training."""
-    return kl is not None and isinstance(kl.coef, AdaptiveKL)
+    return kl is not None and kl.adapts
 
 
 def next_kl(kl: KLPenalty, step: StepSums, *, world_size: int) -> KLPenalty:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -15,24 +16,45 @@ from trl_offpolicy.functional.kl import (
     kl_estimate,
     ratio_weighted_kl,
 )
+from trl_offpolicy.parts import Part
+
+
+class KLController(Part):
+    """A coefficient that may move. Subclass it as a frozen, keyword-only dataclass with a field ``coef``.
+
+    One that moves sets ``adapts`` and overrides :meth:`updated`.
+    """
+
+    coef: float
+    """beta now; at the start of training the initial one."""
+
+    adapts: ClassVar[bool] = False
+    """Whether it moves in training; ``coef`` then goes into the checkpoints."""
+
+    def updated(self, kl: float, samples: int) -> KLController:
+        """With the coefficient of the next step; every rank gives the same, merged ``kl``.
+
+        Args:
+            kl: mean estimate per token of the optimizer step, nats.
+            samples: responses of the step, over all ranks.
+        """
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedKL:
+class FixedKL(KLController):
     """A constant coefficient; the same as a number."""
 
+    type_name: ClassVar[str] = "fixed"
+    example: ClassVar[Mapping[str, Any]] = {"coef": 0.1}
     coef: float
 
     def __post_init__(self) -> None:
         check_positive(coef=self.coef)
 
-    def updated(self, kl: float, samples: int) -> FixedKL:
-        """Itself, whatever was observed."""
-        return self
-
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveKL:
+class AdaptiveKL(KLController):
     """A coefficient that rises above a target KL and falls below it. See ``functional.kl.adaptive_kl_coef``.
 
     Args:
@@ -45,6 +67,9 @@ class AdaptiveKL:
         0.45
     """
 
+    type_name: ClassVar[str] = "adaptive"
+    example: ClassVar[Mapping[str, Any]] = {"coef": 0.1, "target": 0.01, "horizon": 1000}
+    adapts: ClassVar[bool] = True
     coef: float
     target: float
     horizon: float
@@ -53,17 +78,16 @@ class AdaptiveKL:
         check_positive(coef=self.coef, target=self.target, horizon=self.horizon)
 
     def updated(self, kl: float, samples: int) -> AdaptiveKL:
-        """With the coefficient of the next step; every rank gives the same, merged ``kl``."""
+        """With the coefficient of the next step."""
         coef = adaptive_kl_coef(self.coef, kl, target=self.target, samples=samples, horizon=self.horizon)
         return replace(self, coef=coef)
 
 
-KLController = FixedKL | AdaptiveKL
-
-
 @dataclass(frozen=True, kw_only=True)
-class KLPenalty:
+class KLPenalty(Part):
     """KL(pi || ref), added to the loss per token. The estimate and, weighted, the ratio carry gradient.
+
+    Another penalty is a subclass that overrides :meth:`__call__`; it keeps the coefficient and what moves it.
 
     Args:
         coef: beta, or a controller of it.
@@ -79,6 +103,7 @@ class KLPenalty:
             verl: 10 on k3.
     """
 
+    example: ClassVar[Mapping[str, Any]] = {"coef": 0.1}
     coef: float | KLController
     estimator: KLEstimator = "k3"
     ratio_weighted: bool = False
@@ -118,15 +143,20 @@ class KLPenalty:
             log_ratios, policy_log_ratios, self.estimator, ratio_clip=self.ratio_clip, max_value=self.max_value
         )
 
+    @property
+    def adapts(self) -> bool:
+        """True if the coefficient moves in training."""
+        return isinstance(self.coef, KLController) and self.coef.adapts
+
     def updated(self, kl: float, samples: int) -> KLPenalty:
-        """With the coefficient of the next step: itself unless ``coef`` is an :class:`AdaptiveKL`."""
-        if not isinstance(self.coef, AdaptiveKL):
+        """With the coefficient of the next step: itself unless it :attr:`adapts`."""
+        if not self.adapts or not isinstance(self.coef, KLController):
             return self
         return replace(self, coef=self.coef.updated(kl, samples))
 
     def state_dict(self) -> dict[str, float]:
         """What changes in training, for a checkpoint: plain numbers."""
-        return {"coef": self.beta} if isinstance(self.coef, AdaptiveKL) else {}
+        return {"coef": self.beta} if self.adapts else {}
 
     def restored(self, state: Mapping[str, float]) -> KLPenalty:
         """With the coefficient of :meth:`state_dict`; settings stay those of this object.
@@ -137,4 +167,4 @@ class KLPenalty:
         if set(state) != set(self.state_dict()):
             kind = type(self.coef).__name__
             raise ValueError(f"state must have the keys {list(self.state_dict())} of {kind}, but got {list(state)}.")
-        return replace(self, coef=replace(self.coef, **state)) if isinstance(self.coef, AdaptiveKL) else self
+        return replace(self, coef=replace(cast("Any", self.coef), **state)) if self.adapts else self

@@ -107,9 +107,10 @@ class Objective:
             raise TypeError(f"kl must be a KLPenalty or None, but got {self.kl!r}.")
         if self.correction is not None and not isinstance(self.correction, Correction):
             raise TypeError(f"correction must be a Correction or None, but got {self.correction!r}.")
-        if not hasattr(self.policy_loss, "weight_use") or isinstance(self.policy_loss, type):
+        if not isinstance(self.policy_loss, PolicyLoss):
             raise TypeError(
-                f"policy_loss must be a loss of trl_offpolicy.objective.losses, but got {self.policy_loss!r}."
+                "policy_loss must be a loss of trl_offpolicy.objective.losses or derive from its PolicyLoss, "
+                f"but got {self.policy_loss!r}."
             )
         self._check_length()
         if self.kl is not None and self.kl_on == "all" and self.denominator == "kept":
@@ -119,8 +120,8 @@ class Objective:
             )
         if self.kl is None and self.kl_weighted:
             raise ValueError("kl_weighted must be False without a KL term (kl=None), but got True.")
-        published = self.policy_loss.aggregation if getattr(self.policy_loss, "fixed_aggregation", False) else None
-        if published not in (None, self.aggregation):
+        published = self.policy_loss.aggregation
+        if self.policy_loss.fixed_aggregation and published != self.aggregation:
             name = type(self.policy_loss).__name__
             raise ValueError(f"aggregation must be {published!r} with {name}, but got {self.aggregation!r}.")
         self._check_centre()
@@ -179,7 +180,7 @@ class Objective:
 
     @property
     def _loss_reads_sampling(self) -> bool:
-        return "sampling_log_ratios" in getattr(self.policy_loss, "reads", ())
+        return "sampling_log_ratios" in self.policy_loss.reads
 
     @property
     def _drops(self) -> bool:
@@ -275,7 +276,7 @@ class Objective:
         sampling_log_ratios = entropies = rewards = group_rewards = None
         if self._loss_reads_sampling:
             sampling_log_ratios = _policy_log_ratio(logps, batch.logps("sampling"), batch.mask)
-        if batch.entropies is not None and "entropies" in getattr(self.policy_loss, "reads", ()):
+        if batch.entropies is not None and "entropies" in self.policy_loss.reads:
             entropies = torch.where(batch.mask, batch.entropies.detach().float(), 0.0)
         if batch.rewards is not None:
             rewards = batch.rewards.float().unsqueeze(1)

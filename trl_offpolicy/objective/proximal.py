@@ -6,22 +6,36 @@ L(current/proximal): the clip acts around the centre, and the product of all rat
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_whole, check_within
 from trl_offpolicy.functional.proximal import averaged_logps, interpolated_logps
+from trl_offpolicy.parts import Part
 from trl_offpolicy.types import Average, PolicyBatch
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputedProximal:
-    """The policy at the start of the optimizer steps on the batch: old log-probs, one forward (none if aligned)."""
+class Proximal(Part):
+    """A centre of the trust region. Subclass it as a frozen, keyword-only dataclass with a :meth:`__call__`."""
 
     reads_old: ClassVar[bool] = True
+    """Whether the trainers must have old log-probs for it, at the price of a forward where they are not at hand."""
+
+    @abstractmethod
+    def __call__(self, batch: PolicyBatch) -> Tensor | None:
+        """(B, T) float32 log-probs of the centre, no gradient; None: it is ``old_per_token_logps``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputedProximal(Proximal):
+    """The policy at the start of the optimizer steps on the batch: old log-probs, one forward (none if aligned)."""
+
+    type_name: ClassVar[str] = "recomputed"
 
     def __call__(self, batch: PolicyBatch) -> Tensor | None:
         """None: the centre is ``old_per_token_logps``."""
@@ -29,13 +43,14 @@ class RecomputedProximal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InterpolatedProximal:
+class InterpolatedProximal(Proximal):
     """A-3PO: between the sampling and the current policy by version, no forward.
 
     Args:
         lag: versions by which the centre is behind the current policy (AReaL: 1).
     """
 
+    type_name: ClassVar[str] = "interpolated"
     lag: int = 1
     reads_old: ClassVar[bool] = False
 
@@ -71,7 +86,7 @@ def _sampled_by(batch: PolicyBatch) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragedProximal:
+class AveragedProximal(Proximal):
     """PPO-EWMA in log-probs: moving average over the policies that saw the rows, no forward of its own.
 
     Each version counts once: a second pass at the same weights changes nothing, and on rows of the current version the
@@ -89,8 +104,9 @@ class AveragedProximal:
         tensor([[-1.6667]])
     """
 
+    type_name: ClassVar[str] = "averaged"
+    example: ClassVar[Mapping[str, Any]] = {"decay": 0.5}
     decay: float
-    reads_old: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_within("decay", self.decay, 0, 1)
@@ -113,8 +129,5 @@ class AveragedProximal:
         moved = lags > 0
         return Average(torch.where(moved, logps, past.logps), past.count + moved.long(), batch.current_version)
 
-
-Proximal = RecomputedProximal | InterpolatedProximal | AveragedProximal
-"""What a trainer's option may be."""
 
 __all__ = ["Average", "AveragedProximal", "InterpolatedProximal", "Proximal", "RecomputedProximal"]

@@ -157,7 +157,7 @@ def _check_weights(early: Correction, estimator: str) -> None:
             f"correction.weight must be a weight on 'old/sampling' with the advantages of {estimator}, which read it "
             "before the loss step, but there is none."
         )
-    if by_sign := [term.name for term in early.keep if getattr(term, "reads_advantages", False)]:
+    if by_sign := [term.name for term in early.keep if term.reads_advantages]:
         raise ValueError(
             f"correction.keep must not name {by_sign[0]}, which decides by the sign of the advantage, with the "
             f"advantages of {estimator}, which read the correction's weights: each would have to come first."

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.correction.terms import StalenessBound
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objective.advantages import AdvantageEstimator
 from trl_offpolicy.objective.objective import Objective
@@ -88,16 +87,27 @@ def make_preset(
         advantages: what makes the advantages, if the method says so.
         **objective: fields of :class:`~trl_offpolicy.Objective` that the method sets.
     """
-    built = Objective(correction=correction, **objective)
-    return Preset(
+    own = own_preset(Objective(correction=correction, **objective))
+    return replace(
+        own,
         name=name,
-        objective=built,
-        requires=_required_fields(built),
         citation=citation,
-        formula=formula_of(built) if formula is None else formula,
+        formula=own.formula if formula is None else formula,
         notes=notes,
         source_clamp=source_clamp,
         advantages=advantages,
+    )
+
+
+def own_preset(objective: Objective) -> Preset:
+    """An objective that the user made, as a preset without a name that others know."""
+    return Preset(
+        name="own",
+        objective=objective,
+        requires=_required_fields(objective),
+        citation="-",
+        formula=formula_of(objective),
+        notes="given as an object",
     )
 
 
@@ -106,7 +116,6 @@ def _required_fields(objective: Objective) -> tuple[str, ...]:
     required = ["sampling_per_token_logps"] if objective.needs_sampling else []
     if any(term.scope == "group" for term in keep):
         required.append("group_ids")
-    if any(isinstance(term, StalenessBound) for term in keep):
-        required += ["policy_versions", "current_version"]
+    required += [field for term in keep for field in term.requires]
     required += [field for field in objective.policy_loss.reads if field != "sampling_log_ratios"]
     return tuple(dict.fromkeys(required))

@@ -11,11 +11,18 @@ from trl import GRPOConfig
 
 from trl_offpolicy import presets
 from trl_offpolicy.control import ControlSpec, parse_control
+from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import OffPolicySequenceMask
 from trl_offpolicy.objective.advantages import AdvantageEstimator
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
-from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
+from trl_offpolicy.presets.parsing import (
+    parse_advantages,
+    parse_correction,
+    parse_objective,
+    parse_preset,
+    plain_method,
+)
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.ahead.checks import check_config
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
@@ -41,11 +48,12 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     """``GRPOConfig`` with rollout correction.
 
     Args:
-        offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them), or a mapping
+        offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them); or a mapping
             ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``; with ``framework: verl`` (skyrl,
             slime, areal, openrlhf) in place of ``preset``, ``options`` are that framework's own. ``advantages: rloo``
-            (or ``{type: grpo, scale: none}``) takes the place of TRL's advantages. Default: ``paper/tis`` with vLLM,
-            ``measure`` (diagnostics only) without.
+            (or ``{type: grpo, scale: none}``) takes the place of TRL's advantages. Or an object: a ``Preset``, a
+            ``Correction``, or an ``Objective``, which says the whole loss (TRL's own loss fields then stay at their
+            defaults). Default: ``paper/tis`` with vLLM, ``measure`` (diagnostics only) without.
         engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
             ``quantization``, ``max_model_len``, ...), and the kit's own options, ``transfer`` (how weights reach it),
             ``weight_rounding`` (round them at every sync), ``check_sync``, ``folder``, ``timeout``, ``retries``: see
@@ -74,7 +82,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         *GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control", "routing_replay", "async_rollouts",
     ]  # fmt: skip
 
-    offpolicy: dict[str, Any] | str | None = field(
+    offpolicy: dict[str, Any] | str | Correction | Objective | Preset | None = field(  # the parser takes the second
         default=None,
         metadata={
             "help": "Rollout correction: a preset's name (e.g. 'paper/tis'), or a mapping with the keys preset (or "
@@ -173,6 +181,10 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             self._beta_of_kl = objective.kl.beta
             self.beta = objective.kl.beta  # or TRL would not load the reference model
 
+    def to_dict(self) -> dict[str, Any]:
+        """TRL's, for the loggers and JSON; an object in ``offpolicy`` becomes the mapping that says the same."""
+        return {**super().to_dict(), "offpolicy": plain_method(self.offpolicy)}
+
     @property
     def control_spec(self) -> ControlSpec | None:
         """What ``control`` says; None = nobody watches."""
@@ -199,17 +211,16 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
     options |= {"use_vllm": args.use_vllm or has_rollout_func, "vllm_importance_sampling_correction": False}
     base = presets.from_trl(**options)
     spec = args.offpolicy if args.offpolicy is not None else ("paper/tis" if args.use_vllm else "measure")
-    spec = {"preset": spec} if isinstance(spec, str) else dict(spec)
-    chosen = presets.from_mapping(spec, where="offpolicy")
-    objective = _with_preset(args, base.objective, chosen)
-    overrides = spec.get("objective") or {}
+    chosen, said = parse_preset(spec, where="offpolicy")
+    objective = _with_preset(args, base.objective, chosen, whole=isinstance(spec, Objective))
+    overrides = said.get("objective") or {}
     _refuse_double(args, overrides, where="offpolicy.objective.")
     objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
-    objective = _with_correction(objective, chosen, spec)  # last: what a weight may hold depends on the loss
-    return replace(chosen, objective=objective, advantages=_advantages(args, chosen, spec))
+    objective = _with_correction(objective, chosen, said)  # last: what a weight may hold depends on the loss
+    return replace(chosen, objective=objective, advantages=_advantages(args, chosen, said))
 
 
-def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: dict[str, Any]) -> AdvantageEstimator | None:
+def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: Mapping[str, Any]) -> AdvantageEstimator | None:
     """The estimator of ``offpolicy.advantages``, else of the preset; None = TRL's own (``advantages: null``)."""
     said = "advantages" in spec
     estimator = parse_advantages(spec["advantages"], where="offpolicy.advantages") if said else chosen.advantages
@@ -219,14 +230,24 @@ def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: dict[str, Any])
     return estimator
 
 
-def _with_preset(args: OffPolicyGRPOConfig, objective: Objective, chosen: Preset) -> Objective:
-    """What the preset itself says about the loss; where it says nothing, TRL's fields stand."""
+def _with_preset(args: OffPolicyGRPOConfig, objective: Objective, chosen: Preset, *, whole: bool) -> Objective:
+    """What the preset itself says about the loss; where it says nothing, TRL's fields stand.
+
+    Args:
+        args: the configuration.
+        objective: that of TRL's fields.
+        chosen: the preset.
+        whole: it is an objective that the user made: each of its fields is meant, the defaults as well.
+    """
     said = dict(chosen.objective_changes)
-    _refuse_double(args, said, where="the preset's ")
+    if whole:
+        names = [item.name for item in fields(Objective) if item.name != "correction"]
+        said = {name: getattr(chosen.objective, name) for name in names}
+    _refuse_double(args, said, where="the objective's " if whole else "the preset's ")
     return replace(objective, **said)
 
 
-def _with_correction(objective: Objective, chosen: Preset, spec: dict[str, Any]) -> Objective:
+def _with_correction(objective: Objective, chosen: Preset, spec: Mapping[str, Any]) -> Objective:
     overrides = spec.get("correction") or {}
     correction = parse_correction(overrides, where="offpolicy.correction", base=chosen.correction)
     opsm = objective.correction.keep if objective.correction is not None else ()
@@ -237,7 +258,7 @@ def _with_correction(objective: Objective, chosen: Preset, spec: dict[str, Any])
 
 def _refuse_double(
     args: OffPolicyGRPOConfig,
-    overrides: dict[str, Any],
+    overrides: Mapping[str, Any],
     *,
     where: str,
     sources: Mapping[str, tuple[str, ...]] = _OBJECTIVE_SOURCE,

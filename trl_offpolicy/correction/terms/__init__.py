@@ -4,45 +4,13 @@ A weight maps a ratio to a factor of the policy loss; a keep term says which tok
 settings and check them; :class:`~trl_offpolicy.Correction` runs them on a batch.
 """
 
-from trl_offpolicy.correction.terms.batchwide import GroupRejection, SecondMomentBudget
-from trl_offpolicy.correction.terms.inputs import KeepTerm, TermInputs, Violations, Weighed, Weight
-from trl_offpolicy.correction.terms.keep import (
-    DivergenceBand,
-    OffPolicySequenceMask,
-    OutlierVeto,
-    ProbabilityDifferenceMask,
-    RatioBand,
-    StalenessBound,
-)
-from trl_offpolicy.correction.terms.weights import (
-    BandWeight,
-    ESSWeight,
-    PrefixMinWeight,
-    PrefixWeight,
-    RawWeight,
-    ShapedWeight,
-    TruncateWeight,
-)
+from trl_offpolicy.correction.terms import batchwide, keep, weights
+from trl_offpolicy.correction.terms.base import KeepTerm, TermInputs, Violations, Weighed, Weight
+from trl_offpolicy.correction.terms.batchwide import *  # noqa: F403
+from trl_offpolicy.correction.terms.keep import *  # noqa: F403
+from trl_offpolicy.correction.terms.weights import *  # noqa: F403
 
-__all__ = [
-    "BandWeight",
-    "DivergenceBand",
-    "ESSWeight",
-    "GroupRejection",
-    "KeepTerm",
-    "OffPolicySequenceMask",
-    "OutlierVeto",
-    "PrefixMinWeight",
-    "PrefixWeight",
-    "ProbabilityDifferenceMask",
-    "RatioBand",
-    "RawWeight",
-    "SecondMomentBudget",
-    "ShapedWeight",
-    "StalenessBound",
-    "TermInputs",
-    "TruncateWeight",
-    "Violations",
-    "Weighed",
-    "Weight",
-]
+__all__ = ["KeepTerm", "TermInputs", "Violations", "Weighed", "Weight"]
+__all__ += batchwide.__all__
+__all__ += keep.__all__
+__all__ += weights.__all__

@@ -6,16 +6,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trl_offpolicy.checks import check_number
+from trl_offpolicy.correction.terms.base import KeepTerm, TermInputs, Violations, is_late, number
 from trl_offpolicy.correction.terms.checks import check_ratio, check_scope
-from trl_offpolicy.correction.terms.inputs import KeepTerm, TermInputs, Violations, is_late
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import group_mean
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_LIMIT
 from trl_offpolicy.types import Ratio, Scope
 
+__all__ = [
+    "GroupRejection",
+    "SecondMomentBudget",
+]
+
 
 @dataclass(frozen=True, kw_only=True)
-class SecondMomentBudget:
+class SecondMomentBudget(KeepTerm):
     """M2PO: drop the worst tokens of the batch until the mean of l^2 over the kept ones is at most ``budget``.
 
     Reported as ``above`` where the numerator likes the token more than the sampler did, else ``below``.
@@ -24,10 +29,10 @@ class SecondMomentBudget:
     Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161); 0.04 is the paper's budget.
     """
 
+    type_name: ClassVar[str] = "second_moment_budget"
     budget: float = 0.04
     ratio: Ratio = "old/sampling"
     scope: Scope = "generation_batch"
-    name: ClassVar[str] = "second_moment_budget"
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -36,6 +41,11 @@ class SecondMomentBudget:
         largest = LOG_RATIO_LIMIT**2
         if not 0 < self.budget < largest:
             raise ValueError(f"budget must be in (0, {largest:.0f}) nats squared to ever fire, but got {self.budget}.")
+
+    @property
+    def formula(self) -> str:
+        """The budget."""
+        return f"drop the largest |log rho_t| until mean_t log^2 rho_t <= {number(self.budget)}"
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Tokens that are not affordable."""
@@ -47,17 +57,17 @@ class SecondMomentBudget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupRejection:
+class GroupRejection(KeepTerm):
     """Drop all responses to a prompt when earlier terms dropped more than ``max_dropped_fraction`` of them.
 
     A group of which only a few responses are left has a baseline of those few. Put it behind the terms it counts; what
     ``nonfinite="drop"`` leaves nothing of counts too.
     """
 
+    type_name: ClassVar[str] = "group_rejection"
     max_dropped_fraction: float = 0.5
-    ratio: ClassVar[Ratio] = "old/sampling"
     scope: ClassVar[Scope] = "group"
-    name: ClassVar[str] = "group_rejection"
+    reads_ratio: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_number("max_dropped_fraction", self.max_dropped_fraction)
@@ -65,6 +75,11 @@ class GroupRejection:
             raise ValueError(
                 f"max_dropped_fraction must be in [0, 1) to ever fire, but got {self.max_dropped_fraction}."
             )
+
+    @property
+    def formula(self) -> str:
+        """The share."""
+        return f"drop a prompt of which more than {number(self.max_dropped_fraction)} were dropped"
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Rows of groups that lost too many."""
@@ -107,7 +122,7 @@ def check_kept_baseline(keep: tuple[KeepTerm, ...]) -> None:
             f"baseline must be 'all' with {late[0]}, which is decided in the loss step: advantages are made before the "
             "first step, when it has not dropped anything yet."
         )
-    if by_sign := [term.name for term in keep if getattr(term, "reads_advantages", False)]:
+    if by_sign := [term.name for term in keep if term.reads_advantages]:
         raise ValueError(
             f"baseline must be 'all' with {by_sign[0]}, which decides by the sign of the advantage: a baseline of the "
             "kept responses changes that sign after the decision."

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_choice, check_number, check_whole
+from trl_offpolicy.correction.terms.base import RHO, KeepTerm, TermInputs, Violations, between, number
 from trl_offpolicy.correction.terms.checks import (
     check_group_level,
     check_level,
@@ -18,12 +20,20 @@ from trl_offpolicy.correction.terms.checks import (
     check_ratio,
     check_ratio_bounds,
 )
-from trl_offpolicy.correction.terms.inputs import TermInputs, Violations
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LOG_RATIO_LIMIT
 from trl_offpolicy.functional.masks import STATISTICS, Statistic
 from trl_offpolicy.types import Ratio, Scope
+
+__all__ = [
+    "DivergenceBand",
+    "OffPolicySequenceMask",
+    "OutlierVeto",
+    "ProbabilityDifferenceMask",
+    "RatioBand",
+    "StalenessBound",
+]
 
 _ADDED_UP: tuple[Level, ...] = ("token", "turn", "turn_mean", "sequence", "sequence_mean", "group")
 STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
@@ -38,6 +48,17 @@ STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
 """Pairs with a meaning. The extremes of the signed k1 are those of the ratio (``RatioBand``), signed probability
 differences do not add up over tokens, and no statistic but the ratio accumulates along a prefix."""
 
+_OVER: dict[Level, str] = {
+    "token": "{}_t",
+    "turn": "sum_turn {}",
+    "turn_mean": "mean_turn {}",
+    "sequence": "sum_t {}",
+    "sequence_mean": "mean_t {}",
+    "sequence_max": "max_t {}",
+    "group": "mean_group {}",
+}
+_STATISTIC_TEXT = {"abs": "|log rho|", "prob_diff": "(p - q)", "binary_tv": "|p - q|", "binary_kl": "KL_binary"}
+
 
 def reach(statistic: Statistic, level: Level) -> tuple[float, float]:
     """Least and largest value of a statistic of log-ratios that are clamped to +-20; a sum over tokens has no limit."""
@@ -49,13 +70,15 @@ def reach(statistic: Statistic, level: Level) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RatioBand:
+class RatioBand(KeepTerm):
     """Keep what has its ratio at ``level`` inside [low, high] (inclusive). Both must be said; None = open.
 
     ``sequence_mean`` is the geometric mask (length-invariant), ``sequence`` the product mask, ``token`` the token
     mask, ``group`` drops all responses to a prompt together.
     """
 
+    type_name: ClassVar[str] = "ratio_band"
+    example: ClassVar[Mapping[str, Any]] = {"low": 0.5, "high": 2.0}
     low: float | None
     high: float | None
     level: Level = "sequence_mean"
@@ -77,13 +100,18 @@ class RatioBand:
         """``ratio_band_<level>``."""
         return f"ratio_band_{self.level}"
 
+    @property
+    def formula(self) -> str:
+        """The band."""
+        return f"keep if {between(RHO[self.level], self.low, self.high)}"
+
     def violations(self, inputs: TermInputs) -> Violations:
         """Ratio above ``high``, below ``low``."""
         return _outside(inputs.ratio_at(self.level), self.low, self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceBand:
+class DivergenceBand(KeepTerm):
     """Keep what has its divergence statistic at ``level`` inside [low, high] (inclusive).
 
     The statistic (see :func:`~trl_offpolicy.functional.masks.divergence`; nats, or a probability for prob_diff and
@@ -91,6 +119,8 @@ class DivergenceBand:
     maximised (sequence_max: TRM, one bad token condemns the response). :data:`STATISTIC_LEVELS` lists the pairs.
     """
 
+    type_name: ClassVar[str] = "divergence_band"
+    example: ClassVar[Mapping[str, Any]] = {"statistic": "k3", "high": 0.1}
     statistic: Statistic
     high: float | None
     low: float | None = None
@@ -134,24 +164,32 @@ class DivergenceBand:
         """``divergence_<statistic>_<level>``."""
         return f"divergence_{self.statistic}_{self.level}"
 
+    @property
+    def formula(self) -> str:
+        """The band on the statistic; one on k1 = -log rho reads better as a band on rho."""
+        if self.statistic == "k1":
+            low, high = (None if bound is None else math.exp(-bound) for bound in (self.high, self.low))
+            return f"keep if {between(RHO[self.level], low, high)}"
+        name = _STATISTIC_TEXT.get(self.statistic, self.statistic)
+        return f"keep if {between(_OVER[self.level].format(name), self.low, self.high)}"
+
     def violations(self, inputs: TermInputs) -> Violations:
         """Statistic above ``high``, below ``low``."""
         return _outside(inputs.statistic_at(self.statistic, self.level), self.low, self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbabilityDifferenceMask:
+class ProbabilityDifferenceMask(KeepTerm):
     """Drop tokens whose probability moved too far in the direction the advantage pushes it (prime-rl).
 
     A token with positive advantage is dropped where p - q > high, one with negative advantage where p - q < low; p is
     the numerator's probability, q the denominator's. In probabilities, not ratios: rare tokens may move freely.
     """
 
+    type_name: ClassVar[str] = "probability_difference"
     low: float = -0.2
     high: float = 0.2
     ratio: Ratio = "old/sampling"
-    scope: ClassVar[Scope] = "row"
-    name: ClassVar[str] = "probability_difference"
     reads_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -161,6 +199,11 @@ class ProbabilityDifferenceMask:
         if not -1 < self.low < 0 < self.high < 1:
             raise ValueError(f"low and high must be in (-1, 0) and (0, 1), but got {self.low} and {self.high}.")
 
+    @property
+    def formula(self) -> str:
+        """Both sides, with the sign of the advantage."""
+        return f"drop if A > 0 and p - q > {number(self.high)}, or A < 0 and p - q < {number(self.low)}"
+
     def violations(self, inputs: TermInputs) -> Violations:
         """Moved too far up with a positive, too far down with a negative advantage."""
         moved = inputs.statistic_at("prob_diff", "token")
@@ -168,18 +211,23 @@ class ProbabilityDifferenceMask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutlierVeto:
+class OutlierVeto(KeepTerm):
     """Drop a whole sequence if any of its tokens has a ratio outside [low, high]. None = open."""
 
+    type_name: ClassVar[str] = "outlier_veto"
+    example: ClassVar[Mapping[str, Any]] = {"low": 0.1, "high": 10.0}
     low: float | None
     high: float | None
     ratio: Ratio = "old/sampling"
-    scope: ClassVar[Scope] = "row"
-    name: ClassVar[str] = "outlier_veto"
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         check_ratio_bounds("low", self.low, "high", self.high)
+
+    @property
+    def formula(self) -> str:
+        """The bounds of every token."""
+        return f"drop the response unless every {between('rho_t', self.low, self.high)}"
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Sequences with a token above ``high``, below ``low``."""
@@ -190,17 +238,17 @@ class OutlierVeto:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffPolicySequenceMask:
+class OffPolicySequenceMask(KeepTerm):
     """DeepSeek-V3.2 OPSM: drop negative-advantage sequences with mean log(mu / pi) above ``max_divergence`` nats.
 
     By default it measures the current policy, so it is taken anew at every step and bounds mismatch and staleness
     together. ``ratio="current/old"`` measures staleness only, ``"old/sampling"`` mismatch only.
     """
 
+    type_name: ClassVar[str] = "off_policy_sequence_mask"
+    example: ClassVar[Mapping[str, Any]] = {"max_divergence": 0.1}
     max_divergence: float
     ratio: Ratio = "current/sampling"
-    scope: ClassVar[Scope] = "row"
-    name: ClassVar[str] = "off_policy_sequence_mask"
     reads_advantages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -212,6 +260,11 @@ class OffPolicySequenceMask:
                 f"but got {self.max_divergence}."
             )
 
+    @property
+    def formula(self) -> str:
+        """The bound, and the sign of the advantage."""
+        return f"drop if A < 0 and -log rho_geo > {number(self.max_divergence)}"
+
     def violations(self, inputs: TermInputs) -> Violations:
         """Reported as ``below``: the policy finds the text too unlikely."""
         mean = inputs.log_ratio_at("sequence_mean")
@@ -220,19 +273,26 @@ class OffPolicySequenceMask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StalenessBound:
+class StalenessBound(KeepTerm):
     """Drop responses that hold a token sampled more than ``max_lag`` weight versions ago.
 
     Needs ``policy_versions`` and ``current_version`` in the batch.
     """
 
+    type_name: ClassVar[str] = "staleness_bound"
+    example: ClassVar[Mapping[str, Any]] = {"max_lag": 2}
     max_lag: int
     ratio: ClassVar[Ratio] = "current/old"
-    scope: ClassVar[Scope] = "row"
-    name: ClassVar[str] = "staleness_bound"
+    reads_ratio: ClassVar[bool] = False
+    requires: ClassVar[tuple[str, ...]] = ("policy_versions", "current_version")
 
     def __post_init__(self) -> None:
         check_whole("max_lag", self.max_lag, least=0)
+
+    @property
+    def formula(self) -> str:
+        """The oldest version."""
+        return f"drop a response older than {self.max_lag} versions"
 
     def violations(self, inputs: TermInputs) -> Violations:
         """Sequences whose oldest token is too old."""

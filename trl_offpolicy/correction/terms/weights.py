@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_number, check_positive, check_proper_fraction
+from trl_offpolicy.correction.terms.base import RHO, TermInputs, Weighed, Weight, between, number
 from trl_offpolicy.correction.terms.checks import check_level, check_ratio, check_ratio_bounds, check_scope
-from trl_offpolicy.correction.terms.inputs import TermInputs, Weighed
 from trl_offpolicy.functional import weights
 from trl_offpolicy.functional.collective import gather_flat
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.types import Ratio, Scope
 
+__all__ = [
+    "BandWeight",
+    "ESSWeight",
+    "PrefixMinWeight",
+    "PrefixWeight",
+    "RawWeight",
+    "ShapedWeight",
+    "TruncateWeight",
+]
+
 WEIGHT_LEVELS: tuple[Level, ...] = ("token", "turn", "turn_mean", "prefix", "sequence", "sequence_mean")
 _NO_WEIGHT = "a maximum, a minimum or a group has no ratio of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruncateWeight:
+class TruncateWeight(Weight):
     """Truncated importance sampling (TIS): min(rho, max_weight), optionally with a floor.
 
     Without a floor it is the single-side cap of the logit-fusion study. Reference: Yao et al. 2025, TIS; token and
     sequence forms as in SkyRL, verl and TRL.
     """
 
+    type_name: ClassVar[str] = "truncate"
+    example: ClassVar[Mapping[str, Any]] = {"max_weight": 2.0}
     max_weight: float
     level: Level = "token"
     min_weight: float | None = None
     ratio: Ratio = "old/sampling"
-    scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
         _check(self.level, self.ratio)
@@ -44,6 +56,13 @@ class TruncateWeight:
         """min(max(ratio, min_weight), max_weight)."""
         return weights.truncate_weight(ratio, max_weight=self.max_weight, min_weight=self.min_weight)
 
+    @property
+    def formula(self) -> str:
+        """The cap, and the floor if there is one."""
+        if self.min_weight is None:
+            return f"w = min({RHO[self.level]}, {number(self.max_weight)})"
+        return f"w = clip({RHO[self.level]}, {number(self.min_weight)}, {number(self.max_weight)})"
+
     def weigh(self, inputs: TermInputs) -> Weighed:
         """Raw and capped ratio."""
         ratio = inputs.ratio_at(self.level)
@@ -51,17 +70,18 @@ class TruncateWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BandWeight:
+class BandWeight(Weight):
     """Masked importance sampling (MIS, IcePop): the raw ratio inside [low, high], weight 0 outside.
 
     Both bounds must be said; None = open. Reference: Ling team 2025 (IcePop); Liu, Li et al. 2025 (MIS).
     """
 
+    type_name: ClassVar[str] = "band"
+    example: ClassVar[Mapping[str, Any]] = {"low": 0.5, "high": 2.0}
     low: float | None
     high: float | None
     level: Level = "token"
     ratio: Ratio = "old/sampling"
-    scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
         _check(self.level, self.ratio)
@@ -71,6 +91,12 @@ class BandWeight:
         """Ratio inside the band, 0 outside."""
         return weights.band_weight(ratio, low=self.low, high=self.high)
 
+    @property
+    def formula(self) -> str:
+        """The band."""
+        rho = RHO[self.level]
+        return f"w = {rho} if {between(rho, self.low, self.high)} else 0"
+
     def weigh(self, inputs: TermInputs) -> Weighed:
         """Raw and banded ratio."""
         ratio = inputs.ratio_at(self.level)
@@ -78,12 +104,12 @@ class BandWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawWeight:
+class RawWeight(Weight):
     """Vanilla importance sampling: rho itself. Unbiased at sequence level, unbounded variance; for ablation."""
 
+    type_name: ClassVar[str] = "raw"
     level: Level = "token"
     ratio: Ratio = "old/sampling"
-    scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
         _check(self.level, self.ratio)
@@ -92,6 +118,11 @@ class RawWeight:
         """The ratio unchanged."""
         return ratio
 
+    @property
+    def formula(self) -> str:
+        """The ratio."""
+        return f"w = {RHO[self.level]}"
+
     def weigh(self, inputs: TermInputs) -> Weighed:
         """The ratio twice."""
         ratio = inputs.ratio_at(self.level)
@@ -99,20 +130,27 @@ class RawWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapedWeight:
+class ShapedWeight(Weight):
     """r / (r + gamma), the shaped ratio of the logit-fusion study: bounded by 1, smooth, 1 / (1 + gamma) on-policy.
 
     Reference: Zhang et al. 2026, "Logit fusion".
     """
 
+    type_name: ClassVar[str] = "shaped"
+    example: ClassVar[Mapping[str, Any]] = {"gamma": 0.5}
     gamma: float
     level: Level = "token"
     ratio: Ratio = "old/sampling"
-    scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
         _check(self.level, self.ratio)
         check_positive(gamma=self.gamma)
+
+    @property
+    def formula(self) -> str:
+        """The shape."""
+        rho = RHO[self.level]
+        return f"w = {rho} / ({rho} + {number(self.gamma)})"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
         """Raw and shaped ratio."""
@@ -121,21 +159,27 @@ class ShapedWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefixMinWeight:
+class PrefixMinWeight(Weight):
     """MinPRO: rho_t times the smallest ratio strictly before t, optionally capped.
 
     Reference: Lei et al. 2026, MinPRO (arXiv:2601.22718).
     """
 
+    type_name: ClassVar[str] = "prefix_min"
     max_weight: float | None = None
     ratio: Ratio = "old/sampling"
     level: ClassVar[Level] = "prefix"
-    scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         if self.max_weight is not None:
             check_ratio_bounds("min_weight", None, "max_weight", self.max_weight)
+
+    @property
+    def formula(self) -> str:
+        """Both factors, and the cap if there is one."""
+        raw = "rho_t min_{s<t} rho_s"
+        return f"w = {raw}" if self.max_weight is None else f"w = min({raw}, {number(self.max_weight)})"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
         """The product of both factors, raw and capped."""
@@ -144,18 +188,18 @@ class PrefixMinWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefixWeight:
+class PrefixWeight(Weight):
     """CTPO: the product of the ratios up to t, held in [low^sqrt(t), high^sqrt(t)].
 
     Before the bounds act it is the unbiased correction of a token given its prefix. Reference: Zhang et al. 2026, CTPO
     (arXiv:2605.07331).
     """
 
+    type_name: ClassVar[str] = "prefix"
     low: float = 0.8
     high: float = 1.25
     ratio: Ratio = "old/sampling"
     level: ClassVar[Level] = "prefix"
-    scope: ClassVar[Scope] = "row"
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -164,6 +208,11 @@ class PrefixWeight:
         check_ratio_bounds("low", self.low, "high", self.high)
         if not self.low < 1 < self.high:
             raise ValueError(f"low and high must lie on both sides of 1, but got {self.low} and {self.high}.")
+
+    @property
+    def formula(self) -> str:
+        """The widening bounds."""
+        return f"w = clip(rho_1:t, {number(self.low)}^sqrt(t), {number(self.high)}^sqrt(t))"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
         """The cumulative ratio, raw and inside its bounds."""
@@ -174,13 +223,14 @@ class PrefixWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ESSWeight:
+class ESSWeight(Weight):
     """Truncation whose cap is chosen so that the effective sample size reaches ``target``.
 
     The cap follows the batch: none while the weights are healthy, tight when a few dominate. ``micro_batch`` looks at
     the rows of one call only. Units are tokens at the token levels, sequences otherwise.
     """
 
+    type_name: ClassVar[str] = "ess"
     target: float = 0.5
     level: Level = "token"
     ratio: Ratio = "old/sampling"
@@ -190,6 +240,11 @@ class ESSWeight:
         _check(self.level, self.ratio)
         check_proper_fraction(target=self.target)
         check_scope(self.scope, self.ratio)
+
+    @property
+    def formula(self) -> str:
+        """The cap that follows the batch."""
+        return f"w = min({RHO[self.level]}, C), the largest C with ESS >= {number(self.target)}"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
         """Raw and capped ratio."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from trl_offpolicy.checks import check_choice, check_positive
+from trl_offpolicy.parts import parse_settings
 
 Replay = Literal["none", "r2", "r3"]
 
@@ -48,19 +48,9 @@ class RoutingReplay:
             >>> RoutingReplay.parse({"mode": "r3", "limit_gib": 8}).limit_gib
             8
         """
-        if isinstance(spec, RoutingReplay):
-            return spec
-        options = {"mode": "none" if spec is None else spec} if isinstance(spec, str | None) else spec
-        if not isinstance(options, Mapping):
-            raise ValueError(f"{where} must be one of {list(get_args(Replay))} or a mapping, but got {spec!r}.")
-        known = [item.name for item in fields(cls)]
-        for key in options:
-            if key not in known:
-                raise ValueError(f"{where}.{key} must be one of {known}.")
-        try:
-            return cls(**options)
-        except ValueError as error:
-            raise ValueError(f"{where}.{error}") from None
+        spec = "none" if spec is None else spec
+        settings: RoutingReplay = parse_settings(spec, cls, where=where, short="mode", choices=get_args(Replay))
+        return settings
 
 
 class ReplayAdvice(NamedTuple):

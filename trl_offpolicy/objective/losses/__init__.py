@@ -1,8 +1,9 @@
 """Policy losses as small frozen dataclasses, usable in :class:`~trl_offpolicy.Objective` and in YAML.
 
-Each takes a :class:`LossInputs` and returns the loss per token; what it declares is said at :class:`PolicyLoss`.
+Each takes a :class:`LossInputs` and returns :class:`LossTerms`. What a loss declares is said at :class:`PolicyLoss`.
 """
 
+from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.objective.losses.base import LossInputs, PolicyLoss, RatioLevel, WeightUse
 from trl_offpolicy.objective.losses.responses import ESPO, OAPL, STPPO, TOPR
 from trl_offpolicy.objective.losses.sequences import GMPO, GSPO, LUSPO, TBPO, VESPO, GSPOToken
@@ -34,6 +35,7 @@ __all__ = [
     "GSPOToken",
     "KLCov",
     "LossInputs",
+    "LossTerms",
     "PPOClip",
     "PolicyLoss",
     "RatioLevel",

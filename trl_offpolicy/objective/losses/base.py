@@ -1,8 +1,9 @@
-"""What a policy loss is given and what it declares."""
+"""The contract of a policy loss: what it is given, what it answers, what it declares."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple, Protocol, get_args
+from abc import abstractmethod
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.groups import group_members
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.policy_losses import LossTerms
+from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Scope
 
 WeightUse = Literal["multiply", "inside"]
@@ -54,33 +56,50 @@ class LossInputs(NamedTuple):
         return value
 
 
-class PolicyLoss(Protocol):
-    """A loss per token.
+class PolicyLoss(Part):
+    """A loss per token. Subclass it as a frozen, keyword-only dataclass.
 
-    ``weight_use``: "multiply" (the objective multiplies the loss by the importance weights) or "inside" (the loss
-    reads them itself). ``uses_ratio``: whether the loss holds the ratio of the current policy to its centre; no weight
-    may hold it again. ``scope``: the rows it must see at once; "micro_batch" = statistics of the rows of one call.
-    ``level``: of that ratio. ``reads``: fields of :class:`LossInputs` it cannot do without; with
-    "sampling_log_ratios" its centre is the policy that sampled, and no weight may hold any part of that ratio.
-    ``aggregation``: the one it was published with.
+    :meth:`__call__` must be written; what else is said here has the value below unless the subclass has a field, a
+    class attribute or a property of that name. The docstring of the subclass says what carries gradient.
     """
 
-    weight_use: ClassVar[WeightUse]
-    uses_ratio: ClassVar[bool]
-    aggregation: ClassVar[Aggregation]
+    weight_use: ClassVar[WeightUse] = "multiply"
+    """"multiply": the objective multiplies the loss by the importance weights. "inside": the loss reads them itself."""
 
-    @property
-    def reads(self) -> tuple[Field, ...]:
-        """Fields that it needs."""
+    uses_ratio: ClassVar[bool] = True
+    """Whether it holds the ratio of the current policy to its centre; no weight may hold that ratio again."""
 
-    @property
-    def scope(self) -> Scope:
-        """Rows it must see at once."""
+    aggregation: ClassVar[Aggregation] = "token_mean"
+    """The one it was published with."""
 
-    @property
+    fixed_aggregation: ClassVar[bool] = False
+    """Whether it is another loss with any other aggregation, which the objective then refuses."""
+
+    trust_region: ClassVar[str] = "-"
+    """What holds the policy back, in words, for the map in the docs."""
+
+    purpose: ClassVar[str] = "-"
+    """What it is made for, in words, likewise."""
+
+    @overridable
     def level(self) -> RatioLevel:
-        """Level of the policy ratio."""
+        """Level of its ratio."""
+        return "token"
 
+    @overridable
+    def reads(self) -> tuple[Field, ...]:
+        """Fields of :class:`LossInputs` it cannot do without.
+
+        With "sampling_log_ratios" its centre is the policy that sampled, and no weight may hold any part of that ratio.
+        """
+        return ()
+
+    @overridable
+    def scope(self) -> Scope:
+        """Rows it must see at once; "micro_batch" = statistics of the rows of one call."""
+        return "row"
+
+    @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Loss (B, T) or (B, 1)."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,8 +23,7 @@ from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.objective.losses.base import (
     Field,
     LossInputs,
-    RatioLevel,
-    WeightUse,
+    PolicyLoss,
     check_reward_scope,
     group_fields,
     own_logps,
@@ -33,7 +33,7 @@ from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
-class TOPR:
+class TOPR(PolicyLoss):
     """REINFORCE, tapered on negative responses by clip(pi(y) / mu(y), low, high). See ``functional.topr``.
 
     Holds pi / mu itself, in any mode: no weight may stand beside it. What carries gradient: log pi.
@@ -41,13 +41,12 @@ class TOPR:
     Reference: Le Roux et al. 2025, TOPR (arXiv:2503.14286).
     """
 
+    type_name: ClassVar[str] = "topr"
+    trust_region: ClassVar[str] = "none where R > 0, truncated pi / mu where not"
+    purpose: ClassVar[str] = "bad responses pushed down too far"
     low: float = 0.0
     high: float = 1.0
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
     reads: ClassVar[tuple[Field, ...]] = ("sampling_log_ratios",)
-    scope: ClassVar[Scope] = "row"
     aggregation: ClassVar[Aggregation] = "seq_mean_token_sum"
 
     def __post_init__(self) -> None:
@@ -69,46 +68,7 @@ class TOPR:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OAPL:
-    """(beta log(pi(y) / mu(y)) - (R - V))^2 with V from the group's rewards. See ``functional.oapl``.
-
-    V = value_beta log mean exp(R / value_beta) over the group; ``value_beta=None`` = beta. ``scope="row"`` reads the
-    group from ``group_rewards``, "micro_batch" takes its rows in one call. Advantages are not read, and no weight may
-    stand beside it. What carries gradient: log pi(y).
-
-    Reference: Ritter et al. 2026, OAPL (arXiv:2602.19362).
-    """
-
-    beta: float
-    value_beta: float | None = None
-    scope: Scope = "row"
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
-
-    def __post_init__(self) -> None:
-        check_positive(beta=self.beta)
-        check_positive_or_none(value_beta=self.value_beta)
-        check_reward_scope(self.scope)
-
-    @property
-    def reads(self) -> tuple[Field, ...]:
-        """Its own reward, and those of the group."""
-        return tuple(dict.fromkeys(("sampling_log_ratios", "rewards", *group_fields(self.scope))))
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss of the response, (B, 1)."""
-        own = inputs.need("rewards", self)
-        rewards, counted = rewards_of_group(inputs, self, self.scope)
-        value = policy_losses.soft_value(rewards, counted, beta=self.value_beta or self.beta)
-        own = torch.where(own.isfinite(), own, value)  # a response without a reward: neutral
-        ratios = inputs.need("sampling_log_ratios", self)
-        return policy_losses.oapl(ratios, own, value, inputs.mask, beta=self.beta)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ESPO:
+class ESPO(PolicyLoss):
     """GSPO-token within entropy groups, each with a clip range of its own. See ``functional.espo``.
 
     epsilon of a group is alpha / log(vocab_size) times its mean entropy. ``entropies`` are the batch's, those of the
@@ -118,14 +78,14 @@ class ESPO:
     Reference: Sheng et al. 2025, ESPO (arXiv:2512.00499): alpha 0.02 and 20 % high-entropy tokens are its choice.
     """
 
+    type_name: ClassVar[str] = "espo"
+    trust_region: ClassVar[str] = "clip by entropy group, width by entropy"
+    purpose: ClassVar[str] = "MoE variance; tokens of unlike entropy in one ratio"
+    example: ClassVar[Mapping[str, Any]] = {"vocab_size": 1000}
     vocab_size: int
     alpha: float = 0.02
     high_entropy_fraction: float = 0.2
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
     reads: ClassVar[tuple[Field, ...]] = ("entropies",)
-    scope: ClassVar[Scope] = "row"
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
@@ -146,7 +106,7 @@ class ESPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class STPPO:
+class STPPO(PolicyLoss):
     """PPO's clip on turn ratios, damped in turns where the token clip sets in. See ``functional.st_ppo``.
 
     Turns are those of ``turn_ids``, without them runs of trainable tokens. ``normalize=False`` is Turn-PPO. What
@@ -155,14 +115,12 @@ class STPPO:
     Reference: Li et al. 2025, ST-PPO (arXiv:2511.20718); the normaliser is by turn (see the function).
     """
 
+    type_name: ClassVar[str] = "st_ppo"
+    trust_region: ClassVar[str] = "clip by turn, damped where it acts"
+    purpose: ClassVar[str] = "several turns with tools"
     low: float = 0.2
     high: float = 0.2
     normalize: bool = True
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
@@ -180,3 +138,43 @@ class STPPO:
             high=self.high,
             normalize=self.normalize,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OAPL(PolicyLoss):
+    """(beta log(pi(y) / mu(y)) - (R - V))^2 with V from the group's rewards. See ``functional.oapl``.
+
+    V = value_beta log mean exp(R / value_beta) over the group; ``value_beta=None`` = beta. ``scope="row"`` reads the
+    group from ``group_rewards``, "micro_batch" takes its rows in one call. Advantages are not read, and no weight may
+    stand beside it. What carries gradient: log pi(y).
+
+    Reference: Ritter et al. 2026, OAPL (arXiv:2602.19362).
+    """
+
+    type_name: ClassVar[str] = "oapl"
+    trust_region: ClassVar[str] = "regression of log(pi / mu) on the advantage"
+    purpose: ClassVar[str] = "lag that never ends"
+    example: ClassVar[Mapping[str, Any]] = {"beta": 1.0}
+    beta: float
+    value_beta: float | None = None
+    scope: Scope = "row"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(beta=self.beta)
+        check_positive_or_none(value_beta=self.value_beta)
+        check_reward_scope(self.scope)
+
+    @property
+    def reads(self) -> tuple[Field, ...]:
+        """Its own reward, and those of the group."""
+        return tuple(dict.fromkeys(("sampling_log_ratios", "rewards", *group_fields(self.scope))))
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss of the response, (B, 1)."""
+        own = inputs.need("rewards", self)
+        rewards, counted = rewards_of_group(inputs, self, self.scope)
+        value = policy_losses.soft_value(rewards, counted, beta=self.value_beta or self.beta)
+        own = torch.where(own.isfinite(), own, value)  # a response without a reward: neutral
+        ratios = inputs.need("sampling_log_ratios", self)
+        return policy_losses.oapl(ratios, own, value, inputs.mask, beta=self.beta)

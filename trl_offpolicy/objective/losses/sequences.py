@@ -12,19 +12,18 @@ from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.policy_losses import VESPO_LOG_FLOOR, LossTerms
 from trl_offpolicy.objective.losses.base import (
-    Field,
     LossInputs,
+    PolicyLoss,
     RatioLevel,
     WeightUse,
     at_level,
     check_level,
     own_logps,
 )
-from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO:
+class GSPO(PolicyLoss):
     """PPO's clipped surrogate on s = exp(mean_t log r_t), the geometric mean ratio of the response.
 
     -min(s A, clip(s, 1 - low, 1 + high) A), one loss for the response. What carries gradient: log s, that is every
@@ -34,13 +33,12 @@ class GSPO:
     Reference: Zheng et al. 2025, GSPO (arXiv:2507.18071), Eq. 5-7.
     """
 
+    type_name: ClassVar[str] = "gspo"
+    trust_region: ClassVar[str] = "clip of the geometric mean ratio"
+    purpose: ClassVar[str] = "length; experts that flip"
     low: float = 3e-4
     high: float = 4e-4
     level: ClassVar[RatioLevel] = "sequence_mean"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
@@ -52,7 +50,7 @@ class GSPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPOToken:
+class GSPOToken(PolicyLoss):
     """GSPO with advantages that may differ from token to token. See ``functional.gspo_token``.
 
     What carries gradient: each token's own pi_t, with weight sg[s] A_t; s is detached. verl's ``gspo``.
@@ -60,13 +58,12 @@ class GSPOToken:
     Reference: Zheng et al. 2025, GSPO (arXiv:2507.18071), section 4.3.
     """
 
+    type_name: ClassVar[str] = "gspo_token"
+    trust_region: ClassVar[str] = "clip of the geometric mean ratio, detached"
+    purpose: ClassVar[str] = "the same with credit by token"
     low: float = 3e-4
     high: float = 4e-4
     level: ClassVar[RatioLevel] = "sequence_mean"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
@@ -78,7 +75,7 @@ class GSPOToken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LUSPO:
+class LUSPO(PolicyLoss):
     """GSPO with each response's loss times its length: length-unbiased. Needs ``aggregation="seq_mean_token_sum"``.
 
     -|y| min(s A, clip(s) A). What carries gradient: log s, so that every token weighs the same whatever the length of
@@ -89,13 +86,12 @@ class LUSPO:
     ``importance_sampling_level="sequence"``.
     """
 
+    type_name: ClassVar[str] = "luspo"
+    trust_region: ClassVar[str] = "clip of the geometric mean ratio"
+    purpose: ClassVar[str] = "GSPO's preference for short responses"
     low: float = 0.2
     high: float = 0.2
     level: ClassVar[RatioLevel] = "sequence_mean"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
     aggregation: ClassVar[Aggregation] = "seq_mean_token_sum"
     fixed_aggregation: ClassVar[bool] = True
 
@@ -108,7 +104,7 @@ class LUSPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GMPO:
+class GMPO(PolicyLoss):
     """Geometric mean of token ratios that are clipped one by one first. See ``functional.gmpo``.
 
     ``low`` and ``high`` are nats. What carries gradient: log r of the tokens that are not clipped. Importance weights
@@ -117,13 +113,13 @@ class GMPO:
     Reference: Zhao et al. 2025, GMPO (arXiv:2507.20673); its range (e^-0.4, e^0.4) is the default.
     """
 
+    type_name: ClassVar[str] = "gmpo"
+    trust_region: ClassVar[str] = "sign-aware clamp of log r, then geometric mean"
+    purpose: ClassVar[str] = "outlier tokens in a response"
     low: float = 0.4
     high: float = 0.4
     level: ClassVar[RatioLevel] = "sequence_mean"
     weight_use: ClassVar[WeightUse] = "inside"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
@@ -137,40 +133,7 @@ class GMPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TBPO:
-    """Trust band on the geometric mean ratio: two-sided for negative responses. See ``functional.tbpo``.
-
-    What carries gradient: log s inside the band. Biased.
-
-    Reference: Gu et al. 2026, QaRL (arXiv:2604.07853); the defaults are its experiments'.
-    """
-
-    high: float = 4e-4
-    negative_low: float = 3e-4
-    negative_high: float = 7e-4
-    level: ClassVar[RatioLevel] = "sequence_mean"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
-
-    def __post_init__(self) -> None:
-        check_positive(high=self.high, negative_low=self.negative_low, negative_high=self.negative_high)
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss of the response, (B, 1)."""
-        return policy_losses.tbpo(
-            at_level(inputs, self.level),
-            inputs.advantages,
-            high=self.high,
-            negative_low=self.negative_low,
-            negative_high=self.negative_high,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VESPO:
+class VESPO(PolicyLoss):
     """-phi(w) A log pi with w the sequence ratio, importance weights included (hence weight_use "inside").
 
     What carries gradient: log pi; phi is detached. See ``functional.vespo_phi``.
@@ -178,16 +141,15 @@ class VESPO:
     Reference: Shen et al. 2026, VESPO (arXiv:2602.10693).
     """
 
+    type_name: ClassVar[str] = "vespo"
+    trust_region: ClassVar[str] = "kernel phi of the product of ratios"
+    purpose: ClassVar[str] = "variance of exact sequence weights"
     k_pos: float = 2.0
     lambda_pos: float = 3.0
     k_neg: float = 3.0
     lambda_neg: float = 2.0
     level: RatioLevel = "token"
     weight_use: ClassVar[WeightUse] = "inside"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_level(self.level)
@@ -210,3 +172,35 @@ class VESPO:
             lambda_neg=self.lambda_neg,
         )
         return LossTerms(-phi * inputs.advantages * own_logps(inputs), gate=phi)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TBPO(PolicyLoss):
+    """Trust band on the geometric mean ratio: two-sided for negative responses. See ``functional.tbpo``.
+
+    What carries gradient: log s inside the band. Biased.
+
+    Reference: Gu et al. 2026, QaRL (arXiv:2604.07853); the defaults are its experiments'.
+    """
+
+    type_name: ClassVar[str] = "tbpo"
+    trust_region: ClassVar[str] = "band of the sequence ratio, dual clip where A < 0"
+    purpose: ClassVar[str] = "quantised rollouts: long runs of error tokens"
+    high: float = 4e-4
+    negative_low: float = 3e-4
+    negative_high: float = 7e-4
+    level: ClassVar[RatioLevel] = "sequence_mean"
+    aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
+
+    def __post_init__(self) -> None:
+        check_positive(high=self.high, negative_low=self.negative_low, negative_high=self.negative_high)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Loss of the response, (B, 1)."""
+        return policy_losses.tbpo(
+            at_level(inputs, self.level),
+            inputs.advantages,
+            high=self.high,
+            negative_low=self.negative_low,
+            negative_high=self.negative_high,
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trl_offpolicy.checks import check_number, check_positive, check_positive_or_none
 from trl_offpolicy.functional import policy_losses
@@ -12,17 +13,16 @@ from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.objective.losses.base import (
     Field,
     LossInputs,
+    PolicyLoss,
     RatioLevel,
-    WeightUse,
     at_level,
     check_level,
     own_logps,
 )
-from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOClip:
+class PPOClip(PolicyLoss):
     """PPO's clipped surrogate; ``level="sequence_mean"`` is GSPO's ratio. See ``functional.ppo_clip``.
 
     What carries gradient: the ratio, where the clip is not active. Biased by the clip.
@@ -30,16 +30,14 @@ class PPOClip:
     Reference: Schulman et al. 2017, PPO (arXiv:1707.06347); dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
 
+    type_name: ClassVar[str] = "ppo_clip"
+    trust_region: ClassVar[str] = "clip of r, optional dual clip and upper limit"
+    purpose: ClassVar[str] = "general stability; the default"
     low: float = 0.2
     high: float = 0.2
     dual_clip: float | None = None
     delta: float | None = None
     level: RatioLevel = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_level(self.level)
@@ -61,7 +59,7 @@ class PPOClip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOIS:
+class PPOIS(PolicyLoss):
     """PPO's clipped surrogate on pi / mu in any mode: mismatch and staleness under one clip. For ablations.
 
     -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = pi / mu. What carries gradient: rho, where the clip is not
@@ -76,15 +74,13 @@ class PPOIS:
     vanilla-IS and TIS).
     """
 
+    type_name: ClassVar[str] = "ppo_is"
+    trust_region: ClassVar[str] = "clip of pi / mu"
+    purpose: ClassVar[str] = "ablation: mismatch and staleness under one clip"
     low: float = 0.2
     high: float = 0.2
     dual_clip: float | None = None
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
     reads: ClassVar[tuple[Field, ...]] = ("sampling_log_ratios",)
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         PPOClip(low=self.low, high=self.high, dual_clip=self.dual_clip)  # its checks
@@ -101,7 +97,7 @@ class PPOIS:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO:
+class CISPO(PolicyLoss):
     """-clip(r, low, high) A log pi, the ratio detached. ``high`` and ``low`` are the bounds themselves (None = none).
 
     What carries gradient: log pi, on every token. Biased by the cap. See ``functional.cispo``.
@@ -109,14 +105,12 @@ class CISPO:
     Reference: MiniMax 2025, CISPO (arXiv:2506.13585).
     """
 
+    type_name: ClassVar[str] = "cispo"
+    trust_region: ClassVar[str] = "cap of the detached r"
+    purpose: ClassVar[str] = "tokens that a clip would silence (reflection, rare words)"
     high: float = 5.0
     low: float | None = None
     level: RatioLevel = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_level(self.level)
@@ -132,7 +126,7 @@ class CISPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPG:
+class GPG(PolicyLoss):
     """Plain policy gradient (REINFORCE): -A log pi. No ratio of its own, so weights may hold any ratio.
 
     What carries gradient: log pi. Unbiased on-policy, and off-policy with ``RawWeight(level="sequence",
@@ -141,12 +135,10 @@ class GPG:
     Reference: Chu et al. 2025, GPG (arXiv:2504.02546); verl's ``gpg`` and the ``reinforce`` of its bypass mode.
     """
 
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
+    type_name: ClassVar[str] = "gpg"
+    trust_region: ClassVar[str] = "none"
+    purpose: ClassVar[str] = "baseline; weights may hold any ratio"
     uses_ratio: ClassVar[bool] = False
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """Loss per token."""
@@ -154,7 +146,7 @@ class GPG:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPO:
+class SAPO(PolicyLoss):
     """Soft-gated ratio with a temperature for each sign of the advantage. See ``functional.sapo``.
 
     What carries gradient: the ratio, with weight 4 sigmoid(1 - sigmoid) of tau (r - 1): 1 at r = 1, falling on both
@@ -163,13 +155,12 @@ class SAPO:
     Reference: Gao et al. 2025, SAPO (arXiv:2511.20347).
     """
 
+    type_name: ClassVar[str] = "sapo"
+    trust_region: ClassVar[str] = "smooth gate that closes around r = 1"
+    purpose: ClassVar[str] = "the jump of a hard clip"
     temperature_pos: float = 1.0
     temperature_neg: float = 1.05
     level: RatioLevel = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
     aggregation: ClassVar[Aggregation] = "seq_mean_token_mean"
 
     def __post_init__(self) -> None:
@@ -187,7 +178,7 @@ class SAPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ASPO:
+class ASPO(PolicyLoss):
     """Flipped ratio min(1/r, C) where A > 0, PPO's lower clip where A < 0. See ``functional.aspo``.
 
     ``low``: the lower clip is at 1 - low; ``max_weight``: C, a cap that keeps the gradient (None = none). What carries
@@ -196,14 +187,11 @@ class ASPO:
     Reference: Wang et al. 2025, ASPO (arXiv:2510.06062), without its hard clip where A > 0 (see the function).
     """
 
+    type_name: ClassVar[str] = "aspo"
+    trust_region: ClassVar[str] = "clip; r turned into 1 / r where A > 0"
+    purpose: ClassVar[str] = "a clip that wastes good news on unlikely tokens"
     low: float = 0.2
     max_weight: float | None = 3.0
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_positive(low=self.low)
@@ -219,7 +207,7 @@ class ASPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DISPO:
+class DISPO(PolicyLoss):
     """-clip(r, 1 - low, 1 + high) A log pi with its bounds by correctness. See ``functional.dispo``.
 
     A response is correct if its reward is at least ``correct_threshold``. What carries gradient: log pi, on every
@@ -228,17 +216,22 @@ class DISPO:
     Reference: Karaman et al. 2026, DISPO (arXiv:2602.00983).
     """
 
+    type_name: ClassVar[str] = "dispo"
+    trust_region: ClassVar[str] = "clip of r with bounds of their own for correct and incorrect"
+    purpose: ClassVar[str] = "failure modes that differ by correctness"
+    example: ClassVar[Mapping[str, Any]] = {
+        "correct_threshold": 0.5,
+        "low_correct": 0.2,
+        "high_correct": 1.0,
+        "low_incorrect": 0.5,
+        "high_incorrect": 0.2,
+    }
     correct_threshold: float
     low_correct: float
     high_correct: float
     low_incorrect: float
     high_incorrect: float
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
     reads: ClassVar[tuple[Field, ...]] = ("rewards",)
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_number("correct_threshold", self.correct_threshold)
@@ -260,7 +253,7 @@ class DISPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DRO:
+class DRO(PolicyLoss):
     """-A log pi + beta/2 log(pi / pi_old)^2. See ``functional.dro``.
 
     What carries gradient: log pi in both terms. ``beta`` has no default, in verl neither.
@@ -268,13 +261,11 @@ class DRO:
     Reference: Richemond et al. 2024 (arXiv:2405.19107); verl's ``dro``.
     """
 
+    type_name: ClassVar[str] = "dro"
+    trust_region: ClassVar[str] = "square penalty on log r"
+    purpose: ClassVar[str] = "drift without a clip's edge"
+    example: ClassVar[Mapping[str, Any]] = {"beta": 1.0}
     beta: float
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_positive(beta=self.beta)

@@ -9,13 +9,11 @@ import torch
 
 from trl_offpolicy.checks import check_choice, check_fraction, check_number, check_positive
 from trl_offpolicy.functional import policy_losses
-from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.policy_losses import BinaryDivergence, LossTerms
 from trl_offpolicy.objective.losses.base import (
     Field,
     LossInputs,
-    RatioLevel,
-    WeightUse,
+    PolicyLoss,
     check_reward_scope,
     group_fields,
     rewards_of_group,
@@ -24,7 +22,7 @@ from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPPO:
+class DPPO(PolicyLoss):
     """-min(r, max_ratio) A log pi inside a bound on the binary divergence from pi_old. See ``functional.dppo``.
 
     What carries gradient: log pi of the tokens inside. Biased by the mask.
@@ -33,16 +31,13 @@ class DPPO:
     ``max_ratio`` is the paper's 20; verl reads ``clip_ratio_c`` there, which its configuration sets to 3.
     """
 
+    type_name: ClassVar[str] = "dppo"
+    trust_region: ClassVar[str] = "bound on binary TV or KL at the token"
+    purpose: ClassVar[str] = "ratios that mean little for very likely or rare tokens"
     divergence: BinaryDivergence = "tv"
     low: float = 0.2
     high: float = 0.2
     max_ratio: float = 20.0
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
-    scope: ClassVar[Scope] = "row"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_choice("divergence", self.divergence, get_args(BinaryDivergence))
@@ -64,7 +59,7 @@ class DPPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class M2PO:
+class M2PO(PolicyLoss):
     """-r A without the tokens that break a budget of mean log^2 r. See ``functional.m2po``.
 
     The budget is that of one call's tokens of this rank: the current policy moves between micro-batches. What carries
@@ -74,13 +69,11 @@ class M2PO:
     rejection, for any loss: ``SecondMomentBudget(ratio="current/old", scope="micro_batch")``.
     """
 
+    type_name: ClassVar[str] = "m2po"
+    trust_region: ClassVar[str] = "budget of mean (log r)^2 over the call"
+    purpose: ClassVar[str] = "heavy tails of stale data"
     budget: float = 0.04
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
     scope: ClassVar[Scope] = "micro_batch"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_positive(budget=self.budget)
@@ -91,7 +84,7 @@ class M2PO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipCov:
+class ClipCov(PolicyLoss):
     """PPO's clip, and a random few tokens of large covariance lose their loss. See ``functional.clip_cov``.
 
     The covariance is that of one call's tokens of this rank. What carries gradient: the ratio of the other tokens.
@@ -99,17 +92,15 @@ class ClipCov:
     Reference: Cui et al. 2025 (arXiv:2505.22617); the defaults are verl's.
     """
 
+    type_name: ClassVar[str] = "clip_cov"
+    trust_region: ClassVar[str] = "tokens of high covariance of A and log pi drop out"
+    purpose: ClassVar[str] = "entropy collapse"
     low: float = 0.2
     high: float = 0.2
     fraction: float = 2e-4
     cov_low: float = 1.0
     cov_high: float = 5.0
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
     scope: ClassVar[Scope] = "micro_batch"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_positive(low=self.low, high=self.high)
@@ -135,7 +126,7 @@ class ClipCov:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLCov:
+class KLCov(PolicyLoss):
     r"""-r A, plus coef \|log r\| on the tokens of largest covariance. See ``functional.kl_cov``.
 
     The covariance is that of one call's tokens of this rank. What carries gradient: log r, on every token.
@@ -143,14 +134,12 @@ class KLCov:
     Reference: Cui et al. 2025 (arXiv:2505.22617); the defaults are verl's configuration.
     """
 
+    type_name: ClassVar[str] = "kl_cov"
+    trust_region: ClassVar[str] = "KL pull on tokens of high covariance"
+    purpose: ClassVar[str] = "entropy collapse, softly"
     fraction: float = 2e-4
     coef: float = 0.1
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    reads: ClassVar[tuple[Field, ...]] = ()
     scope: ClassVar[Scope] = "micro_batch"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_fraction(fraction=self.fraction)
@@ -169,7 +158,7 @@ class KLCov:
 
 
 @dataclass(frozen=True, kw_only=True)
-class R2VPO:
+class R2VPO(PolicyLoss):
     """PPO's clip with a range by the ratio variance of the group. See ``functional.r2vpo``.
 
     The variance is that of the current policy, so it exists in the loss step only, where TRL has shuffled groups
@@ -179,15 +168,14 @@ class R2VPO:
     Reference: Luo et al. 2026, R2VPO (arXiv:2601.03320), as a clip range; see the function.
     """
 
+    type_name: ClassVar[str] = "r2vpo"
+    trust_region: ClassVar[str] = "clip whose width follows the group's ratio variance"
+    purpose: ClassVar[str] = "a fixed clip that is wrong for every group"
     low: float = 0.2
     high: float = 0.2
     variance: float = 0.05
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
     reads: ClassVar[tuple[Field, ...]] = ("group_ids",)
     scope: ClassVar[Scope] = "micro_batch"
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_positive(low=self.low, high=self.high, variance=self.variance)
@@ -206,7 +194,7 @@ class R2VPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QUATRO:
+class QUATRO(PolicyLoss):
     """-r A and a KL stabiliser whose multiplier is the query's own. See ``functional.quatro``.
 
     ``scope="row"`` reads the rewards of the whole group from ``group_rewards``; "micro_batch" takes the rows of the
@@ -216,12 +204,11 @@ class QUATRO:
     Reference: Lee et al. 2026, QUATRO (arXiv:2602.04620).
     """
 
+    type_name: ClassVar[str] = "quatro"
+    trust_region: ClassVar[str] = "multiplier by query, from its reward spread"
+    purpose: ClassVar[str] = "prompts that tolerate drift differently"
     radius: float = 0.01
     scope: Scope = "row"
-    level: ClassVar[RatioLevel] = "token"
-    weight_use: ClassVar[WeightUse] = "multiply"
-    uses_ratio: ClassVar[bool] = True
-    aggregation: ClassVar[Aggregation] = "token_mean"
 
     def __post_init__(self) -> None:
         check_positive(radius=self.radius)

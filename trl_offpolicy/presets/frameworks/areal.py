@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, RawWeight, TermInputs, Violations, Weight
@@ -15,7 +14,6 @@ from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.presets.frameworks import bounds
 from trl_offpolicy.presets.frameworks.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
-from trl_offpolicy.types import Ratio, Scope
 
 CHOICES = {
     "level": ("token", "sequence"),
@@ -45,7 +43,7 @@ class ARealOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReversedK3Band:
+class ReversedK3Band(KeepTerm):
     """AReaL's ``kl_k3``: exp(-l) - 1 + l with l = log(pi_old / mu), nats, inside [low, high].
 
     Schulman's k3 of the opposite direction: its expectation under mu is not a KL. See
@@ -55,8 +53,6 @@ class ReversedK3Band:
     high: float
     low: float | None
     level: Level
-    ratio: ClassVar[Ratio] = "old/sampling"
-    scope: ClassVar[Scope] = "row"
 
     @property
     def name(self) -> str:

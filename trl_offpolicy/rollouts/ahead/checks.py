@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trl_offpolicy.correction.terms import KeepTerm, Weight
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.proximal import InterpolatedProximal, RecomputedProximal
@@ -58,9 +59,11 @@ def check_objective(settings: AsyncSettings, objective: Objective) -> None:
 def _reads_old(objective: Objective) -> str | None:
     """The part of the objective that reads pi_old, in words."""
     correction = objective.correction
-    terms: tuple[Any, ...] = () if correction is None else (*correction.weights, *correction.keep)
+    terms: list[Weight | KeepTerm] = []
+    if correction is not None:
+        terms = [*correction.weights, *(term for term in correction.keep if term.reads_ratio)]
     for term in terms:
-        if "old" in term.ratio.split("/") and getattr(term, "name", "") != "staleness_bound":
+        if "old" in term.ratio.split("/"):
             return f"{type(term).__name__} on {term.ratio}"
     by_loss = objective.mode == "decoupled" and objective.policy_loss.uses_ratio
     if by_loss and not isinstance(objective.proximal, InterpolatedProximal):

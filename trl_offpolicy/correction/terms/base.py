@@ -1,15 +1,18 @@
-"""What a weight or keep term sees of a batch, and what it answers."""
+"""The contract of a weight and of a keep term: what it sees of a batch, what it answers, what it declares."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import Level, aggregate, aggregate_ratio, turn_index
+from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Ratio, Scope
 
 
@@ -94,40 +97,75 @@ class Weighed(NamedTuple):
     shaped: bool = False
 
 
-class Weight(Protocol):
-    """A map from a ratio to a factor of the policy loss."""
+class Weight(Part):
+    """A map from a ratio to a factor of the policy loss. Subclass it as a frozen, keyword-only dataclass.
 
-    @property
-    def scope(self) -> Scope:
-        """What it must see at once."""
+    :meth:`weigh` must be written; what else is said here has the value below unless the subclass has a field, a class
+    attribute or a property of that name.
+    """
 
-    @property
+    @overridable
+    def ratio(self) -> Ratio:
+        """Which two policies :attr:`TermInputs.log_ratios` compares."""
+        return "old/sampling"
+
+    @overridable
     def level(self) -> Level:
         """Level at which the ratio is aggregated."""
+        return "token"
 
-    @property
-    def ratio(self) -> Ratio:
-        """Which two policies."""
+    @overridable
+    def scope(self) -> Scope:
+        """What it must see at once."""
+        return "row"
 
+    @overridable
+    def formula(self) -> str:
+        """One line for reports and the docs, e.g. ``w = min(rho_t, 2)``."""
+        return f"w = {type(self).__name__}({settings_text(self, leave_out=('ratio', 'scope'))})"
+
+    @abstractmethod
     def weigh(self, inputs: TermInputs) -> Weighed:
         """Weights of a batch."""
 
 
-class KeepTerm(Protocol):
-    """A rule that drops tokens or sequences from the policy loss."""
+class KeepTerm(Part):
+    """A rule that drops tokens or sequences from the policy loss. Subclass it as a frozen, keyword-only dataclass.
 
-    @property
+    :meth:`violations` must be written; what else is said here has the value below unless the subclass has a field, a
+    class attribute or a property of that name.
+    """
+
+    reads_ratio: ClassVar[bool] = True
+    """Whether it looks at the ratio at all; one by age or by what earlier terms dropped does not."""
+
+    reads_advantages: ClassVar[bool] = False
+    """Whether it decides by the advantages, which then must be made before it runs."""
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Fields of the batch that must be there besides the log-probs of its ratio."""
+
+    @overridable
+    def name(self) -> str:
+        """Name in the metrics ``keep/<name>/*``: the one in YAML unless the term says more, else that of the class."""
+        return self.type_name or type(self).__name__
+
+    @overridable
+    def ratio(self) -> Ratio:
+        """Which two policies :attr:`TermInputs.log_ratios` compares."""
+        return "old/sampling"
+
+    @overridable
     def scope(self) -> Scope:
         """What it must see at once."""
+        return "row"
 
-    @property
-    def ratio(self) -> Ratio:
-        """Which two policies."""
+    @overridable
+    def formula(self) -> str:
+        """One line for reports and the docs, e.g. ``keep if 0.99 <= rho_geo <= 1.01``."""
+        return f"{self.name}: {settings_text(self, leave_out=('ratio', 'scope'))}"
 
-    @property
-    def name(self) -> str:
-        """Name in the metric ``keep/<name>/dropped_fraction``."""
-
+    @abstractmethod
     def violations(self, inputs: TermInputs) -> Violations:
         """Which units break the rule."""
 
@@ -135,3 +173,41 @@ class KeepTerm(Protocol):
 def is_late(part: Weight | KeepTerm) -> bool:
     """Decided in the loss step: it reads the current policy, or wants to see a micro-batch only."""
     return part.ratio != "old/sampling" or part.scope == "micro_batch"
+
+
+# ------------------------------------------------------------------------------------------------- words of formulas
+
+RHO: dict[Level, str] = {
+    "token": "rho_t",
+    "turn": "rho_turn",
+    "turn_mean": "rho_turn_geo",
+    "prefix": "rho_1:t",
+    "sequence": "rho_seq",
+    "sequence_mean": "rho_geo",
+    "sequence_max": "max_t rho_t",
+    "sequence_min": "min_t rho_t",
+    "group": "rho_group",
+}
+"""The ratio at each level."""
+
+
+def number(value: float) -> str:
+    """Shortest text of a number: 2.0 -> 2, 0.0001 -> 0.0001, 0.00001 -> 1e-05."""
+    return f"{value:.6g}"
+
+
+def between(middle: str, low: float | None, high: float | None) -> str:
+    """``low <= middle <= high`` with open sides left out."""
+    left = "" if low is None else f"{number(low)} <= "
+    right = "" if high is None else f" <= {number(high)}"
+    return f"{left}{middle}{right}"
+
+
+def settings_text(item: Any, *, leave_out: Iterable[str] = ()) -> str:
+    """The fields of a dataclass as ``low=0.5, high=2``."""
+    return mapping_text({f.name: getattr(item, f.name) for f in fields(item) if f.name not in tuple(leave_out)})
+
+
+def mapping_text(values: Mapping[str, Any]) -> str:
+    """``low=0.5, high=2``."""
+    return ", ".join(f"{key}={number(v) if isinstance(v, float) else v}" for key, v in values.items()) or "-"
