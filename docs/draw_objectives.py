@@ -24,33 +24,33 @@ PICTURES: Pictures = {}
 picture = partial(register, PICTURES)
 
 IN_WORDS: dict[str, tuple[str, str]] = {  # YAML name: (trust region, what it is for)
-    "ppo_clip": ("clip of r, optional dual clip and upper limit", "general stability; the default"),
-    "ppo_is": ("clip of pi / mu", "ablation: mismatch and staleness under one clip"),
+    "ppo_clip": ("clip of r, optional dual clip and upper limit", "general stability, the default"),
+    "ppo_is": ("clip of pi / mu", "an ablation: mismatch and staleness under one clip"),
     "cispo": ("cap of the detached r", "tokens that a clip would silence (reflection, rare words)"),
-    "gpg": ("none", "baseline; weights may hold any ratio"),
-    "sapo": ("smooth gate that closes around r = 1", "the jump of a hard clip"),
-    "aspo": ("clip; r turned into 1 / r where A > 0", "a clip that wastes good news on unlikely tokens"),
+    "gpg": ("none", "a baseline: weights may contain any ratio"),
+    "sapo": ("smooth gate that closes around r = 1", "avoiding the jump of a hard clip"),
+    "aspo": ("clip; 1 / r instead of r if A > 0", "unlikely tokens with a positive advantage, which a clip wastes"),
     "dispo": (
-        "clip of r with bounds of their own for correct and incorrect",
+        "clip of r with separate bounds for correct and incorrect responses",
         "failure modes that differ by correctness",
     ),
-    "dro": ("square penalty on log r", "drift without a clip's edge"),
-    "dppo": ("bound on binary TV or KL at the token", "ratios that mean little for very likely or rare tokens"),
-    "m2po": ("budget of mean (log r)^2 over the call", "heavy tails of stale data"),
-    "clip_cov": ("tokens of high covariance of A and log pi drop out", "entropy collapse"),
-    "kl_cov": ("KL pull on tokens of high covariance", "entropy collapse, softly"),
-    "r2vpo": ("clip whose width follows the group's ratio variance", "a fixed clip that is wrong for every group"),
-    "quatro": ("multiplier by query, from its reward spread", "prompts that tolerate drift differently"),
-    "gspo": ("clip of the geometric mean ratio", "length; experts that flip"),
-    "gspo_token": ("clip of the geometric mean ratio, detached", "the same with credit by token"),
-    "gmpo": ("sign-aware clamp of log r, then geometric mean", "outlier tokens in a response"),
-    "luspo": ("clip of the geometric mean ratio", "GSPO's preference for short responses"),
-    "vespo": ("kernel phi of the product of ratios", "variance of exact sequence weights"),
-    "tbpo": ("band of the sequence ratio, dual clip where A < 0", "quantised rollouts: long runs of error tokens"),
-    "espo": ("clip by entropy group, width by entropy", "MoE variance; tokens of unlike entropy in one ratio"),
-    "st_ppo": ("clip by turn, damped where it acts", "several turns with tools"),
-    "topr": ("none where R > 0, truncated pi / mu where not", "bad responses pushed down too far"),
-    "oapl": ("regression of log(pi / mu) on the advantage", "lag that never ends"),
+    "dro": ("square penalty on log r", "limiting drift without the edge of a clip"),
+    "dppo": ("bound on binary TV or KL at the token", "very likely or rare tokens, for which ratios mean little"),
+    "m2po": ("budget of mean (log r)^2 over the call", "stale data with heavy tails"),
+    "clip_cov": ("tokens of high covariance of A and log pi drop out", "preventing entropy collapse"),
+    "kl_cov": ("KL pull on tokens of high covariance", "preventing entropy collapse, softly"),
+    "r2vpo": ("clip whose width follows the group's ratio variance", "groups that need clips of different width"),
+    "quatro": ("multiplier per prompt, from the spread of its rewards", "prompts that tolerate drift differently"),
+    "gspo": ("clip of the geometric mean ratio", "long responses, and experts that flip"),
+    "gspo_token": ("clip of the geometric mean ratio, detached", "the same with credit per token"),
+    "gmpo": ("sign-aware clamp of log r, then geometric mean", "responses with outlier tokens"),
+    "luspo": ("clip of the geometric mean ratio", "removing GSPO's preference for short responses"),
+    "vespo": ("kernel phi of the product of ratios", "exact sequence weights with less variance"),
+    "tbpo": ("band of the sequence ratio, dual clip where A < 0", "quantised rollouts with long runs of error tokens"),
+    "espo": ("clip per entropy group, width by entropy", "MoE variance, and tokens of different entropy in one ratio"),
+    "st_ppo": ("clip per turn, damped where it acts", "several turns with tools"),
+    "topr": ("none if R > 0, else truncated pi / mu", "not pushing bad responses down too far"),
+    "oapl": ("regression of log(pi / mu) on the advantage", "a lag that never ends"),
 }
 BATCH_STATISTICS = ("m2po", "clip_cov", "kl_cov")
 GSPO = {"low": 0.2, "high": 0.2}  # the picture's scale; the paper's 3e-4 would be a step
@@ -71,7 +71,7 @@ PROBABILITY = 0.3  # of the token under the old policy
 
 
 def loss_map() -> str:
-    """The comparison map as a Markdown table, one line a loss."""
+    """The comparison map as a Markdown table, one line per loss."""
     head = "| loss | YAML | ratio at | trust region | made for | weights | reads | scope | published with | paper |"
     lines = [head, "|" + "---|" * 10]
     for name, cls in LOSS_TYPES.items():
@@ -92,23 +92,23 @@ ADVANTAGES_IN_WORDS: dict[str, tuple[str, str]] = {  # YAML name: (formula, bias
     "dr_grpo": ("r - mean", "none but the factor (n - 1) / n"),
     "rloo": ("r - mean of the others", "none"),
     "opo": ("r - mean weighted by length", "order 1 / n"),
-    "gdpo": ("each reward function by its own spread, then the batch's", "as grpo, by function"),
+    "gdpo": ("each reward function by its spread, then by the batch's", "as grpo, per function"),
     "reinforce_plus_plus_baseline": (
         "r - mean, then (A - mean) / std of the batch's tokens",
         "little: one scale for all",
     ),
-    "optimal_token_baseline": ("by token: return - energy-weighted mean of those that reach it", "order 1 / n"),
+    "optimal_token_baseline": ("per token: return - energy-weighted mean of those that reach it", "order 1 / n"),
     "opob": ("r - mean weighted by w^2 times the gradient's energy", "order 1 / n"),
 }
 
 
 def advantage_map() -> str:
-    """The estimators as a Markdown table; what they read is read off the code."""
+    """The estimators as a Markdown table; what they read comes from the code."""
     lines = ["| estimator | YAML | advantage | biased on-policy | reads | costs | scope |", "|" + "---|" * 7]
     for name, cls in ADVANTAGE_TYPES.items():
         estimator = cls()
         formula, bias = ADVANTAGES_IN_WORDS[name]
-        reads = ["rewards" if name != "gdpo" else "rewards by function"]
+        reads = ["rewards" if name != "gdpo" else "rewards per function"]
         requires = set(estimator.requires)
         aware = set(cls(is_aware=True).requires) if name == "optimal_token_baseline" else requires
         reads += ["lengths"] if requires == {"mask"} else ["log-probs, sums of squares"] * ("sum_sq_probs" in requires)
@@ -120,10 +120,14 @@ def advantage_map() -> str:
 
 
 def _paper(cls: type) -> str:
-    """What stands behind ``Reference:`` up to the arXiv number, or the first clause."""
+    """What follows ``Reference:`` up to the arXiv number, which becomes a link, or the first clause."""
     text = " ".join(re.split(r"Reference:", cls.__doc__ or "", maxsplit=1)[-1].split())
     found = re.match(r"(.*?\(arXiv:[\d.]+\))", text)
-    return (found[1] if found else text.split(";")[0].rstrip(".")) if "Reference:" in (cls.__doc__ or "") else "-"
+    if "Reference:" not in (cls.__doc__ or ""):
+        return "-"
+    if found is None:
+        return text.split(";")[0].rstrip(".")
+    return re.sub(r"arXiv:([\d.]+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", found[1])
 
 
 def gradient_weight(name: str, ratio: float, advantage: float) -> float:
