@@ -38,7 +38,7 @@ def made(name: str) -> Any:
 
 
 def loss_map() -> str:
-    """The comparison map as a Markdown table, one line a loss."""
+    """The comparison map as a Markdown table, one line per loss."""
     head = "| loss | YAML | ratio at | trust region | made for | weights | reads | scope | published with | paper |"
     lines = [head, "|" + "---|" * 10]
     for name, cls in LOSSES.items():
@@ -55,11 +55,11 @@ def loss_map() -> str:
 
 
 def advantage_map() -> str:
-    """The estimators as a Markdown table; what they read is read off the code."""
+    """The estimators as a Markdown table; what they read comes from the code."""
     lines = ["| estimator | YAML | advantage | biased on-policy | reads | costs | scope |", "|" + "---|" * 7]
     for name, cls in ADVANTAGE_TYPES.items():
         estimator = cls()
-        reads = ["rewards" if name != "gdpo" else "rewards by function"]
+        reads = ["rewards" if name != "gdpo" else "rewards per function"]
         requires = set(estimator.requires)
         aware = set(cls(is_aware=True).requires) if name == "optimal_token_baseline" else requires
         reads += ["lengths"] if requires == {"mask"} else ["log-probs, sums of squares"] * ("sum_sq_probs" in requires)
@@ -71,10 +71,14 @@ def advantage_map() -> str:
 
 
 def _paper(cls: type) -> str:
-    """What stands behind ``Reference:`` up to the arXiv number, or the first clause."""
+    """What follows ``Reference:`` up to the arXiv number, which becomes a link, or the first clause."""
     text = " ".join(re.split(r"Reference:", cls.__doc__ or "", maxsplit=1)[-1].split())
     found = re.match(r"(.*?\(arXiv:[\d.]+\))", text)
-    return (found[1] if found else text.split(";")[0].rstrip(".")) if "Reference:" in (cls.__doc__ or "") else "-"
+    if "Reference:" not in (cls.__doc__ or ""):
+        return "-"
+    if found is None:
+        return text.split(";")[0].rstrip(".")
+    return re.sub(r"arXiv:([\d.]+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", found[1])
 
 
 def gradient_weight(name: str, ratio: float, advantage: float) -> float:

@@ -42,17 +42,17 @@ CAUSES: dict[str, Cause] = {
         "sampling settings, routing, or weights that did not arrive.",
         _PROBE + " If it is clean, the weights of the engine are not the trainer's: look at rollout/sync_agreement.",
         "First the system: the same dtype on both sides, no quantisation, the same temperature and truncation, then "
-        "tensor parallelism and kernels. Correct what is left. A correction hides this fault, it does not remove it.",
+        "tensor parallelism and kernels. Correct what is left. A correction hides this fault but does not remove it.",
         "offpolicy: measure   # while you look for the cause\nengine: {dtype: float16}   # and fp16: true\n",
     ),
     "policy_staleness": Cause(
         "policy staleness",
         "B",
-        "The weights have moved since the rollouts were sampled: several optimizer steps or iterations a generation, "
-        "or a queue.",
+        "The weights have moved since the rollouts were sampled: several optimizer steps or iterations per "
+        "generation, or a queue.",
         "mismatch/* is clean on fresh rollouts while staleness/* or total/* grows with rollout/version_lag_mean.",
-        "Fewer optimizer steps a generation (steps_per_generation, num_iterations), shorter queues; then correct the "
-        "rest with three policies: rejection by geometric mean and truncated token weights.",
+        "Use fewer optimizer steps per generation (steps_per_generation, num_iterations) and shorter queues. Then "
+        "correct the rest with three policies: rejection by geometric mean and truncated token weights.",
         "num_iterations: 1\noffpolicy: paper/geometric-mask   # the mask at 0.99 to 1.01 and token weights up to 2\n",
     ),
     "token_drift": Cause(
@@ -60,13 +60,13 @@ CAUSES: dict[str, Cause] = {
         "C",
         "Some tokens have ratios far from 1, but most samples still count.",
         "chi2_token above 0.3, ESS at least 0.5, chi2_sequence not exploding.",
-        "Reject outlying sequences by their geometric mean: the gradient of what is kept stays as it is.",
+        "Reject outlying sequences by their geometric mean. The gradient of what is kept does not change.",
         "offpolicy: skyrl/geometric-mask   # geometric mean in 0.99 to 1.01\n",
     ),
     "weight_variance": Cause(
         "weight variance",
         "D",
-        "A few samples carry most of the weight; the gradient is noise.",
+        "A few samples carry most of the weight, and the gradient is noise.",
         "ESS below 0.5, or chi2_token above 1, or gradient/noise rising after weights were switched on.",
         "Filter before reweighting: a token band gives weight 0 outside [0.5, 5]. If it drops more than 10 to 25 %, "
         "fix the system instead: less lag, more syncs, the precision.",
@@ -75,11 +75,11 @@ CAUSES: dict[str, Cause] = {
     "rejection_limit": Cause(
         "rejection at its limit",
         "D",
-        "Rejection alone does up to a token chi-square of 2 and a tenth of the data dropped; this is more.",
-        "chi2_token between 2 and 4, or keep/dropped_* between 0.1 and 0.25; keep/<term>/* says which term drops. A "
+        "Rejection alone is enough up to a token chi-square of 2 and a tenth of the data dropped. This is more.",
+        "chi2_token between 2 and 4, or keep/dropped_* between 0.1 and 0.25. keep/<term>/* says which term drops. A "
         "term that drops on purpose (negative advantages only, old versions) is no fault.",
-        "Token weights with a cap beside the rejection. Then a band of the width that was measured (trl-offpolicy "
-        "probe), less lag, the precision.",
+        "Add token weights with a cap to the rejection. Then set the band to the measured width (trl-offpolicy probe), "
+        "reduce the lag, and check the precision.",
         "offpolicy: paper/geometric-mask   # the mask at 0.99 to 1.01 and token weights up to 2\n",
     ),
     "correction_limit": Cause(
@@ -87,11 +87,11 @@ CAUSES: dict[str, Cause] = {
         "D",
         "No correction will work: weights are noise, and rejection throws away more than it saves.",
         "chi2_token above 4, more than a quarter dropped (keep/dropped_*), or ESS below 0.3 under rejection. If "
-        "mismatch/* is clean and staleness/* or total/* is large, the system is late; else engine and trainer differ. "
-        "Much dropped at a small chi2_token is a band narrower than the mismatch: see what trl-offpolicy probe "
-        "measures.",
-        "Fix the system, not the loss: fewer optimizer steps a generation and shorter queues where it is late; else "
-        "the same precision, sampling settings and routing on both sides. Correct what is left.",
+        "mismatch/* is clean and staleness/* or total/* is large, the rollouts are too old. Otherwise engine and "
+        "trainer differ. If much is dropped at a small chi2_token, the band is narrower than the mismatch: see what "
+        "trl-offpolicy probe measures.",
+        "Fix the system, not the loss. If rollouts are too old, use fewer optimizer steps per generation and shorter "
+        "queues. Otherwise use the same precision, sampling settings and routing on both sides. Correct what is left.",
         "offpolicy: measure   # while you look for the cause\nnum_iterations: 1\n",
     ),
     "clip_saturation": Cause(
@@ -99,14 +99,14 @@ CAUSES: dict[str, Cause] = {
         "E",
         "More than a fifth of the units are clipped: their gradient is 0.",
         "loss/clip_region_fraction above 0.2 and rising.",
-        "Less update pressure: one iteration, half the learning rate; then a loss that does not depend on the length "
-        "(GSPO, GMPO). Do not widen the clip.",
+        "Make smaller updates: one iteration, half the learning rate. Then use a loss that does not depend on the "
+        "length (GSPO, GMPO). Do not widen the clip.",
         "num_iterations: 1\nlearning_rate: 5.0e-7   # half of yours\nimportance_sampling_level: sequence\n",
     ),
     "length_surge": Cause(
         "length surge",
         "F",
-        "Responses grow by more than a fifth within 100 steps; this comes tens of steps before a collapse "
+        "Responses grow by more than a fifth within 100 steps. This happens tens of steps before a collapse "
         "(arXiv 2602.01826).",
         "rollout/length_surge above 1.2, often with rising KL and clip fraction.",
         "Halve the learning rate when it happens and reject by geometric mean. If the length keeps growing, look at "
@@ -117,7 +117,7 @@ CAUSES: dict[str, Cause] = {
         "non-finite log-probs",
         "A",
         "Tokens without a finite log-prob on one side are left out of every diagnostic.",
-        "mismatch/nonfinite_fraction above 0; the recorded rollouts show which tokens.",
+        "mismatch/nonfinite_fraction above 0. The recorded rollouts show which tokens.",
         "Look for tokens that the engine cannot score (NaN) or gives probability 0 (a mask or grammar that the "
         "trainer does not apply). Drop them until then.",
         "offpolicy: {preset: paper/tis, correction: {nonfinite: drop}}\n",
@@ -128,7 +128,7 @@ CAUSES: dict[str, Cause] = {
         "A",
         "The engine samples at another temperature than the trainer scores with, or reports log-probs before the "
         "temperature.",
-        "Compare the temperature of the engine's requests with the trainer's; logprobs_mode must be "
+        "Compare the temperature of the engine's requests with the trainer's. logprobs_mode must be "
         "processed_logprobs.",
         "One temperature for both sides.",
         "temperature: 1.0\n",
@@ -138,17 +138,17 @@ CAUSES: dict[str, Cause] = {
         "A",
         "The engine samples under top-p, top-k or min-p and the trainer scores under the whole distribution: every "
         "ratio is the kept mass, below 1.",
-        "Ratios never exceed 1; they go away with top_p: 1, top_k: 0, min_p: 0.",
-        "Say the truncation in the training configuration: this trainer cuts its own distribution alike. Or switch it "
-        "off.",
+        "Ratios never exceed 1. The mismatch goes away with top_p: 1, top_k: 0, min_p: 0.",
+        "Set the truncation in the training configuration, and this trainer truncates its own distribution in the same "
+        "way. Or switch it off.",
         "top_p: 1.0\ntop_k: 0\n",
     ),
     "stale_weights": Cause(
         "stale engine weights",
         "A",
         "The engine samples with older weights than it says: a sync failed or did not take effect.",
-        "rollout/sync_agreement falls; after a restart of the engine the mismatch is gone.",
-        "Sync before every generation and prove it.",
+        "rollout/sync_agreement falls. After a restart of the engine the mismatch is gone.",
+        "Sync before every generation and check that the weights arrived.",
         "engine: {check_sync: true}\n",
     ),
     "other_weights": Cause(
@@ -156,8 +156,8 @@ CAUSES: dict[str, Cause] = {
         "A",
         "The engine samples with other weights than the trainer scores with: older ones, another adapter, or updates "
         "in between. Log-probs alone do not tell which.",
-        "Look at rollout/sync_agreement and rollout/version_lag_mean; restart the engine and compare.",
-        "Sync before every generation and prove it; name the adapter in the request or merge it.",
+        "Look at rollout/sync_agreement and rollout/version_lag_mean. Restart the engine and compare.",
+        "Sync before every generation and check that the weights arrived. Name the adapter in the request or merge it.",
         "engine: {check_sync: true}\n",
     ),
     "wrong_adapter": Cause(
@@ -173,7 +173,7 @@ CAUSES: dict[str, Cause] = {
         "A",
         "The engine computes or stores weights in another precision (bf16, fp16, fp8, int8, int4).",
         "The mismatch goes away with engine and trainer in the same dtype.",
-        "Same dtype on both sides, fp16 rather than bf16 (Qi et al. 2025); where the engine must be quantised, "
+        "Use the same dtype on both sides, fp16 rather than bf16 (Qi et al. 2025). If the engine must be quantised, "
         "correct with truncated token weights.",
         "engine: {dtype: float16}   # and fp16: true\noffpolicy: paper/tis\n",
     ),
@@ -190,14 +190,14 @@ CAUSES: dict[str, Cause] = {
         "A",
         "The trainer scores other tokens than were sampled: log-probs shifted by one, or text that was tokenised "
         "again.",
-        "Decode both sides' ids; the engine's log-probs match the trainer's neighbours, or differ from one token on.",
+        "Decode both sides' ids. The engine's log-probs match the trainer's neighbours, or differ from one token on.",
         "Train on the ids that the engine returned, never on text tokenised again.",
     ),
     "prompt_difference": Cause(
         "different prompts",
         "A",
         "Engine and trainer see different prompts: another chat template, a missing system prompt or special token.",
-        "Compare the prompt's ids on both sides; the mismatch is largest at the first tokens of a response.",
+        "Compare the prompt's ids on both sides. The mismatch is largest at the first tokens of a response.",
         "Render the prompt once and send its ids to the engine.",
     ),
     "routing": Cause(
@@ -205,14 +205,14 @@ CAUSES: dict[str, Cause] = {
         "A",
         "The router of a mixture of experts chooses other experts in the engine than in the trainer.",
         "Nearly all tokens agree and a few jump; routing/flip_fraction above 0.",
-        "Mask the jumps with a token band, or replay the routing: r2 at two or three optimizer steps a generation, r3 "
-        "from four, none at one.",
+        "Mask the jumps with a token band, or replay the routing: r2 at two or three optimizer steps per generation, "
+        "r3 from four on, none at one.",
         "offpolicy: paper/icepop\n",
     ),
     "tool_tokens": Cause(
         "tool tokens in the loss",
         "A",
-        "Text that no policy sampled (tool output) counts as trainable; its sampling log-prob is a placeholder, 0.",
+        "Text that no policy sampled (tool output) counts as trainable. Its sampling log-prob is a placeholder, 0.",
         "Runs of tokens whose sampling log-prob is exactly 0.",
         "Leave tool output out of completion_mask (TRL: tool_mask).",
     ),

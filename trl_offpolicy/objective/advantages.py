@@ -11,7 +11,7 @@ reward) gets 0 and does not move the others. A group of one has nothing to compa
   mean over the batch's tokens is, and it counts in both;
 - ``OptimalTokenBaseline(alone="return")``: it gets its return.
 
-Which of them are unbiased is said of on-policy samples.
+"Unbiased" is meant on-policy.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class GDPO(AdvantageEstimator):
     """
 
     type_name: ClassVar[str] = "gdpo"
-    formula: ClassVar[str] = "each reward function by its own spread, then the batch's"
-    bias: ClassVar[str] = "as grpo, by function"
+    formula: ClassVar[str] = "each reward function by its spread, then by the batch's"
+    bias: ClassVar[str] = "as grpo, per function"
     scope: ClassVar[Scope] = "generation_batch"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
@@ -207,7 +207,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
     """
 
     type_name: ClassVar[str] = "optimal_token_baseline"
-    formula: ClassVar[str] = "by token: return - energy-weighted mean of those that reach it"
+    formula: ClassVar[str] = "per token: return - energy-weighted mean of those that reach it"
     bias: ClassVar[str] = "order 1 / n"
     is_aware: bool = False
     multi_turn: bool = False

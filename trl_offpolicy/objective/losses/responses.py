@@ -42,8 +42,8 @@ class TOPR(PolicyLoss):
     """
 
     type_name: ClassVar[str] = "topr"
-    trust_region: ClassVar[str] = "none where R > 0, truncated pi / mu where not"
-    purpose: ClassVar[str] = "bad responses pushed down too far"
+    trust_region: ClassVar[str] = "none if R > 0, else truncated pi / mu"
+    purpose: ClassVar[str] = "not pushing bad responses down too far"
     low: float = 0.0
     high: float = 1.0
     reads: ClassVar[tuple[Field, ...]] = ("sampling_log_ratios",)
@@ -79,8 +79,8 @@ class ESPO(PolicyLoss):
     """
 
     type_name: ClassVar[str] = "espo"
-    trust_region: ClassVar[str] = "clip by entropy group, width by entropy"
-    purpose: ClassVar[str] = "MoE variance; tokens of unlike entropy in one ratio"
+    trust_region: ClassVar[str] = "clip per entropy group, width by entropy"
+    purpose: ClassVar[str] = "MoE variance, and tokens of different entropy in one ratio"
     example: ClassVar[Mapping[str, Any]] = {"vocab_size": 1000}
     vocab_size: int
     alpha: float = 0.02
@@ -116,7 +116,7 @@ class STPPO(PolicyLoss):
     """
 
     type_name: ClassVar[str] = "st_ppo"
-    trust_region: ClassVar[str] = "clip by turn, damped where it acts"
+    trust_region: ClassVar[str] = "clip per turn, damped where it acts"
     purpose: ClassVar[str] = "several turns with tools"
     low: float = 0.2
     high: float = 0.2
@@ -153,7 +153,7 @@ class OAPL(PolicyLoss):
 
     type_name: ClassVar[str] = "oapl"
     trust_region: ClassVar[str] = "regression of log(pi / mu) on the advantage"
-    purpose: ClassVar[str] = "lag that never ends"
+    purpose: ClassVar[str] = "a lag that never ends"
     example: ClassVar[Mapping[str, Any]] = {"beta": 1.0}
     beta: float
     value_beta: float | None = None

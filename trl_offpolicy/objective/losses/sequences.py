@@ -35,7 +35,7 @@ class GSPO(PolicyLoss):
 
     type_name: ClassVar[str] = "gspo"
     trust_region: ClassVar[str] = "clip of the geometric mean ratio"
-    purpose: ClassVar[str] = "length; experts that flip"
+    purpose: ClassVar[str] = "long responses, and experts that flip"
     low: float = 3e-4
     high: float = 4e-4
     level: ClassVar[RatioLevel] = "sequence_mean"
@@ -60,7 +60,7 @@ class GSPOToken(PolicyLoss):
 
     type_name: ClassVar[str] = "gspo_token"
     trust_region: ClassVar[str] = "clip of the geometric mean ratio, detached"
-    purpose: ClassVar[str] = "the same with credit by token"
+    purpose: ClassVar[str] = "the same with credit per token"
     low: float = 3e-4
     high: float = 4e-4
     level: ClassVar[RatioLevel] = "sequence_mean"
@@ -88,7 +88,7 @@ class LUSPO(PolicyLoss):
 
     type_name: ClassVar[str] = "luspo"
     trust_region: ClassVar[str] = "clip of the geometric mean ratio"
-    purpose: ClassVar[str] = "GSPO's preference for short responses"
+    purpose: ClassVar[str] = "removing GSPO's preference for short responses"
     low: float = 0.2
     high: float = 0.2
     level: ClassVar[RatioLevel] = "sequence_mean"
@@ -115,7 +115,7 @@ class GMPO(PolicyLoss):
 
     type_name: ClassVar[str] = "gmpo"
     trust_region: ClassVar[str] = "sign-aware clamp of log r, then geometric mean"
-    purpose: ClassVar[str] = "outlier tokens in a response"
+    purpose: ClassVar[str] = "responses with outlier tokens"
     low: float = 0.4
     high: float = 0.4
     level: ClassVar[RatioLevel] = "sequence_mean"
@@ -143,7 +143,7 @@ class VESPO(PolicyLoss):
 
     type_name: ClassVar[str] = "vespo"
     trust_region: ClassVar[str] = "kernel phi of the product of ratios"
-    purpose: ClassVar[str] = "variance of exact sequence weights"
+    purpose: ClassVar[str] = "exact sequence weights with less variance"
     k_pos: float = 2.0
     lambda_pos: float = 3.0
     k_neg: float = 3.0
@@ -185,7 +185,7 @@ class TBPO(PolicyLoss):
 
     type_name: ClassVar[str] = "tbpo"
     trust_region: ClassVar[str] = "band of the sequence ratio, dual clip where A < 0"
-    purpose: ClassVar[str] = "quantised rollouts: long runs of error tokens"
+    purpose: ClassVar[str] = "quantised rollouts with long runs of error tokens"
     high: float = 4e-4
     negative_low: float = 3e-4
     negative_high: float = 7e-4

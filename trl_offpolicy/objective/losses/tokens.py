@@ -32,7 +32,7 @@ class PPOClip(PolicyLoss):
 
     type_name: ClassVar[str] = "ppo_clip"
     trust_region: ClassVar[str] = "clip of r, optional dual clip and upper limit"
-    purpose: ClassVar[str] = "general stability; the default"
+    purpose: ClassVar[str] = "general stability, the default"
     low: float = 0.2
     high: float = 0.2
     dual_clip: float | None = None
@@ -76,7 +76,7 @@ class PPOIS(PolicyLoss):
 
     type_name: ClassVar[str] = "ppo_is"
     trust_region: ClassVar[str] = "clip of pi / mu"
-    purpose: ClassVar[str] = "ablation: mismatch and staleness under one clip"
+    purpose: ClassVar[str] = "an ablation: mismatch and staleness under one clip"
     low: float = 0.2
     high: float = 0.2
     dual_clip: float | None = None
@@ -137,7 +137,7 @@ class GPG(PolicyLoss):
 
     type_name: ClassVar[str] = "gpg"
     trust_region: ClassVar[str] = "none"
-    purpose: ClassVar[str] = "baseline; weights may hold any ratio"
+    purpose: ClassVar[str] = "a baseline: weights may contain any ratio"
     uses_ratio: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
@@ -157,7 +157,7 @@ class SAPO(PolicyLoss):
 
     type_name: ClassVar[str] = "sapo"
     trust_region: ClassVar[str] = "smooth gate that closes around r = 1"
-    purpose: ClassVar[str] = "the jump of a hard clip"
+    purpose: ClassVar[str] = "avoiding the jump of a hard clip"
     temperature_pos: float = 1.0
     temperature_neg: float = 1.05
     level: RatioLevel = "token"
@@ -188,8 +188,8 @@ class ASPO(PolicyLoss):
     """
 
     type_name: ClassVar[str] = "aspo"
-    trust_region: ClassVar[str] = "clip; r turned into 1 / r where A > 0"
-    purpose: ClassVar[str] = "a clip that wastes good news on unlikely tokens"
+    trust_region: ClassVar[str] = "clip; 1 / r instead of r if A > 0"
+    purpose: ClassVar[str] = "unlikely tokens with a positive advantage, which a clip wastes"
     low: float = 0.2
     max_weight: float | None = 3.0
 
@@ -217,7 +217,7 @@ class DISPO(PolicyLoss):
     """
 
     type_name: ClassVar[str] = "dispo"
-    trust_region: ClassVar[str] = "clip of r with bounds of their own for correct and incorrect"
+    trust_region: ClassVar[str] = "clip of r with separate bounds for correct and incorrect responses"
     purpose: ClassVar[str] = "failure modes that differ by correctness"
     example: ClassVar[Mapping[str, Any]] = {
         "correct_threshold": 0.5,
@@ -263,7 +263,7 @@ class DRO(PolicyLoss):
 
     type_name: ClassVar[str] = "dro"
     trust_region: ClassVar[str] = "square penalty on log r"
-    purpose: ClassVar[str] = "drift without a clip's edge"
+    purpose: ClassVar[str] = "limiting drift without the edge of a clip"
     example: ClassVar[Mapping[str, Any]] = {"beta": 1.0}
     beta: float
 

@@ -33,7 +33,7 @@ class DPPO(PolicyLoss):
 
     type_name: ClassVar[str] = "dppo"
     trust_region: ClassVar[str] = "bound on binary TV or KL at the token"
-    purpose: ClassVar[str] = "ratios that mean little for very likely or rare tokens"
+    purpose: ClassVar[str] = "very likely or rare tokens, for which ratios mean little"
     divergence: BinaryDivergence = "tv"
     low: float = 0.2
     high: float = 0.2
@@ -71,7 +71,7 @@ class M2PO(PolicyLoss):
 
     type_name: ClassVar[str] = "m2po"
     trust_region: ClassVar[str] = "budget of mean (log r)^2 over the call"
-    purpose: ClassVar[str] = "heavy tails of stale data"
+    purpose: ClassVar[str] = "stale data with heavy tails"
     budget: float = 0.04
     scope: ClassVar[Scope] = "micro_batch"
 
@@ -94,7 +94,7 @@ class ClipCov(PolicyLoss):
 
     type_name: ClassVar[str] = "clip_cov"
     trust_region: ClassVar[str] = "tokens of high covariance of A and log pi drop out"
-    purpose: ClassVar[str] = "entropy collapse"
+    purpose: ClassVar[str] = "preventing entropy collapse"
     low: float = 0.2
     high: float = 0.2
     fraction: float = 2e-4
@@ -136,7 +136,7 @@ class KLCov(PolicyLoss):
 
     type_name: ClassVar[str] = "kl_cov"
     trust_region: ClassVar[str] = "KL pull on tokens of high covariance"
-    purpose: ClassVar[str] = "entropy collapse, softly"
+    purpose: ClassVar[str] = "preventing entropy collapse, softly"
     fraction: float = 2e-4
     coef: float = 0.1
     scope: ClassVar[Scope] = "micro_batch"
@@ -170,7 +170,7 @@ class R2VPO(PolicyLoss):
 
     type_name: ClassVar[str] = "r2vpo"
     trust_region: ClassVar[str] = "clip whose width follows the group's ratio variance"
-    purpose: ClassVar[str] = "a fixed clip that is wrong for every group"
+    purpose: ClassVar[str] = "groups that need clips of different width"
     low: float = 0.2
     high: float = 0.2
     variance: float = 0.05
@@ -205,7 +205,7 @@ class QUATRO(PolicyLoss):
     """
 
     type_name: ClassVar[str] = "quatro"
-    trust_region: ClassVar[str] = "multiplier by query, from its reward spread"
+    trust_region: ClassVar[str] = "multiplier per prompt, from the spread of its rewards"
     purpose: ClassVar[str] = "prompts that tolerate drift differently"
     radius: float = 0.01
     scope: Scope = "row"
