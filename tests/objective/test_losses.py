@@ -124,7 +124,7 @@ def test_vespo_clamps_token_ratios_before_the_product():
 
 def test_how_weights_enter():
     assert [loss.weight_use for loss in ALL] == ["multiply", "multiply", "multiply", "inside"]
-    assert {loss.scope for loss in ALL} == {"row"}
+    assert {loss().scope for loss in ALL} == {"row"}
 
 
 def test_defaults():
