@@ -234,6 +234,8 @@ _TRUNCATION_DIAGNOSTICS: Mapping[str, Finalizer] = {
 
 def _weight_groups(batch: PolicyBatch, evidence: Evidence, used: WeightsUsed) -> dict[str, Group]:
     mask, kept = batch.mask, evidence.kept_rows
+    # Counted before the sums: in the other order torch.compile makes one more pass (a fifth of a compiled call).
+    truncation = _truncation_moments(batch, used)
     if kept is None:
         (before,) = weight_rows(mask, used.raw, lengths=batch.lengths)
         (rows,) = weight_rows(evidence.keep_mask, used.applied)
@@ -246,7 +248,7 @@ def _weight_groups(batch: PolicyBatch, evidence: Evidence, used: WeightsUsed) ->
     return {
         "weight": Group(fold_weight_rows(before), WEIGHT_DIAGNOSTICS),
         "weight_applied": Group(after, WEIGHT_DIAGNOSTICS, clusters, WEIGHT_INTERVALS),
-        "weight#bounds": Group(_truncation_moments(batch, used), _TRUNCATION_DIAGNOSTICS),
+        "weight#bounds": Group(truncation, _TRUNCATION_DIAGNOSTICS),
     }
 
 
