@@ -154,8 +154,11 @@ def test_keep_term_names_are_those_of_the_code():
         "divergence_<statistic>_<level>",
         "outlier_veto",
         "off_policy_sequence_mask",
-        *(term.name for term in (op.ProbabilityDifferenceMask, op.StalenessBound, op.SecondMomentBudget)),
-        op.GroupRejection.name,
+        *(
+            term(**term.example).name
+            for term in (op.ProbabilityDifferenceMask, op.StalenessBound, op.SecondMomentBudget)
+        ),
+        op.GroupRejection().name,
     ):
         assert f"`{name}`" in PAGE
     assert op.OutlierVeto(low=None, high=2.0).name == "outlier_veto"

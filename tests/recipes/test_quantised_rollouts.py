@@ -379,10 +379,10 @@ def test_entry_point_writes_the_table_and_resumes(
     assert "3 runs (3 from before)" in capsys.readouterr().out
 
 
-def recorded(log_ratio: list[list[float]], steps: list[int], kept: list[int]) -> demonstration.Rollouts:
+def recorded(log_ratio: list[list[float]], steps: list[int], kept: list[int]) -> demonstration.RecordedRollouts:
     """Rollouts of a run, two tokens a response."""
     count = len(steps)
-    return demonstration.Rollouts(
+    return demonstration.RecordedRollouts(
         steps=np.array(steps),
         trainable=np.full(count, 2),
         kept=np.array(kept),

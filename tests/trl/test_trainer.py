@@ -340,7 +340,7 @@ def test_nan_of_the_model_stops_the_run(
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     _poison(monkeypatch, trainable=True)
     if counted_only:
-        monkeypatch.setattr(objectives, "check_current", lambda batch: None)
+        monkeypatch.setattr(objectives, "_check_current", lambda batch: None)
     with pytest.raises(ValueError, match=r"per_token_logps must be finite on trainable tokens.*the model itself"):
         trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
