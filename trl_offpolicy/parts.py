@@ -229,7 +229,7 @@ def imported(path: str, *, where: str = "an import path") -> Any:
     for attribute in name.split("."):
         if not hasattr(found, attribute):
             hint = near(attribute, [one for one in vars(found) if not one.startswith("_")])
-            raise ValueError(f"{where} must name something in {module}, but got {path!r}, which is not there.{hint}")
+            raise ValueError(f"{where} must name something that exists in {module}, but got {path!r}.{hint}")
         found = getattr(found, attribute)
     return found
 

@@ -238,7 +238,7 @@ def test_a_run_with_lightning(tmp_path: Path) -> None:
         ("no_such_package.weights:W", ValueError,
          r"must name a module that can be imported, but got 'no_such_package\.weights:W' \(ModuleNotFoundError: "),
         ("my_package.terms:SoftCapWieght", ValueError,
-         r"must name something in my_package\.terms, but got .*, which is not there\. Did you mean 'SoftCapWeight'"),
+         r"must name something that exists in my_package\.terms, but got .*\. Did you mean 'SoftCapWeight'"),
         ("my_package.terms:", ValueError, r"must be 'package\.module:name', but got 'my_package\.terms:'"),
         ("my_package.wrong:a_function", TypeError, r"must name a subclass of .*Weight, but .*, which is no class"),
         ("my_package.wrong:NotAPart", TypeError, r"must name a subclass of .*Weight, .* lacks the method weigh"),
@@ -282,7 +282,7 @@ def test_a_missing_field_and_the_wrong_kind_elsewhere() -> None:
         ("my_package.wrong:HalfAnEngine", TypeError, r"^engine\.type must have the methods of .*Engine, but .*, which "
                                                      r"lacks bind, score, sync_weights, close\."),
         ("my_package.wrong:a_function", TypeError, r"^engine\.type must name a class"),
-        ({"type": "my_package.engines:Dice"}, ValueError, r"^engine\.type must name something in my_package\.engines"),
+        ({"type": "my_package.engines:Dice"}, ValueError, r"^engine\.type must name something that exists in my_p"),
         ("vlm", ValueError, r"^engine\.type must be one of \[.*\] or the path .* Did you mean 'vllm'\?"),
     ],
 )  # fmt: skip
