@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_offpolicy.engines import checks
+from trl_offpolicy.engines import truncation as engine_truncation
 from trl_offpolicy.engines.environment import engine_has_triton
 from trl_offpolicy.engines.truncation import as_vllm_keeps
 from trl_offpolicy.functional.truncated_sampling import Truncation, listed_weights, truncated_support
@@ -100,7 +100,7 @@ def test_how_ties_are_counted_is_no_cut() -> None:
 
 @pytest.mark.parametrize(("triton", "exact"), [(False, False), (True, True)])
 def test_vllms_rule_is_that_of_its_sampler_here(monkeypatch: pytest.MonkeyPatch, triton: bool, exact: bool) -> None:
-    monkeypatch.setattr(checks, "engine_has_triton", lambda: triton)
+    monkeypatch.setattr(engine_truncation, "engine_has_triton", lambda: triton)
     assert as_vllm_keeps(Truncation(top_k=5)) == Truncation(top_k=5, exact_top_k=exact)
     assert as_vllm_keeps(Truncation(top_p=0.5)) == Truncation(top_p=0.5)
 
