@@ -137,8 +137,8 @@ def quatro(log_ratios: Tensor, advantages: Tensor, reward_std: Tensor, *, radius
 
         -r A + lambda_q (r log r - r + 1), lambda_q = std_q(R) / sqrt(2 radius)
 
-    where r log r - r + 1 estimates KL(pi || pi_old) on samples of pi_old (:func:`~trl_offpolicy.functional.kl.reverse_k3`) and lambda_q is the
-    multiplier at which the policy that maximises A - lambda KL lies ``radius`` away, to second order in A. What
+    where r log r - r + 1 estimates KL(pi || pi_old) on samples of pi_old (``functional.kl.reverse_k3``) and lambda_q is
+    the multiplier at which the policy that maximises A - lambda KL lies ``radius`` away, to second order in A. What
     carries gradient: log r, with weight -r (A - lambda_q log r); no clip. The gradient is that of the Lagrangian,
     unbiased on samples of pi_old up to the treatment of tokens as independent.
 
