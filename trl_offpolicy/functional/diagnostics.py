@@ -167,7 +167,7 @@ def logp_diff_std(m: Moments) -> Tensor:
 
 
 def logp_diff_max(m: Moments) -> Tensor:
-    """Largest |l| of a token, nats."""
+    """Largest |l| of a token of the sample, nats."""
     return torch.maximum(_maximum(m, "log_ratio_max"), _maximum(m, "log_ratio_min_negated"))
 
 
@@ -232,12 +232,12 @@ def weight_std(m: Moments) -> Tensor:
 
 
 def weight_min(m: Moments) -> Tensor:
-    """Smallest weight of a token."""
+    """Smallest weight w of a token in the sample."""
     return -_maximum(m, "weight_min_negated")
 
 
 def weight_max(m: Moments) -> Tensor:
-    """Largest weight of a token."""
+    """Largest weight w of a token in the sample."""
     return _maximum(m, "weight_max")
 
 
