@@ -255,11 +255,6 @@ def plain(value: Any) -> Any:
     """Plain values (numbers, texts, lists, mappings) from which the parsers make the same again.
 
     Only fields that differ from their default are written. A part says its ``type``.
-
-    Example:
-        >>> import trl_offpolicy as op
-        >>> plain(op.Correction(weight=op.TruncateWeight(level="token", max_weight=2.0)))
-        {'weight': {'type': 'truncate', 'max_weight': 2.0}}
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type_of(value) if isinstance(value, Part) else ""
