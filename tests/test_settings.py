@@ -28,8 +28,8 @@ MODULES = (
     "objective.objective", "objective.proximal", "types",
 )  # fmt: skip
 RECORDS = {  # made by the code, not by hand: a batch, a result, a state
-    "Action", "Average", "ControlState", "CorrectionOutput", "EscalationState", "LengthState", "ObjectiveOutput",
-    "Outcome", "PolicyBatch", "ResyncState", "Risk", "ScaleState", "Supervisor", "TermInputs",
+    "Action", "AdvantageInputs", "Average", "ControlState", "CorrectionOutput", "EscalationState", "LengthState",
+    "ObjectiveOutput", "Outcome", "PolicyBatch", "ResyncState", "Risk", "ScaleState", "Supervisor", "TermInputs",
 }  # fmt: skip
 WITHOUT_DEFAULT = {  # where the class's own ``example`` will not do: both sides closed, so that each can be opened
     terms.DivergenceBand: {"statistic": "k3", "low": 0.01, "high": 0.1},
