@@ -121,6 +121,11 @@ def threshold_table() -> str:
 
 def example(cause: str) -> str:
     """What was injected, where, and what the kit said of it."""
+    if cause not in EXAMPLES:
+        raise ValueError(
+            f"diagnosis_examples.json must hold an example of {cause!r}, but got none. Write it with "
+            "benchmarks/faults/examples.py; CONTRIBUTING.md, Adding a cause, says how."
+        )
     one = EXAMPLES[cause]
     size = f", KL k3 {one['kl_k3']:.2g}, correlation {one['pearson']:.4f}" if "kl_k3" in one else ""
     said = "; ".join(f"*{text}*" for text in one["said"])

@@ -204,7 +204,7 @@ WALKS: dict[str, tuple[Walk, ...]] = {
 
 
 def test_every_threshold_is_walked() -> None:
-    assert set(WALKS) == {one.name for one in fields(Thresholds)}
+    assert set(WALKS) == {one.name for one in fields(Thresholds)}, "WALKS must hold a walk for every threshold."
 
 
 @pytest.mark.parametrize("name", WALKS)

@@ -181,7 +181,7 @@ def test_autocast_does_not_round_the_products():
     ],
 )
 def test_histogram_bins(chi2, bin_index):
-    sums = torch.zeros(1, 16, dtype=torch.float64)
+    sums = torch.zeros(1, RATIO_LAYOUT.sums.index("rows"), dtype=torch.float64)  # the sums over tokens
     sums[0, RATIO_LAYOUT.sums.index("tokens")] = 2
     sums[0, RATIO_LAYOUT.sums.index("excess_sq")] = 2 * chi2  # mean over 2 tokens = chi2
     sums[0, RATIO_LAYOUT.sums.index("abs_excess")] = 4 * chi2  # half of the mean over 2 tokens = chi2

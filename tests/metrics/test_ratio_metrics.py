@@ -37,7 +37,12 @@ def naive(numerator, denominator, mask):
             rows.append(row)
     out = dict.fromkeys(RATIO_DIAGNOSTICS, 0.0)
     out["nonfinite_fraction"] = 1 - len(tokens) / trainable if trainable else 0.0
-    return {**out, **_of_tokens(tokens), **_of_rows(rows)} if tokens else out
+    if not tokens:
+        return out
+    found = {**_of_tokens(tokens), **_of_rows(rows)}
+    unwritten = set(EXACT) - set(found) - {"nonfinite_fraction"}
+    assert not unwritten, f"_of_tokens or _of_rows must hold the formula of {sorted(unwritten)}, but neither does."
+    return {**out, **found}
 
 
 def held_ratio(log_ratio):

@@ -40,7 +40,7 @@ def test_declarations(name):
     assert dataclasses.is_dataclass(loss) and loss.__dataclass_params__.frozen
     assert "arXiv" in type(loss).__doc__ + type(loss).__call__.__doc__ or isinstance(
         loss, losses.PPOClip | losses.PPOIS | losses.CISPO
-    )
+    ), f"the docstring of {name} must name its paper as arXiv:number, but does not."
     assert "carries gradient" in " ".join(type(loss).__doc__.split())
 
 

@@ -121,7 +121,7 @@ RATIO_LAYOUT = Layout(
 
 
 class RatioRows(NamedTuple):
-    """Per-row sums (B, 16) float64 in the order of the token sums, and maxima (B, 3): max l, max -l, max |dp|."""
+    """Per-row sums (B, S) float64 in the order of the token sums, and maxima (B, 3): max l, max -l, max |dp|."""
 
     sums: Tensor
     maxima: Tensor
@@ -263,7 +263,7 @@ def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moment
     difference = column["log_ppl_diff"]
     tops = torch.cat([rows.maxima, torch.stack([difference, -difference], -1)], dim=-1)
     tops = torch.where(active.unsqueeze(-1), tops, -torch.inf)
-    maxima = tops.amax(0) if len(tops) else tops.new_full((5,), -torch.inf)
+    maxima = tops.amax(0) if len(tops) else tops.new_full((len(RATIO_LAYOUT.maxima),), -torch.inf)
     return Moments(RATIO_LAYOUT, sums, maxima)
 
 
