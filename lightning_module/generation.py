@@ -38,7 +38,7 @@ class Sampled(NamedTuple):
     """Completions with their rewards.
 
     ``rows`` holds tensors under TRL's names. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is
-    their sum, ``lengths`` (B,) counts tokens, and ``terminated`` (B,) says whether a completion ended by itself.
+    their weighted sum, ``lengths`` (B,) counts tokens, ``terminated`` (B,) says whether a completion ended by itself.
     """
 
     rows: dict[str, Tensor]
