@@ -45,7 +45,7 @@ class Rewards:
         weights = [1.0] * len(self.functions) if weights is None else list(weights)
         if len(weights) != len(self.functions):
             raise ValueError(
-                f"reward_weights must have one number per function, but got {len(weights)} for {len(self.functions)}."
+                f"reward_weights must have one number a function, but got {len(weights)} for {len(self.functions)}."
             )
         self.weights = torch.tensor(weights, dtype=torch.float32)
         self.names = [getattr(function, "__name__", type(function).__name__) for function in self.functions]
