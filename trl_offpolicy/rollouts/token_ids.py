@@ -25,7 +25,7 @@ CheckTokenIds = Literal["warn", "raise", "off"]
 ROWS = 8
 """Number of rows of a generation batch that each rank checks."""
 SAMPLED_IDS = "sampled_ids"
-"""Key of a ``rollout_func``'s result: per row the ids that the engine returned, turn after turn, without tool output."""
+"""Key of a ``rollout_func``'s result: per row the ids that the engine returned, turn by turn, without tool output."""
 
 TOKEN_ID_METRICS = ("retokenised_fraction", "noncanonical_fraction")
 _ROWS = Layout(sums=("rows", "changed"))
