@@ -147,7 +147,7 @@ def _tools_behind_the_mean(readings: Readings, thresholds: Thresholds) -> AntiPa
         return None
     return AntiPattern(
         "mismatch after tool calls averaged away",
-        f"Behind tool output KL k3 is {after:.2g} nats, {times:.1f} times that before it "
+        f"After tool output KL k3 is {after:.2g} nats, {times:.1f} times that before it "
         f"(limit {thresholds.post_tool_ratio:g}).",
         "Look at rollout/retokenised_fraction first; then cap weights by turn (offpolicy: paper/turn-is).",
     )
