@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Branch = Literal["A", "B", "C", "D", "E", "F"]
-"""Of the decision tree: A engine mismatch, B staleness, C moderate drift, D variance of the weights, E saturated
-clip, F growing length."""
+"""Branches of the decision tree: A engine mismatch, B staleness, C moderate drift, D variance of the weights,
+E saturated clip, F growing length."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def rldoctor(run_dir: str | Path) -> Opinion:
     """The verdict of ``rldoctor`` on the run's metrics.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: the package is not installed.
     """
     from rl_doctor import diagnose, load_run
 
@@ -62,7 +62,7 @@ def rlprobe(run_dir: str | Path) -> Opinion:
     """The verdict of ``rlprobe`` on the run's metrics.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: the package is not installed.
     """
     from rlprobe.doctor.engine import diagnose_view
     from rlprobe.doctor.runview import RunView

@@ -290,8 +290,8 @@ def sum_sq_probs(model: Any, *, wanted: bool, temperature: float, cast_lm_head_t
     Args:
         model: the unwrapped model; TRL has patched its ``forward``, or that of the base model under PEFT.
         wanted: False changes nothing.
-        temperature: as TRL's head has it.
-        cast_lm_head_to_fp32: likewise.
+        temperature: temperature of TRL's head.
+        cast_lm_head_to_fp32: as in TRL's configuration.
     """
     collected = SumSqProbs()
     if not wanted:

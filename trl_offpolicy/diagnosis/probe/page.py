@@ -36,7 +36,7 @@ EXAMPLES = 3
 
 
 def headline(result: ProbeResult) -> str:
-    """The verdict in one sentence."""
+    """One sentence with the cause, the KL in nats per token, its multiple of the noise floor, and the confidence."""
     found = result.attribution
     kl, floor = result.metrics["mismatch/kl_k3"], result.metrics["noise_level"]
     size = f"KL {format_number(kl)} nats per token, {format_number(kl / floor)} times the noise floor"
