@@ -1,4 +1,4 @@
-"""``python -m lightning_module fit --config recipes/lightning/quickstart.yaml``."""
+"""The command line: ``python -m lightning_module fit --config recipes/lightning/quickstart.yaml``."""
 
 from lightning_module.cli import main
 

@@ -1,4 +1,4 @@
-"""Callbacks: the run folder, and a progress bar with what matters."""
+"""Two callbacks: one writes the run folder, the other is a progress bar with reward, KL and ESS."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 class RunFolder(Callback):
     """Writes ``run.json``, ``metrics.jsonl``, ``rollouts.parquet`` and ``report.html`` as the TRL trainer does.
 
-    For an :class:`~lightning_module.module.OffPolicyGRPOModule`.
+    It works with an :class:`~lightning_module.module.OffPolicyGRPOModule`.
 
     Args:
-        folder: None = the logger's folder (``trainer.log_dir``).
-        rollouts: record every rollout.
-        report: print the summary and write the report at the end.
+        folder: where to write; None = the logger's folder (``trainer.log_dir``).
+        rollouts: whether to record every rollout.
+        report: whether to print the summary and write the report at the end.
     """
 
     def __init__(self, folder: str | None = None, rollouts: bool = True, report: bool = True) -> None:
@@ -36,7 +36,7 @@ class RunFolder(Callback):
         self._written: dict[str, float] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare the folder; a resumed run drops what came after its checkpoint."""
+        """Prepare the folder. A resumed run deletes the records that came after its checkpoint."""
         module: Any = pl_module
         folder = run_folder(trainer)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ class RunFolder(Callback):
             self._recorder.flush()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Append the numbers of held-out prompts."""
+        """Append the validation numbers to ``metrics.jsonl``."""
         if self._writer is None or trainer.sanity_checking:
             return
         values = {name: float(one) for name, one in trainer.callback_metrics.items() if name.startswith(EVAL_PREFIX)}
@@ -77,7 +77,7 @@ class RunFolder(Callback):
             self._writer.log(trainer.global_step, values)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what is left, then the report."""
+        """Write the rollouts that are still in memory, then the report."""
         if self._recorder is not None:
             self._recorder.flush()
         trainer.strategy.barrier("rollouts")
@@ -86,9 +86,9 @@ class RunFolder(Callback):
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Where the run's records are: the folder of its :class:`RunFolder`, else the logger's, else the root.
+    """The folder that holds the run's records: that of its :class:`RunFolder`, else the logger's, else the root.
 
-    Collective: Lightning broadcasts the logger's folder, so every rank calls this.
+    Lightning broadcasts the logger's folder, so every rank must call this.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     told = next((one.folder for one in callbacks if isinstance(one, RunFolder)), None)
@@ -96,7 +96,7 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 class OffPolicyProgressBar(RichProgressBar):
-    """Lightning's rich bar with reward, KL, ESS and what was dropped."""
+    """Lightning's rich progress bar, with reward, KL, ESS and the dropped fraction."""
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
@@ -120,7 +120,7 @@ _AUTOCAST = {"bf16": "bfloat16", "16": "float16"}
 
 
 def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
-    """What ``run.json`` says about the method."""
+    """The entries of ``run.json`` that describe the method."""
     preset, engine = module.preset, module.settings["engine"]
     precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))
     return {

@@ -1,4 +1,4 @@
-"""LightningCLI of the kit: ``fit``, ``validate``, with every option in YAML or on the command line."""
+"""The kit's LightningCLI: ``fit`` and ``validate``, with every option in YAML or on the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_module.module import OffPolicyGRPOModule
 
 
 def main(args: Sequence[str] | None = None) -> LightningCLI:
-    """Parse and run.
+    """Parse the arguments and run the subcommand.
 
     Args:
-        args: instead of the command line.
+        args: the arguments; None = those of the command line.
     """
     return LightningCLI(
         OffPolicyGRPOModule,

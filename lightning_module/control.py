@@ -1,4 +1,4 @@
-"""Control in Lightning: the module hands over each logged row; a session decides and puts it in force."""
+"""Control in Lightning: the module hands each logged row to a session, which decides and applies the decision."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class Control:
     """Watches the run of a module through a :class:`~trl_offpolicy.control.session.ControlSession`.
 
-    A ``module`` below is the :class:`~lightning_module.module.OffPolicyGRPOModule` that owns this.
+    The ``module`` that the methods take is the :class:`~lightning_module.module.OffPolicyGRPOModule` that owns this.
 
     Args:
-        control: what :func:`trl_offpolicy.control.parse_control` takes; None = nobody watches.
+        control: what :func:`trl_offpolicy.control.parse_control` takes; None = the run is not watched.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: ``control`` is not valid; the message names the field.
     """
 
     def __init__(self, control: Any) -> None:
@@ -35,10 +35,10 @@ class Control:
         self._folder = Path()
 
     def start(self, module: Any, restored: Mapping[str, Any]) -> None:
-        """The run begins, or goes on from the state of a checkpoint.
+        """Begin a run, or continue one from the state of a checkpoint.
 
         Raises:
-            ValueError: a controller was asked for by name that cannot work in this run.
+            ValueError: the configuration names a controller that cannot work in this run.
         """
         if self.spec is None:
             return
@@ -53,7 +53,7 @@ class Control:
         )
 
     def _make_session(self, module: Any) -> ControlSession:
-        """Which controllers can work shows once the engine is there."""
+        """The session, without the controllers that cannot work. Which ones can is known once the engine is built."""
         assert self.spec is not None
         base, own = module.objective.correction, module.generation.is_trainer
 
@@ -70,22 +70,23 @@ class Control:
         return ControlSession(
             self.spec.without(missing),
             say=partial(print, flush=True),
-            broadcast=lambda row: module.trainer.strategy.broadcast(row),  # another trainer may come
+            # looked up at every call, because the module may be given to another trainer
+            broadcast=lambda row: module.trainer.strategy.broadcast(row),
             base=base,
             correct=correct,
             resync=lambda: module.generation.forget_sync(),
         )
 
     def learning_rate(self, optimizer: Any) -> float:
-        """What the optimizer uses in this step."""
+        """The learning rate that the optimizer uses in this step, after the controllers' scaling."""
         scale = LearningRateScale() if self._session is None else self._session.scale
         return scale.in_force(optimizer)
 
     def observe(self, module: Any, logs: Mapping[str, float]) -> dict[str, float]:
-        """Judge the row of the optimizer step that is about to end; what follows holds from the next one on.
+        """Judge the row of the optimizer step that is about to end. Decisions apply from the next step on.
 
         Returns:
-            What is to be logged besides.
+            Further numbers to log.
         """
         if self._session is None:
             return {}
@@ -99,12 +100,12 @@ class Control:
         )
 
     def compare_gradient(self, module: Any) -> None:
-        """With that of the optimizer step before, if asked for."""
+        """Measure the cosine between this gradient and that of the previous optimizer step, if that is configured."""
         if self._session is not None:
             self._session.compare_gradient(module.policy.parameters())
 
     def end_step(self, trainer: Trainer) -> None:
-        """Save a checkpoint and end the run, if that was decided. All ranks call it."""
+        """Save a checkpoint and end the run, if the session decided that. All ranks call it."""
         if self._session is None or not self._session.stop:
             return
         path = self._folder / "checkpoints" / f"stopped-step={trainer.global_step}.ckpt"
@@ -115,5 +116,5 @@ class Control:
         self._session.stop = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state of the session, for a checkpoint; empty if the run is not watched."""
         return {} if self._session is None else self._session.state_dict()

@@ -1,4 +1,4 @@
-"""PromptDataModule: the prompts of a GRPO run as a ``LightningDataModule``."""
+"""The prompts of a GRPO run, as a ``LightningDataModule``."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from trl_offpolicy.parts import imported
 class PromptDataModule(LightningDataModule):
     """Prompts for :class:`~lightning_module.OffPolicyGRPOModule`.
 
-    A generation batch is ``steps_per_generation`` micro-batches on every rank, in whole prompt groups. An epoch is one
-    pass over the prompts, each micro-batch of completions seen ``num_iterations`` times.
+    A generation batch is ``steps_per_generation`` micro-batches on every rank and holds whole prompt groups. An epoch
+    is one pass over the prompts. It uses each micro-batch of completions ``num_iterations`` times.
 
     Args:
         dataset: training rows with a "prompt" (text or messages), whose other columns go to the reward functions; or
             ``package.module:function`` (or a function) that returns training and validation rows; or the name of a
             Hub data set.
-        val_dataset: validation rows; None = what ``dataset`` brings along.
+        val_dataset: validation rows; None = those that ``dataset`` returns, if any.
         dataset_options: keyword arguments of that function, or of ``load_dataset``.
-        micro_batch_size: completions of one ``training_step`` and rank.
-        num_generations: completions of one prompt.
-        steps_per_generation: micro-batches of a generation batch; None = the trainer's ``accumulate_grad_batches``.
-        num_iterations: passes over a generation batch.
-        shuffle: new order of the prompts each epoch; ``overfit_batches`` turns it off.
-        seed: of that order.
-        val_batch_size: prompts of a validation batch and rank.
-        val_generations: completions of a validation prompt.
+        micro_batch_size: completions per ``training_step`` and rank.
+        num_generations: completions per prompt.
+        steps_per_generation: micro-batches per generation batch; None = the trainer's ``accumulate_grad_batches``.
+        num_iterations: passes over each generation batch.
+        shuffle: whether to draw a new order of the prompts each epoch; ``overfit_batches`` turns it off.
+        seed: seed of that order.
+        val_batch_size: prompts per validation batch and rank.
+        val_generations: completions per validation prompt.
 
     Raises:
-        ValueError: sizes that tear groups apart.
+        ValueError: the sizes would split a prompt group between generation batches.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class PromptDataModule(LightningDataModule):
             self._plan(steps_per_generation)
 
     def setup(self, stage: str) -> None:
-        """Make or load the rows, the same on every rank."""
+        """Make or load the rows. They are the same on every rank."""
         if self._train is None:
             self._train, brought = load_rows(self.dataset, self.dataset_options)
             self._val = brought if self.val_dataset is None else load_rows(self.val_dataset, {})[0]
 
     def train_dataloader(self) -> PromptStream:
-        """Micro-steps of this rank."""
+        """A stream of this rank's micro-steps: one for each ``training_step``."""
         assert self.trainer is not None and self._train is not None
         trainer = self.trainer
         steps = self.steps_per_generation
@@ -85,7 +85,7 @@ class PromptDataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> Any:
-        """Held-out prompts of this rank; none where there are no rows."""
+        """Held-out prompts of this rank; an empty loader if there are no validation rows."""
         assert self.trainer is not None
         if not self._val:
             return []
@@ -102,7 +102,7 @@ class PromptDataModule(LightningDataModule):
 
 
 def load_rows(dataset: Any, options: Mapping[str, Any]) -> tuple[Sequence[Row], Sequence[Row] | None]:
-    """Training and validation rows of what :class:`PromptDataModule` takes as ``dataset``."""
+    """Training and validation rows from the ``dataset`` of a :class:`PromptDataModule`."""
     if isinstance(dataset, str) and ":" not in dataset:
         from datasets import load_dataset
 

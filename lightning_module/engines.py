@@ -1,4 +1,4 @@
-"""The engine of a module, built from its settings."""
+"""Builds the engine of a module from its settings, and checks that its log-probs can be used."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def engine_type(spec: Any) -> str:
     """``transformers``, ``vllm``, ``server`` or, for an object or the path of a class, ``own``.
 
     Raises:
-        ValueError: an unknown type.
-        TypeError: the class at that path is no engine.
+        ValueError: the type is unknown.
+        TypeError: the class at that path is not an engine.
     """
     if not isinstance(spec, str | Mapping):
         return "transformers" if isinstance(spec, TransformersEngine) else "own"
@@ -55,17 +55,18 @@ def build_engine(
     run: str,
     folder: Path,
 ) -> Engine:
-    """The engine that ``spec`` names; further keys are the engine's own arguments.
+    """The engine that ``spec`` names. Its further keys are the engine's arguments.
 
     Args:
         spec: an engine's name, ``{type: ..., **arguments}``, or an engine. ``type`` may be the path of a class,
-            ``package.module:Class``; it is called with the arguments and with those below that its constructor names.
-        model_name: folder or Hub name, which vLLM loads.
-        policy: gives the model to sample from.
-        pad_token_id: for left padding.
-        eos_token_ids: end a completion.
+            ``package.module:Class``. It is called with those arguments, and with those of the following ones that its
+            constructor names.
+        model_name: folder or Hub name of the model that vLLM loads.
+        policy: returns the model to sample from.
+        pad_token_id: id of the token that pads prompts on the left.
+        eos_token_ids: ids of the tokens that end a completion.
         run: name of the run, the same on all ranks.
-        folder: where a server finds the weights, unless ``spec`` says.
+        folder: where a server finds the weights, unless ``spec`` names another folder.
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
@@ -105,15 +106,15 @@ def _own_class(path: str) -> type[Any]:
 
 
 def _own_engine(path: str, options: Mapping[str, Any], offered: Mapping[str, Any]) -> Engine:
-    """An engine of the user's own class.
+    """An engine of a class that the user wrote.
 
     Args:
-        path: of the class.
+        path: import path of the class.
         options: arguments that the user gave.
-        offered: what the constructor may ask for by name.
+        offered: arguments that are passed if the constructor names them.
 
     Raises:
-        ValueError: it does not know an option.
+        ValueError: the constructor does not take an option.
     """
     cls = _own_class(path)
     known = inspect.signature(cls).parameters
@@ -127,13 +128,13 @@ def _own_engine(path: str, options: Mapping[str, Any], offered: Mapping[str, Any
 
 
 def in_this_process(engine: Engine) -> bool:
-    """True for vLLM beside the model, of which a process can build one only."""
+    """True if vLLM runs in the trainer's process. A process can build only one such engine."""
     return isinstance(engine, ColocateEngine)
 
 
 @contextmanager
 def engine_numerics(device: torch.device) -> Iterator[None]:
-    """Outside of the trainer's precision: an engine in this process must not inherit autocast or a default dtype."""
+    """Leave the trainer's precision: an engine in this process must not inherit autocast or a default dtype."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -146,16 +147,16 @@ def engine_numerics(device: torch.device) -> Iterator[None]:
 def check_sampling(
     kind: str, sampling: Sampling, *, needs_sampling: bool, arguments: Mapping[str, Any] | None = None
 ) -> None:
-    """The engine's log-probs can be compared with the trainer's.
+    """Check that the engine's log-probs can be compared with the trainer's.
 
     Args:
-        kind: of the engine.
-        sampling: how it samples.
-        needs_sampling: a correction reads its log-probs.
-        arguments: of the engine, as given.
+        kind: the engine's type, as :func:`engine_type` returns it.
+        sampling: the sampling options.
+        needs_sampling: whether a correction reads the engine's log-probs.
+        arguments: the engine's arguments, as the user gave them.
 
     Raises:
-        ValueError: a correction that needs an engine of its own, or options that the trainer does not mirror.
+        ValueError: the correction needs an engine other than the trainer, or the trainer does not mirror an option.
     """
     if kind == "transformers" and needs_sampling:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rollouts at the right moment: sync of weights with its proof, sampling, rewards, and what needs the whole batch."""
+"""Makes rollouts when they are due: syncs and proves weights, samples, rewards, and decides on the whole batch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class Sampled(NamedTuple):
     """Completions with their rewards.
 
-    ``rows`` are tensors under TRL's names, ``by_function`` (B, K) rewards, ``total`` (B,), ``lengths`` (B,) tokens,
-    ``terminated`` (B,) bool.
+    ``rows`` holds tensors under TRL's names. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is
+    their weighted sum, ``lengths`` (B,) counts tokens, ``terminated`` (B,) says whether a completion ended by itself.
     """
 
     rows: dict[str, Tensor]
@@ -49,10 +49,10 @@ class Sampled(NamedTuple):
 
 
 class Generation:
-    """The rollouts of a module.
+    """Makes and keeps the rollouts of a module.
 
     Args:
-        module: whose policy samples.
+        module: the module whose policy samples.
     """
 
     def __init__(self, module: Host) -> None:
@@ -63,7 +63,7 @@ class Generation:
         self._buffer: RolloutBuffer | None = None
         self._position = self._window = 0
         self._synced: int | None = None  # version of the weights that the engine has
-        self._reference: nn.Module | None = None  # here, where it is neither saved nor sharded nor trained
+        self._reference: nn.Module | None = None  # not a submodule: neither saved, sharded nor trained
         self._sync_weights: WeightSync | None = None
         self._prompts: Prompts | None = None
 
@@ -71,14 +71,14 @@ class Generation:
 
     @property
     def prompts(self) -> Prompts:
-        """Tokenizer and the ids that end a completion."""
+        """The tokenizer, with the ids that end a completion."""
         if self._prompts is None:
             given = self._module.settings
             self._prompts = Prompts.of(given["model"], given["tokenizer"], self._module.policy)
         return self._prompts
 
     def start(self) -> None:
-        """Build the engine, once; give it the weights and prove them anew in every run."""
+        """Build the engine, once. Every run then sends it the weights and proves them again."""
         module = self._module
         self._synced = self._sync_weights = None
         if self.engine is not None:
@@ -100,7 +100,7 @@ class Generation:
             atexit.register(self.engine.close)
 
     def close(self) -> None:
-        """Free an engine that was built here, but for vLLM in this process, which cannot be built a second time."""
+        """Free an engine that was built here, except vLLM in this process, which cannot be built a second time."""
         built = isinstance(self._module.settings["engine"], str | Mapping)
         if self.engine is None or not built or in_this_process(self.engine):
             return
@@ -108,20 +108,20 @@ class Generation:
         self.engine = None
 
     def forget_sync(self) -> None:
-        """The next generation syncs the weights again, and proves it, whatever the engine has."""
+        """Have the next generation sync and prove the weights again, whatever weights the engine has."""
         self._synced = None
 
     def keep_reference(self) -> None:
-        """Remember the weights of now for a KL penalty."""
+        """Keep a copy of the current weights, as the reference of a KL penalty."""
         self._reference = models.reference_of(self._module.policy)
 
     @property
     def is_trainer(self) -> bool:
-        """The engine is the trainer's own model: it samples in the trainer's precision, and nothing is to prove."""
+        """True if the engine is the trainer's model: it samples in the trainer's precision and needs no proof."""
         return isinstance(self.engine, TransformersEngine)
 
     def _sync(self, prompt_ids: Sequence[Sequence[int]]) -> None:
-        """Give the engine the weights of now, if it has others, and prove it. Collective."""
+        """Send the engine the current weights, unless it has them, and prove the sync. All ranks call it."""
         module, version, engine = self._module, self._module.trainer.global_step, self.engine
         assert engine is not None
         if self._synced == version:
@@ -139,7 +139,7 @@ class Generation:
             module.measuring.add_sync(**report.metrics())
 
     def _weight_sync(self, prompt_ids: Sequence[Sequence[int]]) -> WeightSync:
-        """Of this run; proven on its first prompts, unless the engine is the trainer's own model."""
+        """The sync of this run. It is proved on the first prompts, unless the engine is the trainer's model."""
         policy = self._module.policy
         if self.is_trainer or not self._module.settings["sync_check"]:
             return WeightSync()
@@ -152,7 +152,7 @@ class Generation:
     # ------------------------------------------------------------------------------------------------------- sampling
 
     def sample(self, prompts: Sequence[Mapping[str, Any]], count: int) -> Sampled:
-        """``count`` completions of each prompt with the weights of now, and their rewards. Collective."""
+        """``count`` completions of each prompt at the current weights, with rewards. All ranks call it."""
         module, engine = self._module, self.engine
         assert engine is not None
         ids = self.prompts.encode([row["prompt"] for row in prompts])
@@ -181,7 +181,7 @@ class Generation:
         )
 
     def _trainer_state(self) -> SimpleNamespace:
-        """What TRL's reward functions read of ``transformers.TrainerState``."""
+        """The fields of ``transformers.TrainerState`` that TRL's reward functions read."""
         trainer = self._module.trainer
         return SimpleNamespace(
             global_step=trainer.global_step, epoch=trainer.current_epoch, max_steps=trainer.max_steps
@@ -190,7 +190,7 @@ class Generation:
     # ------------------------------------------------------------------------------------------------------- training
 
     def micro_batch(self, step: MicroStep) -> dict[str, Any]:
-        """The rows of this micro-step; samples where its generation batch is new."""
+        """The rows of this micro-step. Samples first if its generation batch is new."""
         if self._buffer is None or self._buffer.generation != step.generation:
             self._buffer = RolloutBuffer.split(step.generation, self._generate(step), step.plan)
         self._position = step.position + 1
@@ -199,7 +199,7 @@ class Generation:
 
     @torch.no_grad()
     def _generate(self, step: MicroStep) -> dict[str, Tensor]:
-        """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss steps will read."""
+        """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss will read."""
         module, count = self._module, step.plan.num_generations
         sampled = self.sample(step.prompts, count)
         rows, device = sampled.rows, module.device
@@ -226,28 +226,28 @@ class Generation:
         self.num_tokens += int(completion + prompt)
 
     def _decide(self, rows: dict[str, Tensor], sampled: Sampled, step: MicroStep) -> None:
-        """Advantages, old log-probs where they will be read, and what a wide correction decides on the whole batch."""
+        """Add advantages, the old log-probs if they will be read, and the decisions of a batch-wide correction."""
         module, stages, size = self._module, self._module.stages, step.plan.micro_batch_size
 
         def score_old() -> tuple[Tensor, Tensor]:
             scores = module.score(rows, batch_size=size)
             return scores.logps, scores.sum_sq_probs
 
-        if self._misaligned(step) and not stages.needs_old:  # else they are scored for the decision, and stay
+        if self._misaligned(step) and not stages.needs_old:  # else `decide` scores them and leaves them in the rows
             rows["old_per_token_logps"] = score_old()[0]
-        rows["advantages"] = torch.zeros_like(sampled.total)  # decided here
+        rows["advantages"] = torch.zeros_like(sampled.total)  # `decide` fills them
         inputs = advantage_inputs(rows, sampled.by_function, module.rewards.weights, rank=0)  # rewards of this rank
         stats = decide(stages, rows, inputs, score_old=score_old, version=module.trainer.global_step)
         if stats.groups:
             module.measuring.add_stats(stats)
 
     def _misaligned(self, step: MicroStep) -> bool:
-        """True if an optimizer step falls between micro-batches of this generation batch, and something reads old."""
+        """True if this generation batch spans several optimizer steps and something reads old log-probs."""
         reads = self.is_trainer or self._module.objective.proximal.reads_old
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
     def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:
-        """Log-probs of the reference; of the whole distribution, whatever the engine cuts."""
+        """Log-probs of the reference model, over the whole distribution even if the engine truncates its own."""
         module, policy = self._module, self._module.policy
         scorer = Scorer(module.sampling, truncated=False)
         if self._reference is None:
@@ -259,7 +259,7 @@ class Generation:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the KL controller, and of every rank random state and rollouts in use. Collective."""
+        """Counters, the KL controller, and every rank's random state and rollouts in use. All ranks call it."""
         kl = self._module.objective.kl
         in_use = self._buffer is not None and self._position < self._window
         return {
@@ -271,13 +271,13 @@ class Generation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; with another number of ranks the rollouts in use are sampled again."""
+        """Continue from :meth:`state_dict`. If the number of ranks changed, rollouts in use are sampled again."""
         module, kl = self._module, self._module.objective.kl
         self.num_tokens, self._groups = state["num_tokens"], state["groups"]
         if kl is not None and kl.state_dict():
             module.objective = replace(module.objective, kl=kl.restored(state["kl"]))
         if len(state["ranks"]) != module.trainer.world_size:
-            logger.warning("Another number of ranks than in the checkpoint: rollouts in use are sampled again.")
+            logger.warning("The number of ranks differs from the checkpoint's: rollouts in use are sampled again.")
             return
         mine = state["ranks"][module.trainer.global_rank]
         set_random_state(mine["random"])
@@ -286,4 +286,4 @@ class Generation:
 
 
 def _ignore(name: str, value: object) -> None:
-    """TRL's ``log_extra`` (columns of its printed table of completions), and ``log_metric`` in validation."""
+    """Does nothing; replaces TRL's ``log_extra`` (columns of its printed table), and ``log_metric`` in validation."""

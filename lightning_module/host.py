@@ -1,4 +1,4 @@
-"""What the parts of a module may ask of it, so that they do not import it."""
+"""The interface of a module that its parts use, so that they need not import it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Host(Protocol):
     rewards: Rewards
     measuring: Measuring
     objective: Objective
-    """Assigning another one changes the loss from the next micro-batch on."""
+    """The loss. Assigning another objective changes the loss from the next micro-batch on."""
     stages: Stages
     """The objective in its two parts."""
 
     @property
     def trainer(self) -> Trainer:
-        """Of Lightning."""
+        """Lightning's trainer, which runs this module."""
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
+        """The device of this rank's policy."""
 
     def score(self, inputs: dict[str, Any], *, batch_size: int | None = None) -> Scores:
-        """Log-probs of the completions under the policy now."""
+        """Log-probs of the completions under the current policy."""
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Of ``nn.Module``."""
+        """Register a submodule, as ``nn.Module`` does."""

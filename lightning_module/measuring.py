@@ -1,4 +1,4 @@
-"""The numbers of a run between two logging steps."""
+"""Collects the numbers of a run between two logging steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trl_offpolicy.stats import PREFIX, Stats
 class Measuring:
     """Stats and torchmetrics of the training steps since the last logging step.
 
-    The metrics are not submodules: a module cast to another dtype must not round counts, and they do not belong to a
-    checkpoint.
+    The metrics are not submodules, for two reasons: casting the module to another dtype must not round their counts,
+    and they do not belong into a checkpoint.
 
     Args:
-        reward_names: of the reward functions.
+        reward_names: names of the reward functions.
     """
 
     def __init__(self, reward_names: list[str]) -> None:
@@ -37,11 +37,11 @@ class Measuring:
         self._steps = 0
 
     def start(self) -> None:
-        """The first step begins."""
+        """Start the clock of the first step."""
         self._since = time.monotonic()
 
     def add_loss(self, loss: Tensor, stats: Stats, rows: int) -> None:
-        """One micro-batch of so many rows; its loss is scaled so that those of an optimizer step add up."""
+        """Add a micro-batch of ``rows`` rows. Its loss is scaled so that the losses of an optimizer step add up."""
         loss = loss.detach().float()
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
         moments = stats.groups["loss"].moments
@@ -51,21 +51,21 @@ class Measuring:
         self.add_stats(stats)
 
     def add_stats(self, stats: Stats) -> None:
-        """Diagnostics of a micro-batch. All ranks add the same groups between two logging steps."""
+        """Add the diagnostics of a micro-batch. All ranks add the same groups between two logging steps."""
         self.stats = self.stats.merge(stats)
 
     @property
     def has_noise_floor(self) -> bool:
-        """True if it was measured since the last logging step."""
+        """True if the noise floor was measured since the last logging step."""
         return "noise_floor" in self.stats.groups
 
     def add_sync(self, **values: float) -> None:
-        """One sync of weights; all ranks say the same names."""
+        """Add the numbers of one weight sync. All ranks pass the same names."""
         for name, value in values.items():
             self._add_mean(f"{PREFIX}rollout/{name}", value)
 
     def add_reward_metric(self, name: str, value: float) -> None:
-        """TRL's ``log_metric`` for reward functions: the mean, under the name itself. All ranks call it, or none."""
+        """TRL's ``log_metric`` for reward functions: logs the mean under ``name``. All ranks call it, or none does."""
         self._add_mean(name, value)
 
     def _add_mean(self, name: str, value: float) -> None:
@@ -75,9 +75,9 @@ class Measuring:
         self.means[name].update(value)
 
     def end_step(self) -> Tensor:
-        """(3,) float64: tokens without a finite log-prob, KL summed over tokens, tokens; of one optimizer step.
+        """(3,) float64 of one optimizer step: tokens without a finite log-prob, KL summed over tokens, tokens.
 
-        ``responses`` then are those of this step and rank.
+        Afterwards ``responses`` counts the responses of this step on this rank.
         """
         assert self._step is not None and self._step_loss is not None
         self.loss.to(self._step_loss.device).update(self._step_loss)
@@ -87,7 +87,7 @@ class Measuring:
         return sums
 
     def close(self, objective: Objective, device: torch.device) -> dict[str, float]:
-        """All numbers since the last call, over all ranks; all ranks call it. The next window begins."""
+        """All numbers since the last call, over all ranks. All ranks call it; the next window then begins."""
         values = self.stats.all_reduce(gather_rows).compute()
         named: dict[str, float] = {"loss": float(self.loss.compute()), "step_time": self._seconds()}
         named |= self.completions.compute() if self.completions.update_called else {}
@@ -101,7 +101,7 @@ class Measuring:
         return named
 
     def _seconds(self) -> float:
-        """Mean seconds of an optimizer step."""
+        """Mean seconds per optimizer step since the last logging step."""
         now = time.monotonic()
         seconds, self._since = (now - self._since) / max(self._steps, 1), now
         self._steps = 0

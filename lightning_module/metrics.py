@@ -1,4 +1,4 @@
-"""What is logged of completions, as a torchmetric: rows as the state, merged over micro-batches and ranks."""
+"""Rewards and lengths of completions as a torchmetric. Its state is the rows, merged over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class CompletionMetric(Metric):
     """Rewards and lengths of completions, under TRL's names. Every completion counts once.
 
     Args:
-        names: of the reward functions.
-        num_generations: completions of a group; groups are whole.
+        names: names of the reward functions.
+        num_generations: completions per group; groups are whole.
     """
 
     is_differentiable = False
@@ -33,18 +33,18 @@ class CompletionMetric(Metric):
         """Add a generation batch of whole groups, group after group.
 
         Args:
-            by_function: (B, K) rewards; NaN = none.
-            total: (B,) reward.
-            lengths: (B,) tokens.
-            terminated: (B,) bool: ended by itself.
-            num_generations: completions of a group.
+            by_function: (B, K) reward of each function; NaN = the function gave none.
+            total: (B,) total reward.
+            lengths: (B,) number of tokens.
+            terminated: (B,) bool; True = the completion ended by itself.
+            num_generations: completions per group.
         """
         self.num_generations = num_generations
         columns = [total.unsqueeze(1), lengths.unsqueeze(1), terminated.unsqueeze(1), by_function]
         self.rows.append(torch.cat([column.to(torch.float64) for column in columns], dim=1))
 
     def compute(self) -> dict[str, float]:
-        """Means, spreads and extremes over all ranks; nothing where there was no completion."""
+        """Means, standard deviations and extremes over all ranks; empty if there was no completion."""
         rows = torch.cat(self.rows) if isinstance(self.rows, list) and self.rows else self.rows
         if isinstance(rows, list):
             return {}
@@ -70,6 +70,6 @@ class CompletionMetric(Metric):
 
 
 def _nanstd(values: Tensor) -> Tensor:
-    """Standard deviation (n - 1) of what is there."""
+    """Standard deviation (divided by n - 1) of the values that are not NaN."""
     present = values[~values.isnan()]
     return present.std() if len(present) > 1 else present.new_tensor(torch.nan)

@@ -13,13 +13,13 @@ from torch import nn
 def load_policy(
     model: str | nn.Module, options: Mapping[str, Any] | None, adapter: Any = None, *, checkpointing: bool = False
 ) -> nn.Module:
-    """Load the model, put the adapter on it, switch dropout off.
+    """Load the model, add the adapter and switch dropout off.
 
     Args:
         model: folder or Hub name, or a causal LM.
-        options: of ``from_pretrained``; float32 unless ``dtype`` says otherwise.
+        options: keyword arguments of ``from_pretrained``; the dtype is float32 unless ``dtype`` is given.
         adapter: fields of ``peft.LoraConfig``, or a PEFT configuration, or None.
-        checkpointing: trade time for memory in the backward.
+        checkpointing: whether to use gradient checkpointing, which saves memory and costs time in the backward.
     """
     if isinstance(model, str):
         from transformers import AutoModelForCausalLM
@@ -50,7 +50,7 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def reference_of(policy: nn.Module) -> nn.Module | None:
-    """A frozen copy of the weights now; None where the adapter can be switched off instead."""
+    """A frozen copy of the current weights; None for an adapter, which can be switched off instead."""
     if is_adapted(policy):
         return None
     frozen = copy.deepcopy(policy).eval()
@@ -58,26 +58,26 @@ def reference_of(policy: nn.Module) -> nn.Module | None:
 
 
 def is_adapted(policy: nn.Module) -> bool:
-    """True for a PEFT model."""
+    """True if the policy is a PEFT model, that is, has an adapter."""
     return hasattr(policy, "peft_config")
 
 
 def without_adapter(policy: Any) -> AbstractContextManager[Any]:
-    """Inside, a PEFT model is its base model."""
+    """A context in which a PEFT model computes without its adapter, as its base model."""
     context: AbstractContextManager[Any] = policy.disable_adapter()
     return context
 
 
 def trained_names(policy: nn.Module) -> set[str]:
-    """Names of the parameters that learn."""
+    """Names of the parameters that require a gradient."""
     return {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
 def decoder_layers(policy: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: what is sharded one by one.
+    """The model's repeated blocks, which are sharded one by one.
 
     Raises:
-        ValueError: the model does not name its blocks.
+        ValueError: the model does not name its blocks in ``_no_split_modules``.
     """
     names = set(getattr(policy, "_no_split_modules", None) or ())
     found = [module for module in policy.modules() if type(module).__name__ in names]
@@ -89,7 +89,7 @@ def decoder_layers(policy: nn.Module) -> list[nn.Module]:
 
 
 def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
-    """FSDP2: every block, then the rest, over the data-parallel part of the mesh."""
+    """Shard with FSDP2, over the data-parallel part of the mesh: first every block, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     base: Any = policy.get_base_model() if is_adapted(policy) else policy  # type: ignore[operator]
@@ -100,12 +100,12 @@ def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
 
 
 def whole_weights(wrapped: nn.Module | None) -> AbstractContextManager[Any]:
-    """A context in which the policy can be read by name: gathers what FSDP1 has flattened.
+    """A context in which the policy's weights can be read by name: it gathers those that FSDP1 has flattened.
 
-    FSDP2 and ZeRO-3 parameters are gathered one module at a time where they are read, so nothing is to do for them.
+    FSDP2 and ZeRO-3 parameters are gathered one module at a time when they are read, so they need nothing here.
 
     Args:
-        wrapped: the strategy's model.
+        wrapped: the model as the strategy wraps it.
     """
     if wrapped is None or not is_flattened(wrapped):
         return nullcontext()
@@ -116,7 +116,7 @@ def whole_weights(wrapped: nn.Module | None) -> AbstractContextManager[Any]:
 
 
 def is_flattened(wrapped: nn.Module) -> bool:
-    """True under FSDP1."""
+    """True if FSDP1 wraps a part of the model; it flattens parameters."""
     return any(type(module).__name__ == "FullyShardedDataParallel" for module in wrapped.modules())
 
 

@@ -1,4 +1,4 @@
-"""OffPolicyGRPOModule: GRPO with rollout correction as a LightningModule."""
+"""GRPO with rollout correction, as a LightningModule."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ class OffPolicyGRPOModule(LightningModule):
         objective: fields of the objective to change, or an ``Objective``.
         advantages: estimator, its name or mapping; None = TRL's.
         engine: ``transformers``, ``vllm`` (in this process), ``server``; ``{type: ..., **arguments}``; or an engine.
-        sampling: a ``Sampling`` or its fields; ``max_tokens`` is 128 unless said.
+        sampling: a ``Sampling`` or its fields; the default of ``max_tokens`` is 128.
         adapter: fields of ``peft.LoraConfig`` (or a PEFT configuration); None = all weights learn.
         tokenizer: None = that of ``model``.
-        model_options: keyword arguments of ``from_pretrained``; float32 unless ``dtype`` says otherwise.
-        reward_weights: of each reward function in the total.
-        optimizer: makes it from the parameters; None = AdamW.
-        learning_rate: of AdamW.
-        weight_decay: of AdamW.
-        lr_scheduler: name for ``transformers.get_scheduler``.
-        warmup_steps: of the schedule.
-        gradient_checkpointing: trade time for memory.
+        model_options: keyword arguments of ``from_pretrained``; the dtype is float32 unless ``dtype`` is given.
+        reward_weights: weight of each reward function in the total; None = ones.
+        optimizer: a function that makes the optimizer from the parameters; None = AdamW.
+        learning_rate: AdamW's learning rate.
+        weight_decay: AdamW's weight decay.
+        lr_scheduler: a schedule's name in ``transformers.get_scheduler``.
+        warmup_steps: optimizer steps in which the schedule warms up.
+        gradient_checkpointing: whether to save memory by computing activations again in the backward.
         correct_threshold: a reward of at least this is a correct answer, for ``eval_pass@1``; None = not reported.
-        control: who watches the run, as in the TRL trainer (``docs/control.md``).
-        noise_floor_steps: score one micro-batch twice every so many optimizer steps; 0 = never.
-        sync_check: prove every sync of weights on a probe.
+        control: how the run is watched, as in the TRL trainer (``docs/control.md``).
+        noise_floor_steps: once in this many optimizer steps one micro-batch is scored twice; 0 = never.
+        sync_check: whether to prove every weight sync on a probe.
 
     Raises:
-        ValueError: settings that contradict each other; the message names the field.
+        ValueError: settings contradict each other; the message names the field.
     """
 
     policy: Any
@@ -120,7 +120,7 @@ class OffPolicyGRPOModule(LightningModule):
 
     @property
     def objective(self) -> Objective:
-        """The loss. Assigning another one changes it from the next micro-batch on; that is how a controller reacts."""
+        """The loss. Controllers assign another one, which is used from the next micro-batch on."""
         return self._objective
 
     @objective.setter
@@ -132,7 +132,7 @@ class OffPolicyGRPOModule(LightningModule):
     # ---------------------------------------------------------------------------------------------------------- setup
 
     def configure_model(self) -> None:
-        """Load the policy; under ``ModelParallelStrategy`` shard it."""
+        """Load the policy and, under ``ModelParallelStrategy``, shard it."""
         if self.policy is not None:
             return
         given = self.settings
@@ -145,21 +145,21 @@ class OffPolicyGRPOModule(LightningModule):
             models.shard(self.policy, self.device_mesh)
 
     def configure_optimizers(self) -> Any:
-        """AdamW, or what ``optimizer`` makes, and a schedule by optimizer steps."""
+        """AdamW, or what ``optimizer`` makes, with a schedule that counts optimizer steps."""
         trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         return optimizer_and_schedule(trained, self.settings, total_steps=self.trainer.estimated_stepping_batches)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Write the run folder, unless there is a callback for it already, or no logger."""
+        """Add a :class:`RunFolder`, unless the trainer has one or has no logger."""
         known = any(isinstance(callback, RunFolder) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if known or not self.trainer.loggers else [RunFolder()]
 
     def on_fit_start(self) -> None:
-        """Start the engine."""
+        """Build the engine, unless an earlier run of this module built it."""
         self.generation.start()
 
     def on_train_start(self) -> None:
-        """After a resume: go on with the rollouts in use and the random numbers of the checkpoint."""
+        """After a resume, restore the rollouts in use and the random state of the checkpoint."""
         self.control.start(self, {} if self._restored is None else self._restored.get("control", {}))
         if self._restored is not None:
             self.generation.load_state_dict(self._restored)
@@ -167,28 +167,28 @@ class OffPolicyGRPOModule(LightningModule):
         self.measuring.start()
 
     def on_validation_start(self) -> None:
-        """``trainer.validate`` alone needs an engine too."""
+        """Build the engine for ``trainer.validate``, which runs without ``fit``."""
         self.generation.start()
 
     def teardown(self, stage: str) -> None:
-        """Free the engine."""
+        """Free the engine, if the module built it."""
         self.generation.close()
 
     # ------------------------------------------------------------------------------------------------------- training
 
     def training_step(self, batch: MicroStep, batch_idx: int) -> dict[str, Any]:
-        """Sample if this generation batch is new, then the loss of one micro-batch of it."""
+        """Sample if the generation batch is new, then compute the loss of one of its micro-batches."""
         inputs = self.generation.micro_batch(batch)
         scores = self.score(inputs)
         policy = policy_batch(inputs, scores.logps, version=self.trainer.global_step, entropies=scores.entropies)
         result = self.stages.late(policy, self._reduction(batch, inputs, batch_idx))
         if result.average is not None:
-            inputs["past_average"] = result.average  # comes back with its rows on the next pass
+            inputs["past_average"] = result.average  # the next pass over these rows reads it
         stats = result.stats.union(self.scorer.support_stats(scores, policy.mask))
         self.measuring.add_loss(result.loss, stats, len(policy.mask))
         self._measure_noise_floor(inputs, policy)
         record = recorded_rows(inputs, policy, result) if batch.iteration == 0 else None
-        # Lightning divides by accumulate_grad_batches, which the reduction has seen to already
+        # Lightning divides the loss by accumulate_grad_batches; the reduction has done that already
         return {
             "loss": result.loss * self.trainer.accumulate_grad_batches,
             "rollouts": record,
@@ -196,11 +196,11 @@ class OffPolicyGRPOModule(LightningModule):
         }
 
     def score(self, inputs: dict[str, Any], *, batch_size: int | None = None) -> Scores:
-        """Log-probs of the completions under the policy now."""
+        """Log-probs of the completions under the current policy."""
         return self.scorer(self.policy, inputs, batch_size=batch_size)
 
     def _reduction(self, batch: MicroStep, inputs: dict[str, Any], batch_idx: int) -> Reduction:
-        """TRL's denominators, over the micro-batches that this optimizer step really has."""
+        """TRL's denominators, counted over the micro-batches that this optimizer step has."""
         size = window_size(self.trainer, batch_idx)
         return loss_reduction(
             inputs,
@@ -212,16 +212,16 @@ class OffPolicyGRPOModule(LightningModule):
         )
 
     def _measure_noise_floor(self, inputs: dict[str, Any], policy: PolicyBatch) -> None:
-        """Once in ``noise_floor_steps`` optimizer steps."""
+        """Score a micro-batch a second time, once in ``noise_floor_steps`` optimizer steps."""
         every = self.settings["noise_floor_steps"]
         if not every or self.trainer.global_step % every or self.measuring.has_noise_floor:
             return
         stats = measured_noise_floor(lambda rows, size: self.score(rows, batch_size=size).logps, inputs, policy)
-        assert stats is not None  # None is for images
+        assert stats is not None  # it is None only with images
         self.measuring.add_stats(stats)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once per optimizer step, the only wait for the device: stop on NaN, move an adaptive KL, log."""
+        """Stop on NaN, move an adaptive KL, and log. This is the only wait for the device per optimizer step."""
         sums = self.measuring.end_step()
         if float(sums[0]) > 0:
             raise ValueError(NONFINITE_CURRENT)
@@ -232,7 +232,7 @@ class OffPolicyGRPOModule(LightningModule):
             self._log_step(optimizer)
 
     def _move_kl(self, sums: Tensor) -> None:
-        """The coefficient of an adaptive KL follows what the step measured on all ranks."""
+        """Move the coefficient of an adaptive KL by the KL that this step measured on all ranks."""
         kl = self.objective.kl
         if kl is None or not kl.state_dict():
             return
@@ -248,14 +248,14 @@ class OffPolicyGRPOModule(LightningModule):
             "grad_norm": gradient_norm(self.policy, flattened=models.is_flattened(wrapped)),
             "learning_rate": self.control.learning_rate(optimizer),
         }
-        if "reward" in logs:  # as TRL: only where completions were made
+        if "reward" in logs:  # as TRL does: only if completions were sampled
             logs["num_tokens"] = float(self.generation.num_tokens)
         logs |= self.control.observe(self, logs)
         self.step_logs = logs
         self.log_dict(logs, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After an optimizer step: end the run, if the control says so."""
+        """After an optimizer step, end the run if the control session decided that."""
         self.control.end_step(self.trainer)
 
     # ----------------------------------------------------------------------------------------------------- validation
@@ -268,19 +268,19 @@ class OffPolicyGRPOModule(LightningModule):
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add counters, controllers, rollouts in use and random states; with an adapter keep only what is trained."""
+        """Add counters, controllers, rollouts in use and random states. With an adapter, drop the frozen weights."""
         checkpoint[_STATE] = {**self.generation.state_dict(), "control": self.control.state_dict()}
-        alone = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)  # others save their own way
+        alone = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)  # others save in another format
         if self.settings["adapter"] is not None and alone:
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}
             weights = checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: value for name, value in weights.items() if name in trained}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them back.
+        """Restore what :meth:`on_save_checkpoint` added.
 
         Raises:
-            ValueError: the checkpoint lacks weights of the adapter.
+            ValueError: the checkpoint lacks trained weights of the adapter.
         """
         self._restored = checkpoint.get(_STATE)
         if self.settings["adapter"] is not None and "state_dict" in checkpoint:

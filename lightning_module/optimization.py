@@ -1,4 +1,4 @@
-"""Optimizer, schedule and what belongs to an optimizer step."""
+"""The optimizer, its schedule, the micro-batches of an optimizer step, and the norm of its gradient."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trl_offpolicy.functional.collective import sum_ranks
 
 
 def optimizer_and_schedule(parameters: list[nn.Parameter], settings: Mapping[str, Any], *, total_steps: float) -> Any:
-    """What ``configure_optimizers`` returns.
+    """The optimizer and schedule, in the form that ``configure_optimizers`` returns.
 
     Args:
-        parameters: those that learn.
+        parameters: the parameters to train.
         settings: ``optimizer``, ``learning_rate``, ``weight_decay``, ``lr_scheduler``, ``warmup_steps``.
-        total_steps: optimizer steps of the run; infinite for one without an end, which some schedules cannot have.
+        total_steps: optimizer steps of the run; infinite if it has no end, which some schedules do not allow.
     """
     from transformers import get_scheduler
 
@@ -39,7 +39,7 @@ def optimizer_and_schedule(parameters: list[nn.Parameter], settings: Mapping[str
 
 
 def window_size(trainer: Any, batch_idx: int) -> int:
-    """Micro-batches of the optimizer step that ``batch_idx`` belongs to; the last one of an epoch may have fewer."""
+    """Micro-batches in the optimizer step of ``batch_idx``. The last optimizer step of an epoch may have fewer."""
     size: int = trainer.accumulate_grad_batches
     batches = trainer.num_training_batches
     left = size if math.isinf(batches) else batches - batch_idx // size * size
@@ -47,15 +47,15 @@ def window_size(trainer: Any, batch_idx: int) -> int:
 
 
 def gradient_norm(policy: nn.Module, *, flattened: bool = False) -> float:
-    """Norm of all gradients before clipping, over all shards.
+    """L2 norm of all gradients before clipping, over all shards. All ranks call it.
 
     Args:
-        policy: its parameters have gradients; DTensors are whole here.
-        flattened: FSDP1: every rank holds a plain part. All ranks call it.
+        policy: the model whose parameters have gradients. The norm of a DTensor is that of the whole tensor.
+        flattened: True with FSDP1, where every rank holds a plain part of each gradient.
     """
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
     if not gradients:
-        return math.nan  # ZeRO-3 keeps them to itself
+        return math.nan  # ZeRO-3 does not expose its gradients
     norm: Any = torch.nn.utils.get_total_norm(gradients)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return float(sum_ranks(norm.square()).sqrt() if flattened else norm)

@@ -1,4 +1,4 @@
-"""Between text and tokens."""
+"""Turns prompts into token ids, and completions back into text or messages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class Prompts:
-    """A tokenizer, and what ends a completion.
+    """A tokenizer with the ids that end a completion.
 
     Args:
-        tokenizer: of ``transformers``.
+        tokenizer: a ``transformers`` tokenizer.
         ends: token ids that end a completion.
 
     Raises:
-        ValueError: the tokenizer names neither a padding nor an end token.
+        ValueError: the tokenizer has neither a padding nor an end token.
     """
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ class Prompts:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, policy: Any) -> Prompts:
-        """The tokenizer given, or that of ``model`` (a name, or a model that remembers one)."""
+        """Use ``tokenizer`` or, if it is None, that of ``model`` (a name, or a model that knows its name)."""
         if tokenizer is None or isinstance(tokenizer, str):
             from transformers import AutoTokenizer
 
@@ -38,7 +38,7 @@ class Prompts:
         return cls(tokenizer, [*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of texts, or of messages through the chat template."""
+        """Token ids of prompts. A text is tokenized as it is, messages go through the chat template."""
         if isinstance(prompts[0], str):
             texts: list[list[int]] = self.tokenizer(text=list(prompts))["input_ids"]
             return texts
@@ -49,7 +49,7 @@ class Prompts:
         return ids
 
     def decode(self, completion_ids: Sequence[Sequence[int]], rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Completions as reward functions take them: texts, or a list of one message where the prompt is messages."""
+        """Completions as reward functions take them: a text, or a list of one message if the prompt is messages."""
         texts = self.tokenizer.batch_decode([list(ids) for ids in completion_ids], skip_special_tokens=True)
         pairs = zip(texts, rows, strict=True)
         return [

@@ -1,4 +1,4 @@
-"""Reward functions with TRL's signature."""
+"""Calls reward functions that have TRL's signature."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Rewards:
     """Calls every reward function on a batch.
 
     Args:
-        functions: ``f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]``, async ones too, or
-            their import paths ``package.module:name``; one or several.
-        weights: of each in the total; None = ones.
+        functions: one or several functions ``f(prompts=, completions=, completion_ids=, **columns) -> list[float |
+            None]``, plain or async, or their import paths ``package.module:name``.
+        weights: weight of each function in the total; None = ones.
 
     Raises:
-        ValueError: no function, or another number of weights.
+        ValueError: there is no function, or the number of weights differs from that of functions.
 
     Example:
         >>> Rewards(lambda completions, **_: [float(len(text)) for text in completions])(
@@ -57,13 +57,13 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         **context: Any,
     ) -> Tensor:
-        """(B, K) float32; NaN where a function has none.
+        """(B, K) float32 rewards; NaN where a function returned None.
 
         Args:
-            rows: of the data set, one a completion.
-            completions: texts, or lists of one message where the prompts are messages.
-            completion_ids: tokens.
-            **context: passed on besides the columns (``trainer_state``, ``log_metric``).
+            rows: rows of the data set, one per completion.
+            completions: texts, or lists of one message if the prompts are messages.
+            completion_ids: token ids of each completion.
+            **context: further keyword arguments of the functions (``trainer_state``, ``log_metric``).
         """
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _NOT_PASSED}
         arguments = {

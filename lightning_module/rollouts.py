@@ -1,4 +1,4 @@
-"""From an engine's rollouts to padded tensors, and from a generation batch to micro-batches."""
+"""Pads an engine's rollouts into tensors, and splits a generation batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trl_offpolicy.types import Average
 
 
 def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, Tensor]:
-    """Prompts padded on the left, completions on the right, under the names that TRL's batches have.
+    """Tensors with prompts padded on the left and completions on the right, under the names of TRL's batches.
 
-    ``sampling_per_token_logps`` is there only if the engine has log-probs of its own.
+    ``sampling_per_token_logps`` is present only if the engine reports log-probs.
     """
     prompts, completions = rollouts.prompt_ids, rollouts.completion_ids
     tensors = {
@@ -40,8 +40,8 @@ class RolloutBuffer:
     """The rollouts of one generation batch, shuffled and split as TRL does it.
 
     Args:
-        generation: which one.
-        micro_batches: a dict of tensors each; a loss step may leave something for the next pass over it.
+        generation: (epoch, number within it) of the generation batch.
+        micro_batches: one dict of tensors per micro-batch. A loss step may add entries for the next pass over it.
     """
 
     def __init__(self, generation: tuple[int, int], micro_batches: list[dict[str, Any]]) -> None:
@@ -50,9 +50,9 @@ class RolloutBuffer:
 
     @classmethod
     def split(cls, generation: tuple[int, int], rows: Mapping[str, Tensor], plan: BatchPlan) -> RolloutBuffer:
-        """Rows in an order drawn for this generation; 0-d tensors go to every micro-batch.
+        """Split the rows, in an order that is drawn for this generation. 0-d tensors go to every micro-batch.
 
-        Nothing is drawn where there is one micro-batch.
+        With a single micro-batch no order is drawn.
         """
         order = torch.arange(plan.completions)
         if plan.steps_per_generation > 1:
@@ -64,12 +64,12 @@ class RolloutBuffer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only."""
+        """The buffer as tensors and plain values, for a checkpoint."""
         return {"generation": list(self.generation), "micro_batches": [_stored(part) for part in self.micro_batches]}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], device: torch.device) -> RolloutBuffer:
-        """The buffer of :meth:`state_dict`."""
+        """The buffer whose :meth:`state_dict` is ``state``, with its tensors on ``device``."""
         first, second = state["generation"]
         return cls((first, second), [_restored(part, device) for part in state["micro_batches"]])
 

@@ -1,4 +1,4 @@
-"""From what a user writes (names, mappings, objects) to an objective, and back to plain values for a checkpoint."""
+"""Turns what a user writes (names, mappings, objects) into an objective, and back into plain values."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from trl_offpolicy.presets.preset import Preset, make_preset
 
 
 def resolve(correction: Any, objective: Any = None, advantages: Any = None, *, default: str = "measure") -> Preset:
-    """The objective, with its correction, and what makes the advantages.
+    """The preset that the settings describe: an objective with its correction, and an advantage estimator.
 
     Args:
         correction: a preset's name; a :class:`~trl_offpolicy.Correction`, an :class:`~trl_offpolicy.Objective` or a
-            :class:`Preset`; a mapping of a correction's fields (``{weight: {type: truncate, ...}, keep: [...]}``), or
-            one with the keys of the TRL side's ``offpolicy`` (preset or framework, options, correction, objective,
-            advantages); None = ``default``.
+            :class:`Preset`; a mapping of a correction's fields (``{weight: {type: truncate, ...}, keep: [...]}``); or
+            a mapping with the keys of ``offpolicy`` in the TRL trainer's configuration (preset or framework, options,
+            correction, objective, advantages); None = ``default``.
         objective: an :class:`~trl_offpolicy.Objective`, or a mapping of the fields to change.
-        advantages: an estimator, its name or mapping; None = the preset's, else TRL's (``grpo``).
-        default: preset where ``correction`` is None.
+        advantages: an estimator, its name or mapping; None = that of the preset, else TRL's (``grpo``).
+        default: name of the preset to use if ``correction`` is None.
 
     Raises:
-        ValueError: an unknown name or field, or a quantity set twice.
+        ValueError: a name or field is unknown, or a quantity is set twice.
 
     Example:
         >>> resolve("paper/tis", {"aggregation": "seq_mean_token_mean"}).objective.aggregation
@@ -58,7 +58,7 @@ def resolve(correction: Any, objective: Any = None, advantages: Any = None, *, d
 
 
 def _chosen(correction: Any, default: str) -> tuple[Preset, Any, Any]:
-    """The preset, and what the mapping says about objective and advantages."""
+    """The preset, and the entries ``objective`` and ``advantages`` of the mapping (None if there are none)."""
     said = default if correction is None else correction
     if isinstance(said, Mapping) and said and not set(said) & set(presets.MAPPING_KEYS):
         made = parse_correction(said, where="correction")
@@ -79,7 +79,7 @@ def _with_objective(chosen: Preset, objective: Objective, *, said: bool) -> Pres
 
 
 def plain_correction(correction: Any) -> Any:
-    """Plain values from which :func:`resolve` makes the same again.
+    """Plain values from which :func:`resolve` makes the same correction again.
 
     Example:
         >>> import trl_offpolicy as op
@@ -92,8 +92,8 @@ def plain_correction(correction: Any) -> Any:
 def hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """A module's arguments as plain values, for its checkpoint and the loggers.
 
-    Objects that have no plain form (a loaded model, an engine, a local function) are left out and must be given again
-    when a checkpoint is loaded.
+    Objects that have no plain form (a loaded model, an engine, a local function) are left out. They must be given
+    again when a checkpoint is loaded.
     """
     values = {name: plain(value) for name, value in given.items()}
     values["correction"] = plain_correction(given.get("correction"))

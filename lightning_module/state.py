@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides weights and optimizer: counters, controllers, rollouts in use, random states."""
+"""Random states and rollouts in use, which a checkpoint holds besides weights and optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_offpolicy.functional.collective import gather_objects
 
 
 def random_state() -> dict[str, Any]:
-    """Of this process: Python, torch and, where used, CUDA."""
+    """The random state of this process: Python's, torch's and, if it is used, CUDA's."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -21,7 +21,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on drawing where :func:`random_state` was asked."""
+    """Set the random state that :func:`random_state` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"].cpu())
@@ -30,5 +30,5 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def of_all_ranks(buffer: RolloutBuffer | None) -> list[dict[str, Any]]:
-    """Rollouts and random state of every rank, in rank order. Called by all ranks."""
+    """Rollouts and random state of every rank, in rank order. All ranks call it."""
     return gather_objects({"random": random_state(), "rollouts": None if buffer is None else buffer.state_dict()})

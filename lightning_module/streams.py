@@ -1,9 +1,10 @@
-"""Prompts in the order of a GRPO run.
+"""Loads prompts in the order of a GRPO run.
 
-One batch of the loader is one micro-step. It carries the prompts of its whole generation batch on this rank and its
-position there, so that nothing has to be remembered between batches: the module samples when it meets a generation it
-has no rollouts of, and trains on the slot that the position names. What cuts a run short (``limit_train_batches``,
-``overfit_batches``, ``fast_dev_run``, a resume in mid-epoch) then only changes which positions are seen.
+One batch of the loader is one micro-step. It carries the prompts of its whole generation batch on this rank, and its
+position within that batch, so that nothing must be remembered between batches. The module samples when it meets a
+generation that it has no rollouts of, and trains on the slot that the position names. Options that cut a run short
+(``limit_train_batches``, ``overfit_batches``, ``fast_dev_run``, a resume in mid-epoch) only change which positions
+are seen.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How completions become optimizer steps; counts are those of one rank.
+    """How completions become optimizer steps. All counts are those of one rank.
 
     Args:
-        micro_batch_size: completions of one ``training_step``.
-        num_generations: completions of one prompt.
-        steps_per_generation: micro-batches of one generation batch.
+        micro_batch_size: completions per ``training_step``.
+        num_generations: completions per prompt.
+        steps_per_generation: micro-batches per generation batch.
         num_iterations: passes over a generation batch.
 
     Raises:
-        ValueError: a count is not positive, or groups would be torn between generation batches.
+        ValueError: a count is not positive, or a group would be split between generation batches.
 
     Example:
         >>> BatchPlan(micro_batch_size=4, num_generations=8, steps_per_generation=4).prompts
@@ -53,28 +54,28 @@ class BatchPlan:
 
     @property
     def completions(self) -> int:
-        """Completions of a generation batch."""
+        """Completions per generation batch: micro_batch_size * steps_per_generation."""
         return self.micro_batch_size * self.steps_per_generation
 
     @property
     def prompts(self) -> int:
-        """Prompts of a generation batch."""
+        """Prompts per generation batch: completions / num_generations."""
         return self.completions // self.num_generations
 
     @property
     def window(self) -> int:
-        """Micro-steps that one generation batch feeds."""
+        """Micro-steps per generation batch: steps_per_generation * num_iterations."""
         return self.steps_per_generation * self.num_iterations
 
 
 class MicroStep:
-    """One batch of the training loader; a plain object, so that Lightning hands it over as it is.
+    """One batch of the training loader. It is a plain object, so that Lightning passes it on unchanged.
 
     Args:
-        generation: (epoch, number in it): which generation batch this is.
+        generation: (epoch, number within it) of the generation batch.
         position: 0 to ``plan.window`` - 1.
-        prompts: rows of the data set, all of this rank's generation batch.
-        plan: sizes.
+        prompts: rows of the data set: all prompts of this rank's generation batch.
+        plan: sizes of the generation batch.
     """
 
     def __init__(self, generation: tuple[int, int], position: int, prompts: list[Row], plan: BatchPlan) -> None:
@@ -82,12 +83,12 @@ class MicroStep:
 
     @property
     def slot(self) -> int:
-        """Which micro-batch of the generation batch."""
+        """Number of the micro-batch within the generation batch: position % steps_per_generation."""
         return self.position % self.plan.steps_per_generation
 
     @property
     def iteration(self) -> int:
-        """Which pass over it."""
+        """Number of the pass over the generation batch: position // steps_per_generation."""
         return self.position // self.plan.steps_per_generation
 
 
@@ -96,8 +97,8 @@ class HeldOut:
 
     Args:
         prompts: rows of the data set; every rank has the same number.
-        counted: how many of them count (the others fill the last batch).
-        num_generations: completions of each.
+        counted: how many of them count; the others only fill the last batch.
+        num_generations: completions per prompt.
     """
 
     def __init__(self, prompts: list[Row], counted: int, num_generations: int) -> None:
@@ -105,16 +106,16 @@ class HeldOut:
 
 
 class PromptStream:
-    """The training loader: micro-steps of this rank, whole groups, resumable in mid-epoch.
+    """The training loader: micro-steps of this rank, in whole groups. It can resume in mid-epoch.
 
     Args:
         rows: the data set.
-        plan: sizes.
-        rank: this process.
-        world_size: processes.
-        shuffle: draw a new order each epoch.
-        seed: of the order.
-        epoch_length: batches that the trainer takes of an epoch, asked when the state is saved; None = all.
+        plan: sizes of a generation batch.
+        rank: number of this process.
+        world_size: number of processes.
+        shuffle: whether to draw a new order each epoch.
+        seed: seed of the order.
+        epoch_length: returns how many batches the trainer takes per epoch; called when the state is saved. None = all.
 
     Raises:
         ValueError: the data set is empty.
@@ -146,7 +147,7 @@ class PromptStream:
 
     @property
     def generations(self) -> int:
-        """Generation batches of an epoch; a last one that is not full is left out, but there is always one."""
+        """Generation batches per epoch, at least one. A last one that would not be full is left out."""
         return max(len(self.rows) // (self.plan.prompts * self.world_size), 1)
 
     def __len__(self) -> int:
@@ -174,27 +175,27 @@ class PromptStream:
         return [self.rows[order[i % len(order)]] for i in range(first, first + self.plan.prompts)]
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch is; at the end of an epoch, the start of the next one."""
+        """Epoch and position of the next batch; at the end of an epoch, the start of the next one."""
         length = len(self) if self._epoch_length is None else min(self._epoch_length(), len(self))
         if self._position >= length:
             return {"epoch": self._epoch + 1, "position": 0}
         return {"epoch": max(self._epoch, 0), "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there."""
+        """Continue at the epoch and position of :meth:`state_dict`."""
         self._epoch, self._position = state["epoch"], state["position"]
         self._resumed = True
 
 
 class HeldOutStream:
-    """The validation loader of this rank; all ranks have as many batches, filled with rows that do not count.
+    """The validation loader of this rank. All ranks have the same number of batches; filler rows do not count.
 
     Args:
         rows: the data set.
-        batch_size: prompts of a batch.
-        num_generations: completions of each.
-        rank: this process.
-        world_size: processes.
+        batch_size: prompts per batch.
+        num_generations: completions per prompt.
+        rank: number of this process.
+        world_size: number of processes.
     """
 
     def __init__(

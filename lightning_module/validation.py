@@ -1,4 +1,4 @@
-"""Held-out prompts: reward, pass@1 and length, as torchmetrics over all ranks."""
+"""Measures reward, pass@1 and length on held-out prompts, with torchmetrics over all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_module.streams import HeldOut
 
 
 class Validation:
-    """Samples a batch of held-out prompts with the weights of now.
+    """Samples batches of held-out prompts at the current weights.
 
     Args:
-        module: whose rewards and threshold are used.
-        generation: its rollouts.
+        module: the module whose reward functions and threshold are used.
+        generation: the object that samples for it.
     """
 
     def __init__(self, module: Host, generation: Generation) -> None:
@@ -23,14 +23,14 @@ class Validation:
         names = ["reward", "completions/mean_length", *(f"rewards/{name}/mean" for name in module.rewards.names)]
         if module.settings["correct_threshold"] is not None:
             names.append("pass@1")
-        # submodules of the LightningModule: Lightning then synchronises and resets them
+        # They are submodules of the LightningModule, so Lightning synchronises and resets them.
         for name in names:
             module.add_module(_attribute(name), MeanMetric())
         self.names = names
 
     @torch.no_grad()
     def observe(self, batch: HeldOut) -> dict[str, Metric]:
-        """The metrics after this batch, by the name to log them under. All ranks call it."""
+        """Sample a batch; the updated metrics by the name to log them under. All ranks call it."""
         module, count = self._module, batch.counted * batch.num_generations
         sampled = self._generation.sample(batch.prompts, batch.num_generations)
         total = sampled.total[:count]

@@ -1,7 +1,7 @@
 """Command line ``trl-offpolicy``.
 
-A subcommand is one function: it takes its parser, adds its arguments and returns what to run. Its docstring
-is its help, and ``COMMANDS`` lists it. Everything heavy is imported inside what it returns.
+A subcommand is one function: it takes its parser, adds its arguments and returns the function to run. Its docstring is
+its help text, and ``COMMANDS`` lists it. Heavy packages are imported inside the returned function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Command = Callable[[argparse.ArgumentParser], Runner]
 BAD_INPUT = 2
 MISSING_PACKAGE = 1
 FOUND = 3
-"""Exit status where ``--fail-on``, ``--max-kl`` or ``--min-pearson`` asked to be told."""
+"""Exit status if a limit of ``--fail-on``, ``--max-kl`` or ``--min-pearson`` is crossed."""
 
 
 def report(parser: argparse.ArgumentParser) -> Runner:
@@ -140,7 +140,7 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--model", required=True, help="folder or Hub name of the model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port (default: 8000)")
-    parser.add_argument("--dtype", default="auto", help="of the engine (default: that of the checkpoint)")
+    parser.add_argument("--dtype", default="auto", help="data type of the engine (default: that of the checkpoint)")
     parser.add_argument("--lora-rank", type=int, default=0, help="hot-load adapters up to this rank (default: none)")
     parser.add_argument("--lora-modules", nargs="+", metavar="NAME", help="modules that adapters may touch")
     parser.add_argument("--max-model-len", type=int, help="longest prompt + completion (default: the model's)")
@@ -172,24 +172,24 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--model", required=True, help="folder or Hub name, for both sides")
     parser.add_argument("--adapter", metavar="DIR", help="LoRA adapter, for both sides")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help=".txt (one a line) or .jsonl (default: built in)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=".txt (one per line), .jsonl (default: built in)")
     parser.add_argument("--engine", default="vllm", help="vllm, hf, or the URL of a server (default: vllm)")
     parser.add_argument("--engine-dtype", choices=dtypes, default="float32", help="default: float32")
     parser.add_argument("--trainer-dtype", choices=dtypes, default="float32", help="default: float32")
-    parser.add_argument("--quantization", metavar="NAME", help="vLLM's option of that name")
+    parser.add_argument("--quantization", metavar="NAME", help="vLLM's quantization method")
     parser.add_argument(
         "--weight-rounding", metavar="TYPE", help="round the engine's weights: int8, int4, fp8, bf16, ..."
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the engine (default: 1)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the engine (default: 1, off)")
-    parser.add_argument("--top-k", type=int, default=0, help="of the engine (default: 0, off)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="of the engine (default: 0, off)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="top-p of the engine (default: 1, off)")
+    parser.add_argument("--top-k", type=int, default=0, help="top-k of the engine (default: 0, off)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="min-p of the engine (default: 0, off)")
     parser.add_argument(
         "--mirror", action="store_true", help="the trainer scores at the same temperature and truncation"
     )
-    parser.add_argument("--samples", type=int, default=4, help="completions a prompt (default: 4)")
+    parser.add_argument("--samples", type=int, default=4, help="completions per prompt (default: 4)")
     parser.add_argument("--max-tokens", type=int, default=32, help="longest completion (default: 32)")
-    parser.add_argument("--seed", type=int, default=0, help="of the engine (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the engine (default: 0)")
     parser.add_argument("--no-hypotheses", action="store_true", help="do not test causes with the model (faster)")
     parser.add_argument("--output", type=Path, default=Path("probe"), metavar="DIR", help="default: probe")
     parser.add_argument("--max-kl", type=float, metavar="NATS", help=f"exit with {FOUND} if KL k3 is above")
@@ -244,7 +244,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def _thresholds(pairs: Sequence[str]) -> Thresholds:
-    """The defaults with ``NAME=VALUE`` replaced."""
+    """The default thresholds, with those replaced that a ``NAME=VALUE`` pair sets."""
     from trl_offpolicy.diagnosis.thresholds import thresholds_from
 
     values = {}
@@ -285,7 +285,7 @@ def _probe_options(args: argparse.Namespace) -> ProbeOptions:
 
 
 def _broken_limits(result: ProbeResult, *, max_kl: float | None, min_pearson: float | None) -> list[str]:
-    """In words; empty where the mismatch is within both limits. None = no limit."""
+    """The limits that the mismatch crosses, in words; empty if there is none. A limit of None is never crossed."""
     kl, pearson = result.metrics["mismatch/kl_k3"], result.metrics["mismatch/prob_pearson"]
     found = []
     if max_kl is not None and not kl <= max_kl:
@@ -296,7 +296,7 @@ def _broken_limits(result: ProbeResult, *, max_kl: float | None, min_pearson: fl
 
 
 def _quiet_loaders() -> None:
-    """Engines and loaders talk a lot; warnings and errors still show."""
+    """Silence the progress output of engines and loaders; warnings and errors still show."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -365,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes them from the command line.
 
     Returns:
-        0; 2 where the input is bad (one line on standard error says what); 1 where a package is missing.
+        0 on success, 2 for bad input (one line on standard error says why), 1 if a package is missing.
     """
     args = build_parser().parse_args(argv)
     runner: Runner = args.run

@@ -1,4 +1,4 @@
-"""Watching a run while it trains and acting on what is seen: thresholds to actions, without any trainer.
+"""Watches a run while it trains and acts on what it sees: from thresholds to actions, without any trainer.
 
 ``trl_offpolicy.trl.control`` applies it in TRL, ``lightning_module.control`` in Lightning.
 """

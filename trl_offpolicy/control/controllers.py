@@ -1,7 +1,7 @@
 """Controllers: frozen rules that read the log of a run and change one setting each.
 
 ``step(state, log, step)`` returns the next state and the action, if any. A state is a frozen dataclass of numbers, so
-that it goes into a checkpoint as it is. Nothing here knows a trainer.
+that a checkpoint can hold it unchanged. Nothing here depends on a trainer.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ LEARNING_RATE_SCALE = "learning_rate_scale"
 
 @runtime_checkable
 class Controller(Protocol):
-    """The contract; ``setting`` is what its actions change."""
+    """The interface of a controller; ``setting`` is what its actions change."""
 
     name: ClassVar[str]
     setting: ClassVar[str]
 
     def start(self) -> Any:
-        """The state of a new run."""
+        """The controller's state at the start of a run."""
 
     def step(self, state: Any, log: MetricsLog, step: int) -> tuple[Any, Action | None]:
-        """After a logging step, whose row is the last of ``log``."""
+        """The next state and an action or None, after a logging step whose row is the last of ``log``."""
 
 
 @dataclass(frozen=True)
 class LengthState:
-    """``scale`` of the learning rate now, and the step of the last change (-1: none)."""
+    """The current ``scale`` of the learning rate, and the step of the last change (-1 = none)."""
 
     scale: float = 1.0
     changed: int = -1
@@ -44,22 +44,23 @@ class LengthState:
 class LengthGuard:
     """Lower the learning rate when responses grow suddenly; raise it again once their length is level.
 
-    length now / length ``window`` steps ago > ``surge``: scale x ``factor``. At most ``level`` times that length:
-    scale / ``factor``, up to 1. ``window`` steps lie between two changes, so that each one is judged by what came
-    after the one before.
+    Let growth be the mean response length now over that of ``window`` steps ago. If growth is above ``surge``, the
+    scale is multiplied by ``factor``. If it is at most ``level``, the scale is divided by ``factor``, up to 1. At least
+    ``window`` steps lie between two changes, so that each change is judged by steps after the previous one.
 
     Args:
-        surge: growth that triggers; ``length_surge`` of the diagnosis by default.
-        window: optimizer steps that it is measured over; ``length_window`` of the diagnosis by default.
-        factor: of the learning rate.
+        surge: growth that lowers the learning rate; default: ``length_surge`` of the diagnosis.
+        window: optimizer steps over which growth is measured; default: ``length_window`` of the diagnosis.
+        factor: factor by which the learning rate is lowered.
         level: growth up to which the length counts as level again.
         smallest: the scale never goes below it.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
 
     Reference: Zhang, Li et al. 2026 (arXiv 2602.01826): a surge of the response length announces instability, and
-    decaying the learning rate then prevents it; 1.2, 100 and 0.5 are Liu 2026, cause F. Taking it back is this kit's.
+    decaying the learning rate then prevents it. The defaults 1.2, 100 and 0.5 are from Liu 2026, cause F. Raising the
+    learning rate again is this kit's addition.
     """
 
     surge: float = limit("length_surge")
@@ -82,7 +83,7 @@ class LengthGuard:
             raise ValueError(f"smallest must be at most factor ({self.factor}), but got {self.smallest}.")
 
     def start(self) -> LengthState:
-        """Nothing changed."""
+        """The whole learning rate (scale 1), and no change so far."""
         return LengthState()
 
     def step(self, state: LengthState, log: MetricsLog, step: int) -> tuple[LengthState, Action | None]:
@@ -90,7 +91,7 @@ class LengthGuard:
         now, before = length_now_and_before(log, step, self.window)
         if now is None or before is None:
             return state, None
-        # the length of before a change says nothing about what the change did
+        # a length from before the last change does not show the effect of that change
         if state.changed >= 0 and step - state.changed < self.window:
             return state, None
         growth = now / before
@@ -102,14 +103,14 @@ class LengthGuard:
             why = f"the length is level again ({before:.1f} and {now:.1f} tokens, {self.window} steps apart)"
         else:
             return state, None
-        if scale == state.scale:  # at one of its ends
+        if scale == state.scale:  # the scale is at its limit already
             return state, None
         action = Action(step, self.name, self.setting, state.scale, scale, why)
         return LengthState(scale, step), action
 
 
 def length_now_and_before(log: MetricsLog, step: int, window: int) -> tuple[float | None, float | None]:
-    """The mean response length at ``step`` and the newest one at least ``window`` steps earlier; None where unknown."""
+    """Mean response length at ``step``, and the newest one at least ``window`` steps earlier; None = not logged."""
     key = log.first_logged(LENGTHS)
     if key is None:
         return None, None
@@ -120,12 +121,12 @@ def length_now_and_before(log: MetricsLog, step: int, window: int) -> tuple[floa
 
 
 ESS_KEYS = ("offpolicy/total/ess_sequence", "offpolicy/mismatch/ess_sequence")
-"""The ESS of the products over whole responses: of current/sampling, else of old/sampling."""
+"""Keys of the ESS of ratio products over whole responses: of current/sampling, else of old/sampling."""
 
 
 @dataclass(frozen=True)
 class ScaleState:
-    """``scale`` of the learning rate now."""
+    """The current ``scale`` of the learning rate."""
 
     scale: float = 1.0
 
@@ -134,19 +135,19 @@ class ScaleState:
 class ESSStep:
     """Scale the learning rate with the effective sample size: sqrt(min(1, ESS / base)), or without the root.
 
-    The scale of a step comes from the logging step before it; VCPO takes that of the step itself, which would have the
-    loss wait for the device. Changes below ``resolution`` are not made.
+    The scale of a step comes from the logging step before it. VCPO uses the ESS of the step itself, but then the loss
+    would have to wait for the device. Changes below ``resolution`` are not made.
 
     Args:
-        rule: ``sqrt`` (for Adam and its kind) or ``linear``.
-        base: share at which the learning rate is whole; VCPO runs with 1.
-        metric: the ESS, a share of the responses; None takes the first of :data:`ESS_KEYS` that was logged: products
-            over whole responses, before any cap, as VCPO, whatever the correction weighs.
+        rule: ``sqrt`` (for Adam and similar optimizers) or ``linear``.
+        base: ESS, as a share of the responses, from which on the learning rate is not scaled; VCPO uses 1.
+        metric: key of the ESS, a share of the responses. None takes the first of :data:`ESS_KEYS` that was logged: as
+            in VCPO the ESS of products over whole responses, before any cap, whatever the correction weights.
         resolution: smallest relative change.
         smallest: the scale never goes below it.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
 
     Reference: Huang et al. 2026, "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv 2602.17616)
     and its code (``ess_scaling`` with ``scaling_rule: sqrt``, ``base_ess_ratio: 1``, ``use_clipped: false``).
@@ -168,11 +169,11 @@ class ESSStep:
         check_positive(resolution=self.resolution)
 
     def start(self) -> ScaleState:
-        """The whole learning rate."""
+        """The whole learning rate (scale 1)."""
         return ScaleState()
 
     def step(self, state: ScaleState, log: MetricsLog, step: int) -> tuple[ScaleState, Action | None]:
-        """The scale that the newest ESS asks for."""
+        """Move to the scale that the newest ESS gives, if it differs by more than ``resolution``."""
         metric = self.metric or log.first_logged(ESS_KEYS)
         if metric is None:
             return state, None

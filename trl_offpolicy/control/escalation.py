@@ -1,4 +1,4 @@
-"""Escalation: no more correction than is needed, no less; and when correction cannot help, a systems fix."""
+"""Escalation: as much correction as is needed and no more; if correction cannot help, a systems fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEVELS = ("as configured", "geometric rejection", "geometric rejection and token
 
 
 class Signals(NamedTuple):
-    """What a logging step says about the mismatch; None where it was not logged."""
+    """The numbers of a logging step that escalation reads; None = not logged."""
 
     chi2: float | None
     pearson: float | None
@@ -34,7 +34,7 @@ class Signals(NamedTuple):
 
     @classmethod
     def of(cls, log: MetricsLog, step: int) -> Signals:
-        """Those of ``step``."""
+        """Read the signals from the last row of ``log``, if that row is of ``step``."""
         last = MetricsLog(log.rows[-1:])
         group, row = last.ratio_group, last.rows[-1] if last.steps == [step] else {}
 
@@ -53,7 +53,7 @@ class Signals(NamedTuple):
 
 @dataclass(frozen=True)
 class EscalationState:
-    """The ``level`` now, how many readings in a row asked for a higher one, and how many for a lower one."""
+    """The current ``level``, how many readings in a row asked for a higher one, and how many for a lower one."""
 
     level: int = 0
     rising: int = 0
@@ -64,35 +64,40 @@ class EscalationState:
 class Escalation:
     """Step by step from the configured correction to rejection, to rejection with token TIS, to a systems fix.
 
-    A reading asks for level 1 (geometric rejection) with chi2_token above ``chi2[0]``; for 2 (token TIS beside it)
-    above ``chi2[1]``, or where rejection drops more than ``dropped[0]``; for 3 (systems fix) above ``chi2[2]``, with
-    more than ``dropped[1]`` dropped or an ESS below ``ess`` under rejection, or a Pearson correlation below
-    ``pearson``. What is dropped and the ESS are looked at from level 1 on, not under the configured correction alone.
-    ``patience`` such readings in a row go up, one level at a time; ``calm`` readings in a row that would not ask for
-    the level even with ``chi2`` scaled by ``relax`` go down again. Level 3 stops the run with a checkpoint
-    (``systems="stop"``), or only says so (``"warn"``).
+    A reading is one logging step. It asks for
 
-    ``chi2``, ``dropped``, ``ess`` and ``pearson`` are by default those of :class:`~trl_offpolicy.diagnosis.thresholds.
-    Thresholds`; in a configuration those of ``control.thresholds``.
+    - level 1 (geometric rejection) if chi2_token is above ``chi2[0]``;
+    - level 2 (also token TIS) if chi2_token is above ``chi2[1]``, or rejection drops more than ``dropped[0]``;
+    - level 3 (systems fix) if chi2_token is above ``chi2[2]``, if more than ``dropped[1]`` is dropped or the ESS is
+      below ``ess`` under rejection, or if the Pearson correlation is below ``pearson``.
+
+    The dropped fraction and the ESS count from level 1 on, not under the configured correction alone. After
+    ``patience`` such readings in a row the level goes up by one. It goes down by one after ``calm`` readings in a row
+    that would not ask for it even with ``chi2`` scaled by ``relax``. Level 3 stops the run with a checkpoint
+    (``systems="stop"``), or only reports it (``"warn"``).
+
+    The defaults of ``chi2``, ``dropped``, ``ess`` and ``pearson`` are those of
+    :class:`~trl_offpolicy.diagnosis.thresholds.Thresholds`; in a configuration they are those of
+    ``control.thresholds``.
 
     Args:
-        chi2: thresholds of ``mismatch/chi2_token``, which no correction changes.
-        dropped: of ``keep/dropped_sequence_fraction``.
-        ess: of the applied weights, the smaller of ``weight_applied/ess_token`` and ``ess_sequence``.
-        pearson: of ``mismatch/prob_pearson``; -1 = never.
-        low: of the geometric mask.
-        high: of the geometric mask.
-        max_weight: of token TIS.
-        patience: readings (logging steps).
-        calm: readings.
-        relax: hysteresis of ``chi2``, below 1.
+        chi2: three limits of ``mismatch/chi2_token``, which no correction changes.
+        dropped: two limits of ``keep/dropped_sequence_fraction``.
+        ess: limit of the applied weights' ESS, the smaller of ``weight_applied/ess_token`` and ``ess_sequence``.
+        pearson: limit of ``mismatch/prob_pearson``; -1 = no limit.
+        low: lower bound of the geometric mask.
+        high: upper bound of the geometric mask.
+        max_weight: cap of token TIS.
+        patience: readings in a row before the level goes up.
+        calm: readings in a row before the level goes down.
+        relax: factor below 1 on ``chi2`` when going down (hysteresis).
         systems: what level 3 does.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
 
     Reference: Liu 2026, "Off-Policy Drift in LLM RL", "When to escalate from RS to IS to systems fix", and cause C for
-    the first step; the hysteresis is this kit's.
+    the first step. The hysteresis is this kit's addition.
     """
 
     chi2: tuple[float, float, float] = limit("chi2_moderate", "chi2_reject", "chi2_systems")
@@ -126,13 +131,13 @@ class Escalation:
 
     @property
     def terms(self) -> tuple[RatioBand, TruncateWeight]:
-        """What the levels add."""
+        """The terms that levels 1 and 2 add: the geometric mask and the truncated token weight."""
         band = RatioBand(level="sequence_mean", low=self.low, high=self.high)
         return band, TruncateWeight(level="token", max_weight=self.max_weight)
 
     def ladder(self, base: Correction) -> tuple[Correction, ...]:
-        """The corrections of levels 0, 1 and 2; a level that adds nothing to the one before is that one."""
-        # a term that the configured correction has in another form already is not added a second time
+        """The corrections of levels 0, 1 and 2. A level that adds nothing is the same as the one below it."""
+        # a term that the configured correction already has in another form is not added again
         band, weight = self.terms
         masked = any(isinstance(term, RatioBand) and term.level == "sequence_mean" for term in base.keep)
         rejecting = base if masked else replace(base, keep=(*base.keep, band))
@@ -141,16 +146,16 @@ class Escalation:
         return base, rejecting, both
 
     def start(self) -> EscalationState:
-        """As configured."""
+        """Level 0, the configured correction, with no readings counted."""
         return EscalationState()
 
     def step(self, state: EscalationState, log: MetricsLog, step: int) -> tuple[EscalationState, Action | None]:
-        """Count readings; move one level where there are enough of a kind."""
+        """Count readings that ask for a higher or a lower level, and move one level when there are enough."""
         signals = Signals.of(log, step)
         if signals.chi2 is None:
             return state, None
         wanted, why = self.demand(signals, state.level, 1.0)
-        # down only where even lower limits would not ask for this level, so that it does not swing about one limit
+        # go down only if even lower limits would not ask for this level, so that it does not swing around one limit
         relaxed, _ = self.demand(signals, state.level, self.relax)
         rising = state.rising + 1 if wanted > state.level else 0
         calm = state.calm + 1 if relaxed < state.level else 0
@@ -165,9 +170,9 @@ class Escalation:
         return EscalationState(level), Action(step, self.name, self.setting, state.level, level, named)
 
     def demand(self, signals: Signals, level: int, relax: float) -> tuple[int, str]:
-        """The level that a reading asks for, and why, with ``chi2`` scaled by ``relax``."""
+        """The level that a reading asks for, and the reason, with ``chi2`` scaled by ``relax``."""
         chi2, pearson, ess, dropped = signals
-        rejecting = level > 0  # a level of this kit: what the configured correction alone drops says nothing about it
+        rejecting = level > 0  # what the configured correction alone drops is no reason to escalate
         asked = [(0, "")]
         if chi2 is not None:
             for number, threshold in enumerate(self.chi2, 1):

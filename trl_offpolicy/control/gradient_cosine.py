@@ -1,7 +1,7 @@
-"""Do gradients of stale data point the same way? Cosines that KL, chi-square and ESS do not see.
+"""Cosines between gradients, which show stale data in a way that KL, chi-square and ESS do not.
 
-Under asynchronous training consecutive policy gradients stay aligned, where on-policy ones are nearly orthogonal (Xu et
-al. 2026, "GAC: Stabilizing Asynchronous RL Training for LLMs via Gradient Alignment Control", arXiv 2603.01501).
+Under asynchronous training consecutive policy gradients stay aligned; on-policy they are nearly orthogonal (Xu et al.
+2026, "GAC: Stabilizing Asynchronous RL Training for LLMs via Gradient Alignment Control", arXiv 2603.01501).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Rows = TypeVar("Rows")
 
 
 class ConsecutiveCosine:
-    """The cosine between the gradients of one optimizer step and the one before; keeps a copy of the last gradient.
+    """The cosine between the gradients of an optimizer step and the step before it. Keeps a copy of one gradient.
 
-    Gradients may be whole on every rank (one process, DDP) or DTensors (FSDP2, tensor parallel); :meth:`update` is then
-    collective. The value waits on the device until it is asked for.
+    Gradients may be whole on every rank (one process, DDP) or DTensors (FSDP2, tensor parallel). With DTensors all
+    ranks must call :meth:`update`. The value stays on the device until :meth:`value` is called.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -38,10 +38,10 @@ class ConsecutiveCosine:
 
     @torch.no_grad()
     def update(self, parameters: Iterable[Tensor]) -> None:
-        """With the gradients of an optimizer step, before it is taken. Scaling and clipping by norm change nothing.
+        """Add the gradients of an optimizer step, before the step. Scaling and clipping by norm change nothing.
 
         Raises:
-            NotImplementedError: no parameter has a gradient, as under DeepSpeed, whose engine has already stepped.
+            NotImplementedError: no parameter has a gradient, as under DeepSpeed, which steps inside its backward.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients:
@@ -59,7 +59,7 @@ class ConsecutiveCosine:
             self._last = [gradient.detach().clone() for gradient in gradients]
 
     def value(self) -> float | None:
-        """The mean since the last call; None without two steps to compare."""
+        """The mean cosine since the last call; None if there were no two steps to compare."""
         if self._sum is None:
             return None
         mean = float(self._sum) / self._count
@@ -68,7 +68,7 @@ class ConsecutiveCosine:
 
 
 def cosine(first: Iterable[Tensor], second: Iterable[Tensor]) -> Tensor:
-    """0-d cosine of two gradients given tensor by tensor; 0 where one of them is zero. Collective for DTensors."""
+    """0-d cosine of two gradients given tensor by tensor; 0 if one is zero. With DTensors all ranks call it."""
     dots, squares_first, squares_second = [], [], []
     for a, b in zip(first, second, strict=True):
         a, b = a.detach().float(), b.detach().float()
@@ -80,7 +80,7 @@ def cosine(first: Iterable[Tensor], second: Iterable[Tensor]) -> Tensor:
 
 
 def _total(parts: list[Tensor]) -> Tensor:
-    """The sum; that of sharded parts is added up over the ranks once, at the end."""
+    """The sum of 0-d tensors. Sharded ones are added up over the ranks once, at the end."""
     sharded = [part for part in parts if hasattr(part, "full_tensor")]
     total = sum((part for part in parts if not hasattr(part, "full_tensor")), torch.zeros(()))
     if sharded:  # a sum of DTensors holds each rank's part until full_tensor adds them up
@@ -92,23 +92,23 @@ def _total(parts: list[Tensor]) -> Tensor:
 def cosines_by_version(
     loss: Callable[[Rows], Tensor], parts: Mapping[int, Rows], parameters: Iterable[Tensor]
 ) -> dict[tuple[int, int], float]:
-    """The cosine between the gradients of every two policy versions that a batch holds. One backward a version.
+    """The cosine between the gradients of every two policy versions that a batch holds.
 
-    On demand only: it costs as many forwards and backwards as there are versions, and memory for as many gradients.
-    Nothing is left in ``.grad``.
+    It costs one forward, one backward and one stored gradient per version, so no trainer calls it by itself. It does
+    not change ``.grad``.
 
     Args:
-        loss: of the rows of one version, with gradient; e.g. ``lambda batch: objective(batch).loss``.
-        parts: the rows by the version that sampled them, as ``rows_by_version`` finds them.
-        parameters: those that learn.
+        loss: returns the loss of the rows of one version, with gradient; e.g. ``lambda batch: objective(batch).loss``.
+        parts: the rows by the version that sampled them; ``rows_by_version`` gives their indices.
+        parameters: the parameters to train.
 
     Returns:
-        ``{(older, newer): cosine}``; near 0 for on-policy data, persistently high where stale gradients align.
+        ``{(older, newer): cosine}``; near 0 for on-policy data, persistently high if stale gradients align.
 
     Raises:
-        ValueError: fewer than two versions.
+        ValueError: there are fewer than two versions.
 
-    Reference: Xu et al. 2026 (GAC), who compare consecutive gradients; by version it is this kit's.
+    Reference: Xu et al. 2026 (GAC) compare consecutive gradients. Comparing versions is this kit's addition.
     """
     if len(parts) < 2:
         raise ValueError(f"parts must hold rows of at least two policy versions, but got {sorted(parts)}.")

@@ -1,4 +1,4 @@
-"""A factor on the learning rate that no schedule, optimizer state or checkpoint ever sees."""
+"""A factor on the learning rate that is invisible to the schedule, the optimizer state and the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 
 class LearningRateScale:
-    """Multiplies the learning rate of every parameter group inside ``step`` and puts it back right after.
+    """Multiplies the learning rate of every parameter group inside ``step`` and restores it right after.
 
-    So it works beside any schedule, and a run that goes on without it has the learning rate of its schedule.
+    So it works with any schedule, and a run that continues without it has the learning rate of its schedule.
 
     Example:
         >>> import torch
@@ -28,7 +28,7 @@ class LearningRateScale:
         self._handles: list[Any] = []
 
     def attach(self, optimizer: Any) -> None:
-        """Hook into the optimizer that really steps (wrappers are taken off); an earlier one is let go."""
+        """Hook into the optimizer that steps, inside any wrappers, and leave an earlier one."""
         self.detach()
         # accelerate, DeepSpeed and Lightning wrap the optimizer: a hook on a wrapper would not see its step
         while hasattr(optimizer, "optimizer"):
@@ -41,18 +41,18 @@ class LearningRateScale:
         ]
 
     def detach(self) -> None:
-        """Leave the optimizer alone."""
+        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._whole = [], None
 
     def in_force(self, optimizer: Any) -> float:
-        """The learning rate of the first group that a step uses, asked inside of one or between two."""
+        """The learning rate that a step uses for the first group; may be called inside a step or between steps."""
         rate = float(optimizer.param_groups[0]["lr"])
         return rate if self._whole is not None else rate * self.value
 
     def _lower(self, optimizer: Optimizer, *_: Any) -> None:
-        self._restore(optimizer)  # a step that raised half-way
+        self._restore(optimizer)  # an earlier step may have raised before it was restored
         if self.value != 1.0:
             self._whole = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:

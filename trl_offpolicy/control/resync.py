@@ -1,4 +1,4 @@
-"""Resync: where engine and trainer disagree more than they may, send the weights again, once; then stop."""
+"""Resync: if engine and trainer disagree too much, send the weights again, once; if that fails, stop the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ AGREEMENT = "offpolicy/rollout/sync_agreement"
 
 @dataclass(frozen=True)
 class ResyncState:
-    """What is remembered between readings.
+    """What the controller remembers between readings.
 
     Args:
-        asked: syncs asked for.
-        since: the step of the last one, as long as it was the one try (-1: there is none).
-        off: readings in a row that were off; below zero: that were good.
-        first: agreement of the first sync (-1: not known yet).
+        asked: how many syncs it has asked for.
+        since: the step of the one try that is allowed, while it counts (-1 = none).
+        off: readings in a row that were off; below zero = readings in a row that were good.
+        first: agreement of the first sync (-1 = not known yet).
     """
 
     asked: int = 0
@@ -32,24 +32,24 @@ class ResyncState:
 
 @dataclass(frozen=True, kw_only=True)
 class Resync:
-    """Pause and sync again when the agreement is off; if it still is afterwards, stop.
+    """Pause and sync again when the agreement is off; if it is still off afterwards, stop.
 
-    Off: ``mismatch/prob_pearson`` below ``pearson``, or ``rollout/sync_agreement`` more than ``drop`` below that of
-    the first sync, in ``patience`` readings in a row. The next generation then waits for a sync of its own, with its
-    proof. ``patience`` more readings that are off, and the run stops with a checkpoint; once the agreement was good
-    for ``forget`` readings the one try is there again.
+    A reading (one logging step) is off if ``mismatch/prob_pearson`` is below ``pearson``, or if
+    ``rollout/sync_agreement`` is more than ``drop`` below that of the first sync. After ``patience`` such readings in a
+    row, the next generation waits for another sync and its proof. After ``patience`` more readings that are off, the
+    run stops with a checkpoint. Once the agreement was good for ``forget`` readings, another sync may be tried.
 
     Args:
-        pearson: smallest correlation of the probabilities, ``pearson_broken`` of the diagnosis by default; -1 = any.
-        drop: of the agreement on the probe, as a share of the first one.
-        patience: readings (logging steps).
-        forget: readings.
+        pearson: smallest correlation of the probabilities; default: ``pearson_broken`` of the diagnosis; -1 = any.
+        drop: largest fall of the agreement on the probe, as a share of the first one.
+        patience: readings in a row that must be off.
+        forget: good readings in a row after which a sync may be tried again.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
 
     Reference: Liu 2026, "Off-Policy Drift in LLM RL", cause A ("below 0.95 something is seriously off in the
-    backend"); to try the sync once before giving up is this kit's.
+    backend"). Trying one sync before giving up is this kit's addition.
     """
 
     pearson: float = limit("pearson_broken")
@@ -66,11 +66,11 @@ class Resync:
             check_whole(field, getattr(self, field), least=1)
 
     def start(self) -> ResyncState:
-        """No sync asked for."""
+        """No sync asked for, no reading counted, no agreement known."""
         return ResyncState()
 
     def step(self, state: ResyncState, log: MetricsLog, step: int) -> tuple[ResyncState, Action | None]:
-        """Count readings that are off; ask for a sync, then for a stop."""
+        """Count readings that are off. Ask for a sync first, then for a stop."""
         row = log.rows[-1]
         group = MetricsLog((row,)).ratio_group
         pearson, agreement = row.get(f"offpolicy/{group}/prob_pearson"), row.get(AGREEMENT)
@@ -90,13 +90,13 @@ class Resync:
         )
 
     def _calm(self, state: ResyncState, *, known: bool) -> ResyncState:
-        """One more good reading, counted below zero."""
+        """Count one more good reading (as a negative number)."""
         if not known:
             return state
         good = min(state.off, 0) - 1
         if -good < self.forget:
             return replace(state, off=good)
-        return replace(state, off=0, since=-1)  # the one try is there again
+        return replace(state, off=0, since=-1)  # a sync may be tried again
 
     def _why_off(self, state: ResyncState, pearson: float | None, agreement: float | None) -> str | None:
         if pearson is not None and pearson < self.pearson:

@@ -1,4 +1,4 @@
-"""Collapse risk: one number in [0, 1] from five parts that each say what they saw. No fitted model."""
+"""Collapse risk: one number in [0, 1], made of five parts that are reported too. It is not a fitted model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from trl_offpolicy.stats import PREFIX
 RECENT = 5
 """Logged rows whose median is "now"."""
 BASELINE = 50
-"""Logged rows before those that it is compared with."""
+"""Logged rows before the recent ones, which serve as the baseline."""
 ENOUGH = 10
-"""Rows of the baseline without which nothing is compared with it."""
+"""Fewest rows of a baseline; with fewer, nothing is compared with it."""
 PARTS = ("chi2", "ess", "clip", "length", "gradient")
 ESS_SHARE = 0.4
 """How much of the ESS part counts. Products over thousands of tokens leave few effective samples under any mismatch:
-by itself it must not reach the 0.5 at which ``control: stop`` ends a run; beside another it does so sooner."""
+alone it must not reach the 0.5 at which ``control: stop`` ends a run, but together with another part it may."""
 
 
 @dataclass(frozen=True)
 class Risk:
-    """The score, and its parts by name; a part whose metrics were not logged is 0.
+    """The score, and its parts by name. A part whose metrics were not logged is 0.
 
     Args:
-        score: 1 - product over the parts of (1 - part): one alarm is enough, several add up. The ESS counts as at most
-            ``ESS_SHARE``.
+        score: 1 - product over the parts of (1 - part): one alarm is enough, several add up. The ESS part counts at
+            most ``ESS_SHARE``.
         parts: each in [0, 1].
     """
 
@@ -40,15 +40,15 @@ class Risk:
 
 
 def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk:
-    """How likely a run is to collapse soon, by the last rows of its log.
+    """How likely a run is to collapse soon, judged by the last rows of its log.
 
     "Now" is the median of the last 5 rows. A part is 0 up to a first number, 1 from a second on, and linear in the
     logarithm between them:
 
-    - chi2: 95th percentile of the responses' chi-square, of the drift that no weight corrects (``staleness`` where
+    - chi2: 95th percentile of the responses' chi-square, of the drift that no weight corrects (``staleness`` if
       weights are applied, else ``total``, else ``mismatch``), from ``chi2_moderate`` to ``chi2_reject``;
-    - ess: 1 / ESS of the products of the responses' ratios (``total``, else ``mismatch``), where that was not logged
-      1 + chi2_sequence, which is the same for many responses; from 1 / ``ess_healthy`` to 1 / ``ess_broken`` squared;
+    - ess: 1 / ESS of the products of the responses' ratios (``total``, else ``mismatch``), from 1 / ``ess_healthy`` to
+      1 / ``ess_broken`` squared. If the ESS was not logged, 1 + chi2_sequence, which is equal for many responses;
     - clip: share of clipped units, from ``clip_high`` to three times that;
     - length: the mean response length over that of ``length_window`` steps ago (in a shorter run: of its start), up or
       down, from ``length_surge`` to its square; or, from a change by 5 % on, its distance from the median of the 50
@@ -56,11 +56,11 @@ def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk
     - gradient: its norm over the median of the 50 rows before, from 3 to 10.
 
     Args:
-        log: the rows so far, the newest last; about 60 are looked at, and the lengths of ``length_window`` steps.
-        thresholds: of the diagnosis; None = the defaults.
+        log: the rows so far, the newest last. About 60 are read, and the lengths of ``length_window`` steps.
+        thresholds: limits of the diagnosis; None = the defaults.
 
-    Reference: the features are those of Liu 2026, "Off-Policy Drift in LLM RL", problem 2, and the gradient norm; the
-    ramps are this kit's, chosen on the runs of ``benchmarks/collapse``.
+    Reference: the features are those of Liu 2026, "Off-Policy Drift in LLM RL", problem 2, and the gradient norm. The
+    ramps are this kit's. They were chosen on the runs of ``benchmarks/collapse``.
     """
     limits = thresholds or Thresholds()
     parts = {
@@ -88,12 +88,12 @@ def ramp(value: float, low: float, high: float) -> float:
 
 
 def _now(values: Sequence[float]) -> float | None:
-    """The median of the last rows; with fewer than three one odd batch would decide."""
+    """The median of the last rows; None with fewer than three, because one odd batch would then decide."""
     return median(values[-RECENT:]) if len(values) >= 3 else None
 
 
 def _chi2(log: MetricsLog, limits: Thresholds) -> float:
-    # applied weights cancel the drift from the sampler to old: what is left is that from old to current
+    # applied weights cancel the drift from the sampler to old; the drift from old to current is left
     if log.has(f"{PREFIX}weight_applied/ess_sequence"):
         group = "staleness"
     else:
@@ -127,27 +127,27 @@ def _length(log: MetricsLog, limits: Thresholds) -> float:
     steps, values, _ = log.series(key) if key else ([], [], 0)
     if len(values) < 2 * RECENT:
         return 0.0
-    # slow: the last rows against as many from length_window steps ago, in a shorter run those of its start, and
-    # never rows that count as the last ones
+    # slow: compare the last rows with as many from length_window steps ago (in a shorter run, from its start), and
+    # never with rows that count as the last ones
     start = steps[-1] - limits.length_window
     first = min(next(place for place, at in enumerate(steps) if at >= start), len(values) - 2 * RECENT)
     change = _either_way(median(values[-RECENT:]), median(values[first : first + RECENT]))
     slow = ramp(change, limits.length_surge, limits.length_surge**2)
-    # sudden: how far the last rows lie outside the scatter of those before
+    # sudden: how far the last rows lie outside the scatter of the rows before
     recent, before = _recent_and_before(values)
     if len(before) < ENOUGH:
         return slow
     now, base = median(recent), median(before)
-    if _either_way(now, base) < 1.05:  # where lengths hardly scatter, a tiny change is many deviations
+    if _either_way(now, base) < 1.05:  # if lengths hardly scatter, a tiny change is many deviations
         return slow
-    # 1.48 median absolute deviations are a standard deviation for normal scatter; lengths that do not scatter at all
-    # get a thousandth, against a division by zero
+    # For normal scatter, 1.48 median absolute deviations are one standard deviation. Lengths that do not scatter get
+    # a thousandth of their size, to avoid a division by zero.
     spread = max(1.4826 * median([abs(value - base) for value in before]), 1e-3 * abs(base))
     return max(slow, ramp(abs(now - base) / spread, 6.0, 20.0))
 
 
 def _either_way(now: float, before: float) -> float:
-    """The larger of now / before and its inverse; 1 where one of them is not positive."""
+    """The larger of now / before and its inverse; 1 if one of them is not positive."""
     return max(now / before, before / now) if min(now, before) > 0 else 1.0
 
 

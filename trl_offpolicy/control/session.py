@@ -1,7 +1,7 @@
-"""One run under control: each logged row is judged, and what follows is put in force. The same for every trainer.
+"""Controls one run: judges each logged row and applies the decisions. It is the same for every trainer.
 
-A trainer's adapter (``trl_offpolicy.trl.control``, ``lightning_module.control``) says when a row is logged, and lends
-what only it can do: print, agree over ranks, swap the correction, sync anew. How a run is stopped stays with it, too.
+A trainer's adapter (``trl_offpolicy.trl.control``, ``lightning_module.control``) says when a row is logged, and does
+what only it can do: print, agree over ranks, swap the correction, sync again. The adapter also stops the run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ COSINE_PREVIOUS = f"{PREFIX}gradient/cosine_previous"
 
 
 class ControlSession:
-    """Watches a run and, with policy ``stop`` or ``act``, does something about it.
+    """Watches a run and, with policy ``stop`` or ``act``, stops or changes it.
 
     Args:
-        spec: what ``control`` says, without the controllers that cannot work in this run.
+        spec: the parsed ``control`` option, without the controllers that cannot work in this run.
         say: prints a line.
-        broadcast: gives every rank the row of the main one; all ranks call it.
-        base: the configured correction, level 0 of an escalation.
-        correct: takes a correction into use, if it is not the one in use; None = the trainer has none of its own.
-        resync: makes the next generation wait for a sync of its own.
+        broadcast: returns the main rank's row on every rank; all ranks call it.
+        base: the configured correction, which is level 0 of an escalation.
+        correct: puts a correction into use, unless it is in use already; None = the trainer takes no correction.
+        resync: makes the next generation wait for another sync.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class ControlSession:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The session's state as plain values, for a checkpoint."""
         return self.state.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; with an empty state begin anew."""
+        """Continue from the state of a checkpoint; an empty state begins a new run."""
         self._begin_anew()
         if state:
             self.state = self._supervisor.restore(state)
@@ -79,13 +79,13 @@ class ControlSession:
     # --------------------------------------------------------------------------------------------------------- events
 
     def begin(self, folder: Path, step: int, *, optimizer: Any = None, records: bool = True) -> None:
-        """Training begins, or goes on after ``step`` optimizer steps.
+        """Begin training, or continue it after ``step`` optimizer steps.
 
         Args:
-            folder: of the run; its last rows are taken where the checkpoint had no state of a control.
+            folder: folder of the run. Its last rows are read if the checkpoint held no control state.
             step: optimizer steps so far.
-            optimizer: whose learning rate a controller may scale.
-            records: list actions in ``folder``.
+            optimizer: the optimizer whose learning rate a controller may scale.
+            records: whether to list actions in ``folder``.
         """
         self._records = folder / ACTIONS_FILE if records else None
         if self.spec.moves_learning_rate and optimizer is not None:
@@ -95,30 +95,30 @@ class ControlSession:
             self.state = replace(self.state, rows=rows[-self.spec.history :])
 
     def compare_gradient(self, parameters: Iterable[Tensor]) -> None:
-        """With that of the optimizer step before, if asked for; called before the optimizer steps."""
+        """Measure the cosine to the previous optimizer step's gradient, if configured. Call it before the step."""
         if self._cosine is not None:
             self._cosine.update(parameters)
 
     def observe(
         self, step: int, logs: Mapping[str, Any], *, responses: int, world_size: int, is_main: bool
     ) -> dict[str, float]:
-        """Judge a row of training and put in force what follows, from the next optimizer step on.
+        """Judge a row of training. Decisions apply from the next optimizer step on.
 
         Args:
-            step: optimizer steps so far, that of the row included.
+            step: optimizer steps so far, including that of the row.
             logs: the row.
-            responses: of one optimizer step, on all ranks.
-            world_size: ranks; where they act, they all call this.
-            is_main: this rank prints and writes.
+            responses: responses per optimizer step, on all ranks.
+            world_size: number of ranks. Unless the policy is ``warn``, all of them call this.
+            is_main: True if this rank prints and writes.
 
         Returns:
-            What is to be logged besides. ``stop`` then says whether the run should end.
+            Further numbers to log. Afterwards ``stop`` says whether the run should end.
         """
         added = gradient_variance(logs, responses=responses)
         if self._cosine is not None and (cosine := self._cosine.value()) is not None:
             added[COSINE_PREVIOUS] = cosine
         row = {**logs, **added}
-        # the rows of the ranks may differ (times do): where something is done about it, all decide by the main one's
+        # the ranks' rows may differ (times do), so all ranks decide by the main rank's row
         if self.spec.policy != "warn" and world_size > 1:
             row = self._broadcast(row)
         self.state, outcome = self._supervisor.observe(self.state, step, row)
@@ -133,7 +133,7 @@ class ControlSession:
         return {**added, **outcome.metrics}
 
     def end(self) -> None:
-        """Leave the optimizer alone."""
+        """Remove the hooks from the optimizer."""
         self.scale.detach()
 
     def _put_in_force(self, outcome: Outcome) -> None:
@@ -147,20 +147,20 @@ class ControlSession:
 def lacking(
     correction: Correction | None, *, has_sampler: bool, needs_whole_batch: bool, resync_needs: str
 ) -> dict[str, str]:
-    """What controllers that cannot work in a run would need, by their names.
+    """The controllers that cannot work in a run: ``{name: what it would need}``.
 
     Args:
-        correction: the configured one.
-        has_sampler: something samples that has log-probs of its own.
-        needs_whole_batch: the correction is computed before the generation batch is split.
-        resync_needs: what would have weights to send anew; empty = the run has it.
+        correction: the configured correction.
+        has_sampler: True if an engine reports log-probs of its samples.
+        needs_whole_batch: True if the correction is computed before the generation batch is split.
+        resync_needs: what a resync would need and this run lacks; empty = nothing.
     """
     missing = {"resync": resync_needs} if resync_needs else {}
     if not has_sampler:
         missing["escalation"] = "an engine with log-probs of its own"
     elif needs_whole_batch:
         missing["escalation"] = "a correction of row scope"
-    # without weights and without an escalation that could add some, the ESS is that of no correction
+    # with no weights, and no escalation that could add some, the ESS describes no correction
     if "escalation" in missing and not (correction or Correction()).weights:
         missing["ess_step"] = "a correction with a weight"
     return missing

@@ -1,4 +1,4 @@
-"""The ``control`` option: who watches a run, and what may be done about what is seen."""
+"""The ``control`` option: whether a run is watched, and what control may do about a finding."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _KEYS = ("policy", "controllers", "thresholds", "patience", "risk", "gradient_co
 
 @dataclass(frozen=True, kw_only=True)
 class ControlSpec:
-    """What ``control`` says.
+    """The parsed ``control`` option.
 
     Args:
         policy: ``warn`` prints a line for every new finding; ``stop`` also ends the run, with a checkpoint, when it is
-            critical; ``act`` also runs the controllers.
-        controllers: with ``act``.
-        named: the controllers were named one by one; one that cannot work then is an error.
-        thresholds: of the diagnosis. Controllers that a configuration names take theirs from here.
-        patience: ``stop``: logging steps in a row with a critical verdict or a high risk.
-        risk: ``stop``: collapse risk that counts as high.
-        gradient_cosine: log the cosine between the gradients of consecutive optimizer steps; keeps a copy of one.
+            critical; ``act`` prints and runs the controllers.
+        controllers: the controllers to run with ``act``.
+        named: True if the configuration names the controllers; then one that cannot work is an error.
+        thresholds: limits of the diagnosis. Controllers made from a configuration also take their defaults from here.
+        patience: with ``stop``, logging steps in a row with a critical verdict or a high risk before the run ends.
+        risk: with ``stop``, collapse risk that counts as high.
+        gradient_cosine: whether to log the cosine between the gradients of consecutive optimizer steps. It keeps a copy
+            of one gradient.
     """
 
     policy: Policy = "warn"
@@ -62,10 +63,10 @@ class ControlSpec:
         """Leave out controllers that cannot work in a run, with a warning.
 
         Args:
-            missing: what each of them would need, by name.
+            missing: ``{controller: what it would need}``.
 
         Raises:
-            ValueError: it was asked for by name.
+            ValueError: the configuration names one of them.
         """
         for item in self.controllers:
             if item.name in missing and self.named:
@@ -76,28 +77,30 @@ class ControlSpec:
 
     @property
     def escalation(self) -> Escalation | None:
-        """The controller of that name."""
+        """The :class:`Escalation` among the controllers, or None."""
         return next((item for item in self.controllers if isinstance(item, Escalation)), None)
 
     @property
     def moves_learning_rate(self) -> bool:
-        """Whether a controller may."""
+        """True if a controller scales the learning rate."""
         return any(item.setting == LEARNING_RATE_SCALE for item in self.controllers)
 
     @property
     def history(self) -> int:
-        """Optimizer steps that must be remembered."""
+        """Optimizer steps whose rows are remembered: twice the longest window of a controller, at least 200."""
         return max([200, *(2 * int(getattr(item, "window", 0)) for item in self.controllers)])
 
 
 def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:
-    """``warn``, ``stop``, ``act``, a mapping with these keys, or None (also ``off`` and False): nobody watches.
+    """Parse ``warn``, ``stop``, ``act`` or a mapping; None, ``off`` and False mean that the run is not watched.
 
+    An example of a mapping is
     ``{policy: act, controllers: {length_guard: {surge: 1.5}}, thresholds: {kl_high: 0.1}, patience: 3, risk: 0.5}``.
-    ``act`` without ``controllers`` runs all of them; with it, those named. An entry without options may be null.
+    ``act`` runs the controllers that ``controllers`` names, or all of them if it is left out. A controller without
+    options may be null.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: an entry is not valid; the message names it.
 
     Example:
         >>> parse_control({"policy": "act", "controllers": {"length_guard": {"window": 50}}}).controllers[0].window
@@ -138,7 +141,7 @@ def _thresholds(given: Any) -> Thresholds:
 
 
 def _controllers(named: Any, limits: Thresholds, *, where: str) -> tuple[Controller, ...]:
-    """Those named; an option that is not given, and is a threshold of the diagnosis, comes from ``limits``."""
+    """The named controllers. Options that are thresholds of the diagnosis default to ``limits``."""
     if named is None:
         return ()
     if isinstance(named, list | tuple):

@@ -1,6 +1,6 @@
-"""From a logged row to what is printed and done: verdict, collapse risk, controllers. Knows no trainer.
+"""Decides what to print and do after a logged row: verdict, collapse risk, controllers. It depends on no trainer.
 
-:meth:`Supervisor.observe` is a pure function of a state and a row. Every rank that sees the same row decides the same.
+:meth:`Supervisor.observe` is a pure function of a state and a row, so ranks that see the same row decide the same.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ CONTROL_METRICS = (
     "verdict", "collapse_risk", "risk_chi2", "risk_ess", "risk_clip", "risk_length", "risk_gradient",
     "learning_rate_scale", "correction_level", "resyncs",
 )  # fmt: skip
-"""``offpolicy/control/<name>``."""
+"""Prefix of the metrics that control logs: ``offpolicy/control/<name>``."""
 LENGTH_SURGE = f"{PREFIX}rollout/length_surge"
 """Key of the mean response length over that of ``length_window`` steps before."""
 
 _WHOLE_ROWS = WINDOW + 5
-"""Rows that are kept as they are: those that a verdict looks at, and a few more."""
+"""Rows that are kept whole: those that a verdict reads, and a few more."""
 _FOR_LONG = (STEP, *LENGTHS, "grad_norm")
-"""What is needed of older rows: lengths of ``length_window`` steps ago, and gradient norms to compare with."""
+"""The numbers that older rows keep: lengths of ``length_window`` steps ago, and gradient norms to compare with."""
 
 
 @dataclass(frozen=True)
 class ControlState:
-    """What a run remembers between logging steps; goes into a checkpoint as :meth:`as_dict`.
+    """What a run remembers between logging steps. A checkpoint holds it as :meth:`as_dict`.
 
     Args:
         rows: the last logged rows.
-        controllers: the state of each, by name.
-        said: ``cause:severity`` of what was printed, with the step at which it was last seen.
-        alarms: logging steps in a row that would end a run with policy ``stop``.
+        controllers: the state of each controller, by name.
+        said: ``cause:severity`` of each printed finding, with the step at which it was last seen.
+        alarms: logging steps in a row with an alarm of policy ``stop``.
     """
 
     rows: tuple[dict[str, float], ...] = ()
@@ -52,22 +52,22 @@ class ControlState:
     alarms: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The state as plain values, for a checkpoint."""
         states = {name: asdict(state) for name, state in self.controllers.items()}
         return {"rows": list(self.rows), "controllers": states, "said": dict(self.said), "alarms": self.alarms}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a logging step led to.
+    """The decisions after a logging step.
 
     Args:
-        lines: to print.
-        actions: to list in ``actions.jsonl``.
-        metrics: to log.
-        learning_rate_scale: from the next step on.
-        correction_level: from the next step on; at most the top of the ladder.
-        resync: the next generation must wait for a sync of its own.
+        lines: lines to print.
+        actions: actions to list in ``actions.jsonl``.
+        metrics: numbers to log.
+        learning_rate_scale: factor on the learning rate from the next step on.
+        correction_level: rung of the escalation's ladder from the next step on; at most the top one.
+        resync: True if the next generation must wait for another sync.
         stop: why the run should end with a checkpoint; empty = it should not.
     """
 
@@ -87,11 +87,11 @@ class Supervisor:
     spec: ControlSpec
 
     def start(self) -> ControlState:
-        """The state of a new run."""
+        """The state of a new run: no rows, and the start state of every controller."""
         return ControlState(controllers={item.name: item.start() for item in self.spec.controllers})
 
     def restore(self, state: Mapping[str, Any]) -> ControlState:
-        """From :meth:`ControlState.as_dict`. A controller that the checkpoint does not know begins anew."""
+        """The state from :meth:`ControlState.as_dict`. A controller that is not in it starts anew."""
         started = self.start()
         known = state["controllers"]
         controllers = {
@@ -100,18 +100,18 @@ class Supervisor:
         return ControlState(tuple(state["rows"]), controllers, dict(state["said"]), state["alarms"])
 
     def settings(self, state: ControlState) -> Outcome:
-        """What is in force: the settings alone."""
+        """The settings that are in force, without lines, actions or metrics."""
         scale = math.prod(getattr(item, "scale", 1.0) for item in state.controllers.values())
         level = getattr(state.controllers.get("escalation"), "level", 0)
         return Outcome(learning_rate_scale=scale, correction_level=min(level, len(LEVELS) - 2))
 
     def observe(self, state: ControlState, step: int, logs: Mapping[str, Any]) -> tuple[ControlState, Outcome]:
-        """One logging step.
+        """The next state and the decisions after one logging step.
 
         Args:
-            state: before it.
+            state: the state before it.
             step: optimizer steps so far.
-            logs: what was logged, as the trainer has it; rows of an evaluation are not for this.
+            logs: the logged row of training, as the trainer has it; never a row of an evaluation.
         """
         state = replace(state, rows=self._remember(state.rows, step, logs))
         log = MetricsLog(state.rows)
@@ -119,7 +119,7 @@ class Supervisor:
         state, lines = self._say(state, step, diagnosis)
         state, actions = self._act(state, log, step)
         state, stop = self._judge(state, diagnosis, risk.score, actions, step)
-        if stop is not None:  # several controllers may ask for it: one reason is listed
+        if stop is not None:  # several controllers may ask for a stop; only one reason is listed
             actions = (*(action for action in actions if action.what != "stop"), stop)
         in_force = self.settings(state)
         metrics = {
@@ -129,7 +129,7 @@ class Supervisor:
             **self._settings_logged(state, in_force),
         }
         logged = {f"{PREFIX}control/{name}": value for name, value in metrics.items()}
-        if "rollout/length_surge" in diagnosis.readings:  # there are rows enough to compare
+        if "rollout/length_surge" in diagnosis.readings:  # there are enough rows to compare
             logged[LENGTH_SURGE] = diagnosis.readings["rollout/length_surge"]
         return state, replace(
             in_force,
@@ -141,9 +141,9 @@ class Supervisor:
         )
 
     def _settings_logged(self, state: ControlState, in_force: Outcome) -> dict[str, float]:
-        """Those that a controller may move."""
+        """Metrics of the settings that a controller may move."""
         moved = {item.setting for item in self.spec.controllers}
-        # setting -> name of its metric, and value; of an escalation the level itself, also above the top of the ladder
+        # setting -> name of its metric, and value; for an escalation the level, which may exceed the ladder's top
         values = {
             LEARNING_RATE_SCALE: ("learning_rate_scale", in_force.learning_rate_scale),
             CORRECTION_LEVEL: ("correction_level", float(getattr(state.controllers.get("escalation"), "level", 0))),
@@ -154,20 +154,20 @@ class Supervisor:
     def _remember(
         self, rows: tuple[dict[str, float], ...], step: int, logs: Mapping[str, Any]
     ) -> tuple[dict[str, float], ...]:
-        """The rows that are still needed, the new one last."""
+        """The rows that are still needed, with the new one last."""
         row: dict[str, float] = {STEP: step}
         for key, value in logs.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and key != STEP and not key.startswith(EVAL_PREFIX):
                 row[key] = float(value)
-        kept = [item for item in rows if item[STEP] < step]  # a run that trains again repeats its steps
-        # all of this goes into every checkpoint: of rows beyond those of a verdict only a few numbers stay
+        kept = [item for item in rows if item[STEP] < step]  # a resumed run repeats its steps
+        # every checkpoint holds these rows, so older ones keep only a few numbers
         old = [item for item in kept[:-_WHOLE_ROWS] if item[STEP] >= step - self.spec.history]
         thinned = [{key: item[key] for key in _FOR_LONG if key in item} for item in old]
         return (*thinned, *kept[-_WHOLE_ROWS:], row)
 
     def _say(self, state: ControlState, step: int, diagnosis: Diagnosis) -> tuple[ControlState, tuple[str, ...]]:
-        """A line for each finding that is new; one that was away for a window of readings is new again."""
+        """A line for each new finding. A finding that was absent for a window of readings is new again."""
         first = len(state.rows) == 1
         oldest = int(state.rows[-WINDOW:][0][STEP])
         said = {name: at for name, at in state.said.items() if at >= oldest}
@@ -179,7 +179,7 @@ class Supervisor:
                     f"step {step}: {finding.severity}  {finding.about.title}: {finding.symptom}. Fix: {finding.fix}"
                 )
             said[name] = step
-        # that all is well is a line at the start of a run, and once everything that was found is gone for good
+        # "ok" is printed at the start of a run, and when all findings are gone for good
         if not diagnosis.findings and (first or (state.said and not said)):
             lines.append(f"step {step}: {diagnosis.line()}")
         return replace(state, said=said), tuple(lines)
@@ -194,9 +194,9 @@ class Supervisor:
     def _judge(
         self, state: ControlState, diagnosis: Diagnosis, risk: float, actions: tuple[Action, ...], step: int
     ) -> tuple[ControlState, Action | None]:
-        """Whether the run should end."""
+        """The next state, and a stop action if the run should end."""
         asked = next((action for action in actions if action.what == "stop"), None)  # by a controller
-        # an escalation's top level is a systems fix, which no setting of a run can be
+        # an escalation's top level is a systems fix, which no setting of the run can provide
         escalation = self.spec.escalation
         if asked is None and escalation is not None and escalation.systems == "stop":
             top = next((a for a in actions if a.what == CORRECTION_LEVEL and a.after == len(LEVELS) - 1), None)

@@ -1,6 +1,6 @@
-"""From numbers to words: the summary table and the HTML report of a run folder.
+"""Explains the numbers of a run folder in words: verdict, causes, summary table and HTML report.
 
-matplotlib, pyarrow and rich are imported only when a figure, a rollout file or a table asks for them.
+matplotlib, pyarrow and rich are imported only when a figure, a rollout file or a table needs them.
 """
 
 from trl_offpolicy.diagnosis.report.report import write_report

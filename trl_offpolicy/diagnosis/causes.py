@@ -1,4 +1,4 @@
-"""What may be wrong, how to make sure, and the smallest fix, with a snippet for the training configuration."""
+"""The table of causes: what may be wrong, how to confirm it, and the smallest fix, with a configuration snippet."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Branch = Literal["A", "B", "C", "D", "E", "F"]
-"""Of the decision tree: A engine mismatch, B staleness, C moderate drift, D variance of the weights, E saturated
-clip, F growing length."""
+"""Branches of the decision tree: A engine mismatch, B staleness, C moderate drift, D variance of the weights,
+E saturated clip, F growing length."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Cause:
 
     Args:
         title: short name for people.
-        branch: of the decision tree that leads here.
+        branch: branch of the decision tree that leads here.
         meaning: what happens.
         confirm: how to make sure before changing anything.
         fix: the smallest change that helps, then the next ones.
-        snippet: YAML for a recipe's ``config.yaml``; empty where the fix is not a setting of the trainer.
+        snippet: YAML for a recipe's ``config.yaml``; empty if the fix is not a setting of the trainer.
     """
 
     title: str

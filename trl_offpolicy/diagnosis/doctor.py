@@ -1,4 +1,4 @@
-"""The doctor: everything that a finished or running run's files say about how off-policy it is."""
+"""The doctor: judges from the files of a finished or running run how off-policy it is, and why."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Examination:
 
     Args:
         metrics: the file that was read.
-        frameworks: whose metric names it holds.
-        diagnosis: the decision tree's.
+        frameworks: the frameworks whose metric names it holds.
+        diagnosis: the result of the decision tree.
         antipatterns: habits that hide the fault.
         lengths: share of responses dropped by quarter of length; None without enough recorded rollouts.
-        opinions: of other packages.
-        attribution: likely cause of an engine mismatch, from the recorded tokens; None where there is no mismatch or
-            no token was recorded.
-        remarks: on other frameworks' metric names that are not quite this kit's.
+        opinions: opinions of other packages.
+        attribution: likely cause of an engine mismatch, from the recorded tokens; None if there is no mismatch or no
+            token was recorded.
+        remarks: sentences on other frameworks' metric names that differ slightly from this kit's.
     """
 
     metrics: Path
@@ -51,7 +51,7 @@ class Examination:
     remarks: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Everything that was found as plain values, for JSON."""
         lengths = None if self.lengths is None else asdict(self.lengths)
         attribution = None if self.attribution is None else asdict(self.attribution)
         return {
@@ -79,15 +79,15 @@ def examine(
     Args:
         run_dir: a run folder, or a metrics file of this kit, TRL, verl, SkyRL or slime
             (:func:`~trl_offpolicy.run_folder.run_data.metrics_file`).
-        thresholds: None takes the defaults.
-        window: the last logged steps that count.
-        others: packages to ask as well, of :data:`~.other_doctors.OTHER_DOCTORS`.
+        thresholds: limits of the decision tree; None = the defaults.
+        window: number of last logged steps that count.
+        others: packages to ask as well, from :data:`~.other_doctors.OTHER_DOCTORS`.
         loss: policy loss of another framework's run (:data:`~trl_offpolicy.run_folder.names.LOSSES`), on which some of
             its metrics depend.
 
     Raises:
-        FileNotFoundError: no metrics there.
-        ValueError: no training row, or an unknown name in ``others`` or ``loss``.
+        FileNotFoundError: there are no metrics.
+        ValueError: there is no training row, or a name in ``others`` or ``loss`` is unknown.
         ModuleNotFoundError: a package in ``others`` is not installed.
     """
     unknown = [name for name in others if name not in OTHER_DOCTORS]
@@ -110,7 +110,7 @@ def judge(
     window: int = WINDOW,
     opinions: tuple[Opinion, ...] = (),
 ) -> Examination:
-    """:func:`examine` on what was read already."""
+    """:func:`examine` on files that were read already."""
     found = diagnose(log, thresholds, window=window)
     return Examination(
         metrics=path,
@@ -131,13 +131,13 @@ def _attribution(found: Diagnosis, rollouts: RecordedRollouts | None, info: Mapp
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:
-    """Verdict, findings with fix and snippet, anti-patterns, and what could not be judged."""
+    """Print the verdict, findings with fix and snippet, anti-patterns, and what could not be judged."""
     from rich.console import Console
     from rich.markup import escape
 
     out = console or Console(highlight=False)
     if console is None and not out.is_terminal:
-        out = Console(highlight=False, width=_WIDTH)  # a log file wraps little
+        out = Console(highlight=False, width=_WIDTH)  # wide, so that a log file has few wrapped lines
     found = seen.diagnosis
     span = "" if found.steps is None else f", steps {found.steps[0]} to {found.steps[1]}"
     out.print(f"[bold]{escape(str(seen.metrics))}[/] ({escape(', '.join(seen.frameworks) or 'no known names')}{span})")
@@ -163,7 +163,7 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
 
 
 def describe_attribution(found: Attribution) -> dict[str, str]:
-    """Label and text of what the attribution says, with check and fix of the cause."""
+    """The attribution as labels with texts, with check and fix of the cause."""
     about = CAUSES.get(found.cause)
     name = found.cause.replace("_", " ") if about is None else about.title
     runner = "" if found.runner_up is None else f"; next: {found.runner_up.replace('_', ' ')}"
@@ -197,7 +197,7 @@ def _print_finding(out: Console, finding: Finding) -> None:
 
 
 def _print_fields(out: Console, fields: dict[str, str]) -> None:
-    """Labels with their texts, wrapped beside them; empty ones are left out."""
+    """Print labels with their texts, wrapped beside them; empty texts are left out."""
     from rich.markup import escape
     from rich.table import Table
 

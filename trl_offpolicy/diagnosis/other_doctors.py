@@ -1,7 +1,7 @@
-"""Second opinions: packages that look at what this kit leaves alone (entropy, reward hacking, dead groups, length).
+"""Second opinions of packages that judge what this kit does not (entropy, reward hacking, dead groups, length).
 
-``rldoctor`` reads ``metrics.jsonl`` as it is. ``rlprobe`` has another file format: its detectors get the same rows in
-memory.
+``rldoctor`` reads ``metrics.jsonl`` as it is. ``rlprobe`` has another file format, so its detectors get the same rows
+in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RLPROBE_FIELDS = {
 
 @dataclass(frozen=True)
 class Opinion:
-    """What another package says: one line and its findings as (severity, title, what to do)."""
+    """The opinion of another package: a headline, and its findings as (severity, title, what to do)."""
 
     package: str
     headline: str
@@ -46,7 +46,7 @@ def rldoctor(run_dir: str | Path) -> Opinion:
     """The verdict of ``rldoctor`` on the run's metrics.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: the package is not installed.
     """
     from rl_doctor import diagnose, load_run
 
@@ -62,7 +62,7 @@ def rlprobe(run_dir: str | Path) -> Opinion:
     """The verdict of ``rlprobe`` on the run's metrics.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: the package is not installed.
     """
     from rlprobe.doctor.engine import diagnose_view
     from rlprobe.doctor.runview import RunView

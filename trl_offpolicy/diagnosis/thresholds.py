@@ -1,4 +1,4 @@
-"""Every number that a verdict or a controller depends on, in one place, with where it comes from."""
+"""All thresholds of verdicts and controllers in one place, each with its source."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _number(default: float, meaning: str, source: str) -> Any:
 class Thresholds:
     """Operational defaults, not laws: calibrate them on a run with ``offpolicy: measure``.
 
-    ``meaning`` and ``source`` of each are in the metadata of its field. ``trl-offpolicy doctor RUN_DIR --threshold
-    help`` prints them. KL in nats per token, fractions in [0, 1].
+    ``meaning`` and ``source`` of each threshold are in the metadata of its field. ``trl-offpolicy doctor RUN_DIR
+    --threshold help`` prints them. KL is in nats per token, fractions are in [0, 1].
 
     Raises:
         ValueError: a value is not a positive finite number, or a pair is in the wrong order.
@@ -83,7 +83,7 @@ _ORDERED = (
 
 
 def thresholds_from(values: Mapping[str, float]) -> Thresholds:
-    """The defaults with some replaced.
+    """The default thresholds, with those in ``values`` replaced.
 
     Raises:
         ValueError: a name is not a threshold, or a value does not fit.
@@ -100,18 +100,18 @@ def thresholds_from(values: Mapping[str, float]) -> Thresholds:
 
 
 def limit(*names: str, to: Callable[[float], Any] = float) -> Any:
-    """A dataclass field whose default is the threshold of that name, or a tuple where there are several.
+    """A dataclass field whose default is the threshold of that name, or a tuple for several names.
 
     Args:
         names: fields of :class:`Thresholds`.
-        to: what the number becomes.
+        to: converts the number, e.g. to ``int``.
     """
     metadata = {"thresholds": names, "to": to}
     return field(default=_values(metadata, Thresholds()), metadata=metadata)
 
 
 def limits_of(cls: type, limits: Thresholds) -> dict[str, Any]:
-    """The fields of a dataclass that :func:`limit` made, as these thresholds have them.
+    """Values for the fields of a dataclass that :func:`limit` made, from these thresholds.
 
     Example:
         >>> @dataclass

@@ -1,1 +1,1 @@
-"""Between engine and loss, for every trainer: batches, sampling ahead, the replay buffer, token ids."""
+"""What every trainer uses between engine and loss: batches, sampling ahead, the replay buffer, token ids."""

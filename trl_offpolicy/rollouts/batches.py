@@ -1,4 +1,4 @@
-"""From the dict that TRL passes around to this kit's records: a batch, advantage inputs, a reduction, recorded rows."""
+"""Turns the dict that TRL passes around into this kit's batch, advantage inputs, reduction and recorded rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL_INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-"""What a vision-language model needs besides text."""
+"""Inputs that a vision-language model needs besides text."""
 
 _TEXT_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
@@ -30,7 +30,7 @@ _BATCH_FIELDS = (
 
 
 def trainable(inputs: dict[str, Any]) -> Tensor:
-    """(B, T) bool: completion tokens that the model itself wrote."""
+    """(B, T) bool: completion tokens that the policy sampled, without tool output and padding."""
     mask: Tensor = inputs["completion_mask"]
     return (mask if "tool_mask" not in inputs else mask * inputs["tool_mask"]).bool()
 
@@ -44,15 +44,15 @@ def policy_batch(
     policy_mask: Tensor | None = None,
     sum_sq_probs: Tensor | None = None,
 ) -> PolicyBatch:
-    """The batch of a dict.
+    """The :class:`~trl_offpolicy.PolicyBatch` of a dict.
 
     Args:
         inputs: TRL's keys and those of :func:`row_fields`.
         logps: (B, T) log-probs of the policy at ``version``.
         version: optimizer steps so far.
-        entropies: as in :class:`~trl_offpolicy.PolicyBatch`, like the others.
+        entropies: as in :class:`~trl_offpolicy.PolicyBatch`, like the following two.
         policy_mask: tokens of the policy term.
-        sum_sq_probs: of the fused head.
+        sum_sq_probs: sums of squared probabilities, from the fused head.
     """
     mask = trainable(inputs)
     return PolicyBatch(
@@ -69,7 +69,7 @@ def policy_batch(
 
 
 def total_rewards(by_function: Tensor, reward_weights: Tensor) -> Tensor:
-    """(N,) weighted sum of the (N, K) rewards that apply; NaN where none does, as in TRL."""
+    """(N,) weighted sum of the (N, K) rewards, without NaN; NaN if all of a row's rewards are NaN, as in TRL."""
     total = (by_function * reward_weights.to(by_function.device)).nansum(dim=1)
     return torch.where(by_function.isnan().all(dim=1), torch.nan, total)
 
@@ -77,13 +77,13 @@ def total_rewards(by_function: Tensor, reward_weights: Tensor) -> Tensor:
 def row_fields(
     inputs: dict[str, Any], rewards: Tensor | None, *, rank: int, generations: int, first_group: int, version: int
 ) -> dict[str, Tensor]:
-    """What TRL's dict lacks of the rows of this rank: rewards, those of their group, group and version.
+    """Fields that TRL's dict lacks for the rows of this rank: reward, rewards of the group, group and version.
 
     Args:
         inputs: TRL's dict.
         rewards: (N,) total rewards of all ranks, in rank order, or None.
-        rank: this one.
-        generations: rows of a group.
+        rank: number of this rank.
+        generations: rows per group.
         first_group: groups counted so far; several generation batches can meet in one optimizer step.
         version: optimizer steps so far.
     """
@@ -100,13 +100,13 @@ def row_fields(
 
 
 class RowCounter:
-    """Counts the prompt groups of a run of ``trl.GRPOTrainer``, so that each has a number of its own."""
+    """Counts the prompt groups of a run of ``trl.GRPOTrainer``, so that each has its own number."""
 
     def __init__(self) -> None:
         self.seen = {"train": 0, "eval": 0}
 
     def fields(self, trainer: Any, inputs: dict[str, Any], by_function: Tensor | None) -> dict[str, Tensor]:
-        """:func:`row_fields` of a generation batch; ``by_function`` are the (N, K) rewards of all ranks, or None."""
+        """:func:`row_fields` of a generation batch; ``by_function`` is the (N, K) rewards of all ranks, or None."""
         mode = "train" if trainer.model.training else "eval"
         generations = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         first = self.seen[mode]
@@ -124,7 +124,7 @@ class RowCounter:
 def advantage_inputs(
     inputs: dict[str, Any], by_function: Tensor, reward_weights: Tensor, *, rank: int
 ) -> AdvantageInputs:
-    """What an estimator reads of the rows of this rank; ``by_function`` are the (N, K) rewards of all ranks."""
+    """The inputs of an estimator for the rows of this rank; ``by_function`` is the (N, K) rewards of all ranks."""
     rows, device = len(inputs["advantages"]), inputs["advantages"].device
     return AdvantageInputs(
         rewards=by_function[rank * rows : (rank + 1) * rows].to(device),
@@ -143,29 +143,29 @@ def decide(
     version: int,
     keep_as: str | None = "old_per_token_logps",
 ) -> Stats:
-    """Run what needs the whole generation batch, before it is shuffled and split. Called by all ranks.
+    """Run what needs the whole generation batch, before it is shuffled and split. All ranks call it.
 
     Args:
-        stages: what that is.
-        rows: the generation batch; what is decided is added and travels with the rows.
-        inputs: what an estimator reads; None = the advantages in ``rows`` are the trainer's own.
-        score_old: (B, T) log-probs of the old policy, and the sums of its squared probabilities or None; called only
-            if they are read and not known.
+        stages: the parts of the objective that need the whole batch.
+        rows: the generation batch. The results are added to it and travel with the rows.
+        inputs: the inputs of an estimator; None = the advantages in ``rows`` are the trainer's own.
+        score_old: returns (B, T) log-probs of the old policy, and the sums of its squared probabilities or None. It is
+            called only if they are read and not known.
         version: optimizer steps so far.
-        keep_as: key under which these log-probs travel with the rows, unless something is there already; None = not.
+        keep_as: key under which these log-probs travel with the rows, unless it is set already; None = they do not.
 
     Returns:
-        Diagnostics, once per generation batch; empty where only advantages were made.
+        Diagnostics, once per generation batch; empty if only advantages were made.
     """
     if stages.needs_old:
-        old, sums = rows.get("old_per_token_logps"), None  # known where older weights were kept
+        old, sums = rows.get("old_per_token_logps"), None  # known if older weights were kept
         if old is None or stages.needs_sum_sq_probs:
             old, sums = score_old()
         if keep_as is not None:
             rows.setdefault(keep_as, old)
         decided = stages.decide(policy_batch(rows, old, version=version, sum_sq_probs=sums), inputs)
     else:
-        assert inputs is not None  # without early part and without estimator there is nothing to decide
+        assert inputs is not None  # with neither an early part nor an estimator there is nothing to decide
         decided = stages.estimate(inputs)
     rows.update(decided.rows)
     if stages.late.denominator == "kept" and decided.kept_tokens is not None:
@@ -175,21 +175,21 @@ def decide(
 
 
 def row_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B,): the advantages, or their mean over the trainable tokens."""
+    """(B,) advantages; per-token advantages are averaged over the trainable tokens."""
     if advantages.dim() == 1:
         return advantages
     return torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def replace_last(table: deque[float], values: list[float]) -> None:
-    """Put ``values`` in the place of the newest entries of one of TRL's tables of completions."""
+    """Replace the newest entries of one of TRL's tables of completions by ``values``."""
     for _ in range(min(len(values), len(table))):
         table.pop()
     table.extend(values)
 
 
 def recorded_rows(inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput) -> dict[str, Tensor | None]:
-    """A micro-batch as the recorder takes it; old log-probs that nobody computed are NaN."""
+    """A micro-batch as the recorder takes it. Old log-probs that were not computed are NaN."""
     old, lags = batch.logps("old"), batch.version_lags
     if batch.old_per_token_logps is None and lags is not None:
         old = torch.where(lags > 0, torch.nan, old)
@@ -213,12 +213,12 @@ def recorded_rows(inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveO
 
 
 def versions_by_token(batch: PolicyBatch) -> bool:
-    """True if the batch says of each token, not of each row, which version sampled it."""
+    """True if the batch has a version per token, not only per row."""
     return batch.policy_versions is not None and batch.policy_versions.dim() == 2
 
 
 def oldest_versions(batch: PolicyBatch) -> Tensor | None:
-    """(B,) integer: the oldest version among a row's tokens; of a row without any that of its padding."""
+    """(B,) integer: the oldest version among a row's tokens; for a row without tokens, that of its padding."""
     versions = batch.policy_versions
     if versions is None or not versions_by_token(batch):
         return versions
@@ -226,7 +226,7 @@ def oldest_versions(batch: PolicyBatch) -> Tensor | None:
 
 
 def in_other_batches(inputs: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-    """The same rows to score in halves (a single row: doubled), and the batch size; None with images."""
+    """The same rows to score in halves (a single row is doubled), and the batch size; None with images."""
     if any(inputs.get(name) is not None for name in MODEL_INPUTS):
         return None  # images are not split by rows
     rows = len(inputs["prompt_ids"])
@@ -252,14 +252,14 @@ def trainer_reduction(trainer: Any, inputs: dict[str, Any], *, train: bool, by_t
 def loss_reduction(
     inputs: dict[str, Any], *, accumulation: int, share: float, by_token: bool, world_size: int, max_length: int
 ) -> Reduction:
-    """TRL's denominators: its loss is scaled for gradient accumulation here, not by the base trainer.
+    """TRL's denominators. TRL's GRPO loss itself scales for gradient accumulation, not the base trainer.
 
     Args:
-        inputs: with ``num_items_in_batch``, and ``kept_tokens`` and ``kept_sequences`` where the denominator is "kept".
-        accumulation: micro-batches of the optimizer step.
-        share: of the generation batch, over which those counts go, in one optimizer step.
-        by_token: the loss divides by the tokens of the step.
-        world_size: ranks.
+        inputs: with ``num_items_in_batch``, and ``kept_tokens`` and ``kept_sequences`` if the denominator is "kept".
+        accumulation: micro-batches per optimizer step.
+        share: the part of the generation batch, which those counts cover, that one optimizer step uses.
+        by_token: True if the loss divides by the tokens of the step.
+        world_size: number of ranks.
         max_length: L of Dr. GRPO.
     """
     tokens = sequences = None

@@ -1,7 +1,7 @@
 """Log-probs of given tokens under the trainer's model: one forward, and a head that never holds the (tokens, V) logits.
 
-What a trainer of this kit scores with, and what trainers do with scores. TRL brings a forward and a fused head of its
-own, which :mod:`trl_offpolicy.trl.scoring` uses; an engine's ``score`` says what the engine itself would answer.
+The Lightning trainer scores with it, and both trainers use the measurements here. TRL has its own forward and fused
+head, which :mod:`trl_offpolicy.trl.scoring` uses. An engine's ``score`` gives the engine's log-probs instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trl_offpolicy.types import PolicyBatch
 
 
 class Scores(NamedTuple):
-    """(B, T) each: log-probs and entropies in nats, with gradient; sum of squared probabilities; outside of the cut."""
+    """(B, T) each: log-probs and entropies in nats, with gradient; sums of squared probabilities; outside the cut."""
 
     logps: Tensor
     entropies: Tensor
@@ -34,15 +34,15 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """Scores completions as the engine sampled them: same temperature, same cut of the distribution.
+    """Scores completions as the engine sampled them: at the same temperature, under the same truncation.
 
     The model's own forward runs, with :func:`~trl_offpolicy.functional.truncated_head.truncated_log_probs` in the place
-    of its LM head's projection; hooks of sharded and adapted models fire as always.
+    of its LM head's projection. Hooks of sharded and adapted models fire as usual.
 
     Args:
-        sampling: of the engine.
-        truncated: False scores the whole distribution (a reference model).
-        by_vllm: the engine is vLLM, whose rule for tokens tied with the k-th depends on the machine.
+        sampling: sampling options of the engine.
+        truncated: False scores the whole distribution (for a reference model).
+        by_vllm: True if the engine is vLLM, whose rule for tokens tied with the k-th depends on the machine.
     """
 
     def __init__(self, sampling: Sampling, *, truncated: bool = True, by_vllm: bool = True) -> None:
@@ -58,7 +58,7 @@ class Scorer:
             model: the policy.
             rows: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``: prompts padded on the left,
                 completions on the right.
-            batch_size: rows a forward; None = all.
+            batch_size: rows per forward; None = all.
         """
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
         mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
@@ -103,7 +103,7 @@ def sequence_logps(model: nn.Module, ids: Sequence[Sequence[int]], *, pad: int) 
     width, device = max(map(len, ids)), next(model.parameters()).device
     tokens = torch.tensor([[*row, *[pad] * (width - len(row))] for row in ids], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=device)
-    # the first token is the prompt: nothing comes before it that could give it a log-prob
+    # the first token is the prompt, because no position before it could give it a log-prob
     prompts = {"prompt_ids": tokens[:, :1], "prompt_mask": mask[:, :1]}
     rows = {**prompts, "completion_ids": tokens[:, 1:], "completion_mask": mask[:, 1:]}
     with torch.no_grad():
@@ -114,15 +114,15 @@ def sequence_logps(model: nn.Module, ids: Sequence[Sequence[int]], *, pad: int) 
 def measured_noise_floor(
     score: Callable[[dict[str, Any], int], Tensor], inputs: dict[str, Any], batch: PolicyBatch
 ) -> Stats | None:
-    """How far the trainer is from itself: a micro-batch scored again in halves (a single row: doubled).
+    """How far the trainer differs from itself: a micro-batch is scored again in halves (a single row is doubled).
 
     Args:
-        score: (B, T) log-probs of the completions of such a dict, in batches of so many rows.
-        inputs: the micro-batch, with the keys of TRL's.
-        batch: the same, with the log-probs of the loss.
+        score: returns (B, T) log-probs of the completions of such a dict, in batches of so many rows.
+        inputs: the micro-batch, with TRL's keys.
+        batch: the same micro-batch, with the log-probs of the loss.
 
     Returns:
-        None with images, which are not split by rows.
+        The ``noise_floor`` stats; None with images, which are not split by rows.
     """
     again = in_other_batches(inputs)
     if again is None:
@@ -173,7 +173,7 @@ _NO_CHANGE = {"softcap": None, "logit_scale": 1.0}
 
 
 def _head_options(config: Any) -> dict[str, Any]:
-    """What the model does to its logits after the projection."""
+    """How the model changes its logits after the projection, as options of the head."""
     text = getattr(config, "text_config", config)
     return {
         "softcap": getattr(text, "final_logit_softcapping", None),
@@ -182,7 +182,7 @@ def _head_options(config: Any) -> dict[str, Any]:
 
 
 def _gathered(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
-    """ZeRO-3: the head whole in the backward; for others nothing."""
+    """A context that gathers the head under ZeRO-3, also for the backward; does nothing otherwise."""
     shared = [value for value in (weight, bias) if value is not None and hasattr(value, "ds_id")]
     if not shared:
         return nullcontext()

@@ -1,7 +1,7 @@
-"""Are the ids that the engine sampled the ids that are trained on? Text tokenised again often has others.
+"""Checks that the ids that the engine sampled are the ids that are trained on. Text tokenized again often differs.
 
-A run of trainable tokens must be what the engine returned for exactly the ids that stand before it in the batch: then
-neither the sampled tokens nor their context went through text. Only a few rows of a generation batch are looked at.
+A run of trainable tokens must be what the engine returned for exactly the ids before it in the batch. Then neither the
+sampled tokens nor their context went through text. Only a few rows of a generation batch are checked.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 CheckTokenIds = Literal["warn", "raise", "off"]
 ROWS = 8
-"""Rows of a generation batch (of each rank) that are looked at."""
+"""Number of rows of a generation batch that each rank checks."""
 SAMPLED_IDS = "sampled_ids"
-"""Key of a ``rollout_func``'s result: of each row the ids that the engine returned, turn after turn, no tool output."""
+"""Key of a ``rollout_func``'s result: per row the ids that the engine returned, turn by turn, without tool output."""
 
 TOKEN_ID_METRICS = ("retokenised_fraction", "noncanonical_fraction")
 _ROWS = Layout(sums=("rows", "changed"))
@@ -39,8 +39,8 @@ class Drift:
 
     Args:
         position: its index in the completion; negative = in the prompt, counted from the prompt's end.
-        batch_id: in the batch; None = the batch ends before it.
-        engine_id: the engine's; None = the engine returned no token there.
+        batch_id: the id in the batch; None = the batch ends before it.
+        engine_id: the engine's id; None = the engine returned no token there.
     """
 
     position: int
@@ -60,13 +60,13 @@ def runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def first_drift(prompt: Ids, completion: Ids, mask: Sequence[bool], calls: Iterable[Call]) -> Drift | None:
-    """The first token of a row that the engine did not return, or was not given; None = all are the engine's.
+    """The first token of a row that the engine did not return or was not given; None = all are the engine's.
 
     Args:
-        prompt: ids of the row.
-        completion: ids of the row, tool tokens included.
-        mask: True = a token that the engine is said to have sampled.
-        calls: what the engine answered, of this row and of others.
+        prompt: prompt ids of the row.
+        completion: completion ids of the row, including tool tokens.
+        mask: True = a token that the batch marks as sampled by the engine.
+        calls: the engine's requests and answers, for this row and others.
     """
     row = [*prompt, *completion]
     known: dict[tuple[int, ...], list[Ids]] = {}
@@ -88,12 +88,12 @@ def first_drift(prompt: Ids, completion: Ids, mask: Sequence[bool], calls: Itera
 
 
 def _best(answers: Sequence[Ids], ids: Ids) -> Ids:
-    """The answer that agrees with ``ids`` for longest."""
+    """The answer whose common beginning with ``ids`` is longest."""
     return max(answers, key=lambda answer: (_common(answer, ids), -len(answer)))
 
 
 def _common(left: Ids, right: Ids) -> int:
-    """Length of the common beginning."""
+    """Number of equal ids at the beginning of both."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
@@ -106,14 +106,14 @@ def _surplus(completion: Ids, at: int) -> Drift:
 
 
 def _first_difference(given: tuple[int, ...], known: Mapping[tuple[int, ...], Any], offset: int) -> Drift:
-    """Where the context parts from the nearest one that the engine was given; ``offset`` = position of index 0."""
+    """The first difference from the most similar context that the engine got; ``offset`` is the position of index 0."""
     nearest = max(known, key=lambda ids: (_common(ids, given), -abs(len(ids) - len(given))), default=())
     same = _common(nearest, given)
     return Drift(offset + same, _at(given, same), _at(nearest, same))
 
 
 def drift_of_ids(completion: Ids, mask: Sequence[bool], sampled: Ids) -> Drift | None:
-    """As :func:`first_drift` where only the sampled ids are known: the trainable ids must be theirs, in order."""
+    """As :func:`first_drift`, if only the sampled ids are known: the trainable ids must equal them, in order."""
     own = [i for i, inside in enumerate(mask) if inside]
     same = _common([completion[i] for i in own], sampled)
     if same == len(own) and (same == len(sampled) or (own and own[-1] == len(completion) - 1)):
@@ -123,17 +123,17 @@ def drift_of_ids(completion: Ids, mask: Sequence[bool], sampled: Ids) -> Drift |
 
 
 def is_canonical(completion: Ids, mask: Sequence[bool], again: Callable[[list[int]], list[int]]) -> bool:
-    """True if every run of trainable tokens survives ``again``: decoding, then encoding."""
+    """True if ``again`` (decoding, then encoding) leaves every run of trainable tokens unchanged."""
     parts = [list(completion[start:end]) for start, end in runs(mask)]
     return all(again(part) == part for part in parts)
 
 
 class TokenIdCheck:
-    """Looks at a few rows of each generation batch of a ``trl.GRPOTrainer``.
+    """Checks a few rows of each generation batch of a ``trl.GRPOTrainer``.
 
     Args:
-        trainer: with ``_tokenizer`` and, with vLLM, ``vllm_generation.calls``.
-        mode: a :data:`CheckTokenIds`, what happens on drift: "warn" (once), "raise", or "off" = nobody looks.
+        trainer: a trainer with ``_tokenizer`` and, with vLLM, ``vllm_generation.calls``.
+        mode: a :data:`CheckTokenIds`, what happens on drift: "warn" (once), "raise", or "off" (no check).
     """
 
     def __init__(self, trainer: Any, mode: str) -> None:
@@ -144,7 +144,7 @@ class TokenIdCheck:
             trainer.rollout_func = self._watched(trainer.rollout_func)
 
     def _watched(self, rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Keeps the ids that the function says were sampled; a reward function need not see them."""
+        """Wrap the function to keep the sampled ids that it reports, which a reward function need not see."""
 
         def watched(*args: Any, **kwargs: Any) -> dict[str, Any]:
             output = dict(rollout_func(*args, **kwargs))
@@ -154,13 +154,13 @@ class TokenIdCheck:
         return watched
 
     def __call__(self, output: dict[str, Any]) -> Stats:
-        """``rollout/retokenised_fraction`` where the engine's ids are known, and ``rollout/noncanonical_fraction``.
+        """``rollout/retokenised_fraction`` if the engine's ids are known, and ``rollout/noncanonical_fraction``.
 
         Args:
             output: TRL's dict of the generation batch.
 
         Raises:
-            ValueError: with "raise", where a token is not the engine's.
+            ValueError: with "raise", if a token is not the engine's.
         """
         calls, sampled = self._take()
         if self.mode == "off" or "pixel_values" in output:  # an engine puts image tokens into the prompt
@@ -181,7 +181,7 @@ class TokenIdCheck:
         return Stats(groups)
 
     def _take(self) -> tuple[list[Call], list[Ids] | None]:
-        """What was recorded since the last generation batch; the records are emptied."""
+        """Take the records since the last generation batch, and clear them."""
         engine_calls = getattr(getattr(self.trainer, "vllm_generation", None), "calls", None)
         calls, sampled = list(engine_calls or ()), self._sampled
         self._sampled = None
@@ -220,7 +220,7 @@ def _message(row: int, drift: Drift, decode: Callable[[list[int]], str], count: 
 
 
 def _of_prompt(calls: Sequence[Call], prompt: Ids) -> list[Call]:
-    """The calls of this prompt's group; all of them where there is none."""
+    """The calls of this prompt's group; all calls if there is none."""
     mine = [call for call in calls if list(call.prompt[: len(prompt)]) == list(prompt)]
     return mine or list(calls)
 
@@ -245,7 +245,7 @@ def _host_rows(output: dict[str, Any]) -> list[tuple[int, list[int], list[int], 
 
 
 def _share(same: Sequence[bool], name: str, output: dict[str, Any]) -> Group:
-    """The share of rows that are not the same."""
+    """The share of rows that are not the same, as a group of stats named ``name``."""
     device = output["completion_ids"].device
 
     def count(value: int) -> Tensor:

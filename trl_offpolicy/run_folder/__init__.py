@@ -1,1 +1,1 @@
-"""The folder of a run: what is written there while it trains, and how it is read afterwards."""
+"""The folder of a run: writing it while the run trains, and reading it afterwards."""

@@ -1,4 +1,4 @@
-"""What engine and trainer declare about themselves, for ``run.json``: the doctor compares the two."""
+"""Engine and trainer declare their settings in ``run.json``; the doctor compares the two."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def declared_sides(
     sampling: Mapping[str, Any],
     tools: bool | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """What both sides say of themselves, as fields of :class:`~trl_offpolicy.diagnosis.attribution.evidence.Declared`.
+    """The settings of both sides, as fields of :class:`~trl_offpolicy.diagnosis.attribution.evidence.Declared`.
 
     Args:
-        model: the trainer's.
-        engine: options of the engine; None = the trainer's own model generates.
-        autocast: the trainer's mixed precision, None without.
+        model: the trainer's model.
+        engine: options of the engine; None = the trainer's model generates.
+        autocast: the trainer's mixed precision; None = none.
         sampling: temperature, top_p, top_k, min_p of the engine, which this kit's trainer mirrors.
-        tools: completions hold tool output; None = not known.
+        tools: whether completions hold tool output; None = not known.
     """
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     options = engine or {}

@@ -1,4 +1,4 @@
-"""What a run folder looks like: the name of every file, of every column of the rollouts, and of the rows' own keys."""
+"""Names in a run folder: every file, every column of the rollouts, and the keys that every row has."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 # ---------------------------------------------------------------------------------------------------------------- files
 
 METRICS_FILE = "metrics.jsonl"
-"""One JSON object a logging step, evaluations included."""
+"""One JSON object per logging step, evaluations included."""
 RUN_FILE = "run.json"
 """Where the numbers come from: method, model, seed, command, versions."""
 ACTIONS_FILE = "actions.jsonl"
-"""One JSON object an action of ``control``."""
+"""One JSON object per action of ``control``."""
 ROLLOUTS_FILE = "rollouts.parquet"
-"""A folder of parts, one a step and rank; a single file is read as well."""
+"""A folder of parts, one per step and rank; a single file can be read as well."""
 RECIPE_FILE = "recipe.yaml"
-"""The options that reproduce the run, where the script that started it wrote them."""
+"""The options that reproduce the run, if the script that started it wrote them."""
 REPORT_FILE = "report.html"
 CARD_FILE = "README.md"
 RECORDS = (RUN_FILE, RECIPE_FILE, METRICS_FILE, ACTIONS_FILE, ROLLOUTS_FILE, REPORT_FILE)
 """What belongs to one run: a new run in the same folder moves these out of its way."""
 PREVIOUS_FOLDER = "_previous"
-"""Where it moves them, into a folder named by the time."""
+"""The folder to which it moves them, in a subfolder named by the time."""
 ENGINE_WEIGHTS_FOLDER = "_engine_weights"
 """Weights on their way to an engine that reads files."""
 
@@ -30,7 +30,7 @@ PROBE_PAGE = "probe.html"
 """What ``trl-offpolicy probe`` found, for scripts and for people."""
 
 STATE_FILE = "trainer_state.json"
-"""Of transformers; its log history stands in for ``metrics.jsonl`` where that is missing."""
+"""Written by transformers; its log history is read if ``metrics.jsonl`` is missing."""
 
 ROLLOUT_PARTS = "part-*.parquet"
 
@@ -62,7 +62,7 @@ STEP = "step"
 TIME = "time"
 """Seconds since 1970."""
 EVAL_PREFIX = "eval_"
-"""Of the keys of an evaluation."""
+"""Prefix of the keys of an evaluation."""
 
 # ---------------------------------------------------------------------------------------------- columns of the rollouts
 
@@ -90,7 +90,7 @@ ROW_COLUMNS = {
     ADVANTAGE: "float32",
     GROUP_ID: "int64",
 }
-"""One value a completion, with its type in Parquet."""
+"""Columns with one value per completion, and their types in Parquet."""
 TOKEN_COLUMNS = {
     COMPLETION_IDS: "int64",
     COMPLETION_MASK: "bool",
@@ -101,4 +101,4 @@ TOKEN_COLUMNS = {
     KEEP_MASK: "bool",
     POLICY_VERSIONS: "int64",
 }
-"""A list a completion, one entry for each of its tokens, with the type of an entry."""
+"""Columns with one list per completion, which has one entry per token, and the types of the entries."""

@@ -1,9 +1,9 @@
-"""Other frameworks' metric names as this kit's, so that their logs can be diagnosed.
+"""Translates other frameworks' metric names into this kit's, so that their logs can be diagnosed.
 
-A name is translated where it says the same. Some say something else under another policy loss, or beside another key of
-the row: those are translated only where that is known (``loss``, ``beside``, ``without``). Where theirs is an
-approximation of ours, ``NOTES`` says how. Read in the frameworks' own code in 2026: verl 0.9.1 (0.7 where it differs),
-TRL 1.16, SkyRL and slime of August; ``tests/run_folder/test_names.py`` recomputes each formula.
+A name is translated if it means the same. Some names change their meaning with the policy loss, or with other keys in
+the row. Those are translated only if that is known (``loss``, ``beside``, ``without``). If theirs is an approximation
+of ours, ``NOTES`` says how. We read the frameworks' code in 2026: verl 0.9.1 (0.7 where it differs), TRL 1.16, and
+SkyRL and slime of August. ``tests/run_folder/test_names.py`` recomputes each formula.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Name:
-    """What a framework's name is here, and where.
+    """This kit's name for a framework's name, and the conditions under which it holds.
 
     Args:
-        ours: without ``offpolicy/``.
-        losses: only under these policy losses, in the framework's own words; empty = under any.
-        but: not under these.
-        beside: only in a row that has this key, too (``*`` = anything).
-        without: only in a row that has not.
+        ours: this kit's name, without ``offpolicy/``.
+        losses: holds only under these policy losses, as the framework names them; empty = under any.
+        but: does not hold under these policy losses.
+        beside: holds only in a row that also has this key (``*`` = anything).
+        without: holds only in a row that does not have this key.
     """
 
     ours: str
@@ -36,7 +36,7 @@ class Name:
     without: str = ""
 
     def holds(self, keys: Collection[str], loss: str | None) -> bool:
-        """Whether a row with these keys means it, under this policy loss (None = unknown)."""
+        """True if the translation holds in a row with these keys, under this policy loss (None = unknown)."""
         if (self.losses and loss not in self.losses) or loss in self.but:
             return False
         if self.without and _any_fits(keys, self.without):
@@ -57,7 +57,7 @@ LOSSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "slime": ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     }
 )  # fmt: skip
-"""Policy losses by their frameworks' words: verl's ``policy_loss.loss_mode``, SkyRL's ``policy_loss_type``, slime's
+"""Policy losses as the frameworks name them: verl's ``policy_loss.loss_mode``, SkyRL's ``policy_loss_type``, slime's
 ``advantage_estimator``."""
 
 _BYPASS = ("bypass_mode",)
@@ -155,7 +155,7 @@ _SLIME = {
 NAMES: Mapping[str, Mapping[str, tuple[Name, ...]]] = MappingProxyType(
     {"verl": _VERL, "TRL": _TRL, "SkyRL": _SKYRL, "slime": _SLIME}
 )
-"""Framework -> its name -> ours, each where it holds. ``*/name`` stands for any prefix or none."""
+"""Framework -> its name -> ours, with conditions. ``*/name`` means any prefix or none."""
 
 _ACTOR = "up to verl 0.7 the actor logs current/sampling over it, averaged over the updates of a batch"
 _BY_RESPONSE = "the mean over responses of their means over tokens; ours is the mean over all tokens"
@@ -184,20 +184,20 @@ NOTES: Mapping[str, str] = MappingProxyType(
         },
     }
 )
-"""Framework's name -> in what it is not quite ours."""
+"""Framework's name -> how it differs from ours."""
 _OWN_KEYS = frozenset({"reward", "grad_norm"})
 _PREFIX = "offpolicy/"
 
 
 def translate(row: Mapping[str, float], loss: str | None = None) -> dict[str, float]:
-    """The row with our names added where a framework's name says the same; what is there already stays.
+    """The row with our names added if a framework's name means the same. Existing entries are kept.
 
     Args:
         row: framework's name -> number.
-        loss: the run's policy loss, one of :data:`LOSSES`; None = unknown: what depends on it is left out.
+        loss: the run's policy loss, one of :data:`LOSSES`; None = unknown, and names that depend on it are left out.
 
     Raises:
-        ValueError: ``loss`` is no policy loss of these frameworks.
+        ValueError: ``loss`` is not a policy loss of these frameworks.
 
     Example:
         >>> translate({"step": 3, "rollout_corr/k3_kl": 0.01})["offpolicy/mismatch/kl_k3"]
@@ -215,7 +215,7 @@ def translate(row: Mapping[str, float], loss: str | None = None) -> dict[str, fl
 
 
 def remarks(keys: Iterable[str], loss: str | None = None) -> tuple[str, ...]:
-    """Sentences on those of the names that are not quite ours, and on those that the policy loss would decide."""
+    """Sentences about names that differ slightly from ours, and about names whose meaning depends on the loss."""
     _check_loss(loss)
     names = set(keys)
     noted: dict[str | None, list[str]] = {}
@@ -230,7 +230,7 @@ def remarks(keys: Iterable[str], loss: str | None = None) -> tuple[str, ...]:
 
 
 def frameworks(keys: Iterable[str]) -> tuple[str, ...]:
-    """The frameworks whose own names appear, those with the most first; this kit's first of all."""
+    """The frameworks whose names appear: this kit first, then those with the most names."""
     names = set(keys)
     own = ("trl-offpolicy",) if any(key.startswith(_PREFIX) for key in names) else ()
     found = {name: sum(_lookup(key, table) is not None for key in names) for name, table in NAMES.items()}

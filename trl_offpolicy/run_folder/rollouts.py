@@ -1,4 +1,4 @@
-"""Reading ``rollouts.parquet`` into flat arrays over tokens: list columns are flattened, not looped over."""
+"""Reads ``rollouts.parquet`` into flat arrays over tokens. List columns are flattened, not looped over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Array = NDArray[Any]
 
 
 class Chunk(NamedTuple):
-    """Where rows come from: row group ``group`` of ``path`` holds ``rows`` rows from ``first_row`` on."""
+    """The origin of some rows: row group ``group`` of ``path`` holds ``rows`` rows from ``first_row`` on."""
 
     path: Path
     group: int
@@ -43,19 +43,19 @@ class Chunk(NamedTuple):
 class RecordedRollouts:
     """The completions of a run, N in all, and their M observed tokens.
 
-    A token is observed if it is trainable and both log-probs are finite; the others are only counted.
+    A token is observed if it is trainable and both log-probs are finite. Other tokens are only counted.
 
     Args:
         steps: (N,) training step.
-        trainable: (N,) trainable tokens, the length of the response.
-        kept: (N,) trainable tokens that the correction kept.
+        trainable: (N,) number of trainable tokens, the length of the response.
+        kept: (N,) number of trainable tokens that the correction kept.
         row: (M,) completion of each observed token, ascending.
-        position: (M,) its index among the tokens of the completion.
+        position: (M,) index of the token within its completion.
         sampling_logp: (M,) log-prob under the sampler, nats.
         log_ratio: (M,) old - sampling, nats.
-        weight: (M,) weight as applied, NaN where none was recorded.
-        keep: (M,) True where the correction kept the token.
-        chunks: where the rows came from.
+        weight: (M,) weight as applied; NaN = none was recorded.
+        keep: (M,) True = the correction kept the token.
+        chunks: the origin of the rows.
         skipped_files: parts that could not be read.
     """
 
@@ -73,14 +73,14 @@ class RecordedRollouts:
 
     @property
     def nonfinite(self) -> int:
-        """Trainable tokens without finite log-probs on both sides; every figure leaves them out."""
+        """Number of trainable tokens without finite log-probs on both sides. Every figure leaves them out."""
         return int(self.trainable.sum()) - len(self.row)
 
 
 def read_rollouts(run_dir: str | Path) -> RecordedRollouts | None:
-    """Read ``run_dir/rollouts.parquet``, a file or a folder of parts; None where it is missing or empty.
+    """Read ``run_dir/rollouts.parquet``, a file or a folder of parts; None if it is missing or empty.
 
-    A part that is no parquet file (a run killed while writing) is skipped with a warning.
+    A part that is not a parquet file (because the run was killed while writing) is skipped with a warning.
 
     Raises:
         ValueError: a part lacks a column, or a row's lists differ in length.
@@ -179,7 +179,7 @@ def _flatten(table: Any, first_row: int, path: Path) -> dict[str, Array]:
 
 
 def _lengths(table: Any, name: str) -> Integers:
-    """Entries of each row's list; 0 where it is null."""
+    """Number of entries in each row's list; 0 if the list is null."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -191,7 +191,7 @@ def _lengths(table: Any, name: str) -> Integers:
 
 
 def _values(table: Any, name: str, lengths: Integers, own_lengths: Integers | None, fill: Any) -> Array:
-    """All rows' lists end to end, bool or float64 like ``fill``; nulls, also of a whole row, give it."""
+    """All rows' lists end to end, as bool or float64 like ``fill``. Nulls, also whole rows, become ``fill``."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,4 +1,4 @@
-"""Reading the metrics and ``run.json`` of a run, also of one that crashed half-way or of another framework."""
+"""Reads the metrics and ``run.json`` of a run, also if the run crashed half-way or is of another framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trl_offpolicy.run_folder.names import frameworks, remarks, translate
 
 STEP_KEYS = (STEP, "global_step", "training/global_step", "trainer/global_step", "train/step", "_step")
 END_OF_RUN_PREFIX = "train_"
-"""TRL's last row holds ``train_runtime``, ``train_loss`` and the like: one number for the whole run."""
+"""Prefix of the keys in TRL's last row (``train_runtime``, ``train_loss``, ...): one number for the whole run."""
 
 _BOOKKEEPING = frozenset({*STEP_KEYS, TIME, "epoch", "num_tokens"})
 
@@ -36,9 +36,9 @@ class MetricsLog:
         rows: one dict of numbers per training step, ascending in ``step``. NaN, infinity and null (which is
             how the recorder writes them) are kept here as non-finite numbers.
         skipped_lines: lines that held no JSON object with an integer ``step``.
-        repeated_rows: rows whose step came again later (a resumed run); the later row counts.
-        frameworks: whose metric names were logged.
-        remarks: on other frameworks' names that are not quite ours (:func:`~.names.remarks`).
+        repeated_rows: rows whose step was logged again later (by a resumed run); the later row counts.
+        frameworks: the frameworks whose metric names were logged.
+        remarks: sentences on other frameworks' names that differ slightly from ours (:func:`~.names.remarks`).
     """
 
     rows: tuple[dict[str, float], ...]
@@ -53,7 +53,7 @@ class MetricsLog:
         return [int(row[STEP]) for row in self.rows]
 
     def has(self, key: str) -> bool:
-        """Whether any step logged ``key``, finite or not."""
+        """True if any step logged ``key``, finite or not."""
         return any(key in row for row in self.rows)
 
     def first_logged(self, keys: Iterable[str]) -> str | None:
@@ -61,14 +61,14 @@ class MetricsLog:
         return next((key for key in keys if self.has(key)), None)
 
     def series(self, key: str) -> Series:
-        """The finite values of ``key``; steps that did not log it are left out."""
+        """The finite values of ``key``. Steps that did not log it are left out."""
         logged = [(int(row[STEP]), row[key]) for row in self.rows if key in row]
         finite = [(step, value) for step, value in logged if math.isfinite(value)]
         return Series([s for s, _ in finite], [v for _, v in finite], len(logged) - len(finite))
 
     @property
     def ratio_group(self) -> str:
-        """``mismatch`` (old/sampling), or ``total`` (current/sampling) where only that one was logged."""
+        """``mismatch`` (old/sampling), or ``total`` (current/sampling) if only that one was logged."""
         groups = {key.split("/")[1] for row in self.rows for key in row if key.startswith("offpolicy/")}
         return "total" if "total" in groups and "mismatch" not in groups else "mismatch"
 
@@ -76,19 +76,19 @@ class MetricsLog:
 def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
     """Read the training rows of a run.
 
-    Evaluation keys (``eval_*``) and the end-of-run keys (``train_*``) are left out. A line that is no JSON
-    object with an integer step, such as the last line of a crashed run, is skipped with a warning and
-    counted. Other frameworks' metric names get ours beside them (:func:`~.names.translate`).
+    Evaluation keys (``eval_*``) and the end-of-run keys (``train_*``) are left out. A line that is not a JSON object
+    with an integer step, such as the last line of a crashed run, is skipped with a warning and counted. Our names are
+    added to other frameworks' metric names (:func:`~.names.translate`).
 
     Args:
         run_dir: a folder with ``metrics.jsonl`` (else the newest ``trainer_state.json`` below it, else its only
             ``*.jsonl``), or such a file.
-        loss: the policy loss of another framework's run, in its words (:data:`~.names.LOSSES`): some of its names mean
-            another thing under another loss. None = unknown.
+        loss: the policy loss of another framework's run, as that framework names it (:data:`~.names.LOSSES`). The
+            meaning of some names depends on it. None = unknown.
 
     Raises:
         FileNotFoundError: the folder or its ``metrics.jsonl`` is missing.
-        ValueError: the file holds no training row, or no framework has such a loss.
+        ValueError: the file holds no training row, or no framework has a loss of that name.
     """
     path = metrics_file(run_dir)
     rows: dict[int, dict[str, float]] = {}
@@ -122,7 +122,7 @@ def metrics_file(run_dir: str | Path) -> Path:
     """The file that holds the metrics of a run; see :func:`read_metrics`.
 
     Raises:
-        FileNotFoundError: there is none, or more than one may be meant.
+        FileNotFoundError: there is no such file, or several files may be meant.
     """
     path = Path(run_dir)
     if path.is_file():
@@ -131,7 +131,7 @@ def metrics_file(run_dir: str | Path) -> Path:
         raise FileNotFoundError(f"run_dir must be an existing folder, but got {path}.")
     if (path / METRICS_FILE).is_file():
         return path / METRICS_FILE
-    # a stock run of transformers has its log only in the checkpoints: the newest holds all of it
+    # a stock transformers run has its log only in the checkpoints; the newest one holds all of it
     states = sorted(path.glob(f"**/{STATE_FILE}"), key=lambda found: found.stat().st_mtime)
     if states:
         return states[-1]
@@ -163,7 +163,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
-    """Read ``run_dir/run.json``; empty where it is missing, empty with a warning where it is unreadable."""
+    """Read ``run_dir/run.json``. Returns an empty dict if it is missing, and also warns if it is unreadable."""
     path = Path(run_dir) / RUN_FILE
     if not path.is_file():
         return {}
@@ -196,7 +196,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _training_numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The training entries of a row, null as NaN; empty where it has none beside step, time and epoch."""
+    """The training entries of a row, with null as NaN; empty if it has none besides step, time and epoch."""
     skip = (EVAL_PREFIX, END_OF_RUN_PREFIX)
     training = {key: value for key, value in record.items() if not key.startswith(skip)}
     row = {k: math.nan if v is None else float(v) for k, v in training.items() if v is None or _is_number(v)}
@@ -204,7 +204,7 @@ def _training_numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _add_row(rows: dict[int, dict[str, float]], step: int, row: dict[str, float]) -> bool:
-    """Merge ``row`` into its step; True where it replaces values that were logged before."""
+    """Merge ``row`` into its step; True if it replaces values that were logged before."""
     # a step may have several rows with different keys; the same key again means that the step was run again
     earlier = rows.setdefault(step, {})
     replaces = bool((earlier.keys() & row.keys()) - _BOOKKEEPING)

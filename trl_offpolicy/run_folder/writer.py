@@ -1,7 +1,7 @@
-"""The run folder: ``run.json``, ``metrics.jsonl`` and ``rollouts.parquet`` (a folder of parts, one a step and rank).
+"""Writes ``run.json``, ``metrics.jsonl`` and ``rollouts.parquet`` (a folder of parts, one per step and rank).
 
 Every logging step is on disk before the next begins, so a killed run loses nothing that was finished. A new run in
-an old folder moves the old records to ``_previous/<time>``; a resumed run drops what came after its checkpoint.
+an old folder moves the old records to ``_previous/<time>``. A resumed run deletes the records after its checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from trl_offpolicy.run_folder import layout
 
 
 class RunFolderWriter:
-    """Keeps the records of one run. Knows no trainer; only the main process calls it.
+    """Keeps the records of one run. It depends on no trainer, and only the main process calls it.
 
     Args:
-        folder: of the run.
-        info: what ``run.json`` says besides versions, seed and command.
+        folder: folder of the run.
+        info: entries of ``run.json`` besides versions, seed and command.
         report: called with the folder when the run is complete; None = no report.
     """
 
@@ -37,18 +37,18 @@ class RunFolderWriter:
         self.folder, self._info, self._report = Path(folder), info, report
 
     def begin(self, step: int, *, seed: object) -> None:
-        """Make room for a run that starts, or goes on, after ``step`` optimizer steps; write ``run.json``."""
+        """Make room for a run that starts or continues after ``step`` optimizer steps, and write ``run.json``."""
         prepare_run_folder(self.folder, resumed_step=step)
         command = " ".join(map(shlex.quote, sys.argv))
         info = {**self._info, "seed": seed, "command": command, "versions": run_versions()}
         (self.folder / layout.RUN_FILE).write_text(json.dumps(info, indent=2, default=str) + "\n")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append to ``metrics.jsonl``."""
+        """Append a row to ``metrics.jsonl``."""
         append_metrics(self.folder / layout.METRICS_FILE, step, values)
 
     def end(self) -> None:
-        """Report on the run."""
+        """Call the report, if there is one."""
         if self._report is not None:
             self._report(self.folder)
 
@@ -64,14 +64,14 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
     elif resumed_step > 0:
         for name in (layout.METRICS_FILE, layout.ACTIONS_FILE):
             _cut_lines(folder / name, resumed_step)
-        # part N was sampled after N optimizer steps: a run that goes on from there samples it again
+        # part N was sampled after N optimizer steps, so a run that continues from there samples it again
         for part in (folder / layout.ROLLOUTS_FILE).glob(layout.ROLLOUT_PARTS):
             if layout.step_of_part(part) >= resumed_step:
                 part.unlink()
 
 
 def _new_folder(path: Path) -> Path:
-    """Make ``path``, or ``path-2``, ``path-3``, ... where it is taken (two runs started in one second)."""
+    """Make ``path``, or ``path-2``, ``path-3``, ... if it exists (because two runs started in one second)."""
     taken = 1
     target = path
     while target.exists():
@@ -82,7 +82,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def _cut_lines(path: Path, step: int) -> None:
-    """Drop the rows after ``step``. The file is replaced at once, so that a kill leaves the old one or the new one."""
+    """Delete the rows after ``step``. The file is replaced in one move, so a kill leaves the old or the new file."""
     if not path.exists():
         return
     kept = []
@@ -99,7 +99,7 @@ def _cut_lines(path: Path, step: int) -> None:
 
 
 def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
-    """Append one JSON line; values that are not finite become null."""
+    """Append one JSON line. Values that are not finite become null."""
     row: dict[str, Any] = {layout.STEP: step, layout.TIME: time.time()}
     row |= {key: value for key, value in values.items() if isinstance(value, int | float | str | None)}
     clean = {
@@ -110,11 +110,11 @@ def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
 
 
 class RolloutRecorder:
-    """Collects rollouts on the device and writes them at the logging step, so that recording never waits for it.
+    """Collects rollouts on the device and writes them at the logging step, so recording never waits for the device.
 
     Args:
-        folder: of the run; the parts go into its ``rollouts.parquet``.
-        decode: token ids to text.
+        folder: folder of the run; the parts go into its ``rollouts.parquet``.
+        decode: turns token ids into text.
         rank: process index, part of the file name.
     """
 
@@ -127,7 +127,7 @@ class RolloutRecorder:
         self._pending.append((step, {k: None if v is None else v.detach() for k, v in tensors.items()}))
 
     def flush(self) -> None:
-        """Write what was collected, one file a step."""
+        """Write the collected rollouts, one file per step."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -136,13 +136,13 @@ class RolloutRecorder:
             rows = [row for at, tensors in self._pending if at == step for row in self._rows(step, tensors)]
             self.folder.mkdir(parents=True, exist_ok=True)
             target = self.folder / layout.rollout_part(step, self._rank)
-            temporary = target.with_name(f".{target.stem}.tmp")  # hidden: readers of the folder pass it over
+            temporary = target.with_name(f".{target.stem}.tmp")  # hidden, so readers of the folder skip it
             pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
             temporary.replace(target)
         self._pending.clear()
 
     def _rows(self, step: int, tensors: Mapping[str, Tensor | None]) -> list[dict[str, Any]]:
-        """One record a completion: padding out, ids as text beside them, null for what was not measured."""
+        """One record per completion, without padding, with its text; null for what was not measured."""
         host = {name: None if value is None else value.cpu() for name, value in tensors.items()}
         attended, prompt_ids, prompt_mask = host["attention_mask"], host["prompt_ids"], host["prompt_mask"]
         assert attended is not None and prompt_ids is not None and prompt_mask is not None

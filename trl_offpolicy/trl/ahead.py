@@ -1,4 +1,4 @@
-"""Sampling ahead as the TRL trainer uses it: started with a run, its rows named by what is known of them."""
+"""Sampling ahead in the TRL trainer: starts with a run, and names the log-probs of its rows by what they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLD, PROXIMAL = "old_per_token_logps", "proximal_per_token_logps"
 
 
 class TrainerAhead(RolloutsAhead):
-    """The queue of an :class:`~trl_offpolicy.trainer.OffPolicyGRPOTrainer`, and what stands for the old policy."""
+    """The queue of an :class:`~trl_offpolicy.trainer.OffPolicyGRPOTrainer`, with what replaces the old policy."""
 
     def __init__(self, trainer: Any, settings: AsyncSettings) -> None:
         self._snapshots = Snapshots() if settings.old_logps == "snapshot" else None
@@ -30,7 +30,7 @@ class TrainerAhead(RolloutsAhead):
         super().__init__(trainer, settings)
 
     def synced(self) -> None:
-        """Keep what the weights that were just sent are later known by."""
+        """Keep a copy or average of the weights that were just sent, if ``old_logps`` needs one."""
         model, version = self._trainer.model, self._engine.version
         if self._snapshots is not None:
             self._snapshots.keep(model, version, oldest=self.oldest_version)
@@ -39,10 +39,10 @@ class TrainerAhead(RolloutsAhead):
 
     @property
     def name_of_scores(self) -> str | None:
-        """What log-probs at today's weights are of rows that older weights sampled; None = nothing reads them.
+        """The key for log-probs at the current weights of rows that older weights sampled; None = nothing reads them.
 
-        They are the proximal policy, not the old one; rows of today's weights are both. Where copies of the weights
-        are kept, the old policy is known and the clip is around it.
+        For such rows they are the proximal policy and not the old one. For rows of the current weights they are both.
+        If copies of the weights are kept, the old policy is known and the clip is around it.
         """
         if not self._trainer.model.training:
             return OLD
@@ -72,7 +72,7 @@ class TrainerAhead(RolloutsAhead):
 
 
 class _Run(TrainerCallback):  # type: ignore[misc]
-    """A run begins and ends with an empty queue."""
+    """Empties the queue when a run begins and when it ends."""
 
     def __init__(self, ahead: RolloutsAhead) -> None:
         self._ahead = ahead
@@ -85,11 +85,11 @@ class _Run(TrainerCallback):  # type: ignore[misc]
 
 
 def sample_ahead(trainer: Any) -> TrainerAhead | None:
-    """Have the engine of a trainer sample ahead, if its configuration says so.
+    """Have the trainer's engine sample ahead, if its configuration asks for that.
 
     Raises:
-        ValueError: weights that cannot be copied.
-        EngineError: the server cannot cut requests, and that is what a sync is to do.
+        ValueError: the weights cannot be copied.
+        EngineError: a sync is to cut requests in flight, but the server cannot do that.
     """
     settings = AsyncSettings.parse(trainer.args.async_rollouts)
     if settings is None:

@@ -1,7 +1,7 @@
-"""Watching a stock ``trl.GRPOTrainer``: what :func:`trl_offpolicy.attach` does.
+"""Watches a stock ``trl.GRPOTrainer``; this is what :func:`trl_offpolicy.attach` does.
 
-Five methods of the trainer are wrapped; each calls the original and returns what it returned. What is measured comes
-from the log-probs that TRL's own loss computes and from what its batches hold, so no forward is added.
+Five methods of the trainer are wrapped. Each calls the original and returns its result. The measurements use the
+log-probs that TRL's loss computes and the contents of its batches, so no forward is added.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Observer:
     """Measures and records a stock trainer. See :func:`trl_offpolicy.attach`.
 
     Args:
-        trainer: it.
-        control: ``warn``, ``stop`` or a mapping with these policies; None = nobody watches.
-        record_rollouts: write ``rollouts.parquet``.
-        write_report: print the summary and write ``report.html`` at the end.
+        trainer: the trainer to watch.
+        control: ``warn``, ``stop`` or a mapping with one of these policies; None = no control.
+        record_rollouts: whether to write ``rollouts.parquet``.
+        write_report: whether to print the summary and write ``report.html`` at the end.
 
     Raises:
-        TypeError: the trainer is no ``trl.GRPOTrainer``.
-        ValueError: it is this kit's own, it is attached already, or ``control`` would change the run.
+        TypeError: the trainer is not a ``trl.GRPOTrainer``.
+        ValueError: it is an OffPolicyGRPOTrainer, it is attached already, or ``control`` would change the run.
     """
 
     def __init__(self, trainer: GRPOTrainer, *, control: Any, record_rollouts: bool, write_report: bool) -> None:
@@ -72,11 +72,11 @@ class Observer:
 
     @property
     def objective(self) -> Objective:
-        """What TRL's options compute, its own correction included."""
+        """The objective that TRL's options describe, including TRL's own correction."""
         return self.preset.objective
 
     def detach(self) -> None:
-        """Leave the trainer as it was."""
+        """Remove the wrappers and callbacks, so that the trainer is as before."""
         for name in (*_WRAPPED, "_offpolicy_observer"):
             delattr(self.trainer, name)
         for callback in self._callbacks:
@@ -89,18 +89,18 @@ class Observer:
     # ------------------------------------------------------------------------------------------- around TRL's methods
 
     def calculate_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Keep the rewards."""
+        """Keep TRL's (N, K) rewards of all ranks."""
         self._rewards = original(*args, **kwargs)
         return self._rewards
 
     def generate_and_score_completions(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add group, version and reward of each row, which TRL's loss does not read."""
+        """Add group, version and reward of each row to TRL's batch. TRL's loss does not read them."""
         output = original(*args, **kwargs)
         output |= self._row_counter.fields(self.trainer, output, self._rewards)
         return output
 
     def get_per_token_logps_and_entropies(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Keep what the loss computes."""
+        """Keep the first log-probs and entropies that the loss computes, detached."""
         scores = original(*args, **kwargs)
         if self._in_loss and self._scores is None:
             entropies = scores[1]
@@ -108,7 +108,7 @@ class Observer:
         return scores
 
     def compute_loss(self, original: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
-        """TRL's loss as it is; then measure."""
+        """Return TRL's loss unchanged, after measuring on its log-probs."""
         self._in_loss, self._scores = True, None
         try:
             loss = original(model, inputs)
@@ -118,7 +118,7 @@ class Observer:
         return loss
 
     def log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the diagnostics of the window, over all ranks."""
+        """Add the diagnostics since the last logging step, over all ranks, to TRL's logs."""
         if (stats := self._stats.pop(self._mode, None)) is not None:
             for key, value in stats.all_reduce(self.trainer.accelerator.gather).compute().items():
                 self.trainer._metrics[self._mode][key].append(value)
@@ -130,7 +130,7 @@ class Observer:
 
     @torch.no_grad()
     def _measure(self, inputs: dict[str, Any]) -> None:
-        """The diagnostics of a micro-batch; what cannot be measured costs a warning, once, and nothing else."""
+        """Add the diagnostics of a micro-batch. If something cannot be measured, warn once and go on."""
         if self._scores is None:
             return self._say("nothing is measured: the loss did not compute log-probs by TRL's own method")
         logps, entropies = self._scores
@@ -160,7 +160,7 @@ class Observer:
 
 
 def trl_preset(trainer: GRPOTrainer) -> Preset:
-    """What the options of a stock trainer compute, as a preset: its loss, and its own correction where that is on."""
+    """The preset that a stock trainer's options describe: TRL's loss, and TRL's correction if it is on."""
     options = {item.name: getattr(trainer.args, item.name) for item in fields(TRLOptions)}
     options["vllm_importance_sampling_correction"] &= options["use_vllm"]
     options["use_vllm"] |= trainer.rollout_func is not None

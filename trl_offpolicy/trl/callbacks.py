@@ -1,4 +1,4 @@
-"""Trainer callbacks: the progress line, and the run folder."""
+"""Trainer callbacks: one prints a progress line, the other keeps the run folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHORT = {  # label -> (key, format)
 
 
 def short_line(step: int, logs: dict[str, Any]) -> str:
-    """The handful of numbers that a person follows; all others are in ``metrics.jsonl``."""
+    """A line with the few numbers that a person follows; all others are in ``metrics.jsonl``."""
     prefix = EVAL_PREFIX if any(key.startswith(EVAL_PREFIX) for key in logs) else ""
     values = {label: (logs.get(prefix + key), spec) for label, (key, spec) in _SHORT.items()}
     shown = [f"{label} {value:{spec}}" for label, (value, spec) in values.items() if isinstance(value, int | float)]
@@ -35,7 +35,7 @@ def short_line(step: int, logs: dict[str, Any]) -> str:
 
 
 class ShortProgressCallback(ProgressCallback):  # type: ignore[misc]
-    """The progress bar with one short line a logging step instead of more than a hundred numbers."""
+    """The progress bar, with one short line per logging step instead of more than a hundred numbers."""
 
     def on_log(
         self,
@@ -45,7 +45,7 @@ class ShortProgressCallback(ProgressCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the line above the bar."""
+        """Write :func:`short_line` above the bar."""
         line = short_line(state.global_step, logs or {})
         if line and self.training_bar is not None:  # the bar exists on the main process only
             self.training_bar.write(line)
@@ -55,7 +55,7 @@ class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
     """Calls a :class:`~trl_offpolicy.run_folder.writer.RunFolderWriter` on the main process.
 
     Args:
-        writer: it.
+        writer: the writer to call.
     """
 
     def __init__(self, writer: RunFolderWriter) -> None:
@@ -64,7 +64,7 @@ class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prepare the folder."""
+        """Prepare the folder and write ``run.json``."""
         if state.is_world_process_zero:
             self._writer.begin(state.global_step, seed=args.seed)
 
@@ -76,25 +76,25 @@ class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Append what was logged."""
+        """Append the logged row to ``metrics.jsonl``."""
         if state.is_world_process_zero and logs:
             self._writer.log(state.global_step, logs)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Report on the run."""
+        """Have the writer report on the run."""
         if state.is_world_process_zero:
             self._writer.end()
 
 
 def record_run(trainer: GRPOTrainer, info: Mapping[str, Any], *, report: bool) -> RunFolderCallback:
-    """Have a trainer keep ``run.json`` and ``metrics.jsonl`` in its output folder; the callback that does it.
+    """Have a trainer keep ``run.json`` and ``metrics.jsonl`` in its output folder; returns the callback that does it.
 
     Args:
-        trainer: it.
-        info: what ``run.json`` says besides versions, seed and command.
-        report: print the summary and write ``report.html`` at the end.
+        trainer: the trainer to record.
+        info: entries of ``run.json`` besides versions, seed and command.
+        report: whether to print the summary and write ``report.html`` at the end.
     """
     closing = partial(closing_report, decode=trainer._tokenizer.decode) if report else None
     callback = RunFolderCallback(RunFolderWriter(trainer.args.output_dir, info, report=closing))
@@ -103,5 +103,5 @@ def record_run(trainer: GRPOTrainer, info: Mapping[str, Any], *, report: bool) -
 
 
 def rollout_recorder(trainer: GRPOTrainer) -> RolloutRecorder:
-    """What writes the rollouts of one rank into the output folder."""
+    """A recorder that writes the rollouts of this rank into the trainer's output folder."""
     return RolloutRecorder(trainer.args.output_dir, trainer._tokenizer.decode, trainer.accelerator.process_index)

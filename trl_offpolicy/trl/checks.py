@@ -1,4 +1,4 @@
-"""What the trainer checks before it loads anything."""
+"""Checks that the trainer makes before it loads anything."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _SAMPLING_OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty", "generatio
 
 
 def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given: Mapping[str, Any]) -> None:
-    """All that can be said before a model or an engine is loaded.
+    """Make every check that needs neither a model nor an engine.
 
     Args:
         args: the configuration.
-        objective: that it describes.
+        objective: the objective that it describes.
         given: keyword arguments of the trainer (``rollout_func``, ``tools``, ``peft_config``, ...).
 
     Raises:
-        ValueError: an engine that cannot be corrected for, tools that would wait for ever, or an adaptive KL whose
-            horizon is too short.
+        ValueError: the engine's log-probs cannot be compared, tools would make ranks wait for ever, or the horizon of
+            an adaptive KL is too short.
     """
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
@@ -45,7 +45,7 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
 
 
 def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:
-    """The correction has an engine whose log-probs can be compared with the trainer's."""
+    """Check that the correction has an engine whose log-probs can be compared with the trainer's."""
     if objective.needs_sampling and not (args.use_vllm or has_rollout_func):
         raise ValueError(
             "offpolicy must not read the sampling policy when use_vllm is False: transformers' generate samples from "
@@ -55,7 +55,7 @@ def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout
 
 
 def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[SettingFinding, ...]:
-    """What the configuration says about states in which vLLM's policy is another one; a server is asked later."""
+    """Settings in the configuration under which vLLM's policy differs from the trainer's. A server is asked later."""
     if not args.use_vllm:
         return ()
     options = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
@@ -65,10 +65,10 @@ def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[SettingFinding, ...]:
 
 
 def check_tools(args: OffPolicyGRPOConfig, *, has_tools: bool) -> None:
-    """TRL's tool loop goes on on each rank for as long as its own rows call tools; ranks then must not share an engine.
+    """Check that ranks with tools do not share an engine: TRL's tool loop runs longer on one rank than on another.
 
     Raises:
-        ValueError: several ranks on one engine: those that are done would leave the others waiting in a collective.
+        ValueError: several ranks share an engine. Ranks that are done would leave the others waiting in a collective.
     """
     if not (has_tools and args.use_vllm and args.world_size > 1):
         return
@@ -83,7 +83,7 @@ def check_tools(args: OffPolicyGRPOConfig, *, has_tools: bool) -> None:
 
 
 def warn_about_dropout(peft_config: Any) -> None:
-    """LoRA dropout looks like mismatch."""
+    """Warn if LoRA dropout is above 0: the trainer's log-probs are then random and look like mismatch."""
     if (dropout := getattr(peft_config, "lora_dropout", 0.0)) > 0:
         warnings.warn(
             f"lora_dropout is {dropout}: the trainer's log-probs become random and look like engine mismatch; use 0.",
@@ -92,7 +92,7 @@ def warn_about_dropout(peft_config: Any) -> None:
 
 
 def stages_of(args: OffPolicyGRPOConfig, preset: Preset) -> Stages | None:
-    """What is decided on the whole generation batch; says what it costs."""
+    """What must be decided on the whole generation batch, or None; logs what that costs."""
     objective, advantages = preset.objective, preset.advantages
     kept = objective.correction is not None and objective.correction.baseline == "kept"
     if kept and advantages is None:
@@ -117,6 +117,6 @@ def stages_of(args: OffPolicyGRPOConfig, preset: Preset) -> Stages | None:
 
 
 def leaves_out_old(objective: Objective, stages: Stages | None, *, has_sampler: bool) -> bool:
-    """True if TRL's own pass for the old log-probs is not wanted: it is made here, or nothing reads them."""
+    """True if TRL should skip its pass for the old log-probs: the kit makes it, or nothing reads them."""
     made_here = stages is not None and stages.needs_old
     return made_here or (has_sampler and not objective.proximal.reads_old)

@@ -51,31 +51,32 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them); or a mapping
             ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``; with ``framework: verl`` (skyrl,
             slime, areal, openrlhf) in place of ``preset``, ``options`` are that framework's own. ``advantages: rloo``
-            (or ``{type: grpo, scale: none}``) takes the place of TRL's advantages. Or an object: a ``Preset``, a
-            ``Correction``, or an ``Objective``, which says the whole loss (TRL's own loss fields then stay at their
+            (or ``{type: grpo, scale: none}``) replaces TRL's advantages. Or an object: a ``Preset``, a
+            ``Correction``, or an ``Objective``, which defines the whole loss (TRL's loss fields then keep their
             defaults). Default: ``paper/tis`` with vLLM, ``measure`` (diagnostics only) without.
         engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
-            ``quantization``, ``max_model_len``, ...), and the kit's own options, ``transfer`` (how weights reach it),
+            ``quantization``, ``max_model_len``, ...), and the kit's options ``transfer`` (how weights reach it),
             ``weight_rounding`` (round them at every sync), ``check_sync``, ``folder``, ``timeout``, ``retries``: see
             :class:`~trl_offpolicy.engines.settings.EngineSettings`.
         async_rollouts: sample generation batches ahead of learning, with a server: a lag (1 = the server samples the
             next batch while the trainer learns from this one), or a mapping ``{lag: 2, partial: continue, old_logps:
             snapshot}`` (:class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`). None: sample and learn in turn.
-        record_rollouts: write every rollout to ``rollouts.parquet`` in ``output_dir``.
-        write_report: print the summary and write ``report.html`` at the end of training.
+        record_rollouts: whether to write every rollout to ``rollouts.parquet`` in ``output_dir``.
+        write_report: whether to print the summary and write ``report.html`` at the end of training.
         control: ``warn`` prints a line for every new finding, ``stop`` also ends the run when it is critical, ``act``
             runs the controllers; or a mapping ``{policy: act, controllers: {length_guard: {...}}, thresholds: {...}}``
-            (:func:`~trl_offpolicy.control.parse_control`). None or ``off``: nobody watches.
-        check_token_ids: a few rows of every generation batch are compared with what the engine sampled; text that was
-            tokenised again in between has other ids. ``warn`` (once a run), ``raise``, or ``off``.
-        routing_replay: of a mixture of experts: ``r2`` sends the tokens of every pass over a batch to the experts that
-            the trainer chose at the weights that sampled, ``r3`` to those of the engine; ``none`` routes freely. Or a
-            mapping ``{mode: r3, device: cpu, limit_gib: 8}``
+            (:func:`~trl_offpolicy.control.parse_control`). None or ``off``: the run is not watched.
+        check_token_ids: what happens if rows do not hold the ids that the engine sampled: ``warn`` (once per run),
+            ``raise``, or ``off``. A few rows of every generation batch are compared. Text that was tokenized again
+            may have other ids.
+        routing_replay: for a mixture of experts. ``r2`` sends the tokens of every pass over a batch to the experts
+            that the trainer chose at the weights that sampled, ``r3`` to those that the engine chose; ``none`` routes
+            freely. Or a mapping ``{mode: r3, device: cpu, limit_gib: 8}``
             (:class:`~trl_offpolicy.engines.routing.options.RoutingReplay`).
         freeze_router: do not train the routers.
-        freeze_router_bias: do not train their biases.
-        noise_floor_steps: every so many optimizer steps one micro-batch is scored a second time in another batch
-            size; ``offpolicy/noise_floor/*`` is what the trainer differs from itself. 0 = never.
+        freeze_router_bias: do not train the routers' biases.
+        noise_floor_steps: once in this many optimizer steps, one micro-batch is scored again in another batch size.
+            ``offpolicy/noise_floor/*`` is how far the trainer then differs from itself. 0 = never.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
@@ -123,7 +124,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         default="warn",
         metadata={
             "help": "If a few rows of a generation batch do not hold the ids that the engine sampled: warn, raise, or "
-            "off (nobody looks)."
+            "off (no check)."
         },
     )
     routing_replay: dict[str, Any] | str | None = field(
@@ -141,7 +142,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         default=100,
         metadata={
             "help": "Every so many optimizer steps, score one micro-batch twice (in another batch size) and log how "
-            "far the trainer is from itself as offpolicy/noise_floor. 0 = never."
+            "far the trainer differs from itself as offpolicy/noise_floor. 0 = never."
         },
     )
     vllm_importance_sampling_correction: bool = field(
@@ -182,12 +183,12 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             self.beta = objective.kl.beta  # or TRL would not load the reference model
 
     def to_dict(self) -> dict[str, Any]:
-        """TRL's, for the loggers and JSON; an object in ``offpolicy`` becomes the mapping that says the same."""
+        """TRL's dict, for loggers and JSON. An object in ``offpolicy`` becomes the mapping with the same meaning."""
         return {**super().to_dict(), "offpolicy": plain_method(self.offpolicy)}
 
     @property
     def control_spec(self) -> ControlSpec | None:
-        """What ``control`` says; None = nobody watches."""
+        """The field ``control``, parsed; None = the run is not watched."""
         return parse_control(self.control)
 
     @property
@@ -197,15 +198,15 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
 
 
 def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False) -> Preset:
-    """TRL's loss fields give the objective, ``offpolicy`` the correction and overrides.
+    """The preset of a configuration: TRL's loss fields give the objective, ``offpolicy`` the correction and overrides.
 
     Args:
         args: the configuration.
-        has_rollout_func: a ``rollout_func`` samples; it brings log-probs of its own without vLLM too, which
-            ``off_policy_mask_threshold`` then reads, as in TRL.
+        has_rollout_func: whether a ``rollout_func`` samples. It reports log-probs even without vLLM;
+            ``off_policy_mask_threshold`` then reads them, as in TRL.
 
     Raises:
-        ValueError: an unknown key or value, or a quantity set in both places.
+        ValueError: a key or value is unknown, or a quantity is set in both places.
     """
     options = {name: getattr(args, name) for name in _TRL_FIELDS}
     options |= {"use_vllm": args.use_vllm or has_rollout_func, "vllm_importance_sampling_correction": False}
@@ -221,7 +222,7 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
 
 
 def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: Mapping[str, Any]) -> AdvantageEstimator | None:
-    """The estimator of ``offpolicy.advantages``, else of the preset; None = TRL's own (``advantages: null``)."""
+    """The estimator of ``offpolicy.advantages``, else that of the preset; None = TRL's own (``advantages: null``)."""
     said = "advantages" in spec
     estimator = parse_advantages(spec["advantages"], where="offpolicy.advantages") if said else chosen.advantages
     if estimator is not None:
@@ -231,13 +232,13 @@ def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: Mapping[str, An
 
 
 def _with_preset(args: OffPolicyGRPOConfig, objective: Objective, chosen: Preset, *, whole: bool) -> Objective:
-    """What the preset itself says about the loss; where it says nothing, TRL's fields stand.
+    """The objective with the fields that the preset sets; TRL's fields set the others.
 
     Args:
         args: the configuration.
-        objective: that of TRL's fields.
+        objective: the objective of TRL's fields.
         chosen: the preset.
-        whole: it is an objective that the user made: each of its fields is meant, the defaults as well.
+        whole: True if the user made the preset's objective: then each of its fields counts, defaults included.
     """
     said = dict(chosen.objective_changes)
     if whole:

@@ -1,4 +1,4 @@
-"""Control in TRL: a callback that hands each logged row to a session, and ends the run where it asks for that."""
+"""Control in TRL: a callback that hands each logged row to a session, and ends the run if the session asks for that."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trl_offpolicy.correction.correction import Correction
 class ControlCallback(TrainerCallback):  # type: ignore[misc]
     """Watches a run through a :class:`~trl_offpolicy.control.session.ControlSession`.
 
-    It must come before the callbacks that write what was logged, because it adds to it: put it first
-    (:func:`watch`). ``learning_rate`` is logged as the optimizer really used it.
+    It adds to the logged row, so it must run before the callbacks that write the row: :func:`watch` puts it first. The
+    logged ``learning_rate`` is the one that the optimizer used.
 
     Args:
-        spec: what ``control`` says.
+        spec: the parsed ``control`` field.
         **lent: ``base``, ``correct`` and ``resync`` of the session; a stock trainer has none of them.
     """
 
@@ -33,32 +33,32 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def spec(self) -> ControlSpec:
-        """Without the controllers that cannot work here."""
+        """The parsed ``control`` field, without the controllers that cannot work here."""
         return self.session.spec
 
     @property
     def state(self) -> ControlState:
-        """After the last logging step."""
+        """The session's state after the last logging step."""
         return self.session.state
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The session's state as plain values, for a checkpoint."""
         return self.session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from the state of a checkpoint."""
         self.session.load_state_dict(state)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Hook into the optimizer; take the last rows of a run that goes on."""
+        """Hook into the optimizer, and read the last logged rows if the run is resumed."""
         self.session.begin(Path(args.output_dir), state.global_step, optimizer=kwargs.get("optimizer"))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compare the gradient with the last one, if asked for."""
+        """Measure the cosine between this gradient and the previous one, if that is configured."""
         self.session.compare_gradient(kwargs["model"].parameters())
 
     def on_log(
@@ -69,7 +69,7 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Judge a row of training, add to it, and do what follows."""
+        """Judge a row of training, add to it, and apply what the session decides."""
         if not logs or "loss" not in logs:
             return
         if "learning_rate" in logs:
@@ -82,7 +82,7 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
             is_main=state.is_world_process_zero,
         )
         logs.update(added)
-        # the trainer has put a copy of the row into its history already
+        # the trainer has already put a copy of the row into its history
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(logs)
         if self.session.stop:
@@ -93,20 +93,20 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the optimizer alone."""
+        """Remove the hooks from the optimizer."""
         self.session.end()
 
 
 def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> ControlCallback | None:
-    """Have a run of :class:`~trl_offpolicy.trainer.OffPolicyGRPOTrainer` watched.
+    """Watch a run of :class:`~trl_offpolicy.trainer.OffPolicyGRPOTrainer`; returns the callback that does it.
 
     Args:
-        trainer: it.
-        spec: what its ``control`` says; None = nobody watches.
-        has_sampler: something samples that has log-probs of its own.
+        trainer: the trainer.
+        spec: its parsed ``control`` field; None = the run is not watched.
+        has_sampler: True if an engine or ``rollout_func`` reports log-probs of its samples.
 
     Raises:
-        ValueError: a controller was asked for by name that cannot work here.
+        ValueError: the configuration names a controller that cannot work here.
     """
     if spec is None:
         return None
@@ -117,7 +117,7 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
             trainer._stages = None if trainer._stages is None else trainer._stages.with_correction(chosen)
 
     def resync() -> None:
-        trainer._last_loaded_step = -1  # TRL syncs where it is not the step of now
+        trainer._last_loaded_step = -1  # TRL syncs if this is not the current step
 
     base = trainer.objective.correction
     missing = lacking(
@@ -132,5 +132,5 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
 
 
 def watch(trainer: Any, callback: ControlCallback) -> None:
-    """Put the callback before those that write what was logged."""
+    """Put the callback before those that write the logged row."""
     trainer.callback_handler.callbacks.insert(0, callback)

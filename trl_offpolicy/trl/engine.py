@@ -1,7 +1,8 @@
-"""TRL's generation backend over the engine layer: what ``GRPOTrainer`` builds and calls as ``vllm_generation``.
+"""TRL's generation backend over the engine layer, which ``GRPOTrainer`` builds and calls as ``vllm_generation``.
 
-Colocate: TRL's own path, with engine arguments passed through; on CPU weights are reloaded in memory. Server: TRL's own
-NCCL path on a GPU, a shared folder or the LoRA adapter alone anywhere (:class:`~trl_offpolicy.engines.server`).
+In colocate mode it uses TRL's path and passes engine arguments through; on a CPU, weights are reloaded in memory. In
+server mode it uses TRL's NCCL path on a GPU, or a shared folder or the LoRA adapter alone anywhere
+(:class:`~trl_offpolicy.engines.server`).
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """TRL's vLLM backend with this kit's transfers.
 
     Args:
-        settings: the ``engine`` field of the configuration, read.
-        folder: where a server's weights are written unless ``settings`` says.
-        *args: TRL's.
-        **kwargs: TRL's.
+        settings: the parsed ``engine`` field of the configuration.
+        folder: where a server's weights are written, unless ``settings`` names a folder.
+        *args: TRL's arguments.
+        **kwargs: TRL's keyword arguments.
     """
 
     llm: Any
     last_sync: SyncReport | None = None
-    """What the last sync took, and how far the engine then agreed with the trainer."""
+    """Cost of the last sync, and how far the engine then agreed with the trainer."""
     ahead: Any = None
-    """Answers the trainer's requests from batches that were asked for before: ``async_rollouts.ahead``."""
+    """Answers the trainer's requests from batches that were requested before, with ``async_rollouts``."""
     quiet: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Held open while weights are replaced."""
+    """A context that is open while weights are replaced."""
     routes: RouteStore | None = None
     """The routing of this rank's rollouts, with ``engine.return_routing``."""
 
@@ -74,25 +75,25 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         """From now on have ``sync`` send the weights and prove them.
 
         Args:
-            sync: of the trainer.
+            sync: the trainer's sync.
             log: called after every sync, on all ranks.
-            step: version of the trainer's weights now.
+            step: returns the current version of the trainer's weights.
         """
         self._sync, self._log, self._step = sync, log, step
 
     @property
     def version(self) -> int:
-        """Version of the trainer's weights now."""
+        """Current version of the trainer's weights, in optimizer steps."""
         return self._step()
 
     @property
     def source(self) -> TrainerWeights:
-        """The trainer's weights."""
+        """The trainer's weights, as a source for the engine."""
         return TrainerWeights(self)
 
     @property
     def server(self) -> ServerEngine | None:
-        """The server that this rank talks to."""
+        """The server that this rank talks to; None in colocate mode and on other ranks."""
         return self._server
 
     @property
@@ -138,7 +139,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         return bool(self.accelerator.device.type == "cpu")
 
     def _connect(self) -> None:
-        """The main rank talks to the server; the others only take part in gathering weights."""
+        """Connect the main rank to the server. The others only take part in gathering weights."""
         self.settings.check_server()
         self._on_server = True
         if self.settings.return_routing:
@@ -167,10 +168,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         return bool(self._dist.is_fsdp and self._dist.fsdp_version == 1)
 
     def sync_weights(self) -> None:
-        """Give the engine the trainer's weights and prove it; TRL calls it on all ranks.
+        """Send the engine the trainer's weights and prove the sync. TRL calls it on all ranks.
 
         Raises:
-            EngineError: on every rank, if it failed on any.
+            EngineError: on every rank, if the sync failed on any.
         """
         with self.quiet():
             self.last_sync = self._sync(self.version, send=self._send, answer=self.score)
@@ -192,7 +193,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
 
     def _send_to_server(self, version: int) -> tuple[str, int]:
-        """(kind, bytes). All ranks gather, the main one sends."""
+        """Send the weights and return (kind, bytes). All ranks gather, the main one sends."""
         takes_adapter = [self._server is not None and self._server.takes_adapter]
         broadcast_object_list(takes_adapter, from_process=0)
         if self._server is not None:
@@ -245,8 +246,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         """(ids, log-probs, routes) that the server sampled for the prompts of this rank.
 
         Args:
-            prompts: by rank; the main one asks.
-            n: each prompt stands so many times in a row, for as many completions.
+            prompts: prompts by rank; the main rank sends the requests.
+            n: each prompt is repeated this many times in a row, for as many completions.
 
         Raises:
             EngineError: on all ranks, if the server failed.
@@ -257,7 +258,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
                 asked = [row for rank in prompts for row in rank][::n]
                 rollouts = self._server.generate(asked, self._sampling(), n=n)
                 logps, routes = rollouts.sampling_per_token_logps or [], rollouts.routed_experts or []
-                # back to the ranks, of which each may have asked for another number of rows
+                # back to the ranks, each of which may have asked for another number of rows
                 ends = accumulate(map(len, prompts), initial=0)
                 parts = [(rollouts.completion_ids[i:j], logps[i:j], routes[i:j]) for i, j in pairwise(ends)]
         return scattered(parts)
@@ -280,7 +281,7 @@ class TrainerWeights:
     """The trainer's weights as :class:`~trl_offpolicy.engines.weights.WeightSource`.
 
     Args:
-        engine: gathers them.
+        engine: the engine that gathers them.
     """
 
     def __init__(self, engine: TRLEngine) -> None:
@@ -288,12 +289,12 @@ class TrainerWeights:
         self.is_main = bool(engine.accelerator.is_main_process)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors, an adapter merged in; every rank iterates to the end."""
+        """Names and whole tensors, with an adapter merged in. Every rank must iterate to the end."""
         named: Iterator[tuple[str, Tensor]] = self._engine._iter_named_params()
         return named
 
     def adapter(self) -> Adapter | None:
-        """The LoRA adapter alone, if it stands alone."""
+        """The LoRA adapter, if it is all that is trained; None otherwise."""
         return ModelWeights(self._engine.model).adapter()
 
 
@@ -301,8 +302,8 @@ class WithAdapter:
     """vLLM's ``LLM``, whose requests name the adapter of the last sync.
 
     Args:
-        llm: vLLM's.
-        adapters: where the last adapter lies.
+        llm: vLLM's ``LLM``.
+        adapters: the folder of the last adapter.
     """
 
     def __init__(self, llm: Any, adapters: AdapterFolder) -> None:
@@ -313,7 +314,7 @@ class WithAdapter:
         return getattr(self._llm, name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in vLLM."""
+        """Call vLLM's ``generate`` with the adapter in ``lora_request``."""
         return self._llm.generate(*args, **{**kwargs, "lora_request": self._adapters.request})
 
 
@@ -322,7 +323,7 @@ def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
 
 
 def scattered(parts: Sequence[Any]) -> Any:
-    """Of the main rank's objects, one for each rank, that of this rank. Collective."""
+    """This rank's object out of the main rank's list, which has one per rank. All ranks call it."""
     if not (dist.is_available() and dist.is_initialized()):
         return parts[0]
     received: list[Any] = [None]

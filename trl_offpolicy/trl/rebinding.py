@@ -1,4 +1,4 @@
-"""TRL with other values in it, for a while: names of its modules, and what it takes a step for."""
+"""Contexts that change names in TRL's modules, or the options that decide about its pass for old log-probs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def rebound(module: ModuleType, **values: Any) -> Iterator[None]:
-    """While open, globals of ``module`` have other values. For TRL's classes that look such names up late.
+    """A context in which globals of ``module`` have other values, for classes of TRL that look such names up late.
 
     Raises:
         AttributeError: the module has no such name.
@@ -23,13 +23,13 @@ def rebound(module: ModuleType, **values: Any) -> Iterator[None]:
 
 
 def is_aligned(args: Any) -> bool:
-    """One optimizer step serves whole generation batches: the old policy is the current one, detached."""
+    """True if each optimizer step uses whole generation batches, so that old is the current policy, detached."""
     return bool(args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0)
 
 
 @contextmanager
 def as_if_aligned(args: Any) -> Iterator[None]:
-    """While open, TRL's generation leaves out its own pass for the old log-probs.
+    """A context in which TRL's generation leaves out its pass for the old log-probs.
 
     It makes that pass unless :func:`is_aligned`, and reads ``gradient_accumulation_steps`` for nothing else there.
     """

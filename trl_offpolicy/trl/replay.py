@@ -1,4 +1,4 @@
-"""OffPolicyGRPOTrainer with a replay buffer: drawn groups go behind each fresh generation batch."""
+"""OffPolicyGRPOTrainer with a replay buffer: drawn groups are added after the rows of each fresh generation batch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
     """GRPO on fresh groups and replayed ones. Takes what :class:`~trl_offpolicy.trainer.OffPolicyGRPOTrainer` takes.
 
     ``replay_groups`` groups are drawn from the buffer and added to the rows of every generation batch (micro-batches
-    grow by that share); then the fresh groups are stored. More is learned for a sampled token; nothing is sampled less.
-    Only aligned training, one optimizer step a generation batch: there the log-probs of the loss step are those of the
-    proximal policy, so that replayed rows are scored anew at no extra forward, and weights hold current/sampling on
-    them. Advantages are made again from the stored rewards, scaled by group. Nothing is drawn while the buffer holds
-    fewer groups. ``rollouts.parquet`` has a replayed row again, with the version that sampled it.
+    grow by that share). Then the fresh groups are stored. So each sampled token is used more often; the number of
+    sampled tokens is the same. Training must be aligned, that is, one optimizer step per generation batch. The
+    log-probs of the loss step are then those of the proximal policy, so replayed rows need no extra forward, and their
+    weights hold current/sampling. Advantages are made again from the stored rewards, scaled by group. Nothing is drawn
+    while the buffer holds fewer groups. ``rollouts.parquet`` records a replayed row again, with the version that
+    sampled it.
 
     Args:
         replay: the buffer.
-        replay_groups: groups that are added to a generation batch.
-        max_lag: oldest that is drawn, in optimizer steps; None = age only costs priority.
+        replay_groups: number of groups to add to a generation batch.
+        max_lag: largest age of a drawn group, in optimizer steps; None = age only lowers priority.
 
     Raises:
-        ValueError: sizes that do not fit, or several optimizer steps a generation.
+        ValueError: the sizes do not fit, or a generation serves several optimizer steps.
         NotImplementedError: several processes, sampling ahead, tools, a KL term, images, or an objective that must see
             the whole generation batch.
     """
@@ -73,7 +74,7 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
 
 
 def fresh_groups(output: dict[str, Any], generations: int) -> list[ReplayGroup]:
-    """The groups of TRL's generation batch, ``generations`` neighbouring rows each."""
+    """The groups of TRL's generation batch, each of ``generations`` neighbouring rows."""
     host = {name: value.cpu() for name, value in output.items() if isinstance(value, Tensor)}
     versions, groups = _by_token(host), []
     for start in range(0, len(host["prompt_ids"]), generations):
@@ -95,7 +96,7 @@ def _response(host: dict[str, Tensor], versions: Tensor, row: int) -> Response:
 
 
 def with_replayed(output: dict[str, Any], rows: PaddedGroups) -> dict[str, Any]:
-    """TRL's generation batch and the replayed rows behind it, padded to one length, with its token count."""
+    """TRL's generation batch followed by the replayed rows, padded to one length, with the new token count."""
     device, first = output["prompt_ids"].device, int(output["group_ids"].max()) + 1
     fresh = {**output, "policy_versions": _by_token(output)}
     replayed: dict[str, Tensor] = {
@@ -118,13 +119,13 @@ def with_replayed(output: dict[str, Any], rows: PaddedGroups) -> dict[str, Any]:
 
 
 def _by_token(output: dict[str, Any]) -> Tensor:
-    """(B, T) version of each token, where TRL's batch may have one a row."""
+    """(B, T) version of each token, also if TRL's batch has one per row."""
     versions: Tensor = output["policy_versions"]
     return versions if versions.dim() == 2 else versions.unsqueeze(1).expand_as(output["completion_ids"])
 
 
 def _joined(name: str, fresh: Tensor, replayed: Tensor) -> Tensor:
-    """One behind the other, 2-d ones padded with their own kind of nothing to the same length."""
+    """Both tensors concatenated along rows; 2-d ones are first padded to one length with the value fit for ``name``."""
     if fresh.dim() == 1:
         return torch.cat([fresh, replayed.to(fresh.dtype)])
     length = max(fresh.shape[1], replayed.shape[1])

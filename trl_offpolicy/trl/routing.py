@@ -1,6 +1,6 @@
-"""Routing replay of the TRL trainer: where the record comes from (R2, R3), and that every pass over a row uses it.
+"""Routing replay of the TRL trainer: records the routing (R2) or takes the engine's (R3), and replays it in every pass.
 
-The record travels in TRL's batch as ``routed_experts``, (B, P + T, layers, k): prompt and completion, padding included.
+The record travels in TRL's batch as ``routed_experts``, (B, P + T, layers, k): prompt, completion and padding.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ KEY = "routed_experts"
 
 
 def optimizer_steps(args: Any) -> float:
-    """N: optimizer steps that one generation serves."""
+    """Optimizer steps that one generation serves, N."""
     return float(args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
 
 
 def check_replay(args: Any) -> RoutingReplay:
-    """Read ``routing_replay`` and raise for what cannot work.
+    """Parse ``routing_replay`` and raise if it cannot work.
 
     Raises:
-        ValueError: R2 where a generation serves one step; R3 without vLLM; either with rollouts that are sampled ahead.
+        ValueError: R2 although a generation serves one step, R3 without vLLM, or either with sampling ahead.
     """
     options = RoutingReplay.parse(args.routing_replay)
     compares = (args.engine or {}).get("return_routing", False)
@@ -63,7 +63,7 @@ def check_replay(args: Any) -> RoutingReplay:
 
 
 def engine_options(args: Any) -> dict[str, Any] | None:
-    """The ``engine`` field, with the engine's routing asked for where it is replayed."""
+    """The ``engine`` field, which also requests the engine's routing if it is replayed."""
     if RoutingReplay.parse(args.routing_replay).mode != "r3":
         engine: dict[str, Any] | None = args.engine
         return engine
@@ -71,14 +71,14 @@ def engine_options(args: Any) -> dict[str, Any] | None:
 
 
 class TrainerRouting:
-    """Records and replays for one trainer. Without an option, nothing happens and nothing is paid.
+    """Records and replays routing for one trainer. Without the option it does nothing and costs nothing.
 
     Args:
-        trainer: built; its routers are frozen here if its configuration says so.
+        trainer: the built trainer. Its routers are frozen here if its configuration asks for that.
 
     Raises:
         ValueError: the model is dense, or its routers have nothing to freeze.
-        NotImplementedError: its routers are not known.
+        NotImplementedError: the kind of its routers is not known.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -94,7 +94,7 @@ class TrainerRouting:
             freeze_router_bias(trainer.model)
 
     def engine_fields(self, output: dict[str, Any]) -> dict[str, Tensor]:
-        """What the engine reported of the rows of a generation batch, on the positions of the model's input."""
+        """The engine's routing of a generation batch's rows, placed on the positions of the model's input."""
         if self._store is None:
             return {}
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -111,7 +111,7 @@ class TrainerRouting:
 
     @contextmanager
     def recorded(self, model: Any, output: dict[str, Any]) -> Iterator[None]:
-        """R2: the pass for the old log-probs adds its routing to the batch; nothing otherwise and in evaluation."""
+        """A context in which, with R2, the pass for old log-probs adds its routing to the batch; not in evaluation."""
         if self._options.mode != "r2" or not model.training:
             yield
             return
@@ -122,7 +122,7 @@ class TrainerRouting:
 
     @contextmanager
     def replayed(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
-        """The routing of these rows, where the batch has it."""
+        """A context in which the model routes these rows as recorded, if the batch has a record."""
         self._last = None
         routes = inputs.get(KEY)
         if routes is None:
@@ -133,19 +133,19 @@ class TrainerRouting:
             yield
 
     def stats(self) -> Stats:
-        """``routing/*`` of the last scored rows: the router's own choice against the record."""
+        """``routing/*`` of the last scored rows: how the router's free choice differs from the record."""
         if self._last is None:
             return Stats({})
         return Stats({"routing": Group(self._last.moments, {**ROUTING_DIAGNOSTICS, **EXPERT_DIAGNOSTICS})})
 
 
 def scores_old(args: Any, stages: Stages | None, *, reads_old: bool) -> bool:
-    """True if the pass for the old log-probs is made by the kit in place of TRL's: under replay (R3), to record (R2).
+    """True if the kit makes the pass for old log-probs instead of TRL: with R3 to replay, with R2 to record.
 
     Args:
         args: the configuration.
-        stages: what is decided on the whole generation batch; where it needs old log-probs it makes the pass itself.
-        reads_old: the objective reads them.
+        stages: what is decided on the whole generation batch. If that needs old log-probs, it makes the pass itself.
+        reads_old: True if the objective reads old log-probs.
     """
     if stages is not None and stages.needs_old:
         return False

@@ -1,4 +1,4 @@
-"""What ``run.json`` says of a run with TRL."""
+"""Describes a run with TRL for ``run.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 
 def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> dict[str, Any]:
-    """The entries of ``run.json`` that describe the method; the doctor reads them beside the metrics."""
+    """The entries of ``run.json`` that describe the method. The doctor reads them together with the metrics."""
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     config: Any = getattr(model, "config", None)
     server = getattr(getattr(trainer, "vllm_generation", None), "server", None)

@@ -1,9 +1,10 @@
-"""Scoring by TRL's own forward and fused LM head, and what this kit changes about that head.
+"""Scores with TRL's forward and fused LM head, which this kit changes to truncate the distribution.
 
-TRL's head gives log-probs of the whole distribution; under top-p, top-k or min-p the engine's are of the kept tokens
-alone, and old/sampling is off by the kept mass. Here the trainer cuts its own distribution by the engine's rules. All
-around the projection stays TRL's: the wrapped model's forward, gathering of a sharded head, autocast. The same head
-scores the probe of a sync at temperature 1, and TRL's own also gives the sum of squared probabilities where it is read.
+TRL's head gives log-probs of the whole distribution. Under top-p, top-k or min-p the engine's log-probs are of the kept
+tokens alone, so old/sampling would be off by the kept mass. Here the trainer truncates its distribution by the engine's
+rules. Everything around the projection remains TRL's: the wrapped model's forward, gathering of a sharded head,
+autocast. The same head scores the probe of a sync at temperature 1. TRL's head also gives the sum of squared
+probabilities if it is read.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class FilteredScoring:
     reference cut by its own filter would have another support: there the KL is infinite and its estimators biased.
 
     Args:
-        truncation: the engine's.
+        truncation: the engine's truncation.
     """
 
     def __init__(self, truncation: Truncation) -> None:
@@ -65,14 +66,14 @@ class FilteredScoring:
 
         Args:
             score: TRL's bound method.
-            reference: TRL's ``ref_model``; scored as it is.
+            reference: TRL's ``ref_model``, which is scored without truncation.
             model: the model to score, wrapped or not.
             input_ids: (B, L) prompt and completion.
             attention_mask: (B, L).
             logits_to_keep: T.
-            batch_size: rows a forward; None = all.
-            kept_ids: (B, T, K) ids that the engine kept, padded with -1; they take the place of the filter.
-            **kwargs: TRL's.
+            batch_size: rows per forward; None = all.
+            kept_ids: (B, T, K) ids that the engine kept, padded with -1; they replace the filter.
+            **kwargs: TRL's keyword arguments.
 
         Raises:
             NotImplementedError: images, or a prompt-learning adapter.
@@ -101,10 +102,10 @@ class FilteredScoring:
 
 
 def filtered_scoring(args: Any) -> FilteredScoring:
-    """The scoring that goes with the sampling options of a ``GRPOConfig``; says once that it cuts.
+    """The scoring that fits the sampling options of a ``GRPOConfig``; logs once if it truncates.
 
     Raises:
-        ValueError: an option outside of its range, or an engine that reports raw log-probs.
+        ValueError: an option is out of range, or the engine reports raw log-probs.
     """
     options = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "generation_kwargs")}
     truncation = as_vllm_keeps(truncation_of(options))
@@ -125,7 +126,7 @@ def filtered_scoring(args: Any) -> FilteredScoring:
 
 
 def scores_reference(model: Any, reference: Any) -> bool:
-    """True if ``model``, as it is set now, stands for the reference: TRL's ``ref_model``, or PEFT without its adapter.
+    """True if ``model`` is now the reference: TRL's ``ref_model``, or a PEFT model without its adapter.
 
     TRL switches the adapter off, or to a frozen copy named "ref", while it scores the reference.
     """
@@ -157,7 +158,7 @@ def _scored_positions(attention_mask: Tensor, logits_to_keep: int) -> Tensor:
 
 
 class _Head:
-    """Stands in for TRL's ``_ChunkedLogProbFunction`` during one scoring; called once a forward, in row order."""
+    """Replaces TRL's ``_ChunkedLogProbFunction`` during one scoring; called once per forward, in row order."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ class _Head:
                 f"TRL's head was called more than {call} times in one scoring; its version does not fit."
             )
         valid, kept = self._valid[call], self._kept[call]
-        # Where Triton does not run TRL passes all positions, else those with a label alone.
+        # Without Triton TRL passes all positions, with it only those with a label.
         rows = valid.flatten().nonzero().squeeze(1) if len(targets) == valid.numel() else None
         if kept is not None:  # (b, T, K) of the completion to one row for each position that is scored
             kept = kept[valid[:, -kept.shape[1] :]]
@@ -242,7 +243,7 @@ def _as_trl(
 
 
 def _head_of_trl(head: _Head) -> AbstractContextManager[None]:
-    """TRL's forward looks its projection up in the module at every call; the model's wrappers stay untouched."""
+    """Replace the projection in TRL's module, where its forward looks it up at every call. Wrappers are untouched."""
     return rebound(utils, _ChunkedLogProbFunction=head)
 
 
@@ -281,16 +282,16 @@ class SumSqProbs:
 
 @contextmanager
 def sum_sq_probs(model: Any, *, wanted: bool, temperature: float, cast_lm_head_to_fp32: bool) -> Iterator[SumSqProbs]:
-    """While open, the fused head of ``model`` also computes the sum over the vocabulary of its probabilities squared.
+    """A context in which the fused head of ``model`` also computes the sum over the vocabulary of p^2.
 
-    TRL's scoring drops all but log-probs and entropies, so the output is read off the model's own ``forward`` (a module
-    hook would not fire under PEFT, which calls ``forward`` itself). Outside nothing costs more than before.
+    TRL's scoring drops everything but log-probs and entropies, so the output is read from the model's ``forward`` (a
+    module hook would not fire under PEFT, which calls ``forward`` itself). Outside the context nothing costs more.
 
     Args:
         model: the unwrapped model; TRL has patched its ``forward``, or that of the base model under PEFT.
         wanted: False changes nothing.
-        temperature: as TRL's head has it.
-        cast_lm_head_to_fp32: likewise.
+        temperature: temperature of TRL's head.
+        cast_lm_head_to_fp32: as in TRL's configuration.
     """
     collected = SumSqProbs()
     if not wanted:

@@ -1,4 +1,4 @@
-"""Every sync of the TRL trainer's engine is proven on a probe and logged; a fault costs no finished work."""
+"""Proves every sync of the TRL trainer's engine on a probe and logs it. A fault does not lose finished work."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def _weight_sync(trainer: GRPOTrainer, engine: TRLEngine) -> WeightSync:
 
 @contextmanager
 def kept_on_fault(trainer: GRPOTrainer, recorder: Any) -> Iterator[None]:
-    """If the engine fails inside: write what is recorded, save a checkpoint, and say how to go on.
+    """If the engine fails inside the block, write what is recorded, save a checkpoint, and say how to continue.
 
     Raises:
-        EngineError: the same, with the checkpoint named. Every rank must leave the block with it.
+        EngineError: the same error, with the checkpoint named. Every rank must leave the block with it.
     """
     try:
         yield

@@ -1,8 +1,9 @@
 """OffPolicyGRPOTrainer: TRL's GRPOTrainer with the loss of :class:`~trl_offpolicy.Objective`.
 
-The seam is ``_compute_loss``: log-probs once through TRL's own method, a PolicyBatch, the objective, its stats. Where
-TRL samples and learns with the same weights (aligned steps), old is the current policy and no extra forward is paid.
-What needs the whole generation batch (advantages, wide corrections) is decided in ``_generate_and_score_completions``.
+``_compute_loss`` replaces TRL's: it gets log-probs once through TRL's method, makes a PolicyBatch, and applies the
+objective. If TRL samples and learns with the same weights (aligned steps), old is the current policy and there is no
+extra forward. ``_generate_and_score_completions`` decides what needs the whole generation batch (advantages, wide
+corrections).
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     Raises:
         TypeError: ``args`` is not an ``OffPolicyGRPOConfig``.
-        ValueError: the correction needs an engine with log-probs of its own and there is none, or the sampling
-            options make them incomparable.
+        ValueError: the correction needs an engine that reports log-probs and there is none, or the sampling options
+            make these incomparable with the trainer's.
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "trl-offpolicy"]
@@ -96,13 +97,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     # ---------------------------------------------------------------------------------------------- generation batch
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Keep the rewards of every completion of all ranks; TRL's own batch does not carry them."""
+        """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
         by_function: Tensor = super()._calculate_rewards(*args, **kwargs)
         self._rewards = by_function
         return by_function
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """TRL's; read through a lookahead where prompts are sent to the engine before they are due."""
+        """TRL's batches, read through a lookahead if prompts are sent to the engine before they are due."""
         items = epoch_iterator if self._ahead is None else self._ahead.items(epoch_iterator)
         return super().get_batch_samples(items, num_batches, device)
 
@@ -122,7 +123,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return output
 
     def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
-        """Run what needs the whole generation batch, before TRL shuffles and splits it; its rows travel along."""
+        """Run what needs the whole generation batch before TRL shuffles and splits it. Results travel with the rows."""
         inputs = None
         if stages.advantages is not None:
             assert self._rewards is not None
@@ -143,7 +144,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             batches.replace_last(self._logs["advantages"], self.accelerator.gather(by_row).tolist())
 
     def _score_old(self, output: dict[str, Any], mode: str, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
-        """(B, T) log-probs of the old policy and, if wanted, the sums of its squared probabilities; no gradient."""
+        """(B, T) log-probs of the old policy and, if wanted, sums of its squared probabilities, without gradient."""
         size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
         head = {"temperature": self.temperature, "cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32}
         with (
@@ -156,11 +157,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return old, sums.completions(old.shape[1])
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; current and old policy on the distribution that the engine truncated."""
+        """TRL's method, but the current and the old policy are scored on the truncated distribution."""
         return self._filtered(super()._get_per_token_logps_and_entropies, self.ref_model, *args, **kwargs)
 
     def _score(self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, **wanted: bool) -> Any:
-        """TRL's own scoring of the completions: (log-probs (B, T), entropies, auxiliary loss)."""
+        """Score the completions with TRL's method: (log-probs (B, T), entropies, auxiliary loss)."""
         with self._routing.replayed(model, inputs):
             return self._get_per_token_logps_and_entropies(
                 model,
@@ -209,7 +210,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return cast("Tensor", self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile))
 
     def _current_objective(self) -> Objective:
-        """The objective of the loss step, with the coefficients of this moment."""
+        """The objective of the loss step, with its current coefficients."""
         objective = self.objective if self._stages is None else self._stages.late
         if adapts(self._kl):
             objective = replace(objective, kl=self._kl)
@@ -219,7 +220,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return replace(objective, entropy_coef=self.entropy_coef if active else 0.0)
 
     def _end_step(self) -> None:
-        """Once per optimizer step, the only wait for the device in the loss: stop on NaN, move the coefficients."""
+        """Stop on NaN and move the coefficients; this is the only wait for the device per optimizer step."""
         together = adapts(self._kl) or self.use_adaptive_entropy
         step = self._window.close(partial(self.accelerator.reduce, reduction="sum") if together else None)
         if step.nonfinite > 0:
@@ -249,7 +250,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._stats[mode] = stats if known is None else known.merge(stats)
 
     def _measure_noise_floor(self, model: Any, inputs: dict[str, Any], batch: PolicyBatch) -> None:
-        """Once in ``noise_floor_steps`` optimizer steps, on its first micro-batch."""
+        """Score a micro-batch again, once in ``noise_floor_steps`` optimizer steps, on the first one of the step."""
         every = self.args.noise_floor_steps
         if not every or self.state.global_step % every or "noise_floor" in self._stats["train"].groups:
             return
@@ -264,14 +265,14 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._metrics[mode]["policy_loss"].append(self.accelerator.gather(loss).nanmean().item())
 
     def _record(self, inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput, mode: str) -> None:
-        """Record each rollout once, on the first pass over it."""
+        """Record each rollout once, on the first pass over its generation batch."""
         window = self.args.steps_per_generation * self.num_iterations
         if self._recorder is None or mode != "train" or self._step % window >= self.args.steps_per_generation:
             return
         self._recorder.add(self.state.global_step, **batches.recorded_rows(inputs, batch, result))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Reduce the stats over ranks with one collective, add them under TRL's and this kit's names, and log."""
+        """Reduce the stats over ranks in one collective, add them under TRL's and this kit's names, and log."""
         mode = self._mode
         if (stats := self._stats.pop(mode, None)) is not None:
             values = stats.all_reduce(self.accelerator.gather).measured(stale=self._ahead is not None).compute()

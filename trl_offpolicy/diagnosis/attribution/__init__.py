@@ -1,5 +1,5 @@
-"""Why engine and trainer differ: features of the log-probs, what both sides declare, and tests with the model.
+"""Finds why engine and trainer differ, from features of the log-probs, declared settings, and tests with the model.
 
-numpy only; :mod:`.hypotheses` and :mod:`.precision` need torch and a model. The accuracy for every
-cause, strength and level of observation is measured by ``benchmarks/faults``.
+It needs numpy only, except :mod:`.hypotheses` and :mod:`.precision`, which need torch and a model.
+``benchmarks/faults`` measures the accuracy for every cause, strength and level of observation.
 """

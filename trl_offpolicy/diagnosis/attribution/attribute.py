@@ -1,4 +1,4 @@
-"""From evidence to a cause: tests in order, what the sides declare, and what testing with the model has shown."""
+"""Finds the cause from the evidence: tests in order, declared settings, and the results of tests with the model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trl_offpolicy.diagnosis.attribution.signatures import (
 )
 
 REMOVED = 0.2
-"""Share of the mismatch left up to which a tested hypothesis is the cause."""
+"""A tested hypothesis is the cause if it leaves at most this share of the mismatch."""
 REDUCED = 0.7
-"""The same for precision: an engine's rounding errors are only in part those of a simulation."""
+"""The same for precision, whose simulation reproduces an engine's rounding errors only in part."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Attribution:
 
     Args:
         cause: name in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`; "none" = no mismatch above the noise floor,
-            "unknown" = none of the tests explains it, "other_weights" = one of three that log-probs do not tell apart.
-        coarse: the same with stale weights, wrong adapter and policy staleness as "other_weights".
-        confidence: 0 to 1: margin of the deciding test over its limit; no probability.
+            "unknown" = no test explains it, "other_weights" = one of three causes that log-probs do not tell apart.
+        coarse: the same, but stale weights, wrong adapter and policy staleness are all "other_weights".
+        confidence: 0 to 1: margin of the deciding test over its limit. It is not a probability.
         runner_up: the next best cause, or None.
         reasons: sentences with the numbers.
-        features: of the log-probs.
+        features: features of the log-probs.
         level: what was observed.
-        detail: what exactly, e.g. "temperature 0.9" or "int8 weights"; may be empty.
+        detail: the exact setting, e.g. "temperature 0.9" or "int8 weights"; may be empty.
     """
 
     cause: str
@@ -64,13 +64,13 @@ def coarse_of(cause: str) -> str:
 def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribution:
     """The most likely cause of a mismatch at the level that ``evidence`` allows.
 
-    Log-probs: the first test of :data:`.signatures.TESTS` that passes; "unknown" if none does. Declarations: a
-    declared difference decides between causes that look alike, causes that the declarations exclude fall away. Model:
-    the hypothesis that removes the mismatch is the cause.
+    With log-probs alone the cause is that of the first test in :data:`.signatures.TESTS` that passes, or "unknown".
+    With declarations, a declared difference decides between causes that look alike, and causes that the declarations
+    exclude are dropped. With the model, the hypothesis that removes the mismatch is the cause.
 
     Args:
-        evidence: see :meth:`.evidence.TokenEvidence.at_level` for leaving something out.
-        limits: of the tests.
+        evidence: the batch; :meth:`.evidence.TokenEvidence.at_level` leaves a part of it out.
+        limits: limits of the tests; None = the defaults.
     """
     features = extract(evidence)
     signatures = read_signatures(features, limits)
@@ -79,7 +79,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     first = passed[0] if passed else Signature("unknown", 1 - ranked[0].score, "no test explains the mismatch")
     if first.cause == "none":
         return _answer(evidence, features, first, ranked)
-    # A hypothesis that the model has tested goes before any look at the log-probs, but for traces of bookkeeping.
+    # A hypothesis tested with the model outranks the log-probs' signatures, except clear traces of bookkeeping.
     if evidence.tested and not (passed and first.cause in CLEAR):
         found = _tested(evidence, features, first, ranked)
         if found is not None:
@@ -120,14 +120,14 @@ def _declared(
     evidence: TokenEvidence, features: Features, signatures: Sequence[Signature], first: Signature,
     ranked: Sequence[Signature],
 ) -> Attribution:  # fmt: skip
-    """A cause that leaves a clear trace is kept. Among those that look alike, declarations decide."""
+    """Keep a cause that leaves a clear trace. Among causes that look alike, the declarations decide."""
     assert evidence.engine is not None and evidence.trainer is not None
     stated = differences(evidence.engine, evidence.trainer)
     ruled_out = excluded(evidence.engine, evidence.trainer)
     if first.cause not in (*DIFFUSE, "unknown"):
         reasons = (stated[first.cause].text,) if first.cause in stated else ()
         return _answer(evidence, features, first, ranked, reasons=reasons)
-    # The log-probs alone do not decide: of what is declared to differ, that which they speak for most.
+    # The log-probs alone do not decide: of the declared differences, take the one that they support most.
     certain = [s for s in stated.values() if s.certain]
     best = max(certain, key=lambda s: _support(s.cause, signatures), default=None)
     if best is not None:
@@ -145,7 +145,7 @@ def _undeclared(
     evidence: TokenEvidence, features: Features, signatures: Sequence[Signature], stated: dict[str, Statement],
     ruled_out: frozenset[str], ranked: Sequence[Signature],
 ) -> Attribution:  # fmt: skip
-    """Both sides say the same: what is left can only have gone wrong in silence, such as a sync that failed."""
+    """Both sides declare the same, so the fault left no trace there, such as a sync that failed unnoticed."""
     for signature in signatures:
         if signature.score < 0.5 or signature.cause == "none":
             continue
@@ -168,7 +168,7 @@ def _tested(
 ) -> Attribution | None:
     """The hypothesis that removes the mismatch; None if none does.
 
-    A rougher router alone goes before a rougher whole model, which flips the same experts.
+    A less precise router is preferred to a less precise whole model, which flips the same experts.
     """
     if REFERENCE in evidence.tested and at_fault(evidence, evidence.tested[REFERENCE]) == "trainer":
         return _trainer_fault(evidence, features, first, ranked)
@@ -188,7 +188,7 @@ def _tested(
 
 
 def _member(evidence: TokenEvidence, cause: str) -> str:
-    """Which of the causes with other weights: older weights are staleness where the lag is declared, and so on."""
+    """Which of the causes with other weights it is; older weights, for example, are staleness if a lag is declared."""
     if cause not in MEMBERS or evidence.engine is None or evidence.trainer is None:
         return cause
     stated = differences(evidence.engine, evidence.trainer)
@@ -198,7 +198,7 @@ def _member(evidence: TokenEvidence, cause: str) -> str:
 def _trainer_fault(
     evidence: TokenEvidence, features: Features, first: Signature, ranked: Sequence[Signature]
 ) -> Attribution | None:
-    """Plain scoring agrees with the engine: the trainer's log-probs are of something else."""
+    """The cause if plain scoring agrees with the engine: then the trainer scored something else. None otherwise."""
     reason = "plain scoring of the same tokens agrees with the engine, not with the trainer"
     prompts = {
         name: left_share(evidence, name) for name in evidence.tested if name.startswith("trainer:prompt_difference")

@@ -1,4 +1,4 @@
-"""Where a mismatch sits: by probability, position, length and kind of token."""
+"""Shows where a mismatch is: by probability, position, length and kind of token."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LENGTHS = 4
 
 @dataclass(frozen=True)
 class Bin:
-    """Some of the tokens.
+    """A part of the tokens.
 
     Args:
-        label: which.
-        tokens: how many.
+        label: which tokens.
+        tokens: number of tokens.
         k3: KL(mu || old), nats per token.
         logp_diff: mean |log old - log mu|, nats.
-        share: of the whole k3.
+        share: the bin's share of the sum of k3 over all tokens.
     """
 
     label: str
@@ -36,7 +36,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """All tokens in bins of one kind; ``title`` says by what."""
+    """All tokens in bins of one kind; ``title`` names the quantity that defines the bins."""
 
     title: str
     bins: tuple[Bin, ...]
@@ -45,11 +45,11 @@ class Breakdown:
 def break_down(
     evidence: TokenEvidence, *, decode: Callable[[int], str] | None = None, special: frozenset[int] = frozenset()
 ) -> list[Breakdown]:
-    """Four breakdowns; the one by kind of token needs ids and ``decode``.
+    """Breakdowns by probability, position, length and kind of token; the last one needs ids and ``decode``.
 
     Args:
         evidence: the batch.
-        decode: text of a token id.
+        decode: returns the text of a token id.
         special: ids of special tokens.
     """
     seen = evidence.observed
@@ -70,7 +70,7 @@ def break_down(
 
 
 def _by_tenth(d: Array, values: Array) -> tuple[Bin, ...]:
-    """Tenths of the tokens; equal ones are merged."""
+    """Bins that hold a tenth of the tokens each, by ``values``; bins with equal edges are merged."""
     # Quantiles that coincide (many tokens of probability 1) leave fewer, larger bins; the last one is closed.
     edges = np.unique(np.quantile(values, np.linspace(0, 1, 11)))
     index = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, max(0, len(edges) - 2))

@@ -1,6 +1,6 @@
-"""What attribution looks at: arrays over tokens, and what both sides say about themselves.
+"""The evidence that attribution reads: arrays over tokens, and the settings that both sides declare.
 
-:func:`differences` and :func:`excluded` say which causes the statements of the two sides speak for or rule out.
+:func:`differences` and :func:`excluded` say which causes the declarations support or rule out.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ LOW_PRECISION = ("bfloat16", "float16", "bf16", "fp16", "half")
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """What one side says about itself; None = it does not say.
+    """The settings that one side declares; None = not declared.
 
     Args:
-        dtype: that it computes in, "float32", "bfloat16", ...
-        quantization: of its weights, "int8", "fp8", ...; "none" = declared to have none.
-        temperature: that its log-probs are of.
-        top_p: likewise; 1 = off.
-        top_k: likewise; 0 = off.
-        min_p: likewise; 0 = off.
+        dtype: data type of its computation, "float32", "bfloat16", ...
+        quantization: quantization of its weights, "int8", "fp8", ...; "none" = declared to have none.
+        temperature: temperature of the distribution that its log-probs are of.
+        top_p: top-p of that distribution; 1 = off.
+        top_k: top-k of that distribution; 0 = off.
+        min_p: min-p of that distribution; 0 = off.
         adapter: name or hash of the adapter; "none" = declared to have none.
-        weight_version: number of the weights (engine: that sampled; trainer: that scored).
+        weight_version: version of the weights that sampled (engine) or scored (trainer).
         prompt_hash: hash of the prompt ids that it saw.
         dropout: largest dropout probability that was active.
-        experts: experts of a mixture-of-experts model; 0 = dense.
-        tools: the completions hold text that no policy sampled.
+        experts: number of experts of a mixture-of-experts model; 0 = dense.
+        tools: True if the completions hold text that no policy sampled.
         kv_cache: format of the stored keys and values; "auto" = that of the computation.
     """
 
@@ -66,23 +66,23 @@ class Declared:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEvidence:
-    """One batch of B completions padded to T tokens, nothing of it needing torch.
+    """One batch of B completions padded to T tokens, as numpy arrays.
 
     Args:
-        sampling_per_token_logps: (B, T) log mu as the engine gave it, nats.
+        sampling_per_token_logps: (B, T) log mu as the engine reported it, nats.
         old_per_token_logps: (B, T) log pi_old of the trainer, nats.
         completion_mask: (B, T) bool, True = trainable token.
         rescored_per_token_logps: (B, T) the trainer's log-probs of the same text from a second forward in another
-            batch layout, NaN where it was not scored again: the noise floor.
+            batch layout, for the noise floor; NaN = not scored again.
         entropies: (B, T) entropy of the trainer's distribution, nats.
-        token_ids: (B, T) ids.
-        group_ids: (B,) prompt group.
+        token_ids: (B, T) token ids.
+        group_ids: (B,) number of the prompt group.
         engine: what the engine declares; None = nothing.
         trainer: what the trainer declares; None = nothing.
-        tested: log-probs (B, T) of the same tokens under hypotheses, by ``cause:detail``; NaN where not scored.
+        tested: log-probs (B, T) of the same tokens under hypotheses, by ``cause:detail``; NaN = not scored.
 
     Raises:
-        ValueError: a shape that does not fit, or no observed token.
+        ValueError: a shape does not fit, or no token is observed.
     """
 
     sampling_per_token_logps: Floats
@@ -111,23 +111,23 @@ class TokenEvidence:
 
     @property
     def observed(self) -> Bools:
-        """(B, T) trainable tokens with finite log-probs on both sides."""
+        """(B, T) bool: trainable tokens with finite log-probs on both sides."""
         finite = np.isfinite(self.sampling_per_token_logps) & np.isfinite(self.old_per_token_logps)
         observed: Bools = self.completion_mask.astype(bool) & finite
         return observed
 
     @property
     def level(self) -> Level:
-        """The most that is observed."""
+        """The highest level that the evidence reaches: log-probs, with configuration, or with tested hypotheses."""
         if self.tested:
             return "logps+model"
         return "logps" if self.engine is None and self.trainer is None else "logps+config"
 
     def at_level(self, level: Level) -> TokenEvidence:
-        """The same evidence with what lies beyond ``level`` taken away.
+        """The same evidence without anything beyond ``level``.
 
         Raises:
-            ValueError: an unknown level.
+            ValueError: the level is unknown.
         """
         if level not in LEVELS:
             raise ValueError(f"level must be one of {list(LEVELS)}, but got {level!r}.")
@@ -138,7 +138,7 @@ class TokenEvidence:
 
 
 def padded(rows: Any, *, width: int | None = None, fill: float = np.nan) -> Floats:
-    """(B, T) float64 of rows of unequal length.
+    """(B, T) float64 array of rows of unequal length, padded with ``fill``.
 
     Example:
         >>> padded([[1.0], [2.0, 3.0]])
@@ -157,12 +157,12 @@ def padded(rows: Any, *, width: int | None = None, fill: float = np.nan) -> Floa
 
 @dataclass(frozen=True)
 class Statement:
-    """A cause that the statements speak for, and why.
+    """A cause that the declarations support, and why.
 
     Args:
         cause: name in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`.
         text: what was declared.
-        certain: the two sides differ; False = only possible (tools are in use, experts exist).
+        certain: True if the two sides differ; False = the cause is only possible (tools are in use, experts exist).
     """
 
     cause: str
@@ -171,7 +171,7 @@ class Statement:
 
 
 def differences(engine: Declared, trainer: Declared) -> dict[str, Statement]:
-    """Statements by cause.
+    """The causes that the declarations of the two sides support, each with its :class:`Statement`.
 
     Example:
         >>> differences(Declared(temperature=0.9), Declared(temperature=1.0))["temperature"].text
@@ -220,7 +220,7 @@ def _possible(engine: Declared, trainer: Declared) -> dict[str, str]:
 
 
 def excluded(engine: Declared, trainer: Declared) -> frozenset[str]:
-    """Causes that the statements rule out: both sides say the same of everything that the cause would need."""
+    """Causes that the declarations rule out: both sides declare the same for everything that the cause needs."""
     stated = differences(engine, trainer)
     out = set()
     for cause, names in _COMPARED.items():

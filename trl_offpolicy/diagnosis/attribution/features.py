@@ -1,8 +1,8 @@
-"""Numbers that tell causes apart, from log-probs alone; pure functions of :class:`.evidence.TokenEvidence`.
+"""Numbers that tell causes apart, from log-probs alone. All are pure functions of :class:`.evidence.TokenEvidence`.
 
-a = log mu of the engine, b = log pi_old of the trainer, d = b - a of a token, all in nats; H = the entropy of the
-trainer's distribution. z = d / (1 - p), p = e^b: noise of equal size on every logit moves the log-prob of a token by
-about 1 - p times that, so z of rounding errors has about the same spread at every token, whatever its probability.
+Notation, in nats: a = log mu of the engine, b = log pi_old of the trainer, d = b - a of a token, H = the entropy of the
+trainer's distribution. Further p = e^b and z = d / (1 - p): noise of equal size on every logit moves the log-prob of a
+token by about 1 - p times that noise. So z of rounding errors has about the same spread at every token.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Features:
         tokens: observed tokens.
         k3: KL(mu || old), nats per token.
         floor: the noise floor, nats per token.
-        self_ratio: k3 / k3 between two scorings of the trainer, on the same tokens; NaN without a second one.
-        drift: mean of d / its root mean square; -1 = all alike and negative.
+        self_ratio: k3 over the k3 between two scorings of the trainer, on the same tokens; NaN without a second one.
+        drift: mean of d / its root mean square; -1 = all d are equal and negative.
         positive: share of tokens (a count) with d above the noise.
-        bulk: median |d| / root mean square of d; near 0 = a few tokens make it all.
+        bulk: median |d| / root mean square of d; near 0 = a few tokens make the whole mismatch.
         top_tokens: share of the k3 in the top 2 % of tokens.
         spikes: kurtosis of z; about 3 to 5 for rounding errors.
         temperature_fit: R^2 of d = s (b + H); NaN without entropies.
         temperature_slope: s; 1 - 1 / T at small mismatch.
-        surprise_fit: R^2 of d on a and a^2: what of it follows from the token's log-prob.
+        surprise_fit: R^2 of d on a and a^2: the part of d that follows from the token's log-prob.
         unit_fit: R^2 of d = s a.
         clipped: share of tokens (a count) at the smallest a.
-        forced: share of the k3 at tokens whose a is exactly 0 although the trainer is not sure of them.
+        forced: share of the k3 at tokens whose a is exactly 0 although the trainer gives them a probability below 1.
         shift: median |a[t] - b[t + s]| of the best s = +-1 / median |d|, in the rows that disagree.
         onset: share of disagreeing rows that agree up to a token and hardly ever after it.
         disagreeing_rows: share of rows (a count) that hold disagreement well above the noise.
@@ -88,12 +88,12 @@ def kl_k3(log_ratio: Array) -> float:
 
 
 def token_k3(d: Array) -> Array:
-    """KL(mu || old) of each token by the kit's one k3, in float64; d = log(old / mu)."""
+    """KL(mu || old) of each token by the kit's k3 = e^d - 1 - d, in float64; d = log(old / mu)."""
     return k3(torch.tensor(d, dtype=torch.float64)).numpy()
 
 
 def extract(evidence: TokenEvidence) -> Features:
-    """All features of a batch."""
+    """Compute all :class:`Features` of a batch."""
     seen = evidence.observed
     a = np.where(seen, evidence.sampling_per_token_logps, np.nan)
     d = np.clip(np.where(seen, evidence.old_per_token_logps, np.nan) - a, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -128,7 +128,7 @@ def extract(evidence: TokenEvidence) -> Features:
 
 
 def floor_k3(evidence: TokenEvidence) -> float:
-    """KL k3 between two scorings of the trainer; NaN without a second one."""
+    """KL k3 between two scorings of the trainer, nats per token; NaN without a second one."""
     if evidence.rescored_per_token_logps is None:
         return float("nan")
     again = evidence.rescored_per_token_logps - evidence.old_per_token_logps
@@ -136,25 +136,26 @@ def floor_k3(evidence: TokenEvidence) -> float:
 
 
 def noise_level(evidence: TokenEvidence) -> float:
-    """The noise floor, KL k3 in nats: between two scorings, and at least what this kit calls the same policy.
+    """The noise floor: KL k3 in nats between two scorings, but at least ``SAME_POLICY_KL``.
 
-    Two scorings on a CPU can agree to the last bit. ``SAME_POLICY_KL`` is what float32 arithmetic in another order
-    makes of the same weights.
+    Two scorings on a CPU can agree to the last bit. ``SAME_POLICY_KL`` is the KL that float32 arithmetic in another
+    order gives at the same weights.
     """
     floor = floor_k3(evidence)
     return max(SAME_POLICY_KL, floor if np.isfinite(floor) else 0.0)
 
 
 def noise_rms(evidence: TokenEvidence) -> float:
-    """Root mean square of the noise of d, nats."""
+    """Root mean square of the noise in d, nats."""
     return float(np.sqrt(2 * noise_level(evidence)))
 
 
 def self_ratio(evidence: TokenEvidence) -> float:
     """KL k3 of engine and trainer / that of the trainer's two scorings, on the tokens that were scored twice.
 
-    Dropout is drawn anew in each scoring: the trainer is further from itself (two draws) than from the engine (one),
-    about 0.5. Without dropout the engine differs at least as much as another batch layout. NaN without a second one.
+    Dropout is drawn anew in each scoring, so the trainer is further from itself (two draws) than from the engine (one
+    draw): the ratio is about 0.5. Without dropout the engine differs at least as much as another batch layout. NaN if
+    the tokens were scored once.
     """
     if evidence.rescored_per_token_logps is None:
         return float("nan")
@@ -171,7 +172,7 @@ def disagreeing_rows(d: Array, noise: float) -> Array:
 
 
 def _scaled(b: Array, d: Array) -> Array:
-    """Z = d / (1 - p), NaN where the trainer is sure of the token."""
+    """Z = d / (1 - p); NaN if p is so near 1 that this is rounding."""
     doubt = -np.expm1(np.minimum(b, 0.0))
     use = doubt > LEAST_DOUBT
     return np.where(use, d / np.where(use, doubt, 1.0), np.nan)
@@ -196,7 +197,7 @@ def _r_squared(y: Array, columns: Array, *, centred: bool = True) -> float:
 
 
 def _temperature(evidence: TokenEvidence, b: Array, d: Array) -> tuple[float, float]:
-    """R^2 and slope of d on b + H without a constant: log p^(1/T) = b / T - log Z moves by (1/T - 1)(b + H)."""
+    """R^2 and slope of d on b + H without a constant, because log p^(1/T) = b / T - log Z moves by (1/T - 1)(b + H)."""
     if evidence.entropies is None:
         return float("nan"), float("nan")
     x = b + evidence.entropies
@@ -208,7 +209,7 @@ def _temperature(evidence: TokenEvidence, b: Array, d: Array) -> tuple[float, fl
 
 
 def _shift(a: Array, b: Array, d: Array) -> float:
-    """How well one side fits the other moved by a token; near 0 = it does, 1 or more = it does not."""
+    """How badly one side fits the other moved by a token: near 0 = it fits, 1 or more = it does not."""
     if not len(d) or d.shape[1] < 3:
         return float("nan")
     moved = (np.abs(a[:, :-1] - b[:, 1:]), np.abs(a[:, 1:] - b[:, :-1]))
@@ -218,7 +219,7 @@ def _shift(a: Array, b: Array, d: Array) -> float:
 
 
 def _onset(d: Array, noise: float) -> float:
-    """Share of rows at the noise up to a token, and with differences of order one from there on."""
+    """Share of disagreeing rows that differ by noise up to a token, and by order one from there on."""
     found = []
     for row in d:
         size = np.abs(row[np.isfinite(row)])
@@ -241,8 +242,8 @@ def _early(z: Array) -> float:
 def _by_token(z: Array, evidence: TokenEvidence) -> float:
     """Mean product of standardised z over pairs of equal tokens of different prompt groups (rows without groups).
 
-    Within a group contexts are alike, and any difference, rounding too, comes again. Beyond three standard
-    deviations z is cut, so that single tokens do not decide.
+    Pairs within a group do not count: their contexts are alike, so any difference, also rounding, repeats. z is cut at
+    three standard deviations, so that single tokens do not decide.
     """
     if evidence.token_ids is None or not np.nanstd(z):
         return float("nan")
@@ -270,7 +271,7 @@ def _pair_sums(values: Array, labels: Array) -> tuple[float, float]:
 
 
 def rank_correlation(x: Array, y: Array) -> float:
-    """Spearman's correlation; NaN where one side does not vary.
+    """Spearman's rank correlation; NaN if one side does not vary.
 
     Example:
         >>> rank_correlation(np.array([1.0, 2.0, 9.0]), np.array([0.1, 0.2, 0.3]))

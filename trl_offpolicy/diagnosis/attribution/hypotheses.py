@@ -1,8 +1,8 @@
-"""With the model at hand causes are tested: the same tokens are scored again as each cause would have it.
+"""Tests causes with the model: the same tokens are scored again under the conditions of each cause.
 
 A cause that removes the mismatch is no longer a guess. First the tokens are scored plainly. If that agrees with the
-engine, the trainer is at fault, and its log-probs are compared with other prompts; if it agrees with the trainer, the
-engine is, and its log-probs are compared with other temperatures, truncations, weights and precisions.
+engine, the trainer is at fault, and its log-probs are compared with other prompts. If it agrees with the trainer, the
+engine is at fault, and its log-probs are compared with other temperatures, truncations, weights and precisions.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Bench:
     """A model and what can be changed about it.
 
     Args:
-        model: the trainer's, in eval mode and with the trainer's weights.
-        prompt_ids: (B,) prompts as the engine got them.
-        completion_ids: (B,) completions as the engine returned them.
+        model: the trainer's model, in eval mode and with the trainer's weights.
+        prompt_ids: B prompts as the engine got them.
+        completion_ids: B completions as the engine returned them.
         weights: contexts in which the model holds other weights, by ``cause:detail``, e.g. "wrong_adapter:no adapter".
-        precisions: contexts in which it computes otherwise, by ``precision:detail``; None = the usual ones.
+        precisions: contexts in which it computes in another precision, by ``precision:detail``; None = the usual ones.
         prompts: other renderings of the prompts, by name.
-        rows: completions that are scored under each hypothesis.
+        rows: number of completions that are scored under each hypothesis.
     """
 
     model: Any
@@ -81,12 +81,12 @@ class Bench:
 def run_hypotheses(
     evidence: TokenEvidence, bench: Bench, *, note: Callable[[str], None] | None = None
 ) -> TokenEvidence:
-    """The evidence with ``tested`` filled: as many hypotheses as it takes to explain the mismatch.
+    """The evidence with ``tested`` filled, by testing hypotheses until one explains the mismatch.
 
     Args:
-        evidence: of the batch that ``bench`` holds.
-        bench: the model.
-        note: told what is being tested.
+        evidence: evidence of the batch that ``bench`` holds.
+        bench: the model and what can be changed about it.
+        note: called with the name of what is being tested.
     """
     say = note or (lambda _text: None)
     rows = _telling_rows(evidence, bench.rows)
@@ -102,7 +102,7 @@ def run_hypotheses(
 
 
 def at_fault(evidence: TokenEvidence, reference: Floats) -> Side:
-    """Whose log-probs are further from the plain scoring."""
+    """The side whose log-probs are further from the plain scoring."""
     engine = kl_k3(_masked(evidence, reference - evidence.sampling_per_token_logps))
     trainer = kl_k3(_masked(evidence, reference - evidence.old_per_token_logps))
     return "trainer" if trainer > engine else "engine"
@@ -112,9 +112,9 @@ def left_share(evidence: TokenEvidence, name: str) -> float:
     """Share of the mismatch (KL k3) that is left under a tested hypothesis, over the tokens that it was tested on.
 
     A hypothesis on the engine is compared with the engine's log-probs, one on the trainer with the trainer's. Other
-    weights and precisions may also be held in part only (a tenth of an update, rounding half as coarse): with g the
-    change of the log-probs under the hypothesis and d = old - mu, 1 - R^2 of d = s g, s > 0, counts where it is
-    smaller. R^2 is that of values or of ranks, whichever is smaller, so that one token cannot decide.
+    weights and precisions may also hold only in part (a tenth of an update, rounding half as coarse). Let g be the
+    change of the log-probs under the hypothesis and d = old - mu. Then 1 - R^2 of the fit d = s g, s > 0, counts if it
+    is smaller. R^2 is the smaller one of values and of ranks, so that one token cannot decide.
     """
     values = evidence.tested[name]
     use = evidence.observed & (np.isfinite(values) | np.isneginf(values))
@@ -131,7 +131,7 @@ def left_share(evidence: TokenEvidence, name: str) -> float:
 
 
 def _fit_in_part(change: Array, d: Array) -> float:
-    """Smaller one of R^2 of values through 0 and of ranks; 0 where they point in opposite directions."""
+    """The smaller R^2 of values (through 0) and of ranks; 0 if they point in opposite directions."""
     along = float(change @ d)
     ranks = rank_correlation(change, d)
     if along <= 0 or not ranks > 0:
@@ -144,10 +144,10 @@ def _masked(evidence: TokenEvidence, values: Array) -> Array:
 
 
 def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
-    """The rows with most disagreement, and (a quarter) some that are spread over the batch."""
+    """The rows with most disagreement and, for a quarter of ``count``, rows that are spread over the batch."""
     gap = _masked(evidence, evidence.old_per_token_logps - evidence.sampling_per_token_logps)
     size = np.nansum(np.clip(gap, -20, 20) ** 2, axis=1)
-    # The spread rows show what is the same everywhere; the rows with most disagreement show the fault.
+    # The spread rows show what is the same everywhere. The rows with most disagreement show the fault.
     order = np.argsort(-size, kind="stable").tolist()
     spread = np.linspace(0, len(size) - 1, max(1, count // 4)).astype(int).tolist()
     chosen = [*spread, *(row for row in order if row not in spread)][:count]
@@ -170,7 +170,7 @@ def _test_engine(
     evidence: TokenEvidence, bench: Bench, rows: list[int], plain: TokenScores, tested: dict[str, Floats],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Cheap ones first: shifts need no forward, all sampling options share one. Then what the log-probs look like."""
+    """Cheap tests first (shifts need no forward, all sampling options share one), then what the log-probs suggest."""
     width = evidence.completion_mask.shape[1]
     tested |= _shifts(evidence, plain.logps)
     heads = sampling_candidates(evidence, plain)
@@ -192,7 +192,7 @@ def _explained(evidence: TokenEvidence, tested: dict[str, Floats], name: str) ->
 
 
 def _costly(evidence: TokenEvidence, bench: Bench) -> list[tuple[str, dict[str, Any]]]:
-    """Hypotheses that take a forward each, the kind that the log-probs speak for first."""
+    """Hypotheses that need a forward each; first the kind that the log-probs support."""
     precisions = usual_precisions(bench.model) if bench.precisions is None else bench.precisions
     kinds: dict[str, list[tuple[str, dict[str, Any]]]] = {
         OTHER_WEIGHTS: [(name, {"inside": inside}) for name, inside in bench.weights.items()],
@@ -208,7 +208,7 @@ def _costly(evidence: TokenEvidence, bench: Bench) -> list[tuple[str, dict[str, 
 
 
 def usual_routers(model: Any) -> dict[str, Inside]:
-    """Routers in less precision; empty for a dense model."""
+    """Contexts in which routers see a less precise input; empty for a dense model."""
     if not routers(model):
         return {}
     return {
@@ -218,7 +218,7 @@ def usual_routers(model: Any) -> dict[str, Inside]:
 
 
 def usual_precisions(model: Any) -> dict[str, Inside]:
-    """Precisions that engines run in."""
+    """Contexts for the precisions that engines run in: bf16, fp16, and int8, fp8 or int4 weights."""
     simulated: dict[str, Inside] = {
         f"precision:{name}": lambda name=name: simulated_dtype(model, name)  # type: ignore[misc]
         for name in ("bf16", "fp16")
@@ -237,7 +237,7 @@ def _shifts(evidence: TokenEvidence, reference: Floats) -> dict[str, Floats]:
     found = {}
     for step, detail in ((1, "engine one token late"), (-1, "engine one token early")):
         moved = np.roll(reference, step, axis=1)
-        moved[:, 0 if step == 1 else -1] = np.nan  # what roll has carried round to the other end
+        moved[:, 0 if step == 1 else -1] = np.nan  # np.roll has moved this entry to the other end
         found[f"engine:misalignment:{detail}"] = np.where(rows[:, None], moved, reference)
     return found
 
@@ -245,8 +245,9 @@ def _shifts(evidence: TokenEvidence, reference: Floats) -> dict[str, Floats]:
 def sampling_candidates(evidence: TokenEvidence, plain: TokenScores) -> dict[str, Head]:
     """The temperature, top-p, top-k and min-p that fit the engine's log-probs best, to be tested.
 
-    Temperature: slope of d on b + H. Truncation: d is minus the log of the kept mass, which top-p keeps at its value
-    or above; no sampled token has a rank of k or more, nor less than min-p of the largest probability.
+    The temperature follows from the slope of d on b + H. Under a truncation d is the log of the kept mass, and top-p
+    keeps a mass of at least its value. Top-k samples no token of rank k or more, min-p no token with less than min-p
+    times the largest probability.
     """
     use = evidence.observed & np.isfinite(plain.logps)
     d = (plain.logps - evidence.sampling_per_token_logps)[use]

@@ -1,4 +1,4 @@
-"""A model that computes as if in another precision, for as long as a context lasts."""
+"""Contexts in which a model computes as if in another precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11, "tf32": 11}
 
 @contextmanager
 def rounded_weights(model: Any, rounding: WeightRounding | str) -> Iterator[None]:
-    """Linear weights rounded as :func:`~trl_offpolicy.engines.rounding.round_weights` does; put back at the end."""
+    """Round linear weights as :func:`~trl_offpolicy.engines.rounding.round_weights` does; restore them at the end."""
     modules = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     before = {name: module.weight.data for name, module in modules.items()}
     try:
@@ -30,9 +30,9 @@ def rounded_weights(model: Any, rounding: WeightRounding | str) -> Iterator[None
 
 @contextmanager
 def rounded_activations(model: Any, bits: int) -> Iterator[None]:
-    """What linear layers, norms and attention put out is rounded to ``bits`` significant binary digits.
+    """A context in which outputs of linear layers, norms and attention are rounded to ``bits`` binary digits.
 
-    8 is bfloat16, 11 is float16 (its range is not limited here). Sums inside a layer stay float32, as on a GPU.
+    8 digits are bfloat16, 11 float16 (its range is not limited here). Sums inside a layer stay float32, as on a GPU.
     """
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, output: _rounded(output, bits))
@@ -48,7 +48,7 @@ def rounded_activations(model: Any, bits: int) -> Iterator[None]:
 
 @contextmanager
 def simulated_dtype(model: Any, name: str) -> Iterator[None]:
-    """Weights and activations of a float32 model as in ``bf16`` or ``fp16``."""
+    """A context in which weights and activations of a float32 model are rounded as in ``bf16`` or ``fp16``."""
     with rounded_weights(model, name), rounded_activations(model, SIGNIFICANT_BITS[name]):
         yield
 
@@ -60,7 +60,7 @@ def routers(model: Any) -> list[Any]:
 
 @contextmanager
 def rounded_routers(model: Any, bits: int) -> Iterator[None]:
-    """Routers see their input rounded to ``bits`` significant digits: some tokens go to other experts."""
+    """A context in which routers see their input rounded to ``bits`` digits, so some tokens go to other experts."""
     hooks = [
         gate.register_forward_pre_hook(lambda _module, inputs: (round_significant(inputs[0], bits), *inputs[1:]))
         for gate in routers(model)

@@ -1,4 +1,4 @@
-"""From a measured mismatch to a preset whose thresholds come from the data."""
+"""Recommends a preset for a measured mismatch, with thresholds from the data."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Recommendation:
 
     Args:
         preset: name of a preset; None = no correction before the cause is repaired.
-        thresholds: its options, from the data.
-        yaml: for a recipe's ``config.yaml``.
-        why: sentences.
+        thresholds: options of the preset, from the data.
+        yaml: the setting, for a recipe's ``config.yaml``.
+        why: the reasons, in sentences.
     """
 
     preset: str | None
@@ -49,20 +49,20 @@ def recommend(
     *,
     steps: float | None = None,
 ) -> Recommendation:
-    """The smallest answer to a measured mismatch.
+    """The smallest change that answers a measured mismatch.
 
-    No correction at the noise floor; a fault is repaired first; otherwise a preset by the decision tree, with the cap
-    at the 99.9 % quantile of the token ratios and the geometric band at the 1 % and 99 % quantiles of the responses'
-    mean ratios, outlying tokens left out.
+    At the noise floor there is no correction. A fault is repaired first. Otherwise the decision tree chooses a preset.
+    Its cap is the 99.9 % quantile of the token ratios. Its geometric band is the 1 % and 99 % quantiles of the
+    responses' mean ratios, without outlying tokens.
 
     Args:
         evidence: the batch.
-        attribution: of the batch.
-        metrics: ``mismatch/*`` and ``weight_applied/ess_token`` of the batch, prefix left out.
-        limits: of the decision tree.
-        steps: optimizer steps that one generation serves, where they are known: which routing to replay depends on it.
+        attribution: the attribution of the batch.
+        metrics: ``mismatch/*`` and ``weight_applied/ess_token`` of the batch, without the prefix.
+        limits: limits of the decision tree; None = the defaults.
+        steps: optimizer steps that one generation serves, or None; the routing to replay depends on it.
 
-    Reference: Liu 2026, "Off-policy drift in LLM RL", decision tree and escalation; the quantiles are this kit's.
+    Reference: Liu 2026, "Off-policy drift in LLM RL", decision tree and escalation. The quantiles are this kit's.
     """
     limits = limits or Thresholds()
     if attribution.cause == "none":
@@ -138,7 +138,7 @@ def token_cap(log_ratio: Array) -> float:
     """Cap of token weights: the 99.9 % quantile of the ratios, within :data:`CAPS`.
 
     Args:
-        log_ratio: (B, T) old - sampling, nats, NaN where there is no token.
+        log_ratio: (B, T) old - sampling, nats; NaN = no token.
     """
     value = math.exp(min(float(np.nanquantile(log_ratio, CAP_QUANTILE)), 10.0))
     return _digits(min(max(value, CAPS[0]), CAPS[1]))
@@ -147,8 +147,8 @@ def token_cap(log_ratio: Array) -> float:
 def geometric_band(log_ratio: Array) -> tuple[float, float]:
     """Band of the responses' geometric mean ratio: 1 % and 99 % quantiles, made symmetric in log space.
 
-    Tokens beyond four standard deviations (robust: from the median of |d|) are left out: the band describes the
-    clean part, and responses that outliers move are what it drops.
+    Tokens beyond four standard deviations (estimated robustly, from the median of |d|) are left out. So the band
+    describes the clean part, and it drops responses that outliers move.
     """
     scale = 1.4826 * float(np.nanmedian(np.abs(log_ratio)))  # that of a normal distribution with this median of |d|
     clean = np.where(np.abs(log_ratio) <= 4 * max(scale, 1e-12), log_ratio, np.nan)

@@ -1,4 +1,4 @@
-"""Attribution from a run's recorded rollouts, without the model."""
+"""Attributes a mismatch from a run's recorded rollouts, without the model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _EXTRAS = (COMPLETION_IDS, GROUP_ID, ENTROPIES)
 def recorded_evidence(
     rollouts: RecordedRollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
 ) -> TokenEvidence | None:
-    """The last recorded completions as evidence; None where no token has both log-probs.
+    """The last recorded completions as evidence; None if no token has both log-probs.
 
     Args:
-        rollouts: of the run.
-        info: ``run.json``; what it says under ``declared`` is the evidence's declaration.
+        rollouts: rollouts of the run.
+        info: ``run.json``; its entry ``declared`` is what both sides declare.
         steps: optimizer steps (first, last) that are judged; None = all. Rollouts are recorded at the step before
             their metrics are logged, so that step counts as well.
     """
@@ -59,10 +59,10 @@ def recorded_evidence(
 def attribute_run(
     rollouts: RecordedRollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
 ) -> Attribution | None:
-    """Why engine and trainer differ in the judged steps; None where no token has both log-probs.
+    """Why engine and trainer differ in the judged steps; None if no token has both log-probs.
 
-    Beside the tokens of those steps, the start of the run counts: settings that differ do so from the first step on,
-    weights that do not arrive only once the policy has moved.
+    The start of the run is compared too: different settings show from the first step on, but weights that do not arrive
+    show only once the policy has moved.
     """
     evidence = recorded_evidence(rollouts, info, steps=steps)
     if evidence is None:
@@ -84,7 +84,7 @@ def attribute_run(
 
 
 def growth(rollouts: RecordedRollouts, steps: tuple[int, int] | None) -> tuple[float, float] | None:
-    """KL k3 of the first tenth of the recorded steps and of the judged ones, if it began small and grew a lot."""
+    """KL k3 of the first tenth of the recorded steps and of the judged ones, if it began small and grew much."""
     at = rollouts.steps[rollouts.row]
     known = np.unique(at)
     early = at <= known[(len(known) - 1) // 10]
@@ -111,7 +111,7 @@ def _scattered(values: Any, row: Any, position: Any, shape: tuple[int, int]) -> 
 
 
 def _extras(rollouts: RecordedRollouts, wanted: Any, shape: tuple[int, int]) -> dict[str, Any]:
-    """Token ids, prompt groups and entropies, those that every row has."""
+    """Those of token ids, prompt groups and entropies that every row has."""
     records = fetch_rows(rollouts, wanted.tolist(), _EXTRAS)
     columns = {name: [records[int(row)][name] for row in wanted] for name in _EXTRAS}
     known = {name: values for name, values in columns.items() if all(value is not None for value in values)}

@@ -1,4 +1,4 @@
-"""What each cause looks like in log-probs: an ordered list of tests over features, with all limits in one place."""
+"""The signature of each cause in log-probs: an ordered list of tests over features, with all limits in one place."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from trl_offpolicy.diagnosis.attribution.features import Features
 
 OTHER_WEIGHTS = "other_weights"
-"""Coarse cause: log-probs alone do not tell stale weights, another adapter and a moved policy apart."""
+"""Coarse cause, because log-probs alone do not tell stale weights, another adapter and a moved policy apart."""
 MEMBERS = ("stale_weights", "wrong_adapter", "policy_staleness")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the tests; the tuning seeds of ``benchmarks/faults`` chose them.
+    """Limits of the tests. They were chosen on the tuning seeds of ``benchmarks/faults``.
 
     Args:
-        floor_factor: times the noise floor up to which there is no mismatch.
+        floor_factor: multiple of the noise floor up to which there is no mismatch.
         self_ratio: below it the trainer differs more from itself than from the engine.
         forced: share of the mismatch at tokens that the engine was certain of.
         unit_fit: R^2 above which log-probs differ by a factor.
@@ -58,10 +58,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Signature:
-    """A test that speaks for a cause.
+    """The result of a test for a cause.
 
     Args:
-        cause: what it speaks for.
+        cause: the cause that it supports.
         score: 0 to 1; 0.5 is at the limit.
         reason: what was seen, with the numbers.
     """
@@ -72,12 +72,12 @@ class Signature:
 
 
 def above(value: float, limit: float) -> float:
-    """0.5 at the limit, towards 1 above it (0.88 at twice the limit); 0 for NaN."""
+    """A score: 0.5 at the limit, towards 1 above it (0.88 at twice the limit), 0 for NaN."""
     return 0.0 if math.isnan(value) else 0.5 + 0.5 * math.tanh((value - limit) / max(abs(limit), 1e-30))
 
 
 def below(value: float, limit: float) -> float:
-    """0.5 at the limit, towards 1 below it; 0 for NaN."""
+    """A score: 0.5 at the limit, towards 1 below it, 0 for NaN."""
     return 0.0 if math.isnan(value) else 0.5 + 0.5 * math.tanh((limit - value) / max(abs(limit), 1e-30))
 
 
@@ -101,7 +101,7 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
 
 
 def _arithmetic(f: Features, limits: Limits) -> Signature:
-    """Log-probs in another unit, or clipped: no cause of the table, so it is told as unknown."""
+    """Log-probs in another unit, or clipped. The table of causes has neither, so the result is "unknown"."""
     unit = above(f.unit_fit, limits.unit_fit) if f.unit_fit > limits.unit_fit else 0.0
     if unit:
         return Signature("unknown", 1.0, "the log-probs differ by a constant factor (another unit?)")
@@ -159,13 +159,13 @@ TESTS: Sequence[Test] = (
     _dropout, _none, _tool_tokens, _arithmetic, _truncated, _shifted, _temperature, _routing, _prompt_start,
     _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
-"""In this order: what leaves the clearest trace first."""
+"""The tests in order; the causes with the clearest trace come first."""
 CLEAR = ("tool_tokens", "unknown")
 """Traces of bookkeeping, which no scoring of tokens explains better."""
 DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")
-"""Causes that look alike when small; what the sides declare decides between them."""
+"""Causes that look alike when small; the declarations decide between them."""
 
 
 def read_signatures(features: Features, limits: Limits | None = None) -> list[Signature]:
-    """The result of every test, in order."""
+    """Run every test of :data:`TESTS` on the features; the results in order."""
     return [test(features, limits or Limits()) for test in TESTS]

@@ -1,4 +1,4 @@
-"""What to probe, checked before a model is loaded."""
+"""The options of a probe, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class ProbeOptions:
         adapter: LoRA adapter, for both sides.
         prompts: chat prompts; empty = the built-in ones.
         engine: "vllm" (in this process), "hf", or the URL of a vLLM server.
-        engine_dtype: that the engine computes in.
-        trainer_dtype: that the trainer computes in.
+        engine_dtype: data type in which the engine computes.
+        trainer_dtype: data type in which the trainer computes.
         quantization: vLLM's option of that name.
-        weight_rounding: simulated: linear weights of the engine are rounded to "int8", "fp8", ...
-        temperature: of the engine.
-        top_p: of the engine; 1 = off.
-        top_k: of the engine; 0 = off.
-        min_p: of the engine; 0 = off.
-        mirror: the trainer divides by the temperature and cuts its distribution alike, as this kit's trainers do.
-        samples: completions a prompt.
-        max_tokens: longest completion.
-        seed: of the engine.
-        explain: test hypotheses with the model where there is a mismatch.
+        weight_rounding: type to which the engine's linear weights are rounded in simulation: "int8", "fp8", ...
+        temperature: temperature of the engine.
+        top_p: top-p of the engine; 1 = off.
+        top_k: top-k of the engine; 0 = off.
+        min_p: min-p of the engine; 0 = off.
+        mirror: whether the trainer scores at the same temperature and truncation, as this kit's trainers do.
+        samples: completions per prompt.
+        max_tokens: longest completion, in tokens.
+        seed: seed of the engine.
+        explain: whether to test hypotheses with the model if there is a mismatch.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a field is not valid; the message names it.
     """
 
     model: str
@@ -74,11 +74,11 @@ class ProbeOptions:
 
     @property
     def engine_head(self) -> Head:
-        """What the engine samples from."""
+        """Temperature and truncation of the distribution that the engine samples from."""
         cut = Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
         return Head(self.temperature, cut if self.engine == "hf" else as_vllm_keeps(cut))
 
     @property
     def trainer_head(self) -> Head:
-        """What the trainer scores with."""
+        """Temperature and truncation under which the trainer scores."""
         return self.engine_head if self.mirror else Head()

@@ -1,4 +1,4 @@
-"""What a probe found: on the terminal, as ``probe.json`` for scripts, as ``probe.html`` for people."""
+"""Shows what a probe found: on the terminal, as ``probe.json`` for scripts, as ``probe.html`` for people."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXAMPLES = 3
 
 
 def headline(result: ProbeResult) -> str:
-    """The verdict in one sentence."""
+    """One sentence with the cause, the KL in nats per token, its multiple of the noise floor, and the confidence."""
     found = result.attribution
     kl, floor = result.metrics["mismatch/kl_k3"], result.metrics["noise_level"]
     size = f"KL {format_number(kl)} nats per token, {format_number(kl / floor)} times the noise floor"
@@ -48,14 +48,14 @@ def headline(result: ProbeResult) -> str:
 
 
 def title_of(cause: str) -> str:
-    """A cause's name for people."""
+    """The title of a cause, for people; the cause itself if the table has none."""
     if cause == "other_weights":
         return "other weights (stale, another adapter, or a policy that moved on)"
     return CAUSES[cause].title if cause in CAUSES else cause
 
 
 def confirmation(cause: str) -> str:
-    """How to make sure of a cause; empty where the table has none."""
+    """How to make sure of a cause; empty if the table does not say."""
     return CAUSES[cause].confirm if cause in CAUSES else ""
 
 
@@ -94,7 +94,7 @@ def write_probe(result: ProbeResult, folder: Path) -> tuple[Path, Path]:
 
 
 def as_dict(result: ProbeResult) -> dict[str, Any]:
-    """Everything but the tokens."""
+    """Everything that the probe found except the tokens, for JSON."""
     found = result.attribution
     about = {"meaning": "", "confirm": "", "fix": ""}
     if found.cause in CAUSES:
@@ -113,7 +113,7 @@ def as_dict(result: ProbeResult) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: null takes its place."""
+    """The value with None in place of NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -122,7 +122,7 @@ def _plain(value: Any) -> Any:
 
 
 def render_probe(result: ProbeResult) -> str:
-    """The HTML page."""
+    """The page ``probe.html`` as text."""
     from trl_offpolicy.diagnosis.report.rollout_plots import draw_rollout_figures
 
     found = result.attribution
@@ -153,7 +153,7 @@ def _settings(result: ProbeResult) -> dict[str, Any]:
 
 
 def print_probe(result: ProbeResult, console: Console) -> None:
-    """Numbers, where they sit, verdict, cause, fix and YAML."""
+    """Print the numbers, their breakdowns, verdict, cause, fix and YAML."""
     from rich.markup import escape
 
     evidence = result.evidence

@@ -1,6 +1,6 @@
 """The zero-update test: same weights, no training; the engine samples, the trainer scores.
 
-The difference is the mismatch: what a training run would blame on learning is absent here.
+The difference is pure mismatch, because nothing is learned in between.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ProbeResult:
     """What a probe found.
 
     Args:
-        options: of the probe.
+        options: options of the probe.
         metrics: ``mismatch/*``, ``weight_applied/*`` and ``noise_floor/*`` with ``_ci95`` half widths.
-        evidence: the tokens.
-        attribution: the cause.
+        evidence: log-probs and ids of the tokens.
+        attribution: the likely cause.
         recommendation: what to do.
         breakdowns: the mismatch by probability, position, length and kind of token.
         completions: text of each completion.
@@ -60,7 +60,7 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
 
     Args:
         options: what to probe.
-        note: told what is being done.
+        note: called with the name of each stage as it begins.
 
     Raises:
         ValueError: the engine returned no token.
@@ -78,7 +78,7 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
     clock("measuring")
     metrics = measure(evidence)
     attribution = attribute(evidence)
-    # With the model at hand causes are tested. The evidence then holds their scores, and the answer may change.
+    # Test causes with the model. The evidence then holds the results, and the answer may change.
     if options.explain and attribution.cause != "none":
         bench = Bench(
             sides.model, ids, completions, weights=sides.other_weights(),
@@ -102,7 +102,7 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
 
 
 class _Clock:
-    """Says what begins, and adds up how long each stage took."""
+    """Announces each stage, and adds up how long it took."""
 
     def __init__(self, note: Note) -> None:
         self._note, self._stage, self._since = note, "", time.monotonic()
@@ -123,7 +123,7 @@ class _Clock:
 def _score(
     options: ProbeOptions, sides: Sides, ids: list[list[int]], completions: list[list[int]], logps: list[list[float]]
 ) -> TokenEvidence:
-    """Score every completion, and half of them again in another batch layout: that difference is the noise floor."""
+    """Score every completion, and half of them again in another batch layout for the noise floor."""
     if not any(completions):
         raise ValueError("The engine must return at least one token, but every completion is empty.")
     heads = [options.trainer_head]
@@ -147,9 +147,9 @@ def _score(
 
 
 def measure(evidence: TokenEvidence) -> dict[str, float]:
-    """The kit's own diagnostics of a batch, with 95 % intervals clustered by prompt; prefix left out.
+    """The kit's diagnostics of a batch without the prefix, with 95 % intervals clustered by prompt.
 
-    ``weight_applied/*`` is of raw token weights: what a correction without a cap would do.
+    ``weight_applied/*`` describes raw token weights, that is, a correction without a cap.
     """
     old, mu, mask = (
         torch.from_numpy(np.where(evidence.completion_mask, values, 0.0)).float()

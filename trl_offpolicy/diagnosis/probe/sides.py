@@ -35,7 +35,7 @@ PROMPTS = (
     "What day comes three days after Friday?",
     "Solve for x: 3x + 4 = 19.",
 )
-"""Built in, so that a probe needs no network: arithmetic, prose, code and lists."""
+"""Built-in prompts, so that a probe needs no network: arithmetic, prose, code and lists."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,7 +48,7 @@ class Rendered:
 
 
 def render_prompts(tokenizer: Any, prompts: Sequence[str]) -> Rendered:
-    """With the chat template where there is one; plain text otherwise."""
+    """Render the prompts with the chat template if the tokenizer has one, as plain text otherwise."""
     texts = list(prompts) or list(PROMPTS)
     plain = [_encode(tokenizer, text, special=True) for text in texts]
     if not getattr(tokenizer, "chat_template", None):
@@ -77,10 +77,10 @@ def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Prompts of a file: one a line, or JSON lines with ``prompt`` (text, or chat messages of which the user's count).
+    """Prompts of a file: one per line, or JSON lines with ``prompt`` (text, or chat messages; the user's count).
 
     Raises:
-        ValueError: no prompt, or a line without ``prompt``.
+        ValueError: there is no prompt, or a line has no ``prompt``.
     """
     import json
 
@@ -106,9 +106,9 @@ class Sides:
     """Engine and trainer of a probe.
 
     Args:
-        options: of the probe.
-        model: the trainer's, eval mode.
-        tokenizer: its tokenizer.
+        options: options of the probe.
+        model: the trainer's model, in eval mode.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, options: ProbeOptions, model: Any, tokenizer: Any) -> None:
@@ -186,7 +186,7 @@ class Sides:
     # ------------------------------------------------------------------------------------------- what is declared
 
     def engine_declares(self) -> Declared:
-        """What the options say about the engine."""
+        """The engine's settings, as the options give them."""
         o = self.options
         remote = o.engine.startswith("http")
         return Declared(
@@ -198,7 +198,7 @@ class Sides:
         )  # fmt: skip
 
     def trainer_declares(self) -> Declared:
-        """What the options say about the trainer."""
+        """The trainer's settings, as the options give them."""
         o, head = self.options, self.options.trainer_head
         cut = head.truncation
         return Declared(
@@ -208,7 +208,7 @@ class Sides:
         )  # fmt: skip
 
     def other_weights(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-        """Other weights that the engine may hold: without the adapter."""
+        """Contexts with other weights that the engine may hold; here the model without its adapter."""
         if self.options.adapter is None:
             return {}
         return {"wrong_adapter:no adapter": self.model.disable_adapter}
@@ -219,10 +219,10 @@ def _short_hash(text: str | None) -> str:
 
 
 def open_sides(options: ProbeOptions) -> Sides:
-    """Load the trainer's model and tokenizer; the engine starts when it samples.
+    """Load the trainer's model and tokenizer. The engine starts when it samples.
 
     Raises:
-        OSError: no such model.
+        OSError: there is no such model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,1 +1,1 @@
-"""The pages and tables of a run folder."""
+"""Writes the report page, the summary table and the model card of a run folder."""

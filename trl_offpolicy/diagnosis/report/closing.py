@@ -1,4 +1,4 @@
-"""What a run says of itself at its end."""
+"""Prints the summary and writes the report at the end of a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 def closing_report(folder: Path, *, decode: Decode | None) -> None:
-    """Print the summary, write the report, and say where the files are. A failure here never costs the run.
+    """Print the summary, write the report, and print where the files are. A failure here is logged, not raised.
 
     Args:
-        folder: of the run.
-        decode: token ids to text, for the report; None shows the ids.
+        folder: folder of the run.
+        decode: turns token ids into text for the report; None shows the ids.
     """
     try:
         print_summary(summarize_run(folder))

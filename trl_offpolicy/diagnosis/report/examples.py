@@ -1,4 +1,4 @@
-"""The report's text parts as data: the tokens with the largest log-ratio in context, and example completions."""
+"""Data for the report's text parts: the tokens with the largest log-ratio in context, and example completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE_NAMES = ("kept", "partly dropped", "dropped")
 
 
 class Context(NamedTuple):
-    """A token and the text around it."""
+    """A token with the text before and after it."""
 
     before: str
     token: str
@@ -39,8 +39,8 @@ class TopToken(NamedTuple):
 
     Args:
         cells: id, both probabilities, log-ratio, fate, step and position, as text.
-        context: None where no token ids were recorded.
-        text: the completion's text where the context does not show it.
+        context: the token in its text; None if no token ids were recorded.
+        text: the completion's text, if the context does not show it.
     """
 
     cells: tuple[str, ...]
@@ -82,7 +82,7 @@ def top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> list[TopTok
 
 
 def _context(ids: list[int], position: int, decode: Decode | None) -> Context:
-    """The text (or ids) of the tokens around ``position``, with dots where the completion goes on."""
+    """The text (or ids) of the tokens around ``position``, with dots if the completion continues."""
     start, end = max(0, position - CONTEXT_TOKENS), position + 1 + CONTEXT_TOKENS
     pieces = (ids[start:position], ids[position : position + 1], ids[position + 1 : end])
     before, token, after = (decode(piece) if decode else " ".join(map(str, piece)) for piece in pieces)

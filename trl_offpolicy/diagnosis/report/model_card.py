@@ -1,6 +1,6 @@
-"""The part of a model card that says which policy sampled, what corrected for it, and what the run's numbers were.
+"""Writes the part of a model card on the sampling policy, its correction and the run's numbers.
 
-Written from the run folder alone, so that it can be made again after training: ``trl-offpolicy card RUN_DIR``.
+It reads the run folder only, so it can be written again after training: ``trl-offpolicy card RUN_DIR``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def card_section(run_dir: str | Path) -> str:
 
     Raises:
         FileNotFoundError: there is no ``metrics.jsonl``.
-        ValueError: it holds no training row.
+        ValueError: ``metrics.jsonl`` holds no training row.
     """
     folder = Path(run_dir)
     info = read_run_info(folder)
@@ -42,12 +42,12 @@ def card_section(run_dir: str | Path) -> str:
 
 
 def write_card(run_dir: str | Path, card: str | Path | None = None) -> Path:
-    """Put the section into a model card: in place of an older one, else before the framework versions, else last.
+    """Put the section into a model card: it replaces an older one, else goes before the framework versions, else last.
 
     Args:
         run_dir: a run folder.
-        card: the Markdown file; None = ``README.md`` in the run folder. One that does not exist is begun with the
-            metadata that the Hub reads.
+        card: the Markdown file; None = ``README.md`` in the run folder. A new file begins with the metadata that the
+            Hub reads.
 
     Returns:
         The file written.

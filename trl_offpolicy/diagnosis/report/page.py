@@ -1,4 +1,4 @@
-"""Pages from the templates in ``diagnosis/templates``; every value is escaped on its way in."""
+"""Renders pages from the templates in ``diagnosis/templates``. Every value is escaped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TEMPLATES = Path(__file__).parents[1] / "templates"
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The whole document.
+    """Render the whole document.
 
     Args:
         template: a file in :data:`TEMPLATES`.
-        **values: what it shows. One that it names and that is missing raises.
+        **values: the values that the template names; a missing one raises an error.
     """
     return _environment().get_template(template).render(**values)
 

@@ -1,4 +1,4 @@
-"""Figures as inline SVG: the style that all figures of the report share."""
+"""Makes figures as inline SVG, in the style that all figures of the report share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDE_SPAN = 30.0
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure of the report: title, SVG text (empty where there is nothing to draw) and caption."""
+    """A figure of the report: title, SVG text (empty if there is nothing to draw) and caption."""
 
     title: str
     svg: str
@@ -37,7 +37,7 @@ def spread_axis(axes: Axes, values: Sequence[float]) -> str:
     """Log y axis for positive values over a wide span, symmetric log for a few far outliers of either sign.
 
     Returns:
-        What to add to the caption.
+        A sentence to add to the caption; empty for a linear axis.
     """
     sizes = sorted(abs(value) for value in values if value)
     if not sizes:
@@ -54,7 +54,7 @@ def spread_axis(axes: Axes, values: Sequence[float]) -> str:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Matplotlib settings of every figure: text stays text, no ground, colours that the page can replace."""
+    """Matplotlib settings of every figure: text stays text, no background, colours that the page can replace."""
     import matplotlib
 
     settings: Any = {
@@ -83,7 +83,7 @@ def figure_style() -> Iterator[None]:
 
 
 def new_figure(height: float = 3.5) -> tuple[Figure, Axes]:
-    """A figure as wide as every other one, without pyplot's global state."""
+    """A figure of the common width, without pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.0, height), layout="constrained", dpi=200)
@@ -91,7 +91,7 @@ def new_figure(height: float = 3.5) -> tuple[Figure, Axes]:
 
 
 def add_legend(figure: Figure) -> None:
-    """Legend above the axes and their labels, two columns, where it hides no data."""
+    """Add a legend in two columns above the axes and their labels, where it hides no data."""
     figure.legend(loc="outside upper left", ncols=2, handlelength=1.8, columnspacing=1.2)
 
 

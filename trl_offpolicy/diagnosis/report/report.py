@@ -1,4 +1,4 @@
-"""``report.html``: what a run's numbers say, in one file without any outside resource."""
+"""Writes ``report.html``, which explains a run's numbers in one file without any outside resource."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
 
 
 def _rollout_values(rollouts: RecordedRollouts | None, decode: Decode | None) -> dict[str, Any]:
-    """What the page shows of the recorded rollouts; as far as they go."""
+    """The page's values on the recorded rollouts, as far as they were recorded."""
     values: dict[str, Any] = {"decoded": decode is not None, "rollout_figures": (), "top_tokens": (), "examples": ()}
     if rollouts is None:
         missing = "No rollouts to show (rollouts.parquet is missing, empty or unreadable): metrics only."

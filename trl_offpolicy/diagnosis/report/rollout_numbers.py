@@ -1,4 +1,4 @@
-"""Numbers of the rollout figures: pure functions of the recorded rollouts."""
+"""Computes the numbers of the rollout figures, with pure functions of the recorded rollouts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ KEPT, PARTLY, DROPPED = 0, 1, 2
 
 
 class RatioHistogram(NamedTuple):
-    """Counts over bins equal in log space. ``edges`` are ratios; the outermost bins hold the tail, too.
+    """Counts over bins that are equal in log space. ``edges`` are ratios; the outermost bins also hold the tail.
 
-    ``after`` counts the applied weights on kept tokens, None where no weight was recorded; ``zero_weights``
-    of them are 0 and have no place on the axis.
+    ``after`` counts the applied weights on kept tokens; None = no weight was recorded. ``zero_weights`` of them are 0
+    and have no place on the axis.
     """
 
     edges: Array
@@ -115,7 +115,7 @@ def mean_by_position(rollouts: RecordedRollouts) -> BinnedMean:
 
 
 def mean_by_probability(rollouts: RecordedRollouts) -> BinnedMean:
-    """Mean |log-ratio| in tenths of the tokens by sampler probability; tenths equal at 1 are merged."""
+    """Mean |log-ratio| in tenths of the tokens by sampler probability; tenths with equal edges are merged."""
     probability = np.exp(rollouts.sampling_logp)
     edges = np.unique(np.quantile(probability, np.linspace(0, 1, 11)))
     if edges.size == 1:  # every token has the same probability: one bin of no width

@@ -1,4 +1,4 @@
-"""Figures over the tokens and sequences of ``rollouts.parquet``."""
+"""Draws figures over the tokens and sequences of ``rollouts.parquet``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
 
 MAX_POINTS = 4000
-"""Points drawn of each of kept, partly and wholly dropped sequences; of more, a random choice, seed fixed."""
+"""Points drawn of each of kept, partly and wholly dropped sequences; of more, a random choice with a fixed seed."""
 WIDE_LIMIT = 0.7
 """Log-ratios beyond this (a factor of 2) get a log axis."""
 FEW_DECADES = 3.0
@@ -164,7 +164,7 @@ def draw_sequences(points: stats.SequencePoints) -> Panel:
 
 
 def draw_length_shares(shares: LengthShares | None) -> list[Panel]:
-    """Share of responses dropped by quarter of length: the length trap. Nothing where nothing was dropped."""
+    """Share of responses dropped by quarter of length, which shows the length trap. Empty if nothing was dropped."""
     if shares is None or not any(shares.dropped):
         return []
     title = "Dropped responses by length"
@@ -191,7 +191,7 @@ def _left_out(means: stats.BinnedMean) -> str:
 
 
 def _ratio_axis(axis: Axis, ratios: stats.Array) -> None:
-    """Log axis with plain numbers where the ratios reach beyond a factor of 2 from 1."""
+    """Use a log axis with plain numbers if a ratio is more than a factor of 2 away from 1."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     limit = np.abs(np.log(ratios)).max()

@@ -1,4 +1,4 @@
-"""One paragraph in plain words on how off-policy a run is; it states the numbers and gives no verdict."""
+"""Describes in one paragraph how off-policy a run is. It states the numbers and gives no verdict."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from trl_offpolicy.diagnosis.report.summary import RunSummary
 from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
 SMALL_KL = 0.02
-"""Up to this k3 the expansion k3 = (log ratio)^2 / 2 holds within about 10 %: the typical ratio is named."""
+"""Up to this k3, k3 = (log ratio)^2 / 2 holds within about 10 %, so that the typical ratio can be named."""
 TREND_FACTOR = 1.5
 """First and last quarter within this factor of each other count as level: estimates from a few hundred tokens
 scatter by about that much."""
 
 
 def describe_run(summary: RunSummary) -> str:
-    """Sentences on KL, its trend, ESS, what was dropped or truncated, and version lag.
+    """Sentences on KL, its trend, ESS, dropped and truncated shares, and version lag.
 
-    Every sentence follows from the means in ``summary``. What was not logged is named as missing.
+    Every sentence follows from the means in ``summary``. Quantities that were not logged are named as missing.
     """
     sentences = (
         _kl_sentence(summary),
@@ -52,7 +52,7 @@ def _kl_sentence(summary: RunSummary) -> str:
 
 
 def _noise_sentence(summary: RunSummary) -> str:
-    """Whether the distance can be told from what the trainer differs from itself."""
+    """A sentence on whether the distance is larger than the noise floor."""
     floor, distance = summary.whole("noise floor"), summary.whole("KL k3", "before")
     if floor is None or distance is None:
         return ""

@@ -1,4 +1,4 @@
-"""Figures over training steps, with the 95 % interval where one was logged."""
+"""Draws figures over training steps, with 95 % intervals if they were logged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RUNNING_STEPS = 10
 """Window of the running mean, in logged steps."""
 FEW_STEPS = 40
-"""Up to this many steps each one gets a dot."""
+"""Up to this many steps, each step gets a dot."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
 
 
 def draw_step_figures(log: MetricsLog) -> list[Panel]:
-    """Draw every step figure of the run; what was not logged is named in the caption."""
+    """Draw every step figure of the run. The caption names metrics that were not logged."""
     return [_draw_step_figure(log, figure) for figure in STEP_FIGURES]
 
 
@@ -174,7 +174,7 @@ class Band(NamedTuple):
 
 
 def interval_band(log: MetricsLog, key: str) -> Band | None:
-    """``key`` minus and plus ``<key>_ci95``; None where no step has both."""
+    """``key`` minus and plus ``<key>_ci95``; None if no step has both."""
     both = [(int(row["step"]), row[key], row[f"{key}_ci95"]) for row in log.rows if f"{key}_ci95" in row and key in row]
     found = [(step, value, half) for step, value, half in both if math.isfinite(value) and math.isfinite(half)]
     if not found:

@@ -1,4 +1,4 @@
-"""The summary table of a run: each quantity in the first and last quarter of the steps and overall."""
+"""Makes the summary table of a run: each quantity in the first and last quarter of the steps and overall."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Side = Literal["", "before", "after"]
 
 
 class Quantity(NamedTuple):
-    """A line of the table: the first logged one of ``keys`` is shown. ``{group}`` is mismatch or total."""
+    """A line of the table, which shows the first of ``keys`` that was logged. ``{group}`` is mismatch or total."""
 
     label: str
     unit: str
@@ -59,14 +59,14 @@ QUANTITIES: tuple[Quantity, ...] = (
 
 
 _WIDTH = 100
-"""Columns of the printed table where nobody knows better."""
+"""Width of the printed table in characters, if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """Means of one metric over the logged steps; None where no finite value was logged there.
+    """Means of one metric over the logged steps; None = no finite value was logged.
 
-    ``half_width`` is that of the 95 % interval of ``whole``, from the steps' own intervals taken as independent.
+    ``half_width`` is that of the 95 % interval of ``whole``, from the steps' intervals, taken as independent.
     """
 
     label: str
@@ -90,9 +90,9 @@ class RunSummary:
         first_steps: (from, to) of the first quarter.
         last_steps: (from, to) of the last quarter.
         all_steps: (from, to) of the whole run.
-        ratio_group: ``mismatch``, or ``total`` where only current/sampling was logged.
-        skipped_lines: see :class:`~trl_offpolicy.run_folder.run_data.MetricsLog`.
-        repeated_rows: likewise.
+        ratio_group: ``mismatch``, or ``total`` if only current/sampling was logged.
+        skipped_lines: as in :class:`~trl_offpolicy.run_folder.run_data.MetricsLog`.
+        repeated_rows: as in :class:`~trl_offpolicy.run_folder.run_data.MetricsLog`.
     """
 
     run_dir: Path
@@ -107,7 +107,7 @@ class RunSummary:
 
     @property
     def nonfinite(self) -> int:
-        """Logged values of the table's metrics that were null, NaN or infinite; the means leave them out."""
+        """Number of logged values that were null, NaN or infinite, in the table's metrics; the means omit them."""
         return sum(row.nonfinite for row in self.rows)
 
     def find(self, label: str, side: Side = "") -> SummaryRow | None:
@@ -115,7 +115,7 @@ class RunSummary:
         return next((row for row in self.rows if (row.label, row.side) == (label, side)), None)
 
     def whole(self, label: str, side: Side = "") -> float | None:
-        """Mean over the whole run of a line, or None where it was not logged."""
+        """Mean over the whole run of a line, or None if it was not logged."""
         row = self.find(label, side)
         return row.whole if row else None
 
@@ -180,7 +180,7 @@ def _finite_mean(values: Sequence[float | None]) -> float | None:
 
 
 def format_with_interval(row: SummaryRow) -> str:
-    """The mean over the run, with its interval where there is one."""
+    """The mean over the run, with its interval if there is one."""
     if row.half_width is None:
         return format_number(row.whole)
     one_digit = float(f"{row.half_width:.1g}")  # and not 1e+01

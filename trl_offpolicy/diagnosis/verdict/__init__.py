@@ -1,4 +1,4 @@
-"""Symptoms and their causes, from the metrics of a run."""
+"""Finds symptoms and their causes in the metrics of a run."""
 
 from trl_offpolicy.diagnosis.verdict.judge import Diagnosis, Finding, diagnose
 

@@ -1,4 +1,4 @@
-"""Habits that hide the fault or make it worse, as warnings.
+"""Warns of habits that hide a fault or make it worse.
 
 The first five are those of Liu 2026, "Off-Policy Drift in LLM RL", sidebar "five common diagnostic mistakes"; the
 length trap is its failure mode of that name (Liu et al. 2025). The one about tools is this kit's.
@@ -18,12 +18,12 @@ from trl_offpolicy.diagnosis.verdict.tree import Readings
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts
 
 FEWEST_RESPONSES = 40
-"""Below this the quarters by length are too small to compare."""
+"""With fewer responses, the quarters by length are too small to compare."""
 
 
 @dataclass(frozen=True)
 class AntiPattern:
-    """A warning: what is done, what was seen, what to do instead."""
+    """A warning: the habit, what was seen, and what to do instead."""
 
     name: str
     seen: str
@@ -60,8 +60,8 @@ def find_antipatterns(
 
     Args:
         readings: from :func:`~.judge.read`.
-        info: ``run.json``; empty where it is missing, which leaves out what depends on it.
-        thresholds: the limits.
+        info: ``run.json``; empty if it is missing. Warnings that depend on it are then left out.
+        thresholds: limits of the diagnosis.
         rollouts: recorded tokens, for the length trap; None leaves it out.
     """
     found = (
@@ -147,7 +147,7 @@ def _tools_behind_the_mean(readings: Readings, thresholds: Thresholds) -> AntiPa
         return None
     return AntiPattern(
         "mismatch after tool calls averaged away",
-        f"Behind tool output KL k3 is {after:.2g} nats, {times:.1f} times that before it "
+        f"After tool output KL k3 is {after:.2g} nats, {times:.1f} times that before it "
         f"(limit {thresholds.post_tool_ratio:g}).",
         "Look at rollout/retokenised_fraction first; then cap weights by turn (offpolicy: paper/turn-is).",
     )

@@ -1,4 +1,4 @@
-"""From a run's metrics to a verdict: findings of the decision tree, each with its cause and the smallest fix."""
+"""Judges a run by its metrics: findings of the decision tree, each with its cause and the smallest fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trl_offpolicy.diagnosis.verdict.tree import (
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 WINDOW = 20
-"""Logged steps that a verdict looks at: the last ones."""
+"""Number of last logged steps that a verdict reads."""
 LENGTHS = ("offpolicy/rollout/response_length_mean", "completions/mean_length")
 _EXTREMES = {"_max": max, "_min": min, "prob_pearson": min}
 
@@ -47,12 +47,12 @@ class Finding:
 
     @property
     def about(self) -> Cause:
-        """Meaning, confirmation and fix."""
+        """The entry of the cause in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`: meaning, confirmation and fix."""
         return CAUSES[self.cause]
 
     @property
     def confirm(self) -> str:
-        """How to make sure."""
+        """How to make sure of the cause before changing anything."""
         return self.about.confirm
 
     @property
@@ -62,17 +62,17 @@ class Finding:
 
     @property
     def snippet(self) -> str:
-        """YAML for ``config.yaml``; may be empty."""
+        """The fix as YAML for ``config.yaml``; may be empty."""
         return self.about.snippet
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the tree says about the last steps of a run.
+    """The result of the decision tree for the last steps of a run.
 
     Args:
         findings: most severe first.
-        steps: (first, last) logged step that was judged; None without any.
+        steps: (first, last) logged step that was judged; None if there is none.
         readings: the numbers that were judged.
         unknown: what could not be judged because nothing was logged for it.
     """
@@ -84,11 +84,11 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Severity:
-        """The worst severity; ``ok`` where nothing was found."""
+        """The worst severity; ``ok`` if nothing was found."""
         return max((one.severity for one in self.findings), key=SEVERITIES.index, default="ok")
 
     def line(self) -> str:
-        """One line for a terminal."""
+        """One line for a terminal: the first finding and how many more there are, or "ok" with the KL."""
         if not self.findings:
             distance = self.readings.get("mismatch/kl_k3", self.readings.get("total/kl_k3"))
             if distance is None:
@@ -99,7 +99,7 @@ class Diagnosis:
         return f"{first.severity}  {first.about.title}: {first.symptom}{more}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Verdict, findings and readings as plain values, for JSON."""
         return {
             "verdict": self.verdict,
             "steps": self.steps,
@@ -126,11 +126,11 @@ def diagnose(log: MetricsLog, thresholds: Thresholds | None = None, *, window: i
 
     Args:
         log: metrics under this kit's names (other frameworks': :func:`~trl_offpolicy.run_folder.names.translate`).
-        thresholds: None takes the defaults.
-        window: logged steps that count.
+        thresholds: limits of the tree; None = the defaults.
+        window: number of logged steps that count.
 
     Returns:
-        One finding a branch taken; a branch whose metrics were not logged is not taken.
+        The diagnosis, with one finding per branch taken. A branch whose metrics were not logged is not taken.
     """
     limits = thresholds or Thresholds()
     readings = read(log.rows, window, limits)
@@ -146,9 +146,9 @@ def diagnose(log: MetricsLog, thresholds: Thresholds | None = None, *, window: i
 
 
 def read(rows: Sequence[dict[str, float]], window: int, thresholds: Thresholds) -> Readings:
-    """What the tree looks at: means over the last ``window`` rows, and what is derived.
+    """The readings of the tree: means over the last ``window`` rows, and numbers derived from them.
 
-    Of maxima the largest, of minima and of ``prob_pearson`` the smallest.
+    Maxima give the largest value of the rows; minima and ``prob_pearson`` give the smallest.
     """
     last = rows[-window:]
     names = {key for row in last for key in row if key.startswith("offpolicy/")}
@@ -164,7 +164,7 @@ def read(rows: Sequence[dict[str, float]], window: int, thresholds: Thresholds) 
 
 
 def _intervals(rows: Sequence[dict[str, float]], names: Sequence[str]) -> dict[str, float]:
-    """Half-widths of the means, rows taken as independent; left out unless each row with a value has one."""
+    """Half-widths of the means, with rows taken as independent. Left out unless each row with a value has one."""
     found = {}
     for name in names:
         rows_with = [row for row in rows if math.isfinite(row.get(name.removesuffix(INTERVAL), math.nan))]
@@ -199,13 +199,13 @@ def _derived(found: Readings, rows: Sequence[dict[str, float]]) -> dict[str, flo
 
 
 def _surge(rows: Sequence[dict[str, float]], thresholds: Thresholds) -> dict[str, float]:
-    """``rollout/length_surge`` as logged, else from the lengths: now over ``length_window`` steps before.
+    """``rollout/length_surge`` as logged, else the length now over that of ``length_window`` steps before.
 
-    Both ends are means of five logged steps; a run that is shorter than the window is measured from its start once it
-    has ten steps.
+    Both lengths are means of five logged steps. A run that is shorter than the window is measured from its start, once
+    it has ten steps.
     """
     if any("offpolicy/rollout/length_surge" in row for row in rows[-1:]):
-        return {}  # the run's own control has measured it
+        return {}  # the run's control has already measured it
     key = next((name for name in LENGTHS if any(name in row for row in rows)), None)
     lengths = [(row["step"], row[key]) for row in rows if key and math.isfinite(row.get(key, math.nan))]
     if len(lengths) < 10:

@@ -1,4 +1,4 @@
-"""The decision tree as data: which symptom leads to which cause, in the order of the walk.
+"""The decision tree as data: which symptom leads to which cause, in the order in which they are tested.
 
 A branch is taken if any of its symptoms holds and none of its exceptions does. Metrics are named without their
 ``offpolicy/`` prefix, thresholds by their field in :class:`~trl_offpolicy.diagnosis.thresholds.Thresholds`.
@@ -28,7 +28,7 @@ APPLIED_ESS = ("weight_applied/ess_token", "weight_applied/ess_sequence")
 
 @dataclass(frozen=True)
 class Symptom:
-    """``metric sign threshold``, e.g. ``mismatch/prob_pearson < pearson_broken``; ``label`` is what people read."""
+    """``metric sign threshold``, e.g. ``mismatch/prob_pearson < pearson_broken``; ``label`` is its name for people."""
 
     metric: str
     sign: Literal["<", ">"]
@@ -36,13 +36,13 @@ class Symptom:
     label: str
 
     def limit(self, thresholds: Thresholds) -> float:
-        """The number to compare with."""
+        """The number to compare the metric with: the threshold itself, or the field of that name."""
         return self.threshold if isinstance(self.threshold, float) else float(getattr(thresholds, self.threshold))
 
     def holds(self, readings: Readings, thresholds: Thresholds) -> bool:
-        """Beyond the limit, by more than the half-width of its 95 % interval where there is one.
+        """True if the metric is beyond the limit, by more than the half-width of its 95 % interval if there is one.
 
-        False also where the metric was not logged.
+        False if the metric was not logged.
         """
         value = readings.get(self.metric)
         if value is None:
@@ -53,7 +53,7 @@ class Symptom:
 
 @dataclass(frozen=True)
 class Step:
-    """A branch of the tree: ``any_of`` lead to ``cause`` unless one of ``unless`` holds; ``all_of`` must all hold."""
+    """A branch: any of ``any_of`` leads to ``cause`` if all of ``all_of`` hold and none of ``unless`` does."""
 
     cause: str
     severity: Severity
@@ -62,7 +62,7 @@ class Step:
     unless: tuple[Symptom, ...] = ()
 
     def taken(self, readings: Readings, thresholds: Thresholds) -> tuple[Symptom, ...]:
-        """The symptoms that lead here; empty where the branch is not taken."""
+        """The symptoms that lead here; empty if the branch is not taken."""
         if any(one.holds(readings, thresholds) for one in self.unless):
             return ()
         if not all(one.holds(readings, thresholds) for one in self.all_of):

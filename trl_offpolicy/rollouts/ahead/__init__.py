@@ -1,1 +1,1 @@
-"""Sampling ahead of learning: batches in flight while the trainer learns from older ones, their lag bounded."""
+"""Sampling ahead of learning: batches are in flight while the trainer learns from older ones. The lag is bounded."""

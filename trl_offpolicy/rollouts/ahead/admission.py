@@ -1,4 +1,4 @@
-"""How many rollouts may be asked for, so that none is too old when it is learned from."""
+"""Bounds how many rollouts may be requested, so that none is too old when it is learned from."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import dataclass
 class Admission:
     """AReaL's bound: floor((N_r - 1) / B) <= i + eta.
 
-    Rollouts are learned from in the order in which they were asked for, B at a time. Rollout N_r (counted from 1) then
-    belongs to batch floor((N_r - 1) / B), which is learned from when the version is that number; asked for at version
-    i, its lag is at most eta. Nothing has to be thrown away for its age: what would become too old is asked for later.
+    Rollouts are learned from in the order in which they were requested, B at a time. Rollout N_r (counted from 1)
+    belongs to batch floor((N_r - 1) / B), which is learned from when the version has that number. If it is requested
+    at version i, its lag is at most eta. No rollout is thrown away for its age: one that would become too old is
+    requested later.
 
     Args:
-        batch_size: B, rollouts of a batch.
+        batch_size: B, rollouts per batch.
         lag: eta, versions that a rollout may be behind; None = unbounded.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a field is out of range; the message names it.
 
     Example:
         >>> bound = Admission(batch_size=8, lag=1)
@@ -40,16 +41,16 @@ class Admission:
             raise ValueError(f"lag must be a whole number >= 0 or None, but got {self.lag!r}.")
 
     def admits(self, *, submitted: int, version: int) -> bool:
-        """True if one more rollout may be asked for.
+        """True if one more rollout may be requested.
 
         Args:
-            submitted: rollouts asked for so far, those in flight included.
+            submitted: rollouts requested so far, including those in flight.
             version: i, batches learned from so far.
         """
         return self.lag is None or submitted // self.batch_size <= version + self.lag
 
     def allowance(self, *, submitted: int, version: int) -> int:
-        """How many more may be asked for now.
+        """How many more rollouts may be requested now.
 
         Raises:
             ValueError: the bound is unlimited.

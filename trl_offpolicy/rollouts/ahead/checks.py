@@ -1,4 +1,4 @@
-"""What sampling ahead cannot be combined with: said before anything is loaded."""
+"""Checks what sampling ahead cannot be combined with, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> No
     """Raise unless an ``OffPolicyGRPOConfig`` can sample ahead.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a field does not allow it; the message names the field.
     """
     if not args.use_vllm or args.vllm_mode != "server":
         got = f"vllm_mode {args.vllm_mode!r}" if args.use_vllm else "use_vllm False"
@@ -40,7 +40,7 @@ def check_objective(settings: AsyncSettings, objective: Objective) -> None:
     """Raise if the objective and ``old_logps`` do not go together.
 
     Raises:
-        ValueError: an old policy is read that is refused, or the proximal policy is said twice.
+        ValueError: the objective reads an old policy that is refused, or the proximal policy is set twice.
     """
     own_centre = not isinstance(objective.proximal, RecomputedProximal)
     if settings.old_logps == "ewma" and own_centre:
@@ -57,7 +57,7 @@ def check_objective(settings: AsyncSettings, objective: Objective) -> None:
 
 
 def _reads_old(objective: Objective) -> str | None:
-    """The part of the objective that reads pi_old, in words."""
+    """The part of the objective that reads pi_old, in words; None if there is none."""
     correction = objective.correction
     terms: list[Weight | KeepTerm] = []
     if correction is not None:
@@ -72,14 +72,14 @@ def _reads_old(objective: Objective) -> str | None:
 
 
 def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
-    """Raise for arguments of the trainer whose rollouts are more than one request for each response.
+    """Raise if an argument of the trainer needs more than one request per response.
 
     Args:
         args: the configuration.
         given: keyword arguments of the trainer.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: there is such an argument; the message names it.
     """
     if AsyncSettings.parse(args.async_rollouts) is None:
         return
@@ -92,10 +92,10 @@ def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
 
 
 def check_snapshots(trainer: Any, settings: AsyncSettings) -> None:
-    """Raise where the trainable weights are not whole on each rank.
+    """Raise if copies of the weights are needed, but the trainable weights are not whole on each rank.
 
     Raises:
-        ValueError: a sharded model.
+        ValueError: the model is sharded.
     """
     if settings.old_logps in ("snapshot", "ewma") and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Requests to a server in the background, which a change of the weights waits for or cuts."""
+"""Sends requests to a server in the background. A change of the weights waits for them or cuts them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from trl_offpolicy.rollouts.ahead.parts import Part, ResponseInParts
 
 WORKERS = 256
 _AGAIN = 0.05
-"""Seconds between two cuts: a request may have been on its way when the first one came."""
+"""Seconds between two cuts; a request that was on its way during the first cut is caught by the next."""
 _ENDED = "Sampling ahead has ended."
 
 
 class Server(Protocol):
-    """What is needed of :class:`~trl_offpolicy.engines.server.ServerEngine`."""
+    """The part of :class:`~trl_offpolicy.engines.server.ServerEngine` that is used here."""
 
     version: int | None
 
     def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
-        """Token ids, log-probs and finish reason of ``n`` completions."""
+        """Sample ``n`` completions; returns token ids, log-probs and finish reason of each."""
 
     def cut(self) -> None:
-        """End every request at once; each returns what it has."""
+        """End every request at once. Each returns the tokens that it has."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Flight:
     """Samples responses in background threads, older prompts first.
 
     Args:
-        server: samples.
+        server: the server that samples.
         cuts: what :meth:`hold` does with requests in flight: True cuts them, False waits for them.
-        workers: requests in flight at once; further ones wait.
+        workers: largest number of requests in flight; further ones wait.
     """
 
     def __init__(self, server: Server, *, cuts: bool, workers: int = WORKERS) -> None:
@@ -73,12 +73,12 @@ class Flight:
         self._requests = 0
 
     def submit(self, prompt: Sequence[int], options: dict[str, Any], n: int) -> Future[list[ResponseInParts]]:
-        """Ask for ``n`` responses to a prompt; returns at once.
+        """Request ``n`` responses to a prompt; returns at once.
 
         Args:
             prompt: token ids.
             options: fields of the request, with ``max_tokens``.
-            n: responses.
+            n: number of responses.
         """
         job = _Job(next(self._numbers), list(prompt), options, [ResponseInParts(())] * n)
         with self._gate:
@@ -87,7 +87,7 @@ class Flight:
         return job.future
 
     def hold(self) -> None:
-        """Return when no request runs; none starts before :meth:`release`."""
+        """Return when no request runs. None starts before :meth:`release`."""
         if not self._cuts:
             with self._gate:
                 jobs = list(self._unfinished.values())
@@ -101,13 +101,13 @@ class Flight:
                 self._gate.wait_for(lambda: not self._requests, _AGAIN)
 
     def release(self) -> None:
-        """Requests may start again."""
+        """Let requests start again, after :meth:`hold`."""
         with self._gate:
             self._open = True
             self._gate.notify_all()
 
     def close(self) -> None:
-        """Give up what is not finished; its results raise an EngineError."""
+        """Give up requests that are not finished; their results raise an EngineError."""
         with self._gate:
             self._closed = True
             self._gate.notify_all()
@@ -122,7 +122,7 @@ class Flight:
     # ------------------------------------------------------------------------------------------------------ threads
 
     def _put(self, job: _Job, which: range) -> None:
-        """Queue a request for the responses ``which`` of a job. Threads are daemons: a failed run does not wait."""
+        """Queue a request for the responses ``which`` of a job. Threads are daemons, so a failed run can exit."""
         self._work.put((job.number, which.start, job, which))
         with self._gate:
             self._items += 1
@@ -145,7 +145,7 @@ class Flight:
                     self._items -= 1
 
     def _sample(self, job: _Job, which: range) -> None:
-        """One request; a response that was cut is put back into the queue and goes on after its last token."""
+        """Run one request. A response that was cut goes back into the queue and continues after its last token."""
         done = job.responses[which.start].token_ids
         options = {**job.options, "max_tokens": job.limit - len(done)}
         parts = self._request(job.prompt + done, options, len(which))

@@ -1,4 +1,4 @@
-"""The batches that a training loop will ask for next, read ahead of it."""
+"""Reads ahead the batches that a training loop will take next."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 class Lookahead:
     """An iterator whose next items can be seen before they are taken. Items come once each, in order.
 
-    One belongs to one epoch's iterator; it never looks beyond its end.
+    It belongs to one epoch's iterator and never looks beyond its end.
 
     Args:
-        items: of the epoch.
+        items: the items of the epoch.
     """
 
     def __init__(self, items: Iterator[Any]) -> None:
@@ -31,11 +31,11 @@ class Lookahead:
         return item
 
     def forget(self) -> None:
-        """What was taken so far is behind: the next item taken has position 0."""
+        """Restart the count: the next item that is taken has position 0."""
         self._taken.clear()
 
     def at(self, position: int) -> Any | None:
-        """The item at ``position`` counted from the last :meth:`forget`; None beyond the end of the epoch."""
+        """The item at ``position``, counted from the last :meth:`forget`; None beyond the end of the epoch."""
         if position < len(self._taken):
             return self._taken[position]
         ahead = position - len(self._taken)
@@ -44,13 +44,13 @@ class Lookahead:
 
 
 def positions_ahead(*, position: int, every: int, count: int, left: int) -> list[int]:
-    """Where the next generation batches stand, the present one included.
+    """Positions of the next generation batches, including the present one.
 
     Args:
-        position: of the present micro-batch in its optimizer step.
+        position: position of the present micro-batch in its optimizer step.
         every: micro-batches from one generation to the next.
-        count: generations wanted.
-        left: micro-batches until the end of training, the present one included.
+        count: number of generations wanted.
+        left: micro-batches until the end of training, including the present one.
 
     Returns:
         Positions counted like ``position``, at most ``count``; none of them after the end of training.

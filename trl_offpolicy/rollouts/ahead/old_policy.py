@@ -1,4 +1,4 @@
-"""What stands for pi_old on rows that older weights sampled: copies of those weights, or an average of them."""
+"""The policies that replace pi_old on rows that older weights sampled: copies of the weights, or their average."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Weights = dict[str, Tensor]
 
 
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters that training changes: LoRA's, or all."""
+    """The parameters that training changes, by name: LoRA's, or all."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
 @contextmanager
 def loaded(parameters: Mapping[str, torch.nn.Parameter], weights: Weights) -> Iterator[None]:
-    """While open the parameters have other values. What they held is untouched and comes back."""
+    """A context in which the parameters have the values ``weights``. Afterwards they have their own again."""
     own = {name: value.data for name, value in parameters.items()}
     try:
         for name, value in parameters.items():
@@ -31,9 +31,10 @@ def loaded(parameters: Mapping[str, torch.nn.Parameter], weights: Weights) -> It
 
 
 class Snapshots:
-    """Copies of the trainable weights on the CPU, one for each version that a token still to come may be of.
+    """Copies of the trainable weights on the CPU, one for each version that may have sampled a token still to come.
 
-    Exact (Guan et al. 2026, arXiv:2605.12070, "snapshot"): a token is scored with the weights that sampled it.
+    The old log-probs are then exact, because a token is scored with the weights that sampled it (Guan et al. 2026,
+    arXiv:2605.12070, "snapshot").
     """
 
     def __init__(self) -> None:
@@ -41,11 +42,11 @@ class Snapshots:
 
     @property
     def versions(self) -> list[int]:
-        """Those at hand."""
+        """The versions of which copies are kept, ascending."""
         return sorted(self._copies)
 
     def keep(self, model: Any, version: int, *, oldest: int) -> None:
-        """Copy the weights of ``version``; forget those before ``oldest``."""
+        """Copy the weights of ``version``, and drop the copies of versions before ``oldest``."""
         self._copies[version] = {name: value.detach().cpu().clone() for name, value in trainable(model).items()}
         for old in [known for known in self._copies if known < oldest]:
             del self._copies[old]
@@ -54,13 +55,13 @@ class Snapshots:
         """(B, T) log-probs, each token under the weights of its version; 0 outside ``mask``.
 
         Args:
-            model: whose weights are exchanged meanwhile.
-            score: (B, T) log-probs of the model as it is; called once for each version among the tokens.
+            model: the model whose weights are exchanged meanwhile.
+            score: returns (B, T) log-probs of the model as it is; called once for each version among the tokens.
             versions: (B, T) integer.
             mask: (B, T) bool.
 
         Raises:
-            ValueError: a version of which there is no copy.
+            ValueError: there is no copy of a version.
         """
         found: Tensor | None = None
         for version in sorted(set(versions[mask].tolist())):
@@ -79,11 +80,11 @@ class WeightAverage:
     """Moving average of the trainable weights on the CPU: PPO-EWMA's proximal policy.
 
     Args:
-        decay: weight of the past for each optimizer step.
+        decay: weight of the past per optimizer step.
 
     Reference: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641). Deviation: the
-    average is moved on once a generation, by decay to the power of the optimizer steps since; the first weights that it
-    sees are its start, without their bias correction.
+    average is updated once per generation, with decay to the power of the optimizer steps since. It starts at the first
+    weights that it sees, without their bias correction.
     """
 
     def __init__(self, decay: float) -> None:
@@ -93,7 +94,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, model: Any, version: int) -> None:
-        """The weights as they are after ``version`` optimizer steps."""
+        """Add the weights after ``version`` optimizer steps to the average."""
         now = {name: value.detach().cpu().float() for name, value in trainable(model).items()}
         past = self._decay ** (version - self._version) if self._average else 0.0
         self._average = {
@@ -103,6 +104,6 @@ class WeightAverage:
         self._version = version
 
     def score(self, model: Any, score: Callable[[], Tensor]) -> Tensor:
-        """(B, T) log-probs of the average."""
+        """(B, T) log-probs under the averaged weights; ``score`` is called while the model has them."""
         with loaded(trainable(model), self._average):
             return score()

@@ -1,4 +1,4 @@
-"""A response that may have been sampled in parts, each by one version of the weights."""
+"""Responses that may have been sampled in parts, each part by one version of the weights."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ CUT = "abort"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one request returned.
+    """The tokens that one request returned.
 
     Args:
         token_ids: sampled tokens.
-        logps: log-prob of each under the distribution that it was drawn from, nats.
-        version: of the weights that sampled them.
-        finish_reason: ``abort`` where the request was cut.
+        logps: log-prob of each token under the distribution that it was drawn from, nats.
+        version: version of the weights that sampled them.
+        finish_reason: vLLM's; ``abort`` if the request was cut.
 
     Raises:
-        ValueError: not one log-prob for each token.
+        ValueError: the number of log-probs differs from that of tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -37,18 +37,18 @@ class Part:
 
 @dataclass(frozen=True)
 class ResponseInParts:
-    """Parts of one response, in order."""
+    """One response as its parts, in order."""
 
     parts: tuple[Part, ...]
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens."""
+        """The token ids of all parts, in order."""
         return [token for part in self.parts for token in part.token_ids]
 
     @property
     def logps(self) -> list[float]:
-        """Their log-probs, nats: each from the policy that sampled it."""
+        """The log-prob of each token under the policy that sampled it, nats."""
         return [value for part in self.parts for value in part.logps]
 
     @property
@@ -58,25 +58,25 @@ class ResponseInParts:
 
     @property
     def finish_reason(self) -> str:
-        """Of the last part."""
+        """The finish reason of the last part."""
         return self.parts[-1].finish_reason
 
     def is_finished(self, max_tokens: int) -> bool:
-        """False if it was cut before its end; a response of ``max_tokens`` has none left to sample."""
+        """False if the response was cut before its end. One of ``max_tokens`` tokens has none left to sample."""
         return self.finish_reason != CUT or len(self.token_ids) >= max_tokens
 
     def then(self, part: Part) -> ResponseInParts:
-        """With one more part."""
+        """The response with ``part`` appended."""
         return ResponseInParts((*self.parts, part))
 
 
 def padded_versions(rows: Sequence[Sequence[int]], *, length: int, of_empty: int) -> list[list[int]]:
-    """(B, length): the version of each token; padding repeats a row's last one.
+    """(B, length): the version of each token. Padding repeats a row's last version.
 
     Args:
         rows: versions of each row's tokens.
         length: T, at least the longest row.
-        of_empty: for a row without tokens.
+        of_empty: version for a row without tokens.
 
     Raises:
         ValueError: a row is longer than ``length``.

@@ -1,8 +1,8 @@
-"""Generation batches of a ``trl.GRPOTrainer`` in server mode, asked for before the trainer needs them.
+"""Requests the generation batches of a ``trl.GRPOTrainer`` in server mode before the trainer needs them.
 
-At a generation boundary, on all ranks: the engine's weights are replaced (what is in flight is cut or waited for), as
-many batches are asked for as the bound on their lag admits, the oldest one is handed to the trainer. Only requests run
-in other threads, on the main rank; prompts and results travel between ranks here, in the main thread.
+At a generation boundary all ranks do three things: replace the engine's weights (requests in flight are cut or waited
+for), request as many batches as the bound on their lag admits, and hand the oldest batch to the trainer. Only the
+requests run in other threads, on the main rank. Prompts and results travel between ranks here, in the main thread.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from trl_offpolicy.rollouts.ahead.parts import ResponseInParts
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 AHEAD_METRICS = ("wait_seconds",)
-"""Logged once a generation as ``offpolicy/rollout/<name>``."""
+"""Logged once per generation as ``offpolicy/rollout/<name>``."""
 
 Landed = tuple[list[list[int]], list[list[float]], list[list[int]]]
-"""Of all rows of all ranks: token ids, log-probs, versions."""
+"""Token ids, log-probs and versions of all rows of all ranks."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A generation batch that was asked for.
+    """A generation batch that was requested.
 
     Args:
         prompts: token ids of the prompts of this rank, repeated for each response.
-        version: of the weights when it was asked for.
-        responses: of all ranks, on the main one.
+        version: version of the weights when it was requested.
+        responses: the responses of all ranks, on the main rank.
     """
 
     prompts: list[list[int]]
@@ -52,12 +52,12 @@ class RolloutsAhead:
     """The queue between the engine and the trainer.
 
     Args:
-        trainer: on whose data it looks ahead.
-        settings: the configuration's.
+        trainer: the trainer whose data it reads ahead.
+        settings: the ``async_rollouts`` field of its configuration.
     """
 
     versions: list[list[int]]
-    """Of the batch handed out last: the version of each token of each row of this rank."""
+    """The version of each token of each row of this rank, in the batch that was handed out last."""
 
     def __init__(self, trainer: Any, settings: AsyncSettings) -> None:
         args = trainer.args
@@ -71,29 +71,29 @@ class RolloutsAhead:
         self.close()
 
     def start(self) -> None:
-        """Begin a run with an empty queue."""
+        """Begin a run with an empty queue, and start the threads for requests on the main rank."""
         self.close()
         if self._engine.server is not None:
             self._flight = Flight(self._engine.server, cuts=self._settings.cuts)
 
     def close(self) -> None:
-        """Give up what is in flight."""
+        """Give up requests in flight and empty the queue."""
         if self._flight is not None:
             self._flight.close()
         self._flight = None
         self._queue: deque[_Batch] = deque()
         self._learned = 0  # batches handed to the trainer: AReaL's i
-        self._submitted = 0  # rollouts asked for: AReaL's N_r
+        self._submitted = 0  # rollouts requested: AReaL's N_r
         self._epoch: Iterator[Any] | None = None
         self._lookahead = Lookahead(iter(()))
         self._first_step = 0
-        self._waited = 0.0  # seconds, for what was in flight, since the last generation
+        self._waited = 0.0  # seconds of waiting for requests in flight, since the last generation
         self.versions = []
 
     # --------------------------------------------------------------------------------------------------------- data
 
     def items(self, epoch: Iterator[Any]) -> Lookahead:
-        """The iterator of an epoch, to be read from by the next optimizer step."""
+        """Wrap the iterator of an epoch, for the next optimizer step to read from."""
         if epoch is not self._epoch:
             self._epoch, self._lookahead = epoch, Lookahead(epoch)
         self._lookahead.forget()
@@ -101,7 +101,7 @@ class RolloutsAhead:
         return self._lookahead
 
     def _rows_ahead(self, count: int) -> Iterator[list[dict[str, Any]]]:
-        """The rows of ``count`` generation batches from the present one on; fewer at the end of epoch or training."""
+        """The rows of ``count`` generation batches from the present one on; fewer near the end of the epoch or run."""
         trainer = self._trainer
         position = trainer._step - self._first_step
         later = trainer.state.max_steps - trainer.state.global_step - 1
@@ -113,7 +113,7 @@ class RolloutsAhead:
             yield rows
 
     def _tokenized(self, rows: list[dict[str, Any]]) -> list[list[int]]:
-        """As TRL will do it again when the batch is due."""
+        """Token ids of the rows' prompts, made as TRL will make them when the batch is due."""
         if any(row.get(name) is not None for row in rows for name in ("image", "images")):
             raise ValueError("async_rollouts must be left out with images: their requests are not sent ahead.")
         ids, images, _ = self._trainer._tokenize_prompts(copy.deepcopy([row["prompt"] for row in rows]))
@@ -125,7 +125,7 @@ class RolloutsAhead:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """While open no request runs: weights may change."""
+        """A context in which no request runs, so that weights may change."""
         start = time.monotonic()
         if self._flight is not None:
             self._flight.hold()
@@ -138,13 +138,13 @@ class RolloutsAhead:
                 self._flight.release()
 
     def synced(self) -> None:
-        """The engine has new weights."""
+        """Called after the engine got new weights. Does nothing here."""
 
     def generate(self, prompts: list[list[int]], num_generations: int) -> Any:
-        """TRL's contract of ``generate``, for the batch that is due; more are asked for. All ranks call it.
+        """TRL's contract of ``generate``, for the batch that is due. It also requests more. All ranks call it.
 
         Raises:
-            EngineError: on all ranks, if a request failed or the rows are not those that were asked for.
+            EngineError: on all ranks, if a request failed or the rows are not those that were requested.
         """
         self._submit(num_generations)
         batch = self._queue.popleft()
@@ -165,7 +165,7 @@ class RolloutsAhead:
         return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
 
     def _submit(self, num_generations: int) -> None:
-        """Ask for the batches that are not asked for yet, as far as the bound admits."""
+        """Request the batches that are not requested yet, as far as the bound admits."""
         size = self._admission.batch_size
         room = self._admission.allowance(submitted=self._submitted, version=self._learned) // size
         known = len(self._queue)
@@ -181,7 +181,7 @@ class RolloutsAhead:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that a token still to come may be of."""
+        """The oldest version of the weights that may have sampled a token still to come."""
         return min((batch.version for batch in self._queue), default=self._engine.version)
 
 
@@ -192,7 +192,7 @@ _OTHER_ROWS = EngineError(
 
 
 def _landed(responses: list[Future[list[ResponseInParts]]]) -> Landed | EngineError:
-    """The rows of a batch, once all are there; or the error that all ranks are to raise."""
+    """Wait for the rows of a batch. Returns them, or the error that all ranks must raise."""
     try:
         rows = [response for future in responses for response in future.result()]
     except EngineError as error:

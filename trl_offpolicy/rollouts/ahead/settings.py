@@ -12,7 +12,7 @@ Partial = Literal["continue", "finish"]
 OldLogps = Literal["recompute_proximal", "snapshot", "ewma", "refuse"]
 
 _CONTINUABLE = frozenset({"repetition_penalty", "ignore_eos", "logit_bias", "stop_token_ids"})
-"""Sampling options that mean the same for prompt + part as for the prompt; those that count output tokens do not."""
+"""Sampling options that mean the same after a response was cut and continued; those that count output tokens do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +22,19 @@ class AsyncSettings:
     Args:
         lag: generation batches that may be sampled ahead (AReaL's eta). A batch is learned from at most ``lag``
             generations after the weights that its requests were sent with. 1 = one-step off-policy, 0 = in turn.
-        partial: what a weight sync does with requests in flight. "finish" waits for them: every response is of one
-            version. "continue" cuts them, keeps the tokens with their log-probs and versions, and goes on under the
-            new weights. None = "finish" up to lag 1, where a sync finds at most the batch that is needed next, else
+        partial: what a weight sync does with requests in flight. "finish" waits for them, so every response is of one
+            version. "continue" cuts them, keeps the tokens with their log-probs and versions, and continues them under
+            the new weights. None = "finish" up to lag 1, where a sync finds at most the batch that is needed next, else
             "continue".
-        old_logps: what stands for the log-probs that the trainer would have given at the weights that sampled.
-            "recompute_proximal": nothing; today's weights are the proximal policy, the weights hold
-            proximal/sampling. "snapshot": the exact ones, from copies of the trainable weights of every version in
-            the queue. "ewma": the proximal policy is a moving average of the weights. "refuse": an error where the
+        old_logps: what replaces the log-probs that the trainer would have given at the weights that sampled.
+            "recompute_proximal": nothing. The current weights are the proximal policy, and importance weights hold
+            proximal/sampling. "snapshot": the exact log-probs, from copies of the trainable weights of every version in
+            the queue. "ewma": the proximal policy is a moving average of the weights. "refuse": an error if the
             objective reads them.
-        ewma_decay: weight of the past for each optimizer step, with ``old_logps: ewma``.
+        ewma_decay: weight of the past per optimizer step, with ``old_logps: ewma``.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a field is not valid; the message names it.
     """
 
     lag: int = 1
@@ -59,12 +59,12 @@ class AsyncSettings:
 
     @property
     def cuts(self) -> bool:
-        """True if a sync cuts what is in flight."""
+        """True if a sync cuts requests in flight."""
         return self.partial == "continue" or (self.partial is None and self.lag > 1)
 
     @classmethod
     def parse(cls, value: Any) -> AsyncSettings | None:
-        """Read the field: a lag, a mapping, or None = no asynchronous sampling."""
+        """Parse the field: a lag, a mapping, or None (no asynchronous sampling)."""
         if value is None:
             return None
         if isinstance(value, str) and value.strip().isdigit():

@@ -1,4 +1,4 @@
-"""A replay buffer on disk: prompt groups with what their sampler knew of them, drawn by priority and age.
+"""A replay buffer on disk: prompt groups with the sampler's log-probs and versions, drawn by priority and age.
 
 ``ReplayBuffer`` keeps groups as parquet within a bound and survives a kill; ``AgeDecay`` says how fast they lose
 priority, fitted to the fall of the ESS with the lag; ``replayed_batch`` scores a draw with the current weights.

@@ -1,4 +1,4 @@
-"""From drawn groups to a PolicyBatch: padded, and scored with the current weights."""
+"""Turns drawn groups into a PolicyBatch: pads them and scores them with the current weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class PaddedGroups:
         prompt_ids: (B, P), padded on the left.
         prompt_mask: (B, P) bool.
         completion_ids: (B, T), padded on the right.
-        attention_mask: (B, T) bool, tokens that are there.
-        completion_mask: (B, T) bool, trainable tokens.
+        attention_mask: (B, T) bool; False = padding.
+        completion_mask: (B, T) bool; True = trainable token.
         sampling_per_token_logps: (B, T) float32, NaN on padding.
-        old_per_token_logps: (B, T) float32, NaN where nobody computed them; None if that is everywhere.
-        policy_versions: (B, T) int64; on padding the version of the response's last token.
+        old_per_token_logps: (B, T) float32, NaN for responses without them; None if no response has them.
+        policy_versions: (B, T) int64; padding repeats the version of the response's last token.
         rewards: (B,) float32.
         group_ids: (B,) int64, 0, 1, ... in the order of the groups.
     """
@@ -44,14 +44,14 @@ class PaddedGroups:
 
 
 Score = Callable[[PaddedGroups], Tensor]
-"""(B, T) log-probs of the completions under the current weights, nats; with gradient where the loss shall have it."""
+"""Returns (B, T) log-probs of the completions under the current weights, nats; with gradient if the loss needs it."""
 
 
 def pad_groups(groups: Sequence[ReplayGroup], *, pad_token_id: int) -> PaddedGroups:
     """Pad the responses of ``groups`` to one length.
 
     Raises:
-        ValueError: no group.
+        ValueError: ``groups`` is empty.
     """
     if not groups:
         raise ValueError("groups must have at least one group, but got none.")
@@ -88,22 +88,22 @@ def replayed_batch(
 ) -> PolicyBatch:
     """The batch that an :class:`~trl_offpolicy.Objective` reads, with log-probs of the current weights.
 
-    ``score`` is called once. Its values are both pi and, detached, the proximal policy, which is exact for the first
-    optimizer step on the batch; for later steps put new ``per_token_logps`` into it (``dataclasses.replace``). mu and
-    the versions are those of the sampling. Weights hold proximal/mu, the whole shift: a stored pi_old stays out of the
-    batch (it is in :class:`PaddedGroups`), because with it weights would hold pi_old/mu and nothing proximal/pi_old.
-    The advantages are made again from the stored rewards, within the groups.
+    ``score`` is called once. Its values are pi and, detached, the proximal policy, which is exact for the first
+    optimizer step on the batch. For later steps put new ``per_token_logps`` into it (``dataclasses.replace``). mu and
+    the versions are those of the sampling. Weights hold proximal/mu, the whole shift. A stored pi_old is not put into
+    the batch (it is in :class:`PaddedGroups`): with it, weights would hold pi_old/mu and nothing would hold
+    proximal/pi_old. The advantages are made again from the stored rewards, within the groups.
 
     Args:
-        groups: drawn from a :class:`~trl_offpolicy.rollouts.replay.ReplayBuffer`.
-        score: :data:`Score`.
+        groups: groups drawn from a :class:`~trl_offpolicy.rollouts.replay.ReplayBuffer`.
+        score: a function of type :data:`Score`.
         current_version: weight version of ``score``.
-        pad_token_id: fills up shorter rows.
-        weights: one a group, multiplies its advantages (``ReplaySample.weights``); None = 1.
-        advantages: (B,) or (B, T) from the padded rows; None = GRPO's, scaled by group.
+        pad_token_id: id that pads shorter rows.
+        weights: one per group, multiplied with its advantages (``ReplaySample.weights``); None = 1.
+        advantages: makes (B,) or (B, T) advantages from the padded rows; None = GRPO's, scaled by group.
 
     Raises:
-        ValueError: no group, wrong number of weights, or ``score`` returned another shape.
+        ValueError: ``groups`` is empty, the number of weights is wrong, or ``score`` returned another shape.
     """
     rows = pad_groups(groups, pad_token_id=pad_token_id)
     logps = score(rows)

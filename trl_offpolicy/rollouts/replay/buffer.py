@@ -1,4 +1,4 @@
-"""The buffer itself: a folder of parquet parts, bounded, with one writer."""
+"""The replay buffer: a bounded folder of parquet parts, with one writer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ReplaySample:
     """A draw of k groups.
 
     Args:
-        groups: distinct.
-        weights: (k,) importance: with them the mean over the draw is an unbiased estimate of the buffer's plain mean
-            (:func:`~trl_offpolicy.rollouts.replay.draw_without_repetition`). Leave them out to prefer what is fresh.
+        groups: k distinct groups.
+        weights: (k,) importance weights. With them the mean over the draw is an unbiased estimate of the buffer's plain
+            mean (:func:`~trl_offpolicy.rollouts.replay.draw_without_repetition`). Ignore them to prefer fresh groups.
         lags: (k,) weight versions between the oldest token of each group and now.
     """
 
@@ -33,20 +33,21 @@ class ReplaySample:
 
 
 class ReplayBuffer:
-    """Prompt groups on disk, newest kept, drawn by priority and age.
+    """Prompt groups on disk. The newest are kept, and groups are drawn by priority and age.
 
-    What :meth:`add` returned from is on disk (written beside, flushed, renamed) and is there again after a kill and a
-    restart; a half-written part is not. The oldest parts make room. The tokens of a group are read when it is drawn;
-    in memory is one small record a group.
+    Once :meth:`add` returns, its groups are on disk (written to a temporary file, flushed, renamed) and survive a kill
+    and a restart. A half-written part does not. The oldest parts are deleted to make room. The tokens of a group are
+    read when it is drawn; memory holds one small record per group.
 
     Args:
-        folder: made if it is missing. One process at a time: on several ranks let the main one keep the buffer.
-        max_rows: responses to keep at most, or None.
-        max_bytes: of the files on disk, or None. While a part is being added there may be one more.
+        folder: folder of the buffer, made if it is missing. Only one process may open it: with several ranks let the
+            main one keep the buffer.
+        max_rows: largest number of responses to keep, or None.
+        max_bytes: largest size of the files on disk, or None. While a part is being added there may be one part more.
         decay: how priority falls with age.
 
     Raises:
-        ValueError: neither bound, or one that is not positive.
+        ValueError: neither bound is given, or a bound is not positive.
         BlockingIOError: another process has the buffer open.
 
     Example:
@@ -98,17 +99,17 @@ class ReplayBuffer:
         self._sizes[path] = path.stat().st_size
 
     def __len__(self) -> int:
-        """Groups that can be drawn."""
+        """Number of groups in the buffer."""
         return sum(len(entries) for entries in self._parts.values())
 
     @property
     def rows(self) -> int:
-        """Responses that can be drawn."""
+        """Number of responses in the buffer, over all groups."""
         return sum(entry.rows for entries in self._parts.values() for entry in entries)
 
     @property
     def bytes(self) -> int:
-        """Of all parts on disk."""
+        """Size of all parts on disk, in bytes."""
         return sum(self._sizes.values())
 
     @property
@@ -117,10 +118,10 @@ class ReplayBuffer:
         return tuple(entry for entries in self._parts.values() for entry in entries)
 
     def add(self, groups: Iterable[ReplayGroup]) -> None:
-        """Store finished groups as one part; nothing happens without any.
+        """Store finished groups as one part. An empty ``groups`` does nothing.
 
         Raises:
-            ValueError: they alone are beyond the bound.
+            ValueError: these groups alone exceed a bound.
         """
         several = list(groups)
         if not several:
@@ -142,7 +143,7 @@ class ReplayBuffer:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Drop the oldest parts until the bounds hold."""
+        """Delete the oldest parts until the bounds hold."""
         while (self.max_rows is not None and self.rows > self.max_rows) or (
             self.max_bytes is not None and self.bytes > self.max_bytes
         ):
@@ -151,7 +152,7 @@ class ReplayBuffer:
             del self._parts[oldest], self._sizes[oldest]
 
     def available(self, *, current_version: int, max_lag: int | None = None) -> int:
-        """Groups that :meth:`sample` chooses from with these options."""
+        """Number of groups that :meth:`sample` chooses from with these options."""
         return len(self._young(current_version, max_lag))
 
     def _young(self, current_version: int, max_lag: int | None) -> list[Entry]:
@@ -164,11 +165,11 @@ class ReplayBuffer:
         """Draw ``count`` distinct groups by priority and age.
 
         Args:
-            count: groups.
-            current_version: weight version of the learner now. Newer groups (the run was resumed from an older
-                checkpoint) are not drawn until it is theirs.
+            count: number of groups.
+            current_version: current weight version of the learner. Newer groups (from before the run was resumed from
+                an older checkpoint) are not drawn until the learner reaches their version.
             rng: numpy generator.
-            max_lag: leave older groups out (they stay in the buffer); None = age only costs priority.
+            max_lag: do not draw groups of a larger lag (they stay in the buffer); None = age only lowers priority.
 
         Raises:
             ValueError: there are fewer groups than that.
@@ -182,7 +183,7 @@ class ReplayBuffer:
         return ReplaySample(groups, drawn.weights, current_version - versions[drawn.places])
 
     def close(self) -> None:
-        """Let another process open it."""
+        """Release the lock, so that another process can open the buffer."""
         self._lock.close()
 
     def __enter__(self) -> ReplayBuffer:
@@ -193,7 +194,7 @@ class ReplayBuffer:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    """A lock that ends with the process, however it ends."""
+    """Take a lock that is released when the process ends, in whatever way."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

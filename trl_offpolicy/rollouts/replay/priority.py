@@ -1,4 +1,4 @@
-"""How a stored group loses priority with age, and how a batch is drawn by priority without repetition."""
+"""Lowers the priority of a stored group with its age, and draws a batch by priority without repetition."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ HALF_LIFE = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class AgeDecay:
-    """Priority p exp(-rate a) of a group that is a weight versions old: what is left of it as an effective sample.
+    """Priority p exp(-rate a) of a group that is a weight versions old: the share of it that is an effective sample.
 
-    If each version moves the log-ratio to the sampling policy by an independent step of variance s, log-ratios of age
-    a are normal with variance s a and the ESS fraction is 1 / E[rho^2] = exp(-s a): exponential in the age. So a group
-    counts for what it is still worth. Measure the rate (:func:`fitted_decay`); the default only stands in for it.
+    Assume that each version moves the log-ratio to the sampling policy by an independent step of variance s. Then
+    log-ratios of age a are normal with variance s a, and the ESS fraction is 1 / E[rho^2] = exp(-s a), exponential in
+    the age. So a group counts for what it is still worth. Measure the rate (:func:`fitted_decay`); the default is only
+    a placeholder.
 
     Args:
-        rate: of the decay per weight version, at least 0; 0 = age does not count.
+        rate: decay per weight version, at least 0; 0 = age does not count.
 
     Raises:
-        ValueError: a rate that is negative or not finite.
+        ValueError: the rate is negative or not finite.
 
     Reference: Ma et al. 2026, Freshness-Aware PER (arXiv:2604.16918), whose priority is (abs(reward) + 1e-6)
-    exp(-age / 500) with age in training steps; the rate from a measured ESS is this kit's.
+    exp(-age / 500) with age in training steps. Fitting the rate to a measured ESS is this kit's addition.
 
     Example:
         >>> decay = AgeDecay(rate=math.log(2) / 4)
@@ -58,7 +59,7 @@ class AgeDecay:
         Args:
             priorities: (N,) p, positive.
             versions: (N,) weight version of each group.
-            current_version: weight version now; nothing can be newer.
+            current_version: current weight version; no group may be newer.
 
         Raises:
             ValueError: a group is newer than ``current_version``.
@@ -76,14 +77,14 @@ class AgeDecay:
 def fitted_decay(ess: Mapping[int, float]) -> AgeDecay:
     """The decay that fits a measured ESS: rate = sum_a a (-log ESS(a)) / sum_a a^2, at least 0.
 
-    Least squares of log ESS(a) = -rate a through ESS(0) = 1. Which ESS: the one of the weights that the loss holds, by
-    token for token TIS, by response for sequence weights (:func:`ess_by_lag` gives both).
+    This is the least-squares fit of log ESS(a) = -rate a through ESS(0) = 1. Use the ESS of the weights that the loss
+    holds: by token for token TIS, by response for sequence weights (:func:`ess_by_lag` gives both).
 
     Args:
-        ess: {lag in weight versions: ESS fraction in (0, 1]}; lag 0 says nothing and is allowed.
+        ess: {lag in weight versions: ESS fraction in (0, 1]}; lag 0 is allowed but carries no information.
 
     Raises:
-        ValueError: no lag above 0, a negative lag, or an ESS outside (0, 1].
+        ValueError: there is no lag above 0, a lag is negative, or an ESS is outside (0, 1].
 
     Example:
         >>> round(fitted_decay({1: math.exp(-0.1), 4: math.exp(-0.4)}).rate, 6)
@@ -104,12 +105,12 @@ def ess_by_lag(batch: PolicyBatch, *, level: str = "token") -> dict[int, float]:
     """{lag: ESS fraction of current/sampling} of a batch, by the lag of its rows.
 
     Args:
-        batch: with ``sampling_per_token_logps``, ``policy_versions`` and ``current_version``. A row of several versions
-            counts as its oldest.
+        batch: with ``sampling_per_token_logps``, ``policy_versions`` and ``current_version``. The oldest version of a
+            row counts.
         level: "token", or "sequence" (the product over the response).
 
     Raises:
-        ValueError: an unknown level, or versions are missing.
+        ValueError: the level is unknown, or versions are missing.
     """
     if level not in ("token", "sequence"):
         raise ValueError(f"level must be 'token' or 'sequence', but got {level!r}.")
@@ -128,14 +129,14 @@ def ess_by_lag(batch: PolicyBatch, *, level: str = "token") -> dict[int, float]:
 
 
 class Draw(NamedTuple):
-    """``places`` (k,) distinct, ``weights`` (k,) their importance."""
+    """``places`` (k,) are the distinct drawn places, ``weights`` (k,) their importance weights."""
 
     places: NDArray[np.int64]
     weights: Floats
 
 
 def draw_without_repetition(log_priorities: Floats, count: int, rng: np.random.Generator) -> Draw:
-    """Draw ``count`` of N places one after the other, each time by priority among those that are left.
+    """Draw ``count`` of N places one after the other, each time by priority among the remaining places.
 
     Gumbel top-k: the places with the largest log p_i + g_i, g_i standard Gumbel. With kappa the largest value that was
     not drawn, a place is drawn if g_i > kappa - log p_i, which has probability q_i = 1 - exp(-p_i exp(-kappa)), and
@@ -143,7 +144,7 @@ def draw_without_repetition(log_priorities: Floats, count: int, rng: np.random.G
         weight_i = count / (N q_i)
 
     makes the weighted mean of the draw, sum_i weight_i f_i / count, an unbiased estimate of the plain mean of f over
-    the buffer, for every f. So the weights undo what the priorities prefer; 1 where everything is drawn.
+    the buffer, for every f. So the weights undo the preference of the priorities. They are 1 if everything is drawn.
 
     Args:
         log_priorities: (N,) log p, any offset.
@@ -151,13 +152,13 @@ def draw_without_repetition(log_priorities: Floats, count: int, rng: np.random.G
         rng: numpy generator.
 
     Returns:
-        :class:`Draw`, the place drawn first in front.
+        :class:`Draw`, with the places in the order in which they were drawn.
 
     Raises:
         ValueError: ``count`` is not in 1..N, or a log-priority is not finite.
 
-    Reference: Kool et al. 2019 (arXiv:1903.06059), Eq. 15 and appendix; the weights are Horvitz and Thompson's with
-    Duffield's threshold.
+    Reference: Kool et al. 2019 (arXiv:1903.06059), Eq. 15 and appendix. The weights are those of Horvitz and Thompson
+    with Duffield's threshold.
 
     Example:
         >>> draw_without_repetition(np.zeros(3), 3, np.random.default_rng(0)).weights

@@ -1,4 +1,4 @@
-"""What the buffer keeps of a prompt group, and its form as parquet: a row a response, a row group a prompt group."""
+"""The buffer's record of a prompt group, and its parquet form: one row per response, one row group per prompt group."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Response:
 
     Args:
         completion_ids: T token ids, tool tokens included.
-        sampling_logps: T log-probs of the engine (mu), nats; NaN where there is none.
-        policy_versions: T weight versions that sampled; a rollout across a weight sync has several.
-        completion_mask: T, True = trainable token; None = all of them.
-        old_logps: T log-probs of the trainer at the weights that sampled (pi_old), nats; None = nobody computed them.
-        reward: of the response; NaN = none.
+        sampling_logps: T log-probs of the engine (mu), nats; NaN = none.
+        policy_versions: T weight versions that sampled the tokens; a rollout across a weight sync has several.
+        completion_mask: T, True = trainable token; None = all are trainable.
+        old_logps: T log-probs of the trainer at the weights that sampled (pi_old), nats; None = not computed.
+        reward: reward of the response; NaN = none.
 
     Raises:
-        ValueError: no token, or fields of different length.
+        ValueError: there is no token, or the fields differ in length.
     """
 
     completion_ids: tuple[int, ...]
@@ -48,17 +48,18 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayGroup:
-    """The responses to one prompt; groups stay together, because advantages are made within them.
+    """The responses to one prompt. Groups stay together, because advantages are made within them.
 
     Args:
         prompt_ids: token ids of the prompt.
-        responses: at least one.
-        group_id: of the run that made it.
-        priority: how much there is to learn from it, positive and finite, before age counts. For GRPO the spread of
-            the rewards is a candidate: a group without any has no advantage. 1 = all alike.
+        responses: at least one response.
+        group_id: number of the group in the run that made it.
+        priority: how much there is to learn from the group, positive and finite, before age counts. For GRPO the
+            standard deviation of the rewards is a candidate, because a group of equal rewards has no advantage. 1 for
+            every group = no preference.
 
     Raises:
-        ValueError: no response, or a priority that is not positive and finite.
+        ValueError: there is no response, or the priority is not positive and finite.
     """
 
     prompt_ids: tuple[int, ...]
@@ -80,7 +81,7 @@ class ReplayGroup:
 
 
 class Entry(NamedTuple):
-    """Where a stored group is and what drawing it needs to know."""
+    """Where a stored group is, and what is needed to draw it."""
 
     part: Path
     row_group: int
@@ -91,7 +92,7 @@ class Entry(NamedTuple):
 
 
 def write_part(groups: list[ReplayGroup], path: Path) -> None:
-    """One parquet file, a row group for each prompt group."""
+    """Write one parquet file with a row group per prompt group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -105,7 +106,7 @@ def read_entries(path: Path) -> list[Entry]:
     """The groups of a part, without their tokens.
 
     Raises:
-        OSError, ValueError: it is not a part (pyarrow's errors are subclasses).
+        OSError, ValueError: the file is not a part (pyarrow's errors are subclasses).
     """
     import pyarrow.parquet as pq
 
@@ -122,7 +123,7 @@ _ENTRY_COLUMNS = ("oldest_version", "priority", "group_id")
 
 
 def read_group(entry: Entry) -> ReplayGroup:
-    """A stored group, as it was added."""
+    """Read a stored group with its tokens, as it was added."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(entry.part) as file:

@@ -1,4 +1,4 @@
-"""TRL's experimental ``AsyncGRPOTrainer`` with this kit's objective. Not run on FlashAttention-3 by us."""
+"""TRL's experimental ``AsyncGRPOTrainer`` with this kit's objective. We have not run it on FlashAttention-3."""
 
 from trl_offpolicy.trl.async_grpo.trainer import OffPolicyAsyncGRPOTrainer
 

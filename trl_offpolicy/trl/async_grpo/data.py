@@ -1,4 +1,4 @@
-"""What TRL's queue and collator leave behind of a sample, carried on to the loss: version, group, reward."""
+"""Carries version, group and reward of each sample to the loss; TRL's queue and collator drop them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollou
 
 
 class _Noting:
-    """A queue that remembers what it gave last."""
+    """A queue that remembers the last item that it returned."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -26,13 +26,13 @@ class _Noting:
 
 
 class VersionedQueueDataset(RolloutQueueDataset):  # type: ignore[misc]
-    """TRL's stream of samples, bounded in staleness and counted as TRL does, with the version of each."""
+    """TRL's stream of samples, with TRL's bound on staleness and TRL's counts, and the version of each sample."""
 
     def __init__(self, rollout_queue: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(_Noting(rollout_queue), *args, **kwargs)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """TRL's rows, each with ``policy_version`` and, where the worker gives one a token, ``token_versions``."""
+        """TRL's rows, each with ``policy_version`` and, if the worker has one per token, ``token_versions``."""
         for row in super().__iter__():
             sample = self.queue.last
             yield {
@@ -43,13 +43,13 @@ class VersionedQueueDataset(RolloutQueueDataset):  # type: ignore[misc]
 
 
 class VersionedCollator(DataCollatorForRollout):  # type: ignore[misc]
-    """TRL's packed rows with ``policy_versions``, ``group_ids`` and ``rewards``, one a loss term, as (ranks, M).
+    """TRL's packed rows with ``policy_versions``, ``group_ids`` and ``rewards``, one per loss term, as (ranks, M).
 
-    ``global_n_samples``, (ranks,): the samples of all ranks, of which a rank may have more than another.
+    ``global_n_samples`` (ranks,) counts the samples of all ranks, because ranks may have different numbers of them.
     """
 
     def torch_call(self, examples: list[Any]) -> dict[str, Any]:
-        """Pack a micro-batch."""
+        """Pack a micro-batch of samples into one row per rank, and add the fields of each loss term."""
         batch: dict[str, Any] = super().torch_call(examples)
         (rows,) = examples
         length = batch["token_index"].shape[1]
@@ -62,7 +62,7 @@ class VersionedCollator(DataCollatorForRollout):  # type: ignore[misc]
 
 
 def _terms(sample: dict[str, Any]) -> dict[str, list[float]]:
-    """One value a loss term of a sample, in TRL's order: its trained tokens from the second token on."""
+    """One value per loss term of a sample, in TRL's order: its trained tokens from the second token on."""
     trained = [place for place, on in enumerate(sample["completion_mask"].tolist()) if on and place]
     versions = sample["token_versions"]
     own = [sample["policy_version"]] * len(trained) if versions is None else [int(versions[place]) for place in trained]

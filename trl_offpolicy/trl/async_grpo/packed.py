@@ -1,7 +1,7 @@
-"""From TRL's flat loss terms to (B, T) and back.
+"""Converts TRL's flat loss terms to (B, T) and back.
 
-``AsyncGRPOTrainer`` folds the samples of a rank into one row and takes the loss over M terms: for each trained token
-the packed position that predicts it, its sampling log-prob, its advantage and its sample.
+``AsyncGRPOTrainer`` folds the samples of a rank into one row and computes the loss over M terms, one per trained token.
+A term has the packed position that predicts the token, its sampling log-prob, its advantage and its sample.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trl_offpolicy.types import PolicyBatch
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where each of M flat terms stands in (B, T).
+    """The place of each of M flat terms in (B, T).
 
-    A term's column is its distance from the first trained token of its sample, so that tool output between two turns
-    is a gap in the mask and runs of trained tokens stay turns.
+    A term's column is its distance from the first trained token of its sample. So tool output between two turns is a
+    gap in the mask, and runs of trained tokens remain turns.
 
     Args:
         rows: (M,) sample of each term.
-        columns: (M,) its place there.
+        columns: (M,) place of each term within its sample.
         shape: (B, T).
     """
 
@@ -37,7 +37,7 @@ class PackedRows:
         """The layout of terms with these samples (M,) and positions in them (M,), M at least 1.
 
         Raises:
-            ValueError: no term, or two terms in one place.
+            ValueError: there is no term, or two terms have the same place.
 
         Example:
             >>> PackedRows.of(torch.tensor([0, 0, 1]), torch.tensor([3, 5, 2])).columns
@@ -56,20 +56,20 @@ class PackedRows:
 
     @property
     def mask(self) -> Tensor:
-        """(B, T) bool: where there is a term."""
+        """(B, T) bool: True where there is a term."""
         return self.scatter(torch.ones_like(self.rows, dtype=torch.bool), fill=False)
 
     def scatter(self, values: Tensor, *, fill: float) -> Tensor:
-        """(B, T) of (M,), ``fill`` elsewhere; carries the gradient of ``values``."""
+        """(M,) ``values`` placed into (B, T), with ``fill`` elsewhere. The result carries their gradient."""
         padded = torch.full(self.shape, fill, dtype=values.dtype, device=values.device)
         return padded.index_put((self.rows, self.columns), values)
 
     def gather(self, padded: Tensor) -> Tensor:
-        """(M,) of (B, T)."""
+        """The (M,) values of the terms, read from a (B, T) tensor."""
         return padded[self.rows, self.columns]
 
     def by_sample(self, values: Tensor, *, fill: float) -> Tensor:
-        """(B,) of (M,) values that are equal within a sample; ``fill`` where a sample has no term."""
+        """(B,) from (M,) values that are equal within a sample; ``fill`` if a sample has no term."""
         return torch.full(self.shape[:1], fill, dtype=values.dtype, device=values.device).index_put(
             (self.rows,), values
         )
@@ -78,16 +78,16 @@ class PackedRows:
 def packed_batch(
     inputs: dict[str, Any], log_probs: Tensor, entropies: Tensor | None, *, current_version: int
 ) -> PolicyBatch:
-    """The batch of a rank's row.
+    """The :class:`~trl_offpolicy.PolicyBatch` of a rank's packed row.
 
-    Each sample is trained once and every batch makes one optimizer step, so the current policy, detached, is the
-    proximal policy of that step: without old and proximal log-probs the objective takes it for both.
+    Each sample is trained once and every batch makes one optimizer step. So the current policy, detached, is the
+    proximal policy of that step. The batch has no old and proximal log-probs: the objective then uses it for both.
 
     Args:
-        inputs: of TRL's collator and :class:`~trl_offpolicy.trl.async_grpo.data.VersionedCollator`.
-        log_probs: (N,) of the packed positions, with gradient.
-        entropies: (N,) likewise, or None.
-        current_version: of the learner.
+        inputs: what :class:`~trl_offpolicy.trl.async_grpo.data.VersionedCollator` returns.
+        log_probs: (N,) log-probs of the packed positions, with gradient.
+        entropies: (N,) entropies of the packed positions, or None.
+        current_version: version of the learner's weights.
     """
     chosen = inputs["token_index"] >= 0
     places = inputs["token_index"][chosen]

@@ -1,7 +1,8 @@
 """TRL's experimental ``AsyncGRPOTrainer`` with the loss of :class:`~trl_offpolicy.Objective`.
 
-TRL clips one ratio, current/sampling, around the policy that sampled, engine mismatch and staleness in one. Here the
-objective decides; TRL's sampling, packing, weight sync, staleness bound and metrics stay.
+TRL clips one ratio, current/sampling, around the policy that sampled. That ratio mixes engine mismatch and staleness.
+Here the objective decides what is clipped and weighted. TRL's sampling, packing, weight sync, staleness bound and
+metrics are unchanged.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class OffPolicyAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     training were tested on a CPU with a plain attention in its place.
 
     A sample is trained once, in the only optimizer step on its batch. So the current policy, detached, is the proximal
-    one, at no extra forward: in decoupled mode weights hold proximal/sampling, which is staleness and engine together
-    (TRL keeps no log-probs of pi_old that could part them), and PPO's clip has nothing to cut. In bypass mode the
-    clipped ratio is current/sampling, TRL's own loss. A lag counts weight syncs; an optimizer step since the last one
-    counts as one more. TRL tags a sample with the version at the start of its group; a worker whose samples have
-    ``token_versions`` (one a token of ``input_ids``) is read by token.
+    policy, at no extra forward. In decoupled mode weights hold proximal/sampling, which is staleness and engine
+    mismatch together, because TRL keeps no log-probs of pi_old that could separate them; PPO's clip then has nothing
+    to cut. In bypass mode the clipped ratio is current/sampling, which is TRL's own loss. A lag counts weight syncs,
+    plus one if an optimizer step was made since the last sync. TRL tags a sample with the version at the start of its
+    group. If a worker's samples have ``token_versions`` (one per token of ``input_ids``), versions are per token.
 
     Args:
-        objective: an :class:`~trl_offpolicy.Objective`, or a preset's name. With a name PPO's clip has the bounds of
+        objective: an :class:`~trl_offpolicy.Objective`, or a preset's name. With a name, the bounds of PPO's clip are
             ``args.epsilon`` and ``args.epsilon_high``.
 
     Raises:
@@ -64,17 +65,17 @@ class OffPolicyAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
     @property
     def current_version(self) -> int:
-        """Of the learner: that of the last sync, and one more once an optimizer step was made since."""
+        """Version of the learner's weights: that of the last sync, plus one if an optimizer step was made since."""
         return self._synced_version + int(self.state.global_step > self._synced_step)
 
     def _sync_weight(self) -> None:
-        """TRL's; its version, which only the main process counts, is told to every rank."""
+        """Sync as TRL does, then send every rank the version, which only the main process counts."""
         super()._sync_weight()
         (self._synced_version,) = broadcast_object_list([self.model_version], from_process=0)
         self._synced_step = self.state.global_step
 
     def get_train_dataloader(self) -> Any:
-        """TRL's, with versions, groups and rewards in the batches."""
+        """TRL's loader, with versions, groups and rewards added to its batches."""
         classes = {"RolloutQueueDataset": VersionedQueueDataset, "DataCollatorForRollout": VersionedCollator}
         with rebound(async_grpo_trainer, **classes):
             return super().get_train_dataloader()
@@ -84,7 +85,7 @@ class OffPolicyAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """TRL's forward and metrics; the objective's loss on the log-probs of that forward."""
+        """The objective's loss on the log-probs of TRL's forward. TRL also logs its own metrics."""
         seen: list[Any] = []
         hook = model.register_forward_hook(lambda module, arguments, output: seen.append(output))
         try:
@@ -103,7 +104,7 @@ class OffPolicyAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         return result.loss + scaled
 
     def _reduction(self, inputs: dict[str, Any], accumulation: int) -> Reduction:
-        """TRL's denominator, the trained tokens (or samples) of all ranks; a mean over micro-batches."""
+        """TRL's denominator: the trained tokens (or samples) of all ranks; then the mean over micro-batches."""
         by_token = self.objective.aggregation == "token_mean"
         count = inputs["global_n_tokens" if by_token else "global_n_samples"][0].clamp(min=1.0) * accumulation
         return Reduction(
@@ -124,7 +125,7 @@ class OffPolicyAsyncGRPOTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
 
 
 def _check(objective: Objective) -> None:
-    """Raise for what TRL's packing cannot give."""
+    """Raise if the objective needs something that TRL's packed batches do not hold."""
     if objective.scope not in ("row", "micro_batch"):
         raise NotImplementedError(
             "objective must have scope 'row' or 'micro_batch' with AsyncGRPOTrainer, which packs sample by sample, "
