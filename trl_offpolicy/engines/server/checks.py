@@ -32,10 +32,10 @@ def server_config(client: ServerClient, routes: Collection[str]) -> dict[str, An
 def require_ready(
     client: ServerClient, config: dict[str, Any], *, return_routing: bool = False
 ) -> tuple[SettingFinding, ...]:
-    """Raise unless the server's log-probs can be compared with the trainer's; returns its configuration.
+    """Raise unless the server's log-probs can be compared with the trainer's; returns the findings of its settings.
 
     Raises:
-        EngineError: they cannot; the message names the missing flag.
+        EngineError: they cannot be compared, or the routing is missing; the message says how to start the server.
     """
     if return_routing and not (config.get("aux_output_config") or {}).get("enable_return_routed_experts"):
         raise EngineError(

@@ -202,7 +202,7 @@ class ServerEngine:
 
     @property
     def takes_adapter(self) -> bool:
-        """True if an adapter is sent without the base weights, where that is possible."""
+        """True if an adapter would be sent without the base weights, given that it is all that was trained."""
         return self.transfer != "folder" and "/v1/load_lora_adapter" in self._routes and self.weight_rounding is None
 
     def _load(self, target: Path) -> None:
