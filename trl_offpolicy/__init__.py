@@ -40,25 +40,26 @@ __version__ = "0.1.0"
 
 
 def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True, write_report: bool = True) -> Any:
-    """Measure, record and diagnose a stock ``trl.GRPOTrainer``; one line in an existing script.
+    """Measure, record and diagnose a stock ``trl.GRPOTrainer`` with one line in an existing script.
 
-    Its logs get the ``offpolicy/*`` metrics, its output folder ``run.json``, ``metrics.jsonl``, ``rollouts.parquet``
-    and at the end ``report.html``; findings are printed when they are new. Loss and gradients are untouched, and no
-    forward is added: current log-probs are those of TRL's loss; where its batch has no old ones (aligned steps without
-    TRL's correction) the current policy is the old one. ``policy_versions`` are the steps at which TRL generated.
+    Its logs get the ``offpolicy/*`` metrics. Its output folder gets ``run.json``, ``metrics.jsonl``,
+    ``rollouts.parquet`` and, at the end, ``report.html``. New findings are printed. Loss and gradients are untouched,
+    and no forward is added: the current log-probs are those of TRL's loss. If its batch has no old ones (aligned steps
+    without TRL's correction), the current policy is the old one. ``policy_versions`` are the steps at which TRL
+    generated.
 
-    TRL's own correction, if on, stays on and is TRL's: ``mismatch/*`` are the raw ratios, ``weight/*`` and
-    ``weight_applied/*`` what TRL multiplies its loss with. Nothing is corrected here; that takes
+    TRL's own correction stays as it is: ``mismatch/*`` measures the raw ratios, and ``weight/*`` and
+    ``weight_applied/*`` measure the factors of TRL's loss. ``attach`` corrects nothing; for that use
     ``trl_offpolicy.trainer.OffPolicyGRPOTrainer``. Without log-probs of an engine (``use_vllm`` off and no
-    ``rollout_func``) there is no mismatch to measure, which is said.
+    ``rollout_func``) there is no mismatch to measure, and a message says so.
 
-    TRL's vLLM in the trainer's process does not survive its own weight sync on CPU: build the trainer inside
+    On a CPU, TRL's vLLM in the trainer's process does not survive its own weight sync. Build the trainer inside
     ``with trl_offpolicy.trl.engine.trl_engine({}, folder=...)`` there, or use a ``rollout_func``.
 
     Args:
         trainer: a ``trl.GRPOTrainer``, before ``train()``.
-        control: ``warn`` prints findings, ``stop`` also ends the run, with a checkpoint, when it is critical; a mapping
-            as in ``docs/control.md``; None or ``off``: nobody watches. ``act`` is refused.
+        control: ``warn`` prints findings. ``stop`` also ends the run, with a checkpoint, when a finding is critical. A
+            mapping as in ``docs/control.md`` sets more. With None or ``off`` nothing is watched. ``act`` is refused.
         record_rollouts: write every rollout.
         write_report: print the summary and write the report at the end.
 
@@ -67,7 +68,7 @@ def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True,
 
     Raises:
         TypeError: ``trainer`` is no ``trl.GRPOTrainer``.
-        ValueError: it is this kit's own, it is attached already, or ``control`` would change the run.
+        ValueError: it is a trainer of this kit, it is attached already, or ``control`` would change the run.
     """
     from trl_offpolicy.trl.attach import Observer
 

@@ -1,7 +1,7 @@
-"""Checks of settings: every message names the field, what is expected and what was given.
+"""Checks of settings: every message names the field, the expected and the actual value.
 
-A setting that may be left open says so by the name of its check (``..._or_none``); for all others None is an error like
-any other wrong value. Numbers are int or float, never bool or text.
+The checks called ``..._or_none`` are for settings that may be left open. For all others None is an error like any other
+wrong value. Numbers are int or float, never bool or text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_positive(**values: float) -> None:
 
 
 def check_positive_or_none(**values: float | None) -> None:
-    """:func:`check_positive` of the values that are not None."""
+    """:func:`check_positive` for the values that are not None."""
     check_positive(**{field: value for field, value in values.items() if value is not None})
 
 
@@ -65,7 +65,7 @@ def check_fraction(**values: float) -> None:
 
 
 def check_proper_fraction(**values: float) -> None:
-    """Raise unless every value is in (0, 1), both ends left out.
+    """Raise unless every value is in (0, 1), with both ends excluded.
 
     Raises:
         ValueError: the message names the field.
@@ -77,7 +77,7 @@ def check_proper_fraction(**values: float) -> None:
 
 
 def check_within(field: str, value: float, least: float, most: float) -> None:
-    """Raise unless ``value`` is in [least, most], both ends included.
+    """Raise unless ``value`` is in [least, most], with both ends included.
 
     Raises:
         ValueError: the message names the field.
@@ -91,7 +91,7 @@ def check_whole(field: str, value: object, *, least: int) -> None:
     """Raise unless ``value`` is an int of at least ``least``.
 
     Raises:
-        ValueError: it is not; 2.0 and True are not ints.
+        ValueError: it is not; 2.0 and True do not count as ints.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{field} must be a whole number of at least {least}, but got {value!r}.")
@@ -112,13 +112,13 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
     """Raise unless ``value`` is one of ``allowed``.
 
     Raises:
-        ValueError: the message lists them, and those of a similar name.
+        ValueError: the message lists the allowed values and the closest names.
     """
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{field} must be one of {list(allowed)}, but got {value!r}.{near(str(value), allowed)}")
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """A ' Did you mean ...?' with the closest names, or nothing."""
+    """The text " Did you mean ...?" with the closest names, or empty text if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
     return f" Did you mean {', '.join(repr(match) for match in matches)}?" if matches else ""

@@ -1,8 +1,8 @@
 """Parts of a method that a configuration names, ``{type: truncate, max_weight: 2.0}``: their base and their parser.
 
 Weights, keep terms, policy losses, advantage estimators, KL terms with their coefficients, and centres of the trust
-region are parts. Each kind has a base class, a direct subclass of :class:`Part`, that says the whole contract with its
-defaults. A class of this package is known by its ``type_name``. Any other is named by where it is:
+region are parts. Each kind has a base class, a direct subclass of :class:`Part`, that holds the whole contract with its
+defaults. A class of this package is known by its ``type_name``. Any other class is named by its import path:
 ``{type: "my_package.weights:MyWeight", ...}``.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
 
     class overridable:
-        """A property that a field of a subclass may take the place of, as its value is then kept in the instance."""
+        """A property that a field of a subclass may replace, because the instance then holds the field's value."""
 
         def __init__(self, default: Callable[[Any], Any]) -> None:
             self.default, self.__doc__ = default, default.__doc__
@@ -38,12 +38,12 @@ class Part(ABC):  # noqa: B024 - each kind says which methods must be written
     """Its name in YAML. A class outside this package may leave it empty: its import path is its name."""
 
     example: ClassVar[Mapping[str, Any]] = {}
-    """Values for the fields without a default, from which the docs and the property tests make one."""
+    """Values for the fields without a default, from which the docs and the property tests make an example."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # A field without a default must be given, also where the base says a value under its name (``level: Level``).
-        # Without this line ``dataclass`` would take what the base says for the field's default.
+        # A field without a default must be given, even if the base has a value of that name (``level: Level``).
+        # Without this line ``dataclass`` would take the base's value as the field's default.
         for name in inspect.get_annotations(cls):
             if name not in cls.__dict__ and isinstance(getattr(cls, name, None), overridable):
                 setattr(cls, name, dataclasses.field())
@@ -59,7 +59,7 @@ def types_of(kind: type[Any]) -> dict[str, type[Any]]:
 
 
 def type_of(part: Part) -> str:
-    """What ``type`` says of it in YAML: its name, else its import path; empty for a kind that is a part itself."""
+    """Its ``type`` in YAML: its name, else its import path; empty for a kind that is a part itself."""
     cls = type(part)
     if Part in cls.__bases__:
         return ""
@@ -73,12 +73,12 @@ def _is_ours(cls: type[Any]) -> bool:
 def parse_tagged(
     spec: object, kind: type[Any] | Mapping[str, type[Any]], *, where: str, name_alone: bool = False
 ) -> Any:
-    """A part from ``{type: name, **fields}``; a part that is one already is taken as it is.
+    """A part from ``{type: name, **fields}``; an object that is a part already is taken as it is.
 
     Args:
         spec: what the user wrote.
-        kind: the base class of its kind, or {name: class} where nothing else may be named. A base class that is no
-            abstract one is built itself where ``type`` is left out.
+        kind: the base class of its kind, or {name: class} if nothing else may be named. If ``type`` is left out, a base
+            class that is not abstract is built itself.
         where: the field's path in error messages, e.g. ``offpolicy.correction.weight``.
         name_alone: ``spec`` may be just the name.
 
@@ -105,7 +105,7 @@ def parse_tagged(
 
 
 def build(cls: Any, values: Mapping[str, Any], *, where: str, base: Any = None) -> Any:
-    """A dataclass from a mapping of its fields; what is left out comes from ``base``, if there is one.
+    """A dataclass from a mapping of its fields; fields that are left out come from ``base``, if there is one.
 
     Raises:
         ValueError: an unknown or a missing field, or a wrong value, named with its path.
@@ -133,10 +133,10 @@ def parse_settings(spec: object, cls: type[Any], *, where: str, short: str, choi
 
     Args:
         spec: what the user wrote.
-        cls: the dataclass; one that is made already is taken as it is.
+        cls: the dataclass; an instance of it is taken as it is.
         where: the option's path in error messages.
-        short: the field that may be said alone.
-        choices: its values.
+        short: the field whose value may be given alone.
+        choices: the values of that field.
 
     Raises:
         ValueError: another kind of value, an unknown field or a wrong value; the message names ``where``.
@@ -159,7 +159,7 @@ def parse_settings(spec: object, cls: type[Any], *, where: str, short: str, choi
 
 
 def as_mapping(spec: object, where: str) -> Mapping[str, Any]:
-    """``spec``, if it is a mapping.
+    """``spec`` itself, which must be a mapping.
 
     Raises:
         ValueError: it is not.
@@ -173,11 +173,11 @@ def as_mapping(spec: object, where: str) -> Mapping[str, Any]:
 
 
 def imported_part(path: str, kind: type[Any], *, where: str) -> type[Any]:
-    """The class that ``package.module:Class`` names, a part of this kind.
+    """The class that ``package.module:Class`` names; it must be a part of this kind.
 
     Raises:
         ValueError: there is no such module or class.
-        TypeError: it is no class, no subclass of ``kind``, lacks a method or is no dataclass.
+        TypeError: it is no class, no subclass of ``kind`` or no dataclass, or it lacks a method.
     """
     cls = imported(path, where=where)
     contract = f"{kind.__module__}.{kind.__name__}"
@@ -195,7 +195,7 @@ def imported_part(path: str, kind: type[Any], *, where: str) -> type[Any]:
 
 
 def missing_methods(cls: type[Any], names: Iterable[str]) -> list[str]:
-    """The methods among ``names`` that a class neither defines nor inherits, sorted."""
+    """Those of the methods ``names`` that a class neither defines nor inherits, sorted."""
     defined = {
         name for one in cls.__mro__ for name, value in vars(one).items() if not hasattr(value, "__isabstractmethod__")
         or not value.__isabstractmethod__
@@ -204,14 +204,14 @@ def missing_methods(cls: type[Any], names: Iterable[str]) -> list[str]:
 
 
 def imported(path: str, *, where: str = "an import path") -> Any:
-    """What ``package.module:name`` names.
+    """The object that ``package.module:name`` names.
 
     Args:
-        path: of a class or function.
-        where: the field that says it, for the message.
+        path: import path of a class or function.
+        where: the field that holds the path, for the message.
 
     Raises:
-        ValueError: not such a path, or nothing there.
+        ValueError: it is not such a path, or there is nothing at it.
 
     Example:
         >>> imported("math:sqrt")(9)
@@ -235,7 +235,7 @@ def imported(path: str, *, where: str = "an import path") -> Any:
 
 
 def import_path(function: Callable[..., Any]) -> str | None:
-    """The path from which :func:`imported` gives a function or class back, or None (a lambda, a local function).
+    """The path under which :func:`imported` finds a function or class; None for a lambda or a local function.
 
     Example:
         >>> from math import sqrt
@@ -252,9 +252,9 @@ def import_path(function: Callable[..., Any]) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Plain values (numbers, texts, lists, mappings) from which the parsers make the same again.
+    """Plain values (numbers, texts, lists, mappings) from which the parsers make the same object again.
 
-    Only fields that differ from their default are written. A part says its ``type``.
+    Only fields that differ from their default are written. A part also gets its ``type``.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type_of(value) if isinstance(value, Part) else ""
@@ -268,7 +268,7 @@ def plain(value: Any) -> Any:
 
 
 def _set(value: Any, item: dataclasses.Field[Any]) -> bool:
-    """True if the field can be set and differs from its default."""
+    """True if ``__init__`` sets the field and its value differs from the default."""
     default: Any = item.default
     if item.default_factory is not dataclasses.MISSING:
         default = item.default_factory()

@@ -24,11 +24,11 @@ class Stat(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        """0-d float64."""
+        """The number itself, 0-d float64, computed from the moments."""
         return self.finalize(self.moments)
 
     def merge(self, other: Stat) -> Stat:
-        """The diagnostic of the union of both samples; nothing is divided before."""
+        """The diagnostic of the union of both samples: moments are added before anything is divided."""
         return Stat(self.moments.merge(other.moments), self.finalize)
 
     def __float__(self) -> float:
@@ -38,7 +38,8 @@ class Stat(NamedTuple):
 class Group(NamedTuple):
     """Diagnostics that share one set of moments.
 
-    ``rows`` holds the same moments of every response, for the intervals of the diagnostics named in ``intervals``.
+    ``rows`` holds the same moments for each response. The diagnostics named in ``intervals`` get their intervals from
+    them.
     """
 
     moments: Moments
@@ -83,11 +84,11 @@ class Stats(Mapping[str, Stat]):
         return len(self._index)
 
     def union(self, other: Stats) -> Stats:
-        """Both sets of groups side by side (of the same batch)."""
+        """Both sets of groups side by side; both must be of the same batch."""
         return Stats({**self.groups, **other.groups})
 
     def merge(self, other: Stats) -> Stats:
-        """Stats of the union of both samples; a group known to one side only is kept as it is."""
+        """Stats of the union of both samples; a group that only one side has is kept as it is."""
         merged = dict(self.groups)
         for name, group in other.groups.items():
             mine = self.groups.get(name)
@@ -102,7 +103,7 @@ class Stats(Mapping[str, Stat]):
         """
         if not self.groups:
             return self
-        # one vector a rank: sums and maxima of the first group, of the second, and so on
+        # One vector per rank: sums and maxima of the first group, then of the second, and so on.
         parts = [part for group in self.groups.values() for part in (group.moments.sums, group.moments.maxima)]
         ranks = gather(torch.cat(parts)).view(-1, sum(len(part) for part in parts))
         columns = iter(torch.split(ranks, [len(part) for part in parts], dim=1))
@@ -113,7 +114,7 @@ class Stats(Mapping[str, Stat]):
         return Stats(reduced if len(ranks) == 1 else _gather_rows(reduced, gather))
 
     def measured(self, *, stale: bool) -> Stats:
-        """What was measured at all.
+        """The stats without those that were not really measured.
 
         If rows may be ``stale``, ``mismatch/*`` and ``kept/*`` are dropped unless some row was sampled by the current
         weights or carries old log-probs.
@@ -124,10 +125,10 @@ class Stats(Mapping[str, Stat]):
         return Stats({name: group for name, group in self.groups.items() if name not in ("mismatch", "kept")})
 
     def compute(self) -> dict[str, float]:
-        """All values as floats, with a single transfer to the host; then the intervals, ``<key>_ci95``.
+        """All values as floats, with a single transfer to the host, then the intervals as ``<key>_ci95``.
 
-        An interval is the half width of the 95 % confidence interval, clustered by prompt group; it is left out with
-        fewer than two groups.
+        An interval is the half width of the 95 % confidence interval, clustered by prompt group. It is left out if
+        there are fewer than two groups.
         """
         if not self.groups:
             return {}
@@ -145,12 +146,12 @@ class Stats(Mapping[str, Stat]):
 
 
 def _gather_rows(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -> dict[str, Group]:
-    """The rows of all ranks. Ranks may hold different numbers; a padding row has no tokens and is ignored."""
+    """The rows of all ranks, which may hold different numbers of them. A padding row has no tokens and is ignored."""
     tables = {name: group.rows for name, group in groups.items() if group.rows is not None}
     if not tables:
         return groups
     device = next(iter(tables.values())).values.device
-    # a collective takes the same shape from every rank: all tables are padded to the longest one of any rank
+    # A collective needs the same shape from every rank, so all tables are padded to the longest one of any rank.
     length = max(len(rows.values) for rows in tables.values())
     longest = int(gather(torch.tensor([length], dtype=torch.float64, device=device)).max())
     flat = torch.cat([_padded(rows, longest).flatten() for rows in tables.values()])
@@ -165,7 +166,7 @@ def _gather_rows(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -
 
 
 def _padded(rows: ClusterRows, length: int) -> Tensor:
-    """(length, 1 + S) float64: group id (exact up to 2^53) and moments, zero rows at the end."""
+    """(length, 1 + S) float64: group id (exact up to 2^53) and moments of each row, then rows of zeros."""
     ids = torch.zeros_like(rows.values[:, 0]) if rows.ids is None else rows.ids.to(rows.values.dtype)
     table = torch.cat([ids.unsqueeze(1), rows.values], dim=1)
     return torch.nn.functional.pad(table, (0, 0, 0, length - len(table)))

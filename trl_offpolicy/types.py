@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_not_negative, check_whole
-from trl_offpolicy.checks import check_number as check_number  # its old home
+from trl_offpolicy.checks import check_number as check_number  # also importable from here, where it was before
 from trl_offpolicy.checks import check_positive as check_positive
 from trl_offpolicy.functional._fast import count_true
 from trl_offpolicy.stats import Stats
@@ -61,12 +61,12 @@ _INTEGER_FIELDS = ("turn_ids", "policy_versions", "group_ids")
 
 @dataclass(frozen=True)
 class Average:
-    """A moving average of a batch's log-probs, kept by the trainer beside the rows that it belongs to.
+    """A moving average of a batch's log-probs. The trainer keeps it with the rows that it belongs to.
 
     Args:
         logps: (B, T) float32, nats, no gradient.
-        count: policies averaged in it, for all rows or (B, 1) or (B, T) integer.
-        version: weight version of the last one; None = not known.
+        count: number of policies in the average: one number for all rows, or integer (B, 1) or (B, T).
+        version: weight version of the last of them; None = not known.
     """
 
     logps: Tensor
@@ -76,7 +76,7 @@ class Average:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch:
-    """A batch of B responses padded to T >= 1 tokens. Fields are (B, T) where nothing else is given; None where absent.
+    """A batch of B responses padded to T >= 1 tokens. Fields are (B, T) unless another shape is given; None = absent.
 
     Args:
         per_token_logps: log pi, float; carries gradient.
@@ -84,7 +84,7 @@ class PolicyBatch:
             which is exact only for the first optimizer step on samples of the current weights.
         sampling_per_token_logps: log mu as the engine returned it, float, no gradient.
         proximal_per_token_logps: centre of the trust region; None means old.
-        completion_mask: bool or 0/1; True = trainable token (tool tokens and padding are out).
+        completion_mask: bool or 0/1; True = trainable token (False on tool tokens and padding).
         advantages: (B,) or (B, T), float.
         rewards: (B,), float.
         ref_per_token_logps: log-probs of the reference policy of the KL term.
@@ -95,17 +95,18 @@ class PolicyBatch:
         turn_ids: integer id of the turn of each token.
         policy_versions: (B,) or (B, T), integer weight version that sampled.
         group_ids: (B,), integer id of the prompt group.
-        group_rewards: (B, G), float, the rewards of all responses of the row's group, in any order; not finite =
-            none. They travel with the row when a trainer splits groups.
+        group_rewards: (B, G), float, the rewards of all responses of the row's group, in any order; a value that is not
+            finite means no reward. They travel with the row when a trainer splits groups.
         current_version: weight version of ``per_token_logps``; with ``policy_versions`` it tells how stale a row is.
         decided_weights: (B, 1) or (B, T), float32 weights that a correction of wider scope gave before the batch was
-            split. Its ``sequence_weights`` (B, 1) where it has them: a loss with the weights inside reads each once.
-        decided_keep: bool, likewise its keep mask.
-        past_average: what ``AveragedProximal`` gave for these rows in the optimizer step before; None = nothing yet.
+            split. They are its ``sequence_weights`` (B, 1) if it has them, because a loss with the weights inside reads
+            one per response.
+        decided_keep: bool, the keep mask of that correction.
+        past_average: what ``AveragedProximal`` returned for these rows in the last optimizer step; None = nothing yet.
 
     Raises:
-        ValueError: a field's shape or device does not fit ``per_token_logps``, or a mask on the CPU holds something
-            besides 0 and 1 (not checked on an accelerator, so as not to wait for the device).
+        ValueError: a field's shape or device does not fit ``per_token_logps``, or a mask on the CPU holds other values
+            than 0 and 1 (not checked on an accelerator, so as not to wait for the device).
         TypeError: a field is not a tensor, or its dtype is wrong.
     """
 
@@ -140,7 +141,7 @@ class PolicyBatch:
             raise TypeError(f"past_average must be an Average or None, but got {type(self.past_average).__name__}.")
 
     def _check_tensors(self) -> None:
-        """All fields but two are tensors on one device."""
+        """Raise unless all fields (except the version and the average) are tensors on one device."""
         for item in fields(self):
             if item.name in ("current_version", "past_average"):
                 continue
@@ -153,7 +154,7 @@ class PolicyBatch:
                 raise ValueError(f"{item.name} must be on {where}, but got {value.device}.")
 
     def _check_shapes(self) -> None:
-        """``per_token_logps`` says what B and T are; every other field has to fit."""
+        """Raise unless every field fits the B and T of ``per_token_logps``."""
         shape = tuple(self.per_token_logps.shape)
         if len(shape) != 2:
             raise ValueError(f"per_token_logps must have shape (B, T), but got {shape}.")
@@ -190,9 +191,9 @@ class PolicyBatch:
                 raise TypeError(f"{name} must be an integer tensor, but got {value.dtype}.")
 
     def _check_masks(self) -> None:
-        """Masks of another dtype hold 0 and 1; their values are looked at on the CPU only, where that waits for no one.
+        """Raise unless masks of another dtype than bool hold only 0 and 1; a NaN, for example, would count as True.
 
-        A NaN, for one, would count as True.
+        The values are checked only on the CPU, where this does not wait for a device.
         """
         for name in ("completion_mask", "policy_mask", "decided_keep"):
             value = getattr(self, name)
@@ -222,7 +223,7 @@ class PolicyBatch:
 
     @property
     def version_lags(self) -> Tensor | None:
-        """(B, 1) or (B, T) integer: versions between sampling and now; None where one of the two is not known."""
+        """(B, 1) or (B, T) integer: versions between sampling and now; None if one of the two is not known."""
         if self.policy_versions is None or self.current_version is None:
             return None
         lags = self.current_version - self.policy_versions.long()
@@ -238,7 +239,7 @@ class PolicyBatch:
         """Log-probs (B, T) of ``"current"``, ``"old"``, ``"proximal"`` or ``"sampling"``, detached.
 
         Raises:
-            ValueError: the sampling log-probs are asked for but absent.
+            ValueError: the sampling log-probs are requested but absent.
         """
         if policy == "proximal" and self.proximal_per_token_logps is not None:
             return self.proximal_per_token_logps.detach()
@@ -261,7 +262,7 @@ class CorrectionOutput:
     """What a :class:`~trl_offpolicy.Correction` returns. Nothing here carries gradient.
 
     Args:
-        weights: (B, T) float32, multiplies the policy loss; 0 outside ``completion_mask``.
+        weights: (B, T) float32, which multiply the policy loss; 0 outside ``completion_mask``.
         keep_mask: (B, T) bool, True = the token stays in the policy loss; False outside ``completion_mask``.
         stats: the diagnostics, mergeable over micro-batches and ranks.
         sequence_weights: (B, 1) float32 where all weights are constant over the sequence, else None.
@@ -280,16 +281,16 @@ class Reduction:
     Losses of micro-batches are added up, those of ranks averaged, as data-parallel training does with gradients.
 
     Args:
-        tokens: trainable tokens of the whole optimizer step over all ranks and micro-batches (number or 0-d
-            tensor), with ``denominator="kept"`` the kept ones; None = this micro-batch alone, divided by
+        tokens: trainable tokens of the whole optimizer step over all ranks and micro-batches (a number or a 0-d
+            tensor), or only the kept ones with ``denominator="kept"``. None = this micro-batch alone, divided by
             ``accumulation``.
         sequences: the same for sequences, empty ones included; with "kept" those that keep a token.
         world_size: ranks whose gradients are averaged.
-        accumulation: micro-batches an optimizer step; used where ``tokens`` or ``sequences`` is None.
+        accumulation: micro-batches per optimizer step; used if ``tokens`` or ``sequences`` is None.
         max_length: the constant L of Dr. GRPO's ``seq_mean_token_sum_norm``; None = T of the batch.
 
     Raises:
-        ValueError: a field is out of range; the value of a tensor is not looked at.
+        ValueError: a field is out of range; the value of a tensor is not checked.
     """
 
     tokens: Tensor | float | None = None
@@ -319,7 +320,7 @@ class Reduction:
 class ObjectiveOutput:
     """What an :class:`~trl_offpolicy.Objective` returns; only ``loss`` and ``per_token_loss`` carry gradient.
 
-    ``average`` is the ``past_average`` of the next step on the same rows, with ``AveragedProximal``; else None.
+    With ``AveragedProximal``, ``average`` is the ``past_average`` of the next step on the same rows; otherwise None.
     """
 
     loss: Tensor

@@ -1,1 +1,1 @@
-"""Weights and masks against the mismatch of two policies, and what is measured of it."""
+"""Weights and masks that correct the mismatch of two policies, and the diagnostics that measure it."""

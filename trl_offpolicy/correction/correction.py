@@ -40,15 +40,15 @@ class Correction:
 
     Args:
         weight: a weight, several on different ratios, or None.
-        keep: keep terms, ANDed.
-        normalize: divide the weights by their mean over the "original" trainable tokens (verl, slime) or the
+        keep: keep terms; a token stays only if all of them keep it.
+        normalize: divide the weights by their mean over the "original" trainable tokens (verl, slime) or over the
             "kept" ones.
         normalize_over: the mean is taken over the "generation_batch" (all ranks; decided before it is split) or over
             each "micro_batch" of this rank.
         measure_on: "original": every term measures all trainable tokens; "remaining": each measures what earlier
             terms kept, and weights come last (SkyRL).
         nonfinite: a trainable token with a NaN or infinite log-ratio is "neutral" (ratio 1, kept), is "drop"ped, or
-            makes the call "raise" (which waits for the device). It is counted and left out of diagnostics always.
+            makes the call "raise" (which waits for the device). It is always counted and left out of diagnostics.
         baseline: "kept" leaves dropped responses out of their group's baseline: the trainers recompute the advantages
             over what is left (terms on old/sampling only). "all": advantages stay as they were made.
         correct_threshold: a response is correct if reward >= this; needed for ``keep/dropped_correct_fraction``.
@@ -107,7 +107,7 @@ class Correction:
         self._check_scopes()
 
     def _check_scopes(self) -> None:
-        """Nothing of wide scope may depend on what is decided in the loss step."""
+        """Raise if something of wide scope depends on what is decided in the loss step."""
         late = next((weight for weight in self.weights if is_late(weight)), None)
         if self.normalize != "none" and self.normalize_over == "generation_batch" and late is not None:
             raise ValueError(
@@ -147,20 +147,19 @@ class Correction:
 
     @property
     def is_wide(self) -> bool:
-        """True if some part needs more than a micro-batch."""
+        """True if some part has to see more than a micro-batch."""
         return self.scope in ("group", "generation_batch")
 
     def split(self) -> tuple[Correction, Correction]:
-        """The parts that are decided once on the whole generation batch, and those that are decided in the loss step.
+        """The early and the late part of the correction.
 
-        The latter read the current policy or say ``scope="micro_batch"``.
-
-        The first runs before the batch is split and shuffled, the second in every loss step on batches that carry the
-        first one's ``decided_weights`` and ``decided_keep``.
+        The early part is decided once on the whole generation batch, before it is split and shuffled. The late part is
+        decided in every loss step, on batches that carry the early part's ``decided_weights`` and ``decided_keep``. A
+        term is late if it reads the current policy or has ``scope="micro_batch"``.
 
         Raises:
-            ValueError: the order of the terms cannot be kept: something early would have to see what happens in the
-                loss step.
+            ValueError: the order of the terms cannot be kept, because an early term would have to see what happens in
+                the loss step.
         """
         early_keep = tuple(term for term in self.keep if not is_late(term))
         late_keep = tuple(term for term in self.keep if is_late(term))
@@ -173,8 +172,8 @@ class Correction:
         normalize_late: Normalize = "none"
         if self.normalize_over == "micro_batch":
             normalize_early, normalize_late = "none", self.normalize
-        # ``mismatch`` does not change after the rollouts. ``staleness`` and ``total`` are of the current policy. What
-        # is ``kept`` is known to whoever drops last.
+        # ``mismatch`` does not change after the rollouts. ``staleness`` and ``total`` compare the current policy. What
+        # is ``kept`` is known only after the last part that drops.
         measured_early: tuple[Measure, ...] = ("mismatch", "kept")
         measured_late: tuple[Measure, ...] = ("staleness", "total")
         if late_keep:
@@ -202,7 +201,7 @@ class Correction:
     def _check_order(
         self, early_weights: tuple[Weight, ...], early_keep: tuple[KeepTerm, ...], late_keep: tuple[KeepTerm, ...]
     ) -> None:
-        """Running the early parts first and the late ones after must be what the correction says."""
+        """Raise unless the early terms followed by the late ones give what the correction's own order gives."""
         in_order = self.keep == (*early_keep, *late_keep)
         if self.measure_on == "remaining" and late_keep and (early_weights or not in_order):
             raise ValueError(
@@ -224,10 +223,10 @@ class Correction:
         return tuple(name for name in self.measure if name in groups)
 
     def __call__(self, batch: PolicyBatch) -> CorrectionOutput:
-        """Run on a batch.
+        """Weights, keep mask and diagnostics of a batch.
 
         Raises:
-            ValueError: ``sampling_per_token_logps`` is needed but absent; or a non-finite log-ratio under
+            ValueError: ``sampling_per_token_logps`` is needed but absent, or a log-ratio is not finite under
                 ``nonfinite="raise"``.
         """
         if self.needs_sampling and batch.sampling_per_token_logps is None:
@@ -239,7 +238,7 @@ class Correction:
             return _run_compiled(self, batch) if self.compiled else self._run(batch)
 
     def _run(self, batch: PolicyBatch) -> CorrectionOutput:
-        """The call without its check and without ``torch.no_grad``: what torch.compile gets to see."""
+        """The call without its check and without ``torch.no_grad``; torch.compile traces this part."""
         ratios = RatioTable(batch)
         base = self._usable(batch, ratios)
         decisions, keep = self._keep(batch, ratios, base)
@@ -270,7 +269,7 @@ class Correction:
         )
 
     def _usable(self, batch: PolicyBatch, ratios: RatioTable) -> Tensor:
-        """Trainable tokens, less the unobserved ones where ``nonfinite`` says so."""
+        """The trainable tokens, without the unobserved ones under ``nonfinite="drop"``."""
         if self.nonfinite == "neutral":
             return batch.mask
         usable = batch.mask
@@ -290,7 +289,7 @@ class Correction:
     def _keep(self, batch: PolicyBatch, ratios: RatioTable, base: Tensor) -> tuple[dict[str, Violations], Tensor]:
         """Each term's violations, by its name in the metrics, and the joint keep mask.
 
-        The mask is (B, 1) while all terms decide on sequences: nothing then needs a second pass over the tokens.
+        The mask is (B, 1) as long as all terms decide on sequences. Nothing then needs a second pass over the tokens.
         """
         keep = torch.ones_like(base[:, :1]) if batch.decided_keep is None else batch.decided_keep != 0
         decisions = {}
@@ -307,7 +306,7 @@ class Correction:
     def _weigh(
         self, ratios: RatioTable, measured: Tensor, keep: Tensor, mask: Tensor, keep_mask: Tensor
     ) -> WeightsUsed | None:
-        """Product of all weights, raw, bounded and applied; None without any."""
+        """The product of all weights: raw, bounded and applied. None if there are no weights."""
         if not self.weights:
             return None
         parts = [weight.weigh(ratios.inputs(weight.ratio, measured, keep=keep)) for weight in self.weights]
@@ -319,7 +318,7 @@ class Correction:
         return WeightsUsed(raw, bounded, shaped, applied, normalizer)
 
     def _normalizer(self, weights: Tensor, mask: Tensor, keep_mask: Tensor) -> Tensor | None:
-        """0-d mean weight over tokens (or non-empty sequences) and ranks; 1 where it vanishes."""
+        """0-d mean weight over tokens (or non-empty sequences) and ranks; 1 if that mean is 0."""
         if self.normalize == "none":
             return None
         unit = mask if self.normalize == "original" else keep_mask
@@ -333,16 +332,16 @@ class Correction:
 
 
 _COMPILE_OPTIONS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 64}
-"""All row sums of a pass in one loop over the tokens; inductor's default of 16 needs several."""
+"""Lets inductor take all row sums of a pass in one loop over the tokens; its default of 16 needs several loops."""
 
 
 def _run_compiled(correction: Correction, batch: PolicyBatch) -> CorrectionOutput:
-    """One graph of torch.compile: a handful of fused kernels in place of several hundred operations.
+    """Run the correction as one graph of torch.compile: a few fused kernels instead of several hundred operations.
 
-    Compiled at the first call and again for what is new in a later one. Numbers differ from those of the plain call by
-    the rounding of float32 sums.
+    The graph is compiled at the first call, and again when a later call brings something new. The numbers differ from
+    those of the plain call by the rounding of float32 sums.
     """
-    _ = batch.mask, batch.lengths  # made here: on Python 3.11 a cached_property takes a lock, which is not traced
+    _ = batch.mask, batch.lengths  # cached here: on Python 3.11 a cached_property takes a lock, which is not traced
     out: CorrectionOutput = _compiled()(correction, batch)
     return replace(out, keep_mask=out.keep_mask.view(torch.bool))
 
@@ -353,6 +352,6 @@ def _compiled() -> Any:
 
 
 def _run_for_compiler(correction: Correction, batch: PolicyBatch) -> CorrectionOutput:
-    """The keep mask leaves as bytes: inductor writes booleans one by one on a CPU."""
+    """:meth:`Correction._run` with the keep mask as bytes, because inductor writes booleans one by one on a CPU."""
     out = correction._run(batch)
     return replace(out, keep_mask=out.keep_mask.float().to(torch.uint8))

@@ -37,14 +37,14 @@ from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.types import PolicyBatch
 
 Measure = Literal["mismatch", "kept", "staleness", "total"]
-"""Which pair of policies: old/sampling on all trainable tokens and on the kept ones, current/old, current/sampling."""
+"""The measured ratios: old/sampling on all trainable tokens and on the kept ones, current/old, current/sampling."""
 
 
 class WeightsUsed(NamedTuple):
     """The product of a correction's weights, float32 (B, 1) or (B, T).
 
-    ``raw`` is of the ratios themselves, ``bounded`` after caps, bands and shapes, ``applied`` after the division by the
-    0-d ``normalizer`` (None = not normalised). ``shaped``: see :class:`~.terms.Weighed`.
+    ``raw`` is the product of the ratios themselves, ``bounded`` is after caps, bands and shapes, and ``applied`` is
+    after the division by the 0-d ``normalizer`` (None = not normalised). ``shaped``: see :class:`~.terms.Weighed`.
     """
 
     raw: Tensor
@@ -57,9 +57,9 @@ class WeightsUsed(NamedTuple):
 class Evidence(NamedTuple):
     """What a correction decided.
 
-    ``decisions`` of each keep term by its name in the metrics; ``keep`` bool (B, 1) or (B, T), their joint mask;
-    ``keep_mask`` (B, T) bool, the tokens that stay; ``unobserved_dropped``: single tokens were dropped because their
-    log-ratio is not finite; ``weights`` None without any.
+    ``decisions`` holds the decision of each keep term by its name in the metrics, and ``keep``, bool (B, 1) or (B, T),
+    is their joint mask. ``keep_mask`` (B, T) bool is True on the tokens that stay. ``unobserved_dropped`` is True if
+    single tokens were dropped because their log-ratio is not finite. ``weights`` is None if there are no weights.
     """
 
     decisions: Mapping[str, Violations]
@@ -86,12 +86,12 @@ def collect(
     """All diagnostics of one call of a correction.
 
     Args:
-        batch: that it was called on.
+        batch: the batch of the call.
         ratios: the log-ratios of ``batch``.
-        evidence: what was decided.
+        evidence: what the correction decided.
         wanted: the ratio diagnostics to compute; those whose policies the batch lacks are left out.
-        drops_nonfinite: tokens may be dropped without a keep term.
-        correct_threshold: a response is correct if its reward is at least this; None = not known.
+        drops_nonfinite: True if tokens may be dropped without a keep term.
+        correct_threshold: a response is correct if its reward is at least this; None = it is not known.
     """
     groups = _ratio_groups(batch, ratios, evidence, wanted)
     if evidence.weights is not None:
@@ -144,7 +144,7 @@ def _mismatch_groups(
 
 
 def _sampled_by_current_weights(batch: PolicyBatch) -> Tensor | None:
-    """(B,) bool: rows on which the current policy is the missing old one; None = all of them."""
+    """(B,) bool: the rows on which the current policy serves as the missing old one; None = all rows."""
     if batch.old_per_token_logps is not None or batch.version_lags is None:
         return None
     return ((batch.version_lags == 0) | ~batch.mask).all(-1)
@@ -171,9 +171,9 @@ def _kept_rows(ratio: LogRatio, batch: PolicyBatch, keep_mask: Tensor) -> RatioR
 
 # ------------------------------------------------------------------------------------------------ after a tool call
 
-# What a tool returns was written by no policy. It moves the model to contexts that it rarely reaches by itself, where
-# tokens are less certain and engine and trainer differ more (Liu 2026, "Off-Policy Drift in LLM RL", source 5). So
-# old/sampling is measured on the tokens after the first tool output, apart from those before it.
+# No policy wrote what a tool returns. It moves the model to contexts that it rarely reaches by itself, where tokens are
+# less certain and engine and trainer differ more (Liu 2026, "Off-Policy Drift in LLM RL", the fifth source of drift).
+# So old/sampling is measured on the tokens after the first tool output, apart from those before it.
 
 _POST_TOOL = Layout(
     sums=("tokens", "log_ratio", "abs_log_ratio", "excess", "excess_sq", "all", "tokens_before", "k3_before")
@@ -182,7 +182,7 @@ _SHARED = ("kl_k1", "kl_k3", "chi2_token", "logp_diff_mean")
 
 
 def _kl_k3_ratio(m: Moments) -> Tensor:
-    """KL k3 after the first tool output / before it; 0 where one of the two has no tokens or is 0."""
+    """KL k3 after the first tool output / before it; 0 if one of the two has no tokens or is 0."""
     before = m["k3_before"] / m["tokens_before"].clamp(min=1.0)
     return torch.where(before > 0, kl_k3(m) / before.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
 
@@ -295,7 +295,7 @@ GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
     "keep": (_KEEP, _KEEP_DIAGNOSTICS[True, True]),
     "keep/<term>": (_TERM, _TERM_DIAGNOSTICS),
 }
-"""Of each group that is no ratio and no weight: the names of its moments, and all its finalisers."""
+"""The names of the moments and all finalisers of each group that measures neither a ratio nor a weight."""
 
 
 def _keep_groups(batch: PolicyBatch, evidence: Evidence, correct_threshold: float | None) -> dict[str, Group]:
@@ -303,14 +303,14 @@ def _keep_groups(batch: PolicyBatch, evidence: Evidence, correct_threshold: floa
     kept = count_true(evidence.keep_mask) if kept_rows is None else lengths * kept_rows
     trainable = lengths > 0
     dropped = trainable & (kept == 0)
-    # Of the dropped responses: those with a reward, its sum, and how many of them are correct.
+    # Sums over the dropped responses: how many have a reward, the rewards, and how many of them are correct.
     rewards = torch.zeros_like(lengths) if batch.rewards is None else batch.rewards.float()
     threshold = torch.inf if correct_threshold is None else correct_threshold
     rewarded = dropped & (rewards.abs() < torch.inf)
     correct = rewarded & (rewards >= threshold)
     reward = torch.where(rewarded, rewards, 0.0)
     sums = _row_total(lengths, lengths - kept, trainable, dropped, rewarded, reward, correct)
-    # What cannot be known here has no finaliser, and so no metric.
+    # What this batch cannot tell gets no finaliser, and so no metric.
     table = _KEEP_DIAGNOSTICS[batch.rewards is not None, correct_threshold is not None]
     groups = {"keep": Group(Moments(_KEEP, sums, sums.new_empty(0)), table)}
     for name, violations in evidence.decisions.items():
@@ -351,9 +351,9 @@ def _row_total(*columns: Tensor) -> Tensor:
 
 
 def noise_floor(first: Tensor, again: Tensor, mask: Tensor) -> Stats:
-    """The trainer against itself: what the same weights give for the same text in another batch size.
+    """The trainer against itself: the difference that another batch size makes with the same weights on the same text.
 
-    Differences between engine and trainer of this size mean nothing.
+    A difference of this size between engine and trainer means nothing.
 
     Args:
         first: (B, T) log-probs of the loss step, nats.

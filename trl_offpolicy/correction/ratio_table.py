@@ -13,8 +13,8 @@ from trl_offpolicy.types import PolicyBatch, Ratio
 class RatioTable:
     """The log-ratios of one batch, each computed once.
 
-    A ratio names its policies by role ("old/sampling"). Which log-probs play the role of ``old`` depends on the batch,
-    and on who asks: diagnostics (:meth:`_measured_as`) or terms (:meth:`_weighed_as`). Roles that come to the same
+    A ratio names its policies by role ("old/sampling"). Which log-probs play the role of ``old`` depends on the batch
+    and on who asks: diagnostics (:meth:`_measured_as`) or terms (:meth:`_weighed_as`). Roles that resolve to the same
     log-probs share one log-ratio.
     """
 
@@ -34,7 +34,7 @@ class RatioTable:
         return self._known[numerator, denominator]
 
     def rows(self, ratio: Ratio) -> RatioRows:
-        """Row sums of its diagnostics. A ratio that no term reads is made in blocks and not kept."""
+        """Row sums for the diagnostics of ``ratio``. One that no term reads is computed in blocks and not kept."""
         batch = self._batch
         numerator, denominator = (self._measured_as(role) for role in ratio.split("/"))
         known = self._known.get((numerator, denominator))

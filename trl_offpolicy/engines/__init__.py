@@ -1,1 +1,1 @@
-"""Rollout engines: what samples, and how its weights are kept in step with the trainer's."""
+"""Rollout engines: they sample, and their weights are kept in step with the trainer's."""

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's own process: weights are handed over in memory, an adapter through a small folder."""
+"""vLLM in the trainer's process: weights are passed in memory, an adapter through a small folder."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trl_offpolicy.engines.weights.source import WeightSource
 
 
 class ColocateEngine:
-    """A vLLM engine beside the model, one on each rank.
+    """A vLLM engine in the process of the model, one on each rank.
 
     Args:
         model: folder or Hub name of the weights that the trainer starts from.
-        dtype: the trainer's, e.g. "float32": vLLM's "auto" would load float32 weights as bfloat16.
-        adapter_rank: adapters up to this rank are synced alone; 0 = weights are merged.
-        weight_rounding: see :func:`~trl_offpolicy.engines.rounding.round_weights`; merges.
-        return_routing: of a mixture of experts: rollouts say which experts each token was sent to.
-        seed: of the engine (a seed per request stops vLLM's CPU engine).
-        **arguments: further ones of ``vllm.LLM``.
+        dtype: the trainer's dtype, e.g. "float32"; vLLM's "auto" would load float32 weights as bfloat16.
+        adapter_rank: adapters up to this rank are synced alone; 0 = they are merged into the weights.
+        weight_rounding: see :func:`~trl_offpolicy.engines.rounding.round_weights`; adapters are then merged.
+        return_routing: for a mixture of experts: rollouts say to which experts each token was sent.
+        seed: seed of the engine (a seed per request stops vLLM's CPU engine).
+        **arguments: further arguments of ``vllm.LLM``.
     """
 
     version: int | None = None
@@ -57,7 +57,7 @@ class ColocateEngine:
         self.llm: Any = RoutedLLM(llm) if return_routing else llm
 
     def bind(self, source: WeightSource) -> None:
-        """Say whose weights :meth:`sync_weights` takes."""
+        """Set the source whose weights :meth:`sync_weights` takes."""
         self._source = source
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
@@ -100,7 +100,7 @@ class ColocateEngine:
         return outputs
 
     def sync_weights(self, version: int) -> SyncReport:
-        """Hand over the weights. Collective: every rank calls it for its own engine."""
+        """Pass the weights to the engine. Collective: every rank calls it for its own engine."""
         if self._source is None:
             raise EngineError("bind(source) must be called before sync_weights, but no source is bound.")
         start = time.monotonic()
@@ -118,7 +118,7 @@ class ColocateEngine:
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
 
     def close(self) -> None:
-        """Free the engine's memory."""
+        """Delete the engine and free its memory."""
         if self.adapters is not None:
             self.adapters.close()
         self.llm = None
@@ -143,10 +143,10 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Keys and values of the old weights must not be used again, also those that a connector keeps elsewhere.
+    """Forget keys and values of the old weights, also those that a connector keeps elsewhere.
 
     Raises:
-        SyncError: the engine declines, because requests are still running.
+        SyncError: the engine refuses, because requests are still running.
     """
     if llm.reset_prefix_cache(reset_connector=True) is False:
         raise SyncError(

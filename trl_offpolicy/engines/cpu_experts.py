@@ -1,4 +1,4 @@
-"""A fault of vLLM's CPU engine that would leave a mixture of experts with scrambled weights after a sync."""
+"""Works around a bug of vLLM's CPU engine, which leaves a mixture of experts with scrambled weights after a sync."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from trl_offpolicy.engines.environment import machine_has_gpu
 
 
 def forget_expert_kernels(model: Any) -> None:
-    """Have vLLM's CPU engine build the kernels of its experts again when it loads weights; nothing on a GPU.
+    """Make vLLM's CPU engine build the kernels of its experts again when it loads weights. Does nothing on a GPU.
 
     vLLM 0.31 packs the experts for its CPU kernel only when it builds that kernel. Weights that are loaded later stay
     unpacked (``UnquantizedFusedMoEMethod._setup_kernel``), and the kernel reads them in the wrong order, without an
     error.
 
     Args:
-        model: of vLLM's model runner.
+        model: the model of vLLM's model runner.
     """
     if machine_has_gpu():
         return
@@ -26,7 +26,7 @@ def forget_expert_kernels(model: Any) -> None:
 
 
 class ReloadsExperts:
-    """Of vLLM's worker: a reload for its CPU engine."""
+    """An extension of vLLM's worker with a reload for its CPU engine."""
 
     model_runner: Any
     reload_weights: Any
@@ -38,4 +38,4 @@ class ReloadsExperts:
 
 
 EXTENSION = f"{ReloadsExperts.__module__}.{ReloadsExperts.__qualname__}"
-"""What ``trl-offpolicy serve`` adds to vLLM's worker (``--worker-extension-cls``) on a machine without a GPU."""
+"""``trl-offpolicy serve`` adds this to vLLM's worker (``--worker-extension-cls``) on a machine without a GPU."""

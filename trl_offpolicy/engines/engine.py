@@ -1,4 +1,4 @@
-"""What every rollout engine does, and what it hands back."""
+"""The contract of a rollout engine, and the records that it takes and returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EngineError(RuntimeError):
 
 
 class EngineUnreachable(EngineError):
-    """No usable answer after all retries."""
+    """The engine gave no usable answer after all retries."""
 
 
 class SyncError(EngineError):
@@ -24,14 +24,14 @@ class SyncError(EngineError):
 
 
 class Call(NamedTuple):
-    """One answer of an engine: the ids that it was given and those that it returned."""
+    """One answer of an engine: the ids that it received and those that it returned."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
 
 
 _NO_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-"""Said in every request: a server takes what is left out from the model's ``generation_config.json``."""
+"""Sent in every request, because a server reads options that are left out from ``generation_config.json``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Sampling:
     """How completions are sampled.
 
     Args:
-        max_tokens: longest completion.
+        max_tokens: length of the longest completion.
         temperature: the trainer divides its logits by the same number.
         top_p: 1 = off.
         top_k: 0 = off.
@@ -47,7 +47,7 @@ class Sampling:
         extra: further options of vLLM's ``SamplingParams``.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a wrong value; the message names the field.
     """
 
     max_tokens: int
@@ -68,29 +68,29 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """True if the engine samples from a part of the distribution."""
+        """True if the engine samples only from a part of the distribution."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def vllm_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``SamplingParams``, or fields of a request."""
+        """The options as keyword arguments of ``SamplingParams``, which are also the fields of a request."""
         own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "extra"}
         return {**_NO_PENALTIES, **own, **self.extra, "logprobs": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """Completions, one entry each, prompt-major.
+    """Completions, one entry each; all completions of a prompt come one after the other.
 
     Args:
         prompt_ids: tokens of the prompt.
-        completion_ids: tokens that the engine sampled; these are trained on, text is never tokenized again.
+        completion_ids: tokens that the engine sampled. The trainer trains on these; text is never tokenized again.
         sampling_per_token_logps: log-prob of each sampled token under the distribution it was drawn from, nats; NaN
-            where the engine could not say. None from an engine that is the trainer itself (sampling = old).
+            where the engine could not tell. None from an engine that is the trainer itself (sampling = old).
         policy_versions: version of the weights that produced each token.
-        finish_reasons: "stop", "length" or what the engine calls it.
-        routed_experts: (tokens, layers with experts, k) expert ids of each prompt and completion but its last token,
-            which the engine was never fed; where the engine reports them.
-        sampling_mask: ids that truncated sampling kept at each token, where the engine reports them.
+        finish_reasons: "stop", "length" or another name that the engine uses.
+        routed_experts: (tokens, layers with experts, k) expert ids of each prompt and completion without its last
+            token, which the engine was never fed; None if the engine does not report them.
+        sampling_mask: ids that truncated sampling kept at each token; None if the engine does not report them.
     """
 
     prompt_ids: list[list[int]]
@@ -116,18 +116,18 @@ class Rollouts:
 
 
 class Engine(Protocol):
-    """Samples completions with weights of a known version. Derive from it, or just have its methods."""
+    """Samples completions with weights of a known version. An engine derives from it or just has its methods."""
 
     version: int | None = None
     """Version of the weights it answers with; None before the first sync."""
 
     @abstractmethod
     def bind(self, source: WeightSource) -> None:
-        """Say whose weights :meth:`sync_weights` takes."""
+        """Set the source whose weights :meth:`sync_weights` takes."""
 
     @abstractmethod
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
-        """``n`` completions of each prompt."""
+        """``n`` completions of each prompt, one after the other."""
 
     @abstractmethod
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -135,18 +135,18 @@ class Engine(Protocol):
 
     @abstractmethod
     def sync_weights(self, version: int) -> SyncReport:
-        """Give it the weights of the bound source. Collective: every rank of the trainer calls it."""
+        """Transfer the weights of the bound source. Collective: every rank of the trainer calls it."""
 
     def close(self) -> None:
-        """Free what it holds; a second call does nothing. By default there is nothing."""
+        """Free what the engine holds; a second call does nothing. The default frees nothing."""
 
 
 def check_has_methods(engine: object, *, where: str) -> None:
-    """Raise unless an engine that a user brought has the methods of :class:`Engine`.
+    """Raise unless a user's engine has the methods of :class:`Engine`.
 
     Args:
         engine: an object or a class.
-        where: the option in the message.
+        where: name of the option in the message.
 
     Raises:
         TypeError: it lacks one.
@@ -164,11 +164,11 @@ class SyncReport:
     """One transfer of weights.
 
     Args:
-        version: of the weights.
+        version: version of the weights.
         kind: "memory", "folder", "adapter" or "nccl".
-        bytes: sent.
-        seconds: taken, wall clock.
-        agreement: exp(-distance) of the engine's log-probs and the trainer's on a probe; None where nobody compared.
+        bytes: number of bytes sent.
+        seconds: wall clock time of the transfer.
+        agreement: exp(-distance) of the engine's and the trainer's log-probs on a probe; None = they were not compared.
     """
 
     version: int
@@ -178,6 +178,6 @@ class SyncReport:
     agreement: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """What a trainer logs of it, by its name under ``offpolicy/rollout/``."""
+        """The numbers that a trainer logs, by their names under ``offpolicy/rollout/``."""
         values = {"sync_seconds": self.seconds, "sync_bytes": float(self.bytes)}
         return values if self.agreement is None else {**values, "sync_agreement": self.agreement}

@@ -1,4 +1,4 @@
-"""Environment in which vLLM works on a machine without a GPU."""
+"""The environment variables with which vLLM works on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A transformers model as the engine: HF generate, and what the model says about given tokens.
 
-HF generate samples from the trainer's own weights: no mismatch, no second copy of the weights, slow. The functions
-below sample and score over the whole vocabulary, without gradient, for the engine and for the diagnosis. What a trainer
-learns from is scored in :mod:`trl_offpolicy.rollouts.scoring`.
+HF generate samples from the trainer's own weights. There is no mismatch and no second copy of the weights, but it is
+slow. The functions below sample and score over the whole vocabulary, without gradient, for the engine and for the
+diagnosis. The scores that a trainer learns from are made in :mod:`trl_offpolicy.rollouts.scoring`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_su
 Floats = NDArray[np.float64]
 Ids = Sequence[Sequence[int]]
 PAD = 0
-"""Fills positions that are masked; any id does."""
+"""Fills masked positions, where any id is right."""
 
 
 class TransformersEngine:
     """Samples from the trainer's own model: sampling = old, so ``sampling_per_token_logps`` is None.
 
     Args:
-        model: gives the model to sample from, called each time.
-        pad_token_id: for the left padding of prompts.
-        eos_token_ids: end a completion.
+        model: function that returns the model to sample from; it is called each time.
+        pad_token_id: token of the left padding of prompts.
+        eos_token_ids: tokens that end a completion.
         unsharded: context in which the model can generate (e.g. gathered ZeRO-3 parameters).
     """
 
@@ -55,7 +55,7 @@ class TransformersEngine:
         self._unsharded = unsharded
 
     def bind(self, source: WeightSource) -> None:
-        """Nothing to bind: it is the trainer's model."""
+        """Does nothing: the engine is the trainer's model."""
 
     @torch.no_grad()
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
@@ -105,13 +105,13 @@ class TransformersEngine:
         return [found[: len(row) - 1].tolist() for found, row in zip(scores.logps, ids, strict=True)]
 
     def sync_weights(self, version: int) -> SyncReport:
-        """Nothing to send; only the version changes."""
+        """Send nothing; only the version changes."""
         start = time.monotonic()
         self.version = version
         return SyncReport(version=version, kind="memory", bytes=0, seconds=time.monotonic() - start)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing: the model belongs to the trainer."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ class Head:
 
     Args:
         temperature: divides the logits.
-        truncation: what is cut after that.
+        truncation: the options that cut the distribution after that.
     """
 
     temperature: float = 1.0
     truncation: Truncation = Truncation()  # noqa: RUF009  frozen
 
     def logps(self, logits: Tensor) -> Tensor:
-        """(N, V) float32 log-probs of (N, V) logits; tokens that are cut get ``-inf``."""
+        """Log-probs (N, V) float32 of (N, V) logits; tokens that are cut get ``-inf``."""
         scaled = logits.float() / self.temperature
         if self.truncation:
             scaled = scaled + truncated_support(scaled, self.truncation).weights(scaled).log()
@@ -136,11 +136,11 @@ class Head:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says about given tokens; (B, T), NaN beyond the end of a completion.
+    """How a model scores given tokens; (B, T), NaN beyond the end of a completion.
 
     Args:
         logps: log-probs of the tokens, nats.
-        entropies: of the distribution at each position, nats.
+        entropies: entropy of the distribution at each position, nats.
         top_logps: log-prob of the most likely token, nats.
         ranks: how many tokens are more likely than the given one.
     """
@@ -157,17 +157,17 @@ def score_completions(
 ) -> list[TokenScores]:
     """Score completions under one or more heads, with one forward.
 
-    Prompts that stand one after the other and are equal are computed once.
+    Equal prompts that follow each other are computed once.
 
     Args:
-        model: a causal LM; it stays in the mode (train or eval) that it is in.
+        model: a causal LM; its mode (train or eval) does not change.
         prompt_ids: B prompts.
         completion_ids: B completions.
         heads: distributions to take from the logits.
-        rows: completions a forward, at most.
+        rows: most completions per forward.
 
     Returns:
-        One entry a head.
+        One entry per head.
     """
     width = max(len(ids) for ids in completion_ids)
     out = np.full((len(heads), 4, len(completion_ids), width), np.nan)
@@ -200,7 +200,7 @@ def _forwards(
         ids, mask = _right_padded(completions)
         device = last.device
         logits = last.unsqueeze(1)
-        if ids.shape[1] > 1:  # the last token is not fed: nothing that it predicts is asked for
+        if ids.shape[1] > 1:  # the last token is not fed, because nothing that it predicts is needed
             attention = torch.cat([attention, mask[:, :-1].long()], 1)
             positions = attention.cumsum(1)[:, -(ids.shape[1] - 1) :] - 1
             out = model(
@@ -214,14 +214,14 @@ def _forwards(
 
 
 def _prefill(model: Any, prompt_ids: Ids) -> tuple[Any, Tensor, Tensor]:
-    """Cache, attention mask (b, P) on the CPU, and logits (b, V) of the first token, one row a prompt given."""
+    """Cache, attention mask (b, P) on the CPU, and logits (b, V) of the first token, with one row per prompt."""
     groups = [(list(key), len(list(same))) for key, same in groupby(map(tuple, prompt_ids))]
     ids, mask = _left_padded([key for key, _ in groups], PAD)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     device = next(model.parameters()).device
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     out = model(**{k: v.to(device) for k, v in inputs.items()}, use_cache=True, logits_to_keep=1)
-    # neighbours with the same prompt were computed once: from one row a group to one row a completion
+    # Neighbours with the same prompt were computed once: go from one row per group to one row per completion.
     index = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([count for _, count in groups]))
     out.past_key_values.batch_select_indices(index.to(device))
     return out.past_key_values, mask[index], out.logits[:, -1].float()[index.to(device)]
@@ -255,16 +255,16 @@ def sample_completions(
     """One completion of each prompt, with the log-prob of each token under the distribution it was drawn from.
 
     Args:
-        model: a causal LM; it stays in its mode.
+        model: a causal LM; its mode (train or eval) does not change.
         prompt_ids: B prompts; repeat one for several completions.
-        max_tokens: longest completion.
+        max_tokens: length of the longest completion.
         stop_ids: tokens that end a completion (they are part of it).
         head: temperature and truncation.
-        generator: of the random numbers, on the CPU.
-        rows: completions at a time.
+        generator: generator of the random numbers, on the CPU.
+        rows: most completions at a time.
 
     Returns:
-        Completion ids and log-probs (nats), one list a prompt.
+        Completion ids and log-probs (nats), one list per prompt.
     """
     ids: list[list[int]] = []
     logps: list[list[float]] = []

@@ -1,7 +1,7 @@
 """Simulated low-precision weights: a cheap, real mismatch between engine and trainer on any machine.
 
-The engine gets weights that were rounded and widened again at every sync; it computes in its own dtype. What a kernel
-of that precision does to activations is not simulated.
+At every sync the engine gets weights that were rounded and widened again. It still computes in its own dtype. What a
+kernel of that precision does to activations is not simulated.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class WeightRounding:
-    """To what linear weights are rounded.
+    """How linear weights are rounded.
 
     Args:
         type: ``int8``, ``int4`` or ``int3`` (symmetric integers), ``fp8`` (e4m3), ``bf16``, ``fp16``.
-        group_size: integers only: columns that share a scale; None = a whole row.
-        scale: fp8 only: one scale a ``row`` or a ``tensor``; None = ``row``.
+        group_size: integers only: number of columns that share a scale; None = a whole row.
+        scale: fp8 only: one scale per ``row`` or per ``tensor``; None = ``row``.
 
     Raises:
         ValueError: an unknown type or scale, or an option that the type does not have.
@@ -103,10 +103,10 @@ def round_fp8(weight: Tensor, *, scale: Literal["row", "tensor"] = "row") -> Ten
 
 
 def parse_rounding(spec: Any, *, where: str = "engine.weight_rounding") -> WeightRounding:
-    """``int4``, or a mapping ``{type: int4, group_size: 32}``.
+    """A rounding from a name, ``int4``, or a mapping, ``{type: int4, group_size: 32}``.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a wrong value; the message names the field.
 
     Example:
         >>> parse_rounding({"type": "fp8", "scale": "tensor"})
@@ -121,10 +121,10 @@ def round_weights(weights: Iterable[tuple[str, Tensor]], rounding: Any = "int8")
 
     Args:
         weights: names and tensors.
-        rounding: what :func:`parse_rounding` takes.
+        rounding: anything that :func:`parse_rounding` takes.
 
     Raises:
-        ValueError: naming the field, and the weight that a group size does not fit.
+        ValueError: a wrong value, or a group size that does not fit a weight; the message names the field or weight.
     """
     return _rounded(weights, parse_rounding(rounding))
 

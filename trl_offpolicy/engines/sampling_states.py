@@ -1,8 +1,9 @@
-"""States of the sampling side under which the engine's policy is another one than its weights say, in one table.
+"""One table of the settings under which the engine samples from another policy than that of its weights.
 
 ``refuse``: the log-probs are not those of a distribution that the trainer could score, so a correction would be biased.
-``warn``: they are, of another policy; a correction can account for it, or something may keep old state alive. ``note``:
-no harm by itself. Names are vLLM's (read in 0.31): of ``SamplingParams`` for requests, of ``LLM`` for engines.
+``warn``: they are those of another policy, for which a correction can account, or something may keep old state alive.
+``note``: there is no harm by itself. The names are vLLM's (as of 0.31): those of ``SamplingParams`` for requests, and
+of ``LLM`` for engines.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")
 
 @dataclass(frozen=True, kw_only=True)
 class SettingFinding:
-    """One setting that makes the sampling policy different.
+    """One setting that changes the sampling policy.
 
     Args:
         severity: what it means for a correction.
-        setting: name and value.
+        setting: its name and value.
         reason: what the engine does.
         remedy: what to set instead.
     """
@@ -38,14 +39,14 @@ class SettingFinding:
 
 @dataclass(frozen=True)
 class Rule:
-    """When a setting is a finding.
+    """Decides when a setting is a finding.
 
     Args:
-        severity: of the finding.
-        reason: likewise.
-        remedy: likewise.
-        neutral: values at which nothing happens, besides None and empty ones.
-        concerns: further test of the value; None = every value that is not neutral.
+        severity: severity of the finding.
+        reason: reason of the finding.
+        remedy: remedy of the finding.
+        neutral: values without effect, besides None and empty ones.
+        concerns: further test of the value; None = every value that is not neutral is a finding.
     """
 
     severity: Severity
@@ -101,7 +102,7 @@ _OTHER_NAMES = {"structured_outputs_regex": "structured_outputs", "stop_token_id
 
 
 def request_findings(options: Mapping[str, Any], *, device_type: str) -> tuple[SettingFinding, ...]:
-    """What sampling options of the requests do to the policy. top_p, top_k and min_p are mirrored and no finding.
+    """What the sampling options of requests do to the policy. The trainer mirrors top_p, top_k and min_p: no finding.
 
     Args:
         options: TRL's sampling fields by vLLM's names, and ``generation_kwargs``, whose entries win, as in TRL.
@@ -135,7 +136,7 @@ def _named(rules: Mapping[str, Rule], others: Mapping[str, str]) -> dict[str, Ru
 
 
 def _accepts_drafts_at_will(config: Any) -> bool:
-    """Speculative decoding that accepts draft tokens by another rule than the target's probabilities."""
+    """True for speculative decoding that accepts draft tokens by another rule than the target's probabilities."""
     if not isinstance(config, Mapping):
         return False
     return config.get("rejection_sample_method") == "synthetic" or "typical" in str(config.get("acceptance_method"))
@@ -199,10 +200,10 @@ ENGINE_RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def engine_findings(arguments: Mapping[str, Any]) -> tuple[SettingFinding, ...]:
-    """What arguments of an engine do to the policy.
+    """What the arguments of an engine do to the policy.
 
     Args:
-        arguments: of ``vllm.LLM``, or :func:`server_arguments`.
+        arguments: those of ``vllm.LLM``, or :func:`server_arguments`.
     """
     found = [
         SettingFinding(
@@ -232,7 +233,7 @@ _TOP_LEVEL = ("speculative_config", "kv_transfer_config", "watermark_config")
 
 
 def server_arguments(vllm_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``vllm_config`` of a server's ``/server_info`` (JSON) by the names of ``LLM``'s arguments."""
+    """The ``vllm_config`` of a server's ``/server_info`` (JSON) under the names of ``LLM``'s arguments."""
     nested = {name: (vllm_config.get(place) or {}).get(name) for name, place in _PLACES.items()}
     nested["kv_cache_dtype"] = (vllm_config.get("cache_config") or {}).get("cache_dtype")
     nested["enable_lora"] = vllm_config.get("lora_config") is not None
@@ -240,7 +241,7 @@ def server_arguments(vllm_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flag_arguments(flags: Sequence[str]) -> dict[str, Any]:
-    """Command-line flags of a server by the names of ``LLM``'s arguments; those with JSON are read.
+    """Command-line flags of a server under the names of ``LLM``'s arguments; JSON values are parsed.
 
     Example:
         >>> flag_arguments(["--kv-cache-dtype", "fp8", "--no-enable-prefix-caching"])
@@ -265,14 +266,14 @@ def flag_arguments(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def judge(findings: Sequence[SettingFinding], *, needs_sampling: bool) -> None:
-    """Refuse or warn.
+    """Refuse the findings or warn about them.
 
     Args:
-        findings: of the requests and of the engine.
+        findings: the findings of the requests and of the engine.
         needs_sampling: a correction reads the engine's log-probs; otherwise only diagnostics would be biased.
 
     Raises:
-        ValueError: a correction would be biased; each setting is named, with the reason.
+        ValueError: a correction would be biased; the message names each setting with the reason.
     """
     refused = [str(one) for one in findings if one.severity == "refuse"]
     if refused and needs_sampling:
@@ -285,5 +286,5 @@ def judge(findings: Sequence[SettingFinding], *, needs_sampling: bool) -> None:
 
 
 def described(findings: Sequence[SettingFinding]) -> list[dict[str, str]]:
-    """For ``run.json``."""
+    """The findings as plain mappings for ``run.json``."""
     return [asdict(one) for one in findings]

@@ -16,24 +16,25 @@ Transfer = Literal["auto", "memory", "folder", "adapter", "nccl"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How the engine is fed.
+    """How the engine gets its weights, and its further options.
 
     Args:
-        transfer: how weights reach it. "memory" (colocate), "folder" or "nccl" (server), "adapter" (both: the LoRA
-            adapter alone). "auto": memory in colocate; with a server TRL's NCCL on a GPU (not with ``weight_rounding``
-            or ``return_routing``), else the adapter if the server loads adapters, else a folder.
+        transfer: how weights reach it: "memory" (colocate), "folder" or "nccl" (server), "adapter" (both: the LoRA
+            adapter alone). "auto" is memory in colocate. With a server it is TRL's NCCL on a GPU (not with
+            ``weight_rounding`` or ``return_routing``), else the adapter if the server loads adapters, else a folder.
         weight_rounding: round linear weights at every sync: a type such as "int8" or a mapping, see
             :func:`~trl_offpolicy.engines.rounding.parse_rounding`.
-        folder: for a server's weights; both must see it. Default: ``_engine_weights`` in the run's folder.
+        folder: folder for a server's weights, which both must see. Default: ``_engine_weights`` in the run's folder.
         timeout: seconds for one request to a server.
         retries: further tries of a request.
-        check_sync: prove after every sync, on a probe, that the weights arrived.
-        return_routing: (mixtures of experts) keep which experts each token was sent to; under ``routing_replay: none``
-            it is only compared with the trainer's. A server must be started with ``--enable-return-routed-experts``.
-        arguments: everything else, for vLLM's ``LLM`` in colocate mode.
+        check_sync: prove on a probe after every sync that the weights arrived.
+        return_routing: (mixtures of experts) record to which experts each token was sent; under
+            ``routing_replay: none`` the record is only compared with the trainer's. A server must be started with
+            ``--enable-return-routed-experts``.
+        arguments: all other options, for vLLM's ``LLM`` in colocate mode.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a wrong value; the message names the field.
     """
 
     transfer: Transfer = "auto"
@@ -57,7 +58,7 @@ class EngineSettings:
 
     @classmethod
     def parse(cls, engine: Mapping[str, Any] | None) -> EngineSettings:
-        """Read the mapping of a configuration."""
+        """The settings from the mapping of a configuration."""
         given = dict(engine or {})
         own = {item.name: given.pop(item.name) for item in fields(cls) if item.name in given}
         if own.get("weight_rounding") is not None:
@@ -69,7 +70,7 @@ class EngineSettings:
         return cls(**own, arguments=given)
 
     def patience(self, *, start_timeout: float) -> Patience:
-        """Time limits for a server."""
+        """Time limit and retries of requests to a server."""
         return Patience(timeout=self.timeout, retries=self.retries, start_timeout=max(start_timeout, 1.0))
 
     def on_server(self, device_type: str) -> bool:
@@ -80,13 +81,13 @@ class EngineSettings:
 
     @property
     def server_transfer(self) -> ServerTransfer:
-        """For :class:`~trl_offpolicy.engines.server.ServerEngine`."""
-        if self.transfer == "folder" or self.transfer == "adapter":  # by name, which is how mypy sees the type
+        """The ``transfer`` of :class:`~trl_offpolicy.engines.server.ServerEngine`."""
+        if self.transfer == "folder" or self.transfer == "adapter":  # two comparisons, from which mypy infers the type
             return self.transfer
         return "auto"
 
     def check_colocate(self) -> None:
-        """Raise for options that only a server has."""
+        """Raise for options that need a server."""
         if self.transfer not in ("auto", "memory", "adapter"):
             raise ValueError(f"engine.transfer must be auto, memory or adapter in colocate, but got {self.transfer!r}.")
         if self.transfer == "adapter" and self.weight_rounding is not None:
@@ -95,7 +96,7 @@ class EngineSettings:
             )
 
     def check_server(self) -> None:
-        """Raise for options that only colocate has."""
+        """Raise for options that need an engine in the trainer's process."""
         if self.transfer == "memory":
             raise ValueError("engine.transfer must be folder, adapter, nccl or auto with a server, but got 'memory'.")
         if self.arguments:

@@ -1,6 +1,6 @@
-"""A sync: send the weights, prove that they arrived, report both. The same for every engine and trainer.
+"""A sync sends the weights, proves that they arrived, and reports both, in the same way for every engine and trainer.
 
-The proof is a fixed probe of a few tokens, which trainer and engine score after every sync.
+The proof is a fixed probe of a few tokens that trainer and engine score after every sync.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Scores = Sequence[Sequence[float]]
 
 
 class WeightSync:
-    """Syncs the weights of one trainer to one engine, again and again.
+    """Syncs the weights of one trainer to one engine, as often as needed.
 
     Args:
-        probe: token ids that both sides score, :func:`probe_of`; None = nothing is proven.
+        probe: token ids that both sides score, from :func:`probe_of`; None = nothing is proven.
         score: the trainer's log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence. Called by all ranks.
-        without_adapter: context in which the trainer's model lacks its adapter, to name that as a cause; None = no
-            adapter.
+        without_adapter: context in which the trainer's model has no adapter, to recognise an engine that lacks it;
+            None = there is no adapter.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class WeightSync:
         """Send the weights of ``version`` and prove them. Called by all ranks.
 
         Args:
-            version: of the trainer's weights now.
+            version: version of the trainer's present weights.
             send: an engine's ``sync_weights``.
-            answer: its ``score``; None on a rank that does not talk to the engine.
+            answer: the engine's ``score``; None on a rank that does not talk to the engine.
 
         Raises:
-            EngineError: on every rank, if the engine of any could not be given the weights.
-            SyncError: on every rank, if the engine of any does not answer with the weights that it was given.
+            EngineError: on every rank, if the engine of any rank did not take the weights.
+            SyncError: on every rank, if the engine of any rank does not answer with the weights that it got.
         """
         with raised_on_all_ranks():
             report = send(version)
@@ -68,7 +68,7 @@ class WeightSync:
         return replace(report, agreement=fmean(known)) if known else report
 
     def _prove(self, version: int, probe: Ids, answer: Callable[[Ids], Scores | None]) -> float | None:
-        """The agreement of this rank's engine; None where it has none."""
+        """The agreement of this rank's engine; None on a rank without an engine."""
         assert self._score is not None
         # Scoring a sharded model is collective: every rank does it, also one that does not talk to the engine.
         trainer, others = self._score(probe), {}
@@ -81,7 +81,7 @@ class WeightSync:
 
 @contextmanager
 def raised_on_all_ranks() -> Iterator[None]:
-    """An EngineError inside is raised on every rank, so that none waits for another for ever. Also a barrier."""
+    """Raises an EngineError of any rank on every rank, so that none waits forever. It is also a barrier."""
     error: EngineError | None = None
     try:
         yield
@@ -97,12 +97,12 @@ class SyncLimits:
     """When a distance (mean absolute difference of log-probs over the probe's tokens, nats) is a fault.
 
     Args:
-        factor: times the median of the distances accepted so far: the run's own noise floor.
-        least: a distance below this is never called a fault on its own.
-        share: nor is one below this share of what the trainer has moved since the sync before (rounding to int8, say,
-            grows with a large step; weights that arrived in part are off by a good part of the step).
+        factor: a distance above ``factor`` times the noise floor, the median of the accepted distances, is a fault.
+        least: a distance below this alone is never a fault.
+        share: nor is a distance below this share of what the trainer moved since the last sync. The error of rounding
+            to int8, for example, grows with the step; weights that arrived in part are off by a good part of the step.
         first: limit of the first sync, which has no floor yet; another model is several nats away.
-        unmoved: the engine stayed where it was if it moved less than this share of what the trainer moved.
+        unmoved: the engine kept its weights if it moved less than this share of what the trainer moved.
         history: versions of the trainer's scores that are kept to name a stale one.
     """
 
@@ -135,13 +135,13 @@ class SyncCheck:
         """``rollout/sync_agreement`` = exp(-distance), in (0, 1].
 
         Args:
-            version: of the weights that were synced.
-            engine: its log-probs of the probe's tokens.
-            trainer: the trainer's.
-            others: what the trainer would say with other weights, by name (e.g. "the base model without adapter").
+            version: version of the weights that were synced.
+            engine: the engine's log-probs of the probe's tokens.
+            trainer: the trainer's log-probs of them.
+            others: the trainer's log-probs with other weights, by name (e.g. "the base model without adapter").
 
         Raises:
-            SyncError: the engine answers with other weights; the message says with which.
+            SyncError: the engine answers with other weights; the message says with which, if it can be told.
         """
         answer, wanted = _flat(engine), _flat(trainer)
         distance = _distance(answer, wanted)
@@ -172,14 +172,14 @@ class SyncCheck:
     ) -> str | None:
         if not math.isfinite(distance):
             return "The log-probs are not finite: broken weights, or a model that diverged."
-        # First, because after a small step stale weights are within the limit: they are told by not having moved.
+        # First, because after a small step stale weights are within the limit: only their not moving gives them away.
         stale = self._stale(version, answer, wanted, distance)
         if stale is not None:
             return f"Stale weights: {stale} The sync did not take effect."
         if distance <= self._limit(wanted):
             return None
         for name, scores in others.items():
-            # clearly nearer than to what was sent; half leaves room for the engine's own noise
+            # Clearly nearer than to the weights that were sent; a half leaves room for the engine's own noise.
             if _distance(answer, _flat(scores)) < distance / 2:
                 return f"It answers as {name}: the adapter was not applied, or is another one."
         if self.floor is None:
@@ -187,14 +187,14 @@ class SyncCheck:
         return "The weights arrived in part or are another run's: a partial file, a wrong adapter, or two trainers."
 
     def _limit(self, wanted: list[float]) -> float:
-        """The largest distance that is no fault, nats."""
+        """The largest distance that is not a fault, nats."""
         if self.floor is None or self._engine is None:
             return self.limits.first
         moved = _distance(wanted, self._trainer[self._engine[0]])
         return max(self.limits.factor * self.floor, self.limits.least, self.limits.share * moved)
 
     def _stale(self, version: int, answer: list[float], wanted: list[float], distance: float) -> str | None:
-        """Says which older version the engine answers with, if that can be told from the noise."""
+        """The older version with which the engine answers, if it can be told from the noise."""
         if self._engine is None or self._engine[0] == version:
             return None
         before, old_answer = self._engine

@@ -1,4 +1,4 @@
-"""Sampling options that cut the distribution, which the trainer mirrors; the others are in ``sampling_states``."""
+"""Sampling options that cut the distribution; the trainer mirrors them. The others are in ``sampling_states``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _OFF: dict[str, tuple[float | int | None, ...]] = {"top_p": (1.0, None), "top_k"
 
 
 def truncation_of(options: Mapping[str, Any]) -> Truncation:
-    """What the engine cuts of its distribution, and the trainer therefore of its own.
+    """How the engine cuts its distribution, and how the trainer therefore has to cut its own.
 
     Args:
         options: TRL's ``top_p``, ``top_k``, ``min_p`` and ``generation_kwargs``, whose entries win, as in TRL.
 
     Raises:
-        ValueError: a value outside of its range.
+        ValueError: a value is outside its range.
 
     Example:
         >>> truncation_of({"top_p": 0.9, "top_k": -1, "generation_kwargs": {"min_p": 0.05}})
@@ -31,5 +31,5 @@ def truncation_of(options: Mapping[str, Any]) -> Truncation:
 
 
 def as_vllm_keeps(truncation: Truncation) -> Truncation:
-    """With the rule for tokens tied with the k-th that vLLM follows on this machine."""
+    """The truncation with the rule that vLLM follows on this machine for tokens tied with the k-th."""
     return replace(truncation, exact_top_k=True) if truncation.top_k and engine_has_triton() else truncation

@@ -1,1 +1,1 @@
-"""Pure functions on tensors: no trainer, no configuration, no global state; nothing here synchronises the host."""
+"""Pure functions on tensors: no trainer, no configuration, no global state. Those that wait for the device say so."""

@@ -1,7 +1,7 @@
-"""What makes the passes over (B, T) quick on a CPU: blocks of rows, and boolean masks read as their bytes.
+"""What makes the passes over (B, T) quick on a CPU: blocks of rows, and boolean masks that are read as bytes.
 
-Neither changes a number. In a graph of torch.compile the plain operation is the quick one, because it is fused: every
-function here then falls back to it.
+Neither changes a number. In a graph of torch.compile the plain operation is the quick one, because it is fused, so
+every function here falls back to it there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ACCELERATOR_TOKENS = 1 << 23
 def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
     """Slices of rows that cover (B, T), so that the intermediate tensors of a pass stay in the cache.
 
-    Each holds at least one row; no rows give one empty slice, torch.compile gets all rows in one.
+    Each slice holds at least one row. A batch without rows gives one empty slice. torch.compile gets all rows at once.
 
     Example:
         >>> list(row_blocks(torch.Size([3, 100_000]), torch.device("cpu")))
@@ -38,19 +38,19 @@ def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
 
 
 def as_float(mask: Tensor) -> Tensor:
-    """0.0 and 1.0, float32. Multiply finite values only: 0 * NaN is NaN."""
+    """The mask as 0.0 and 1.0 in float32. Multiply only finite values by it, because 0 * NaN is NaN."""
     return (mask if torch.compiler.is_compiling() else mask.view(torch.uint8)).float()
 
 
 def count_true(mask: Tensor) -> Tensor:
-    """Number of True entries of each row, (B,) float32, exact up to 2^24. In blocks: no cast of the whole mask."""
+    """Number of True entries of each row, (B,) float32, exact up to 2^24. Works in blocks: the mask is never cast."""
     if mask.shape[-1] == 1:
         return as_float(mask).squeeze(-1)
     return torch.cat([as_float(mask[block]).sum(-1) for block in row_blocks(mask.shape, mask.device)])
 
 
 def any_true(mask: Tensor, *, keepdim: bool = False) -> Tensor:
-    """Whether a row has a True entry, (B,) or (B, 1) bool."""
+    """True for the rows that have a True entry, (B,) or (B, 1) bool."""
     if torch.compiler.is_compiling():
         return mask.any(-1, keepdim=keepdim)
     return mask.view(torch.uint8).amax(-1, keepdim=keepdim).view(torch.bool)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def check_tokens(shape: Sequence[int], **tensors: Tensor | None) -> None:
-    """Raise unless every tensor has exactly this ``shape``, which is (B, T) but where the function is elementwise.
+    """Raise unless every tensor has exactly this ``shape``: (B, T), or any shape for elementwise functions.
 
     Raises:
         ValueError: the message names the argument.
@@ -21,7 +21,7 @@ def check_tokens(shape: Sequence[int], **tensors: Tensor | None) -> None:
 def check_tokens_or_rows(shape: Sequence[int], **tensors: Tensor | None) -> None:
     """Raise unless every tensor is (B, T), which is ``shape``, or (B, 1); None passes.
 
-    A size of 1 passes everywhere, as it broadcasts. What this finds above all is (B,), which would be read as (1, T).
+    A size of 1 always passes, because it broadcasts. The usual mistake is (B,), which torch would read as (1, T).
 
     Raises:
         ValueError: the message names the argument.
@@ -46,7 +46,7 @@ def check_rows(count: int, **tensors: Tensor | None) -> None:
 
 
 def check_matrix(**tensors: Tensor) -> None:
-    """Raise unless every tensor is (B, T): what the other arguments are compared with.
+    """Raise unless every tensor is a matrix (B, T), with which the other arguments can then be compared.
 
     Raises:
         ValueError: the message names the argument.

@@ -1,11 +1,12 @@
 """Advantages from rewards (B,) and prompt groups that may be spread over ranks.
 
-First by response: GRPO's, and other baselines. Then by token: the optimal token baseline and what it is made of.
+The first half works by response: GRPO's baseline and others. The second half works by token: the optimal token baseline
+and its ingredients.
 
-The baselines take ``counted`` (B,) bool: the responses that belong to the baseline. The others get 0, as do groups of
-one, which have nothing to compare (verl leaves those their whole reward). Where something is normalised over the batch,
-the function says what becomes of a group of one there. A NaN reward is not counted. Nothing carries gradient. Each rank
-makes the same calls and has the same number of rows.
+The baselines take ``counted`` (B,) bool: the responses that belong to the baseline. The others get 0, and so do groups
+of one, which have nothing to compare (verl leaves them their whole reward). A function that normalises over the batch
+says what a group of one gets. A NaN reward is not counted. Nothing carries gradient. Each rank makes the same calls and
+has the same number of rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trl_offpolicy.functional.groups import group_members
 ScaleRewards = Literal["group", "batch", "none"]
 Alone = Literal["zero", "return"]
 STD_EPSILON = 1e-4
-"""What TRL adds to a standard deviation before it divides."""
+"""TRL adds this to a standard deviation before it divides by it."""
 _VARIANCE_EPSILON = 1e-8  # as verl and OpenRLHF add to the variance
 
 
@@ -40,15 +41,15 @@ def group_advantages(
         A_i = (r_i - mean) / (std + epsilon)
 
     where mean and std (n - 1) are over the counted responses of i's group. A response that rejection took out of the
-    loss says something about the engine, not about the policy. Left in the group's mean and spread it still moves the
-    others. With all responses counted this is TRL's advantage.
+    loss tells about the engine, not about the policy. If it stayed in the group's mean and spread, it would still move
+    the others. With all responses counted this is TRL's advantage.
 
     Args:
         rewards: (B,) float; NaN = no reward, not counted.
-        group_ids: (B,) integer; a group may be spread over ranks, every rank makes this call.
+        group_ids: (B,) integer; a group may be spread over ranks, so every rank makes this call.
         counted: (B,) bool, responses that belong to the baseline.
-        scale_rewards: divide by the standard deviation (n - 1) of the "group", of the whole "batch", or not.
-        epsilon: added to it.
+        scale_rewards: divide by the standard deviation (n - 1) of the "group" or of the whole "batch"; "none": do not.
+        epsilon: added to the standard deviation.
 
     Returns:
         (B,) float32, no gradient; 0 for responses that are not counted and for groups of one. With "batch" a group of
@@ -115,9 +116,9 @@ def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, impor
         A_i = r_i - sum_j e_j r_j / sum_j e_j
 
     where j runs over the counted responses of i's group and e is the energy, the squared norm of the response's
-    gradient. Its length (OPO) is right if every token has the same energy and tokens do not correlate. w^2 ||g||^2
-    (OPOB) holds the importance weight as well. A heuristic with a bias of order 1 / n: the response's own reward is in
-    the baseline.
+    gradient. OPO takes the length of the response for e, which is right if all tokens have the same energy and do not
+    correlate. OPOB takes w^2 ||g||^2, which includes the importance weight w. This is a heuristic with a bias of order
+    1 / n, because the response's own reward is in the baseline.
 
     Args:
         rewards: (B,) float.
@@ -158,7 +159,8 @@ def normalised_by_function(
         A = (S - mean S) / (std S + 1e-4), S = sum_k w_k A_k
 
     where mean_k and std_k are over the counted responses of the group, mean S and std S over those of the batch. A
-    function of large spread cannot drown one of small. Biased, as every division by the batch's own spread.
+    reward function with a large spread cannot drown one with a small spread. Biased, as is every division by the
+    batch's own spread.
 
     Args:
         rewards: (B, K) float, a column for each function; NaN = this function does not apply.
@@ -167,8 +169,8 @@ def normalised_by_function(
         weights: (K,) float; None = ones.
 
     Returns:
-        (B,) float32; 0 for a response without any reward. Every group adds up to 0, so that the batch's mean is 0 up to
-        rounding and a group of one gets 0; as a 0 it counts in the batch's standard deviation.
+        (B,) float32; 0 for a response without any reward. Every group adds up to 0, so the mean over the batch is 0 up
+        to rounding, and a group of one gets 0. That 0 counts in the batch's standard deviation.
 
     Reference: Liu et al. 2026, GDPO (arXiv:2601.05242); TRL's ``normalize_then_sum``. verl's batch normalisation counts
     each response once for every token.
@@ -216,7 +218,7 @@ def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _batch_moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and n - 1 variance of all ranks' values with integer ``weights``, 0-d float32."""
+    """Mean and variance (n - 1) of the values of all ranks, each counted ``weights`` times; 0-d float32."""
     weights, values = weights.double(), values.double()
     totals = sum_ranks(torch.stack([weights.sum(), (weights * values).sum()]))
     mean = totals[1] / totals[0].clamp(min=1.0)
@@ -234,7 +236,7 @@ def score_energy(logps: Tensor, sum_sq_probs: Tensor, mask: Tensor, weights: Ten
         e_t = rho_t^2 (1 - 2 pi(y_t) + sum_v pi(v)^2)
 
     where rho is the importance weight of the token, squared because it multiplies the gradient, and v runs over the
-    vocabulary. It needs the forward only.
+    vocabulary. It needs only the forward pass.
 
     Args:
         logps: (B, T) log pi of the sampled token, nats; where it is not finite the energy is 0.
@@ -303,20 +305,20 @@ def optimal_token_baseline(
 
         A_t = G_t - B_t, B_t = sum_i W_it G_it / sum_i W_it, W_it = sum_{s <= t} e_is
 
-    where i runs over the group's counted responses that have a token t. Noisy paths say more about the baseline of
-    their own kind. Least variance if scores of different tokens do not correlate; biased by order 1 / n, since the own
-    return is in B_t.
+    where i runs over the group's counted responses that have a token t. A path with much accumulated energy adds most
+    to the variance, so the baseline follows its return most. The variance is least if scores of different tokens do not
+    correlate. The bias is of order 1 / n, because the response's own return is in B_t.
 
     Args:
         returns: (B, T) float32, G.
-        energy: (B, T) float32, e, of :func:`score_energy`; with importance weights in it the baseline is IS-aware.
+        energy: (B, T) float32, e, from :func:`score_energy`; with importance weights in it the baseline is IS-aware.
         mask: (B, T) bool, True = trainable token.
         group_ids: (B,) integer; a group may be spread over ranks, T may differ between them.
         counted: (B,) bool, responses that belong to the baseline; the others get 0.
-        multi_turn: count trainable tokens only, so that t is the t-th token the policy wrote: gaps between turns (tool
-            output) differ from response to response. False: t is the position.
-        alone: tokens that no other response of the group reaches: "zero" (the formula: B_t = G_t), or "return" (B_t =
-            0, verl's ``handle_zero_tail``, its default).
+        multi_turn: count trainable tokens only, so that t is the t-th token that the policy wrote. The gaps between
+            turns (tool output) differ from response to response. False: t is the position.
+        alone: what a token gets that no other response of the group reaches: "zero" (the formula, B_t = G_t) or
+            "return" (B_t = 0, which is verl's ``handle_zero_tail`` and its default).
 
     Returns:
         (B, T) float32, 0 outside ``mask``. Where all W are 0 the plain mean takes over.
@@ -345,7 +347,7 @@ def optimal_token_baseline(
     member = (group_ids.unsqueeze(1) == gather_rows(group_ids).unsqueeze(0)).double()
 
     def over_group(values: Tensor) -> Tensor:
-        """Sum at each position over the group's responses on all ranks, cut to this rank's T."""
+        """Sum over the group's responses on all ranks at each position, cut to this rank's T."""
         return (member @ gather_padded(values, padding=0.0).double())[:, : mask.shape[1]]
 
     total, count = over_group(path), over_group(here.float())

@@ -34,7 +34,7 @@ def aggregate_loss(
 
     Args:
         per_token_loss: (B, T) float32; may hold anything where ``mask`` is False.
-        mask: (B, T) bool, the tokens of the sum and, unless ``tokens`` is given, of the denominator.
+        mask: (B, T) bool, the tokens of the sum and, unless ``tokens`` says otherwise, of the denominator.
         mode: one of the names above.
         tokens: N; None = True tokens of ``mask``.
         sequences: S; None = B, empty rows included.

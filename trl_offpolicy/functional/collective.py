@@ -1,6 +1,7 @@
-"""What must see every rank: plain tensors in, plain tensors out; without torch.distributed they come back as they are.
+"""Collectives over the ranks: plain tensors in, plain tensors out. Without torch.distributed they change nothing.
 
-Called for terms and normalisers whose declared scope is ``group`` or ``generation_batch``, by every rank alike.
+They serve the terms and normalisers whose declared scope is ``group`` or ``generation_batch``. Every rank must make the
+same calls.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def gather_rows(values: Tensor) -> Tensor:
 def gather_flat(values: Tensor, *, padding: float) -> Tensor:
     """Entries of all ranks as one vector; ranks may hold different numbers, ``padding`` fills the gaps.
 
-    Waits for the device (the longest vector sets the size); meant for once a generation, not for every step.
+    Waits for the device, because the longest vector sets the size. Call it once per generation, not at every step.
     """
     return gather_padded(values.flatten().unsqueeze(0), padding=padding).flatten()
 

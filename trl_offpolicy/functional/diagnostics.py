@@ -36,7 +36,7 @@ def _std(m: Moments, squares: str, name: str) -> Tensor:
 
 
 def _not_negative(difference: Tensor) -> Tensor:
-    """A difference of float32 row sums that is never negative, less what rounding made of it."""
+    """A difference of float32 row sums that cannot be negative: rounding below 0 is cut off."""
     return difference.clamp(min=0.0)
 
 
@@ -265,7 +265,7 @@ WEIGHT_DIAGNOSTICS: Mapping[str, Finalizer] = {
 
 
 def fraction(numerator: str, denominator: str) -> Finalizer:
-    """Finaliser of a share: sum of ``numerator`` over sum of ``denominator``; 0 if the latter is 0."""
+    """Finaliser of a share: the sum of ``numerator`` over the sum of ``denominator``, or 0 if that sum is 0."""
 
     def finalize(m: Moments) -> Tensor:
         total = m[denominator]

@@ -14,7 +14,7 @@ def group_members(group_ids: Tensor, counted: Tensor, *, across_ranks: bool) -> 
     Args:
         group_ids: (B,) integer; equal ids on different ranks are one group.
         counted: (B,) bool, rows that may be members.
-        across_ranks: look at the N rows of all ranks (every rank must make the call), else at these B.
+        across_ranks: look at the N rows of all ranks (then every rank must make the call), else at these B rows.
 
     Returns:
         (B, N) or (B, B) bool.

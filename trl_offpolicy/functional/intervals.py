@@ -40,7 +40,7 @@ class ClusterRows:
 
     Args:
         layout: names of the columns; the first counts tokens.
-        values: (N, S) float64, one response a row; a row without tokens is ignored.
+        values: (N, S) float64, one row per response; a row without tokens is ignored.
         ids: (N,) int64 prompt group; None = every response is one group.
     """
 
@@ -49,7 +49,7 @@ class ClusterRows:
     ids: Tensor | None
 
     def merge(self, other: ClusterRows) -> ClusterRows:
-        """The responses of both.
+        """The responses of both objects in one.
 
         Raises:
             ValueError: only one side knows its groups.
@@ -75,8 +75,9 @@ def half_width_95(finalize: Finalizer, layout: Layout, totals: Tensor) -> Tensor
         t sqrt(G / (G - 1) sum_g (grad f . m_g)^2)
 
     where f is the diagnostic, m_g the moments of group g, G the number of groups, grad f the gradient at sum_g m_g and
-    t the 97.5 % quantile of Student's t with G - 1 degrees of freedom. No mean is taken off: f does not change when all
-    moments are scaled, so the terms sum to 0. Approximate: it trusts few groups and heavy tails too much.
+    t the 97.5 % quantile of Student's t with G - 1 degrees of freedom. No mean is subtracted: f does not change when
+    all moments are scaled, so the terms sum to 0. The interval is approximate: with few groups or heavy tails it is too
+    narrow.
 
     Args:
         finalize: a ratio of sums (KL, chi-square, ESS, perplexity ratio, a fraction).

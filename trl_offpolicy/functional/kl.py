@@ -1,7 +1,7 @@
 """KL divergences from sampled tokens.
 
-First k3 of any two policies, in both directions: everything in this kit that says k3 means :func:`k3`. Then KL(pi ||
-ref) of the training: estimators for the loss, the term in the reward, the adaptive coefficient.
+First comes k3 of any two policies, in both directions: everything in this kit that says k3 means :func:`k3`. Then comes
+KL(pi || ref) during training: estimators for the loss, the term in the reward and the adaptive coefficient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of, expm1_o
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
 K2_GRADIENT: tuple[KLEstimator, ...] = ("k2", "k1+", "k3+")
-"""Estimators whose gradient, not whose value, is unbiased for tokens of pi: an importance ratio only weighs it."""
+"""Estimators whose gradient (not their value) is unbiased on tokens of pi. An importance ratio only weights it."""
 
 MAX_KL_ERROR = 0.2
 """Ziegler et al.'s bound on the relative error that an adaptive coefficient reacts to."""
@@ -33,7 +33,7 @@ def k3(log_other_over_sampler: Tensor) -> Tensor:
     of l decides the direction: a caller that has log(sampler / other) passes its negative.
 
     Args:
-        log_other_over_sampler: any shape, l in nats; clamp it to +-20 first, exp is taken as it is. Gradient flows.
+        log_other_over_sampler: any shape, l in nats; clamp it to +-20 first, exp is not clamped here. Gradient flows.
 
     Reference: Schulman 2020, "Approximating KL divergence".
 
@@ -98,15 +98,15 @@ def kl_estimate(log_ratios: Tensor, estimator: KLEstimator = "k3", *, max_value:
     k3+   exp(-x) - 1 + x      unbiased    unbiased     low      in the loss: value of k3, gradient of k2
     ===== ==================== =========== ============ ======== =================================================
 
-    "Gradient" is that of the loss term itself against the gradient of the token's KL given its prefix, x grad log pi
-    in expectation; what a token does to the KL of later ones is in none of them (that is the KL in the reward). The
-    mean gradient of k3 is the one of KL(ref || pi).
+    The column "its gradient" compares the gradient of the loss term with that of the token's KL given its prefix, which
+    is x grad log pi in expectation. None of them includes what a token does to the KL of later tokens: the KL in the
+    reward does. The mean gradient of k3 is that of KL(ref || pi).
 
     Args:
         log_ratios: (B, T) float32, log(pi / ref); carries gradient.
         estimator: one of the names above. The exponential of k3 is clamped to +20 nats, where its gradient ends; k1,
             abs and k2 are not clamped.
-        max_value: cap on the estimate, nats; a capped token has no gradient, except under k1+ and k3+, whose gradient
+        max_value: cap on the estimate, nats. A capped token has no gradient, except under k1+ and k3+, whose gradient
             is that of k2 everywhere. None = no cap.
 
     Returns:
@@ -148,10 +148,11 @@ def ratio_weighted_kl(
 
         r k, or min(r k, clip(r, 1 - eps, 1 + eps) k) with ``ratio_clip`` = eps
 
-    where r = pi / pi_old and k is the estimate. k1, abs, k3: r carries gradient, so that the whole is the gradient of
-    E_pi[estimate]: exact for k1 and k3. k2, k1+, k3+: r is detached and weighs the gradient of k2: exact as well. With
-    the clip r is cut at 1 + eps where k >= 0 (all but k1 and k1+), and raised to 1 - eps where k < 0. Biased then, of
-    bounded variance; a cut ratio has no gradient, the estimate keeps its own.
+    where r = pi / pi_old and k is the estimate. Under k1, abs and k3 the ratio carries gradient, which together gives
+    the gradient of E_pi[estimate]; it is exact for k1 and k3. Under k2, k1+ and k3+ the ratio is detached and weights
+    the gradient of k2, which is exact as well. The clip cuts r at 1 + eps where k >= 0 (all but k1 and k1+) and raises
+    it to 1 - eps where k < 0. The result is then biased, with bounded variance. A cut ratio has no gradient, but the
+    estimate keeps its own.
 
     Args:
         log_ratios: (B, T) float32, log(pi / ref); carries gradient.
@@ -191,9 +192,10 @@ def subtract_kl(values: Tensor, logps: Tensor, reference: Tensor, mask: Tensor, 
 
         r_t = values_t - coef log(pi(y_t) / ref(y_t))
 
-    The score function of the policy loss multiplies k1, which gives the gradient of the KL; the loss's own clip and
-    weights then hold for the KL as well. Unbiased on-policy. Subtract from rewards by token and sum to go for the KL
-    of the whole response, or from advantages for that of each token given its prefix (the gradient of k2 as loss).
+    The score function of the policy loss multiplies k1, which gives the gradient of the KL. The loss's own clip and
+    weights then apply to the KL as well. Unbiased on-policy. Subtract it from rewards by token and sum these to go for
+    the KL of the whole response. Subtract it from advantages for the KL of each token given its prefix, which has the
+    gradient of k2 as a loss.
 
     Args:
         values: rewards by token (B, T), or advantages (B,) or (B, T).

@@ -50,7 +50,7 @@ def aggregate(
         level: see :data:`LEVELS`.
         turn_ids: (B, T) integer, for the turn levels; None = every run of trainable tokens is a turn.
         group_ids: (B,) integer, for ``group``, which reads all ranks.
-        zero_outside: ``values`` are 0 outside ``mask`` already: saves a pass, and ``token`` returns them as they are.
+        zero_outside: ``values`` are already 0 outside ``mask``. This saves a pass; ``token`` returns them unchanged.
 
     Returns:
         (B, T) for the token levels (0 outside ``mask``), else (B, 1); an empty row gives 0.
@@ -100,7 +100,7 @@ def aggregate_ratio(
     where l are the log-ratios. So ``sequence`` gives the product of a row's ratios, ``sequence_mean`` their geometric
     mean.
 
-    Args and shapes as :func:`aggregate`; an empty row and a masked token give 1.
+    Arguments and shapes are those of :func:`aggregate`. An empty row and a masked token give 1.
     """
     total = aggregate(log_ratios, mask, level, turn_ids=turn_ids, group_ids=group_ids, zero_outside=zero_outside)
     held = total.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -127,7 +127,7 @@ def turn_index(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
 
 
 def _over_turns(inside: Tensor, mask: Tensor, index: Tensor, *, mean: bool) -> Tensor:
-    """Sum or mean over each token's turn, handed back to its tokens."""
+    """Sum or mean over each token's turn, (B, T): every token of a turn holds the same value."""
     # Add every token up at the place of its turn's number (a row has at most T turns), then look the sums up again.
     total = torch.zeros_like(inside).scatter_add_(1, index, inside)
     if mean:
@@ -148,7 +148,7 @@ def group_mean(values: Tensor, active: Tensor, group_ids: Tensor) -> Tensor:
 
         sum_j x_j / n
 
-    where j runs over the n active rows with the group id of the row; 0 for a group without any.
+    where j runs over the n active rows with the same group id as the row. A group without active rows gives 0.
 
     Args:
         values: (B,) float.

@@ -13,11 +13,11 @@ from trl_offpolicy.functional._shapes import check_tokens
 LOG_RATIO_CLAMP = 20.0
 """Log-ratios (token or aggregated) are clamped to +-20 nats before ``exp``, as verl and SkyRL do.
 
-Sums and means over tokens are of the log-ratios as they are: +30 and -25 nats in one response make a product of e^5.
+Sums and means over tokens take unclamped log-ratios: +30 and -25 nats in one response make a product of e^5.
 """
 LOG_RATIO_LIMIT = 1e4
-"""nats: where a token's log-ratio itself ends. vLLM writes -9999 for a log-prob of minus infinity; a lowest float32,
-which some masks hold, would leave nothing of a sum."""
+"""Limit of a single token's log-ratio, nats. vLLM writes -9999 for a log-prob of minus infinity. The lowest float32,
+which some masks hold, would drown every other token in a sum."""
 
 
 class LogRatio(NamedTuple):
@@ -71,18 +71,18 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> LogRatio:
 
 def finite_or_zero(values: Tensor) -> Tensor:
     """Replace NaN and infinity by 0."""
-    if torch.compiler.is_compiling():  # where inductor looks for NaN one by one
+    if torch.compiler.is_compiling():  # inductor's own nan_to_num looks for NaN one by one
         return torch.where(values.abs() < torch.inf, values, 0.0)
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def ratio_of(log_ratios: Tensor) -> Tensor:
-    """The ratios rho = exp(l), l clamped to +-20 nats; carries the gradient of l where it is inside."""
+    """The ratios rho = exp(l) with l clamped to +-20 nats; carries the gradient of l inside that range."""
     return exp_of(log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP))
 
 
 def excess_of(log_ratios: Tensor) -> Tensor:
-    """The ratios less 1, rho - 1 = expm1(l), l clamped to +-20 nats; exact where the policies nearly agree."""
+    """The ratios minus 1, expm1(l) with l clamped to +-20 nats; exact where the policies nearly agree."""
     held = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     # In place where that is possible: this runs over every token of every diagnostic.
     return expm1_of(held) if torch.compiler.is_compiling() else held.expm1_()
@@ -110,4 +110,4 @@ def expm1_of(values: Tensor) -> Tensor:
 
 
 _SERIES_TERMS, _SERIES_LIMIT = 8, 0.5
-"""x + x^2/2! + ... + x^8/8!: below 0.5 nats what is left out is less than half a unit in float32's last place."""
+"""Terms of x + x^2/2! + ... + x^8/8!. Below 0.5 nats the rest is less than half a unit in float32's last place."""

@@ -30,7 +30,7 @@ def outlier_veto(
         mask: (B, T) bool.
         low: smallest tolerated token ratio (e.g. 1e-4); None = open.
         high: largest tolerated token ratio (e.g. 100); None = open.
-        zero_outside: ``log_ratios`` are 0 outside ``mask`` already: saves passes where 1 is tolerated.
+        zero_outside: ``log_ratios`` are already 0 outside ``mask``. This saves passes where a ratio of 1 is tolerated.
 
     Returns:
         (B, 1) bool; an empty row is kept.
@@ -75,8 +75,8 @@ def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, acr
 
         mean over the kept tokens of l^2 <= budget
 
-    where l is the log-ratio. The tokens are those of the whole call (and of all ranks), worst = largest \|l\|; equal
-    ones fall together. Bounds the chi-square divergence of the two policies.
+    where l is the log-ratio. The mean is over the whole call (and over all ranks). The worst tokens are those with the
+    largest \|l\|; equal ones are dropped together. This bounds the chi-square divergence of the two policies.
 
     Args:
         log_ratios: (B, T) float32, nats.
@@ -157,7 +157,7 @@ def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | N
 
 
 _SMALLEST = 1e-7
-"""Probability mass left for the other tokens, at least: float32 cannot tell 1 - p from 0 below it."""
+"""Least probability mass of the other tokens: below it float32 cannot tell 1 - p from 0."""
 
 
 def _binary_kl(q: Tensor, difference: Tensor, log_ratios: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _MAX_EXPONENT = 80.0  # nats; keeps perplexities of garbage log-probs finite
 HIGH_PROB_DIFF = 0.5
 """Largest |p_numerator - p_denominator| of a response from which Yao et al. 2025 call it high."""
 PRODUCT_RANGE = 300.0
-"""nats: a response's product of ratios is at most e^300, and 0 below e^-300; float64 then holds sums of its square."""
+"""A response's product of ratios is at most e^300, and 0 below e^-300, so that float64 holds sums of its square."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
 
     Args:
         ratio: log(numerator / denominator), from :func:`~trl_offpolicy.functional.log_ratios.log_ratio`; or the
-            numerator's (B, T) log-probs, from which it is made block by block and never held as a whole.
+            numerator's (B, T) log-probs, from which the log-ratio is made block by block and never held as a whole.
         denominator: (B, T) log-probs of the denominator, nats.
         mask: (B, T) bool, trainable tokens.
     """
@@ -153,7 +153,7 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
 
 
 def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
-    """The sums of a block. Everything is 0 outside the observed tokens, so that no sum needs a mask.
+    """The sums of one block. Everything is 0 outside the observed tokens, so no sum needs a mask.
 
     Products are taken by :func:`dot`, which holds no tensor of products. KL k3 and its reverse are not computed by
     token (:func:`~.kl.k3`): ``excess`` and ``log_ratios``, which other diagnostics need as well, add up to both.
@@ -200,13 +200,13 @@ ROW_LAYOUT = Layout(sums=_TOKEN_SUMS + _ROW_SUMS)
 
 
 def ratio_row_moments(rows: RatioRows) -> Tensor:
-    """Moments of every response by itself: (B, S) float64 in the order of :data:`ROW_LAYOUT`, 0 for an empty row."""
+    """Moments of each single response: (B, S) float64 in the order of :data:`ROW_LAYOUT`, 0 for an empty row."""
     tokens = rows.sums[:, :1]
     # Each sum by token becomes the response's mean; the log of its product of ratios stays a sum.
     mean = dict(zip(_TOKEN_SUMS, (rows.sums / tokens.clamp(min=1.0)).unbind(-1), strict=True))
     log_ratio, log_product = mean["log_ratio"], rows.sums[:, _TOKEN_SUMS.index("log_ratio")]
     surprise = -mean["logp"]
-    # Four exponentials of one call: both perplexities, their ratio, and the squared product (for the chi-square).
+    # Four exponentials in one call: both perplexities, their ratio, and the squared product (for the chi-square).
     squared = 2 * log_product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     exponents = torch.stack([surprise, surprise - log_ratio, -log_ratio, squared], dim=-1)
     ppl_denominator, ppl_numerator, ppl_ratio, square = exponents.clamp_(max=_MAX_EXPONENT).exp_().unbind(-1)
@@ -236,12 +236,12 @@ def ratio_row_moments(rows: RatioRows) -> Tensor:
 
 
 def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moments: Tensor | None = None) -> Moments:
-    """Add rows up; ``keep_rows`` (B,) bool restricts to some sequences at no extra pass over the tokens.
+    """Add the rows up. ``keep_rows`` leaves out some sequences without a second pass over the tokens.
 
     Args:
         rows: from :func:`ratio_rows`.
-        keep_rows: (B,) bool, or None for all.
-        row_moments: the same rows through :func:`ratio_row_moments`, where they are known already.
+        keep_rows: (B,) bool, the sequences that count; None = all.
+        row_moments: the same rows after :func:`ratio_row_moments`, where they are already known.
     """
     check_rows(len(rows.sums), keep_rows=keep_rows)
     row_moments = ratio_row_moments(rows) if row_moments is None else row_moments

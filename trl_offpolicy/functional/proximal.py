@@ -28,8 +28,9 @@ def interpolated_logps(
         current_version: v, the version of ``current``.
 
     Returns:
-        (B, T) float32, no gradient. A token not older than ``proximal_version`` has ``behaviour`` itself (alpha = 0, as
-        in AReaL: several steps on a fresh batch keep a fixed centre); not finite where ``behaviour`` is not.
+        (B, T) float32, no gradient; not finite where ``behaviour`` is not. A token that is not older than
+        ``proximal_version`` gets ``behaviour`` itself (alpha = 0). So, as in AReaL, several steps on a fresh batch keep
+        a fixed centre.
 
     Reference: Li et al. 2025, A-3PO (arXiv:2512.06547); AReaL's ``prox_logp_method="loglinear"``, where v_prox = v - 1.
 
@@ -58,9 +59,9 @@ def averaged_logps(previous: Tensor, current: Tensor, *, decay: float, count: in
 
         (decay n prev + current) / (decay n + 1), n = 1 + decay + ... + decay^(count - 1)
 
-    where n is the weight that ``previous`` carries already, so that the first policies are not over-counted. PPO-EWMA
-    averages the weights of the network; averaging log-probs needs no second copy and is the same to first order in the
-    change of the weights (a heuristic; the average is not normalised over tokens).
+    where n is the weight that ``previous`` already carries, so that the first policies are not over-counted. PPO-EWMA
+    averages the weights of the network. Averaging log-probs needs no second copy and is the same to first order in the
+    change of the weights. It is a heuristic: the average is not normalised over tokens.
 
     Args:
         previous: (B, T) average so far, nats; at first the log-probs of pi_old.

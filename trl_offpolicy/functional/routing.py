@@ -1,4 +1,4 @@
-"""How far two records of a mixture of experts' routing agree."""
+"""How well two records of the routing of a mixture of experts agree."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from trl_offpolicy.functional.diagnostics import Finalizer
 from trl_offpolicy.functional.moments import Layout, Moments, moments
 
 ROUTING_LAYOUT = Layout(sums=("choices", "shared", "flips"))
-"""``choices``: token-layers compared. ``shared``: sum over them of the share of common experts. ``flips``: those with
-any difference."""
+"""``choices``: pairs of token and layer that were compared. ``shared``: the sum over them of the share of common
+experts. ``flips``: how many of them differ at all."""
 
 
 def expert_layout(layers: int, experts: int) -> Layout:
@@ -46,27 +46,27 @@ def _check_alike(first: Tensor, second: Tensor) -> None:
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
-    """(..., k, k) bool: which of the one's experts are which of the other's."""
+    """(..., k, k) bool: entry (i, j) is True where the first's i-th expert is the second's j-th."""
     return first.unsqueeze(-1) == second.unsqueeze(-2)
 
 
 def routing_moments(
     first: Tensor, second: Tensor, mask: Tensor | None = None, *, experts: int | None = None
 ) -> Moments:
-    """What the diagnostics of the routing are made of.
+    """The moments from which the diagnostics of the routing are computed.
 
     Args:
         first: (B, L, layers, k) expert ids, negative where there is no record.
         second: likewise.
         mask: (B, L) bool, the tokens to compare; None = all.
-        experts: of a layer, to count by expert as well (:data:`EXPERT_DIAGNOSTICS`); None = not.
+        experts: number of experts of a layer, to count by expert as well (:data:`EXPERT_DIAGNOSTICS`); None = do not.
     """
     _check_alike(first, second)
     known = (first >= 0).all(-1) & (second >= 0).all(-1)
     if mask is not None:
         known = known & mask.unsqueeze(-1)
     same = _same(first, second)
-    # As :func:`shared_experts`, from the comparison that is needed by expert below as well.
+    # The same as :func:`shared_experts`, but from the comparison that the counts by expert below need as well.
     shared = torch.where(known, same.any(-1).float().mean(-1), 0.0).double()
     flips = known & (shared < 1.0)
     total = moments(ROUTING_LAYOUT, [known.sum(), shared.sum(), flips.sum()])
@@ -82,7 +82,7 @@ def routing_moments(
 
 
 def stacked_layers(parts: list[Moments]) -> Moments:
-    """Moments of layers that were counted one by one, by expert, as those of all of them."""
+    """Joins the moments of single layers, each counted by expert, into the moments of all layers."""
     names = len(ROUTING_LAYOUT.sums)
     total = torch.stack([part.sums[:names] for part in parts]).sum(0)
     counts = torch.cat([part.histogram for part in parts])
@@ -129,6 +129,6 @@ def _share(m: Moments, name: str, *, empty: float) -> Tensor:
 
 
 ROUTING_DIAGNOSTICS: dict[str, Finalizer] = {"agreement": routing_agreement, "flip_fraction": routing_flip_fraction}
-"""Key of ``offpolicy/routing/<key>`` -> finaliser, of any moments of a routing."""
+"""Key of ``offpolicy/routing/<key>`` -> finaliser, for all moments of a routing."""
 EXPERT_DIAGNOSTICS: dict[str, Finalizer] = {"expert_flip_mean": expert_flip_mean, "expert_flip_max": expert_flip_max}
-"""Likewise, of moments that were counted by expert alone."""
+"""The same for moments that were counted by expert; other moments lack these entries."""

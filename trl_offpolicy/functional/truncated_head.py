@@ -13,16 +13,16 @@ from torch.autograd.function import once_differentiable
 from trl_offpolicy.functional.truncated_sampling import Support, Truncation, listed_weights, truncated_support
 
 TILE = 128
-"""Tokens a tile."""
+"""Tokens per tile, by default."""
 
 
 class TruncatedLogProbs(NamedTuple):
     """What the head says about each target; float32 (float64 for float64 input)."""
 
     log_probs: Tensor
-    """(N,) nats, with gradient."""
+    """(N,) log-prob of each target, nats, with gradient."""
     entropies: Tensor
-    """(N,) nats, with gradient: of the truncated distribution, the one that the log-probs are from."""
+    """(N,) entropy of the truncated distribution, from which the log-probs are, nats, with gradient."""
     sum_sq_probs: Tensor
     """(N,) sum of squared probabilities of the truncated distribution; no gradient."""
     outside: Tensor
@@ -68,10 +68,11 @@ def truncated_log_probs(
     A target outside of S is added to it: the engine did sample it. S carries no gradient (it is piecewise constant), so
     tokens outside of it get none.
 
-    Memory: nothing of size N x V. In float32 the forward holds at most ``28 bytes x tile x V`` above its inputs (16
-    without a cut; top-p sorts, with positions in int64), the backward ``20 bytes x tile x V`` and float32 gradients of
-    hidden and weight. Kept for the backward: the inputs and four numbers a token. Under autocast one copy of the weight
-    in that dtype. Time: the backward projects again, as TRL's head does; top-p sorts the vocabulary at each token.
+    Memory: nothing has the size N x V. In float32 the forward holds at most ``28 bytes x tile x V`` above its inputs
+    (16 without a cut; top-p sorts, with positions in int64). The backward holds ``20 bytes x tile x V`` and float32
+    gradients of hidden and weight. The inputs and four numbers per token are kept for the backward, and under autocast
+    one copy of the weight in that dtype. Time: the backward projects again, as TRL's head does, and top-p sorts the
+    vocabulary at each token.
 
     Args:
         hidden: (N, H) last hidden states.
@@ -80,11 +81,11 @@ def truncated_log_probs(
         bias: (V,) or None.
         temperature: the engine's, > 0.
         truncation: the engine's top_p, top_k, min_p. Ignored where ``kept_ids`` is given.
-        kept_ids: (N, K) ids that the engine kept, padded with -1; a row of padding: nothing was cut.
+        kept_ids: (N, K) ids that the engine kept, padded with -1; a row of padding alone means that nothing was cut.
         logit_scale: the model's factor on the logits.
         softcap: the model's ``c * tanh(logits / c)``, or None.
         tile: tokens computed at a time.
-        gather: entered in the backward, which reads the head again; the caller enters its own around the forward.
+        gather: a context for the backward, which reads the head again; the caller enters its own around the forward.
 
     Raises:
         ValueError: a shape or option that does not fit.
@@ -156,7 +157,7 @@ class _TiledHead(torch.autograd.Function):
 
 
 def _tiles(count: int, size: int) -> Iterator[slice]:
-    """At least one tile, so that an empty batch keeps its place in the graph."""
+    """Slices of ``tile`` rows; at least one, so that an empty batch keeps its place in the graph."""
     for start in range(0, max(count, 1), size):
         yield slice(start, min(start + size, count))
 
@@ -170,7 +171,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """That of the projection: autocast's, as in TRL's head and the engine's."""
+    """The dtype of the projection: autocast's if it is on, as in TRL's head and the engine's."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
@@ -204,7 +205,7 @@ def _weights(logits: Tensor, support: Support | None, listed: Tensor | None, tar
 def _forward_tile(
     states: Tensor, head: Tensor, shift: Tensor | None, targets: Tensor, listed: Tensor | None, options: _Options
 ) -> tuple[Tensor, ...]:
-    """Columns (n,): log-prob, log of the normaliser, entropy, sum p^2, lowest, share, outside."""
+    """One tile, as columns (n,): log-prob, log of the normaliser, entropy, sum p^2, lowest, share, outside."""
     logits, _ = _logits(states, head, shift, options)
     support = truncated_support(logits, options.truncation if listed is None else Truncation())
     mass, outside = _weights(logits, support, listed, targets)
@@ -239,7 +240,7 @@ def _logit_gradient(
 
 
 def _accumulate(sums: list[Tensor | None], rows: slice, grad: Tensor, states: Tensor, head: Tensor) -> None:
-    """Add a tile's part to the gradients of hidden, weight and bias, where wanted."""
+    """Add a tile's part to those gradients of hidden, weight and bias that are wanted."""
     grad = grad.to(states.dtype)
     if sums[0] is not None:
         _add_product(sums[0][rows], grad, head)

@@ -1,4 +1,4 @@
-"""Which tokens top-p, top-k and min-p leave to the sampler: vLLM's rules, as two numbers a token."""
+"""Which tokens top-p, top-k and min-p leave to the sampler: vLLM's rules, as two numbers per token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Truncation:
     """Sampling options that cut the distribution; the defaults cut nothing.
 
     Args:
-        top_p: the smallest set of most likely tokens whose probabilities reach this; in (0, 1].
-        top_k: the most likely tokens, this many; 0 = all.
-        min_p: tokens at least this fraction as likely as the most likely one; in [0, 1].
-        exact_top_k: of tokens tied with the k-th keep an arbitrary few, k in all (vLLM's Triton sampler); else all of
-            them (its PyTorch sampler, transformers).
+        top_p: keep the smallest set of most likely tokens whose probabilities reach this; in (0, 1].
+        top_k: keep this many of the most likely tokens; 0 = all.
+        min_p: keep tokens that are at least this fraction as likely as the most likely one; in [0, 1].
+        exact_top_k: of the tokens tied with the k-th keep an arbitrary few, k in all (vLLM's Triton sampler). False:
+            keep all of them (vLLM's PyTorch sampler, transformers).
 
     Raises:
-        ValueError: a value outside of its range.
+        ValueError: a value is outside its range.
     """
 
     top_p: float = 1.0
@@ -44,8 +44,8 @@ class Truncation:
 class Support(NamedTuple):
     """The kept tokens of each position: those above ``lowest``, and ``share`` of those equal to it.
 
-    Tokens tied at the edge are equally likely, and vLLM may keep an arbitrary few of them: only how many matters to the
-    normaliser. Each of them then counts as ``share``.
+    Tokens tied at the edge are equally likely, and vLLM may keep an arbitrary few of them. Only their number matters to
+    the normaliser, so each of them counts as ``share``.
     """
 
     lowest: Tensor
@@ -54,7 +54,7 @@ class Support(NamedTuple):
     """(N,) in (0, 1]; 1 where the edge is not tied."""
 
     def weights(self, logits: Tensor) -> Tensor:
-        """(N, V): 1 for kept tokens, 0 for the others, ``share`` for those tied at the edge."""
+        """(N, V): 1 for tokens above the edge, ``share`` for those tied at it, 0 for the others."""
         lowest, share = self.lowest.unsqueeze(1), self.share.unsqueeze(1).to(logits.dtype)
         return torch.where(logits == lowest, share, (logits > lowest).to(logits.dtype))
 
@@ -68,10 +68,10 @@ def truncated_support(logits: Tensor, truncation: Truncation) -> Support:
 
     Args:
         logits: (N, V) float32 or float64, already divided by the temperature.
-        truncation: what is cut.
+        truncation: the options that cut.
 
     Returns:
-        Two numbers a row; no gradient.
+        Two numbers per row; no gradient.
 
     Example:
         >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
@@ -103,7 +103,7 @@ def truncated_support(logits: Tensor, truncation: Truncation) -> Support:
 
 
 def _edge(logits: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
-    """(N,) tokens above the edge, and tokens at it."""
+    """Two (N,) counts: the tokens above the edge, and the tokens at it."""
     lowest = lowest.unsqueeze(1)
     return (logits > lowest).sum(dim=-1), (logits == lowest).sum(dim=-1)
 
@@ -117,7 +117,7 @@ def _top_p_support(logits: Tensor, lowest: Tensor, truncation: Truncation) -> Su
     mass = torch.cumsum(mass, dim=-1, out=mass)
     one = torch.ones((), dtype=logits.dtype, device=logits.device)
     dropped = one - one * truncation.top_p  # in the dtype of the logits, as vLLM
-    kept = (mass[:, :-1] > dropped).sum(dim=-1) + 1  # one stays
+    kept = (mass[:, :-1] > dropped).sum(dim=-1) + 1  # the most likely token always stays
     lowest = ascending.gather(1, (logits.shape[1] - kept).unsqueeze(1)).squeeze(1)
     above, tied = _edge(logits, lowest)
     return Support(lowest, (kept - above).to(logits.dtype) / tied)

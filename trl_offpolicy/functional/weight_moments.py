@@ -30,7 +30,7 @@ def weight_rows(mask: Tensor, *weights: Tensor, lengths: Tensor | None = None) -
     Args:
         mask: (B, T) bool; rows without a True token have sums of 0 and maxima of minus infinity.
         weights: one or more (B, T) or (B, 1) float32, finite and not negative.
-        lengths: (B,) True tokens of each row, where known.
+        lengths: (B,) number of True tokens of each row, if it is known.
 
     Returns:
         The rows of each of ``weights``. The sequence entries take each row's mean weight over its tokens (a
@@ -46,7 +46,7 @@ def weight_rows(mask: Tensor, *weights: Tensor, lengths: Tensor | None = None) -
         for block in row_blocks(mask.shape, mask.device)
         if by_token
     ]
-    # (W, B, 4) in the order of the weights by token; those by row need no pass.
+    # (W, B, 4) in the order of the weights by token; weights by row need no pass over the tokens.
     columns = iter(torch.cat(blocks, dim=1).double() if blocks else ())
     return [
         _with_means(count, *next(columns).unbind(-1)) if _is_by_token(weight, mask) else _constant(count, weight)
@@ -71,7 +71,7 @@ def _block_weights(mask: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 _LARGE = 1e38
-"""Beyond every weight: put outside the mask when the smallest is looked for."""
+"""Larger than every weight. It fills the places outside the mask when the smallest weight is looked for."""
 
 
 def _with_means(count: Tensor, total: Tensor, squares: Tensor, top: Tensor, bottom: Tensor) -> WeightRows:
@@ -82,13 +82,13 @@ def _with_means(count: Tensor, total: Tensor, squares: Tensor, top: Tensor, bott
 
 
 def _constant(count: Tensor, weight: Tensor) -> WeightRows:
-    """(B, 1): the same weight on every token of a row."""
+    """The rows of a weight (B, 1), which is the same on every token of a row."""
     value = torch.where(count > 0, weight.squeeze(-1).double(), 0.0)
     return _with_means(count, value * count, value.square() * count, value, value)
 
 
 def fold_weight_rows(rows: WeightRows, keep_rows: Tensor | None = None) -> Moments:
-    """Add rows up; ``keep_rows`` (B,) bool restricts to some sequences at no extra pass over the tokens."""
+    """Add the rows up. ``keep_rows`` (B,) bool leaves out some sequences without a second pass over the tokens."""
     sums, maxima = rows
     if keep_rows is not None:
         sums = torch.where(keep_rows.unsqueeze(-1), sums, 0.0)
@@ -99,7 +99,7 @@ def fold_weight_rows(rows: WeightRows, keep_rows: Tensor | None = None) -> Momen
 def weight_moments(weights: Tensor, mask: Tensor) -> Moments:
     """Moments of importance weights over the True tokens of ``mask``, whatever the others hold.
 
-    Arguments as :func:`weight_rows`, but only the weights on True tokens need be finite.
+    The arguments are those of :func:`weight_rows`, but only the weights on True tokens need be finite.
     """
     inside = weights if weights.shape[-1] == 1 else torch.where(mask, weights, 0.0)
     (rows,) = weight_rows(mask, inside)

@@ -10,7 +10,7 @@ from torch import Tensor
 from trl_offpolicy.functional._shapes import check_tokens
 
 NORMALIZER_FLOOR = 1e-8
-"""A mean weight at or below this is not divided by (everything was rejected or underflowed)."""
+"""Weights are not divided by a mean at or below this: everything was rejected or underflowed."""
 
 
 def truncate_weight(ratio: Tensor, *, max_weight: float | None, min_weight: float | None = None) -> Tensor:
@@ -18,7 +18,7 @@ def truncate_weight(ratio: Tensor, *, max_weight: float | None, min_weight: floa
 
         w = max(min(rho, C), floor)
 
-    where rho is the ratio and C the cap. Biased towards the sampler where it truncates, bounded variance.
+    where rho is the ratio and C the cap. Where it truncates it is biased towards the sampler. The variance is bounded.
 
     Args:
         ratio: any shape, float32.
@@ -77,8 +77,8 @@ def prefix_min_weight(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
         log w_t = l_t + min_{s < t} l_s
 
-    where l is the log-ratio of a trainable token. The first trainable token has an empty prefix, whose factor is 1. A
-    non-cumulative stand-in for the product of the prefix: biased, free of its exponential growth.
+    where l is the log-ratio of a trainable token. The first trainable token has an empty prefix, whose factor is 1. The
+    smallest ratio replaces the product over the prefix. It is biased, but does not grow exponentially.
 
     Args:
         log_ratios: (B, T) float32, nats.
@@ -127,8 +127,8 @@ def shaped_weight(ratio: Tensor, *, gamma: float) -> Tensor:
 
         w = r / (r + gamma)
 
-    where r is the ratio. 1 / (1 + gamma) on-policy, not 1. The study that introduced it for fused rollouts found it
-    unstable.
+    where r is the ratio. On-policy it is 1 / (1 + gamma), not 1. The study that introduced it for fused rollouts found
+    it unstable.
 
     Args:
         ratio: any shape, float32, positive.

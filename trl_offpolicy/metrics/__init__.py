@@ -1,7 +1,7 @@
 """The diagnostics as torchmetrics: one class each, derived from the finalisers that a Correction uses.
 
 They merge over batches and ranks by sums, counts and maxima, never by means. The trainers log the same
-numbers from :class:`~trl_offpolicy.Stats` with one collective a step; these classes are for other loops.
+numbers from :class:`~trl_offpolicy.Stats` with one collective per step; these classes are for other loops.
 """
 
 from trl_offpolicy.metrics.base import (

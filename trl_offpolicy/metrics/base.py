@@ -1,7 +1,7 @@
 """What all metrics share: packed moments as states, and a finaliser that the diagnostics of a Correction use too.
 
-A metric is a base, which says what ``update`` takes, and a finaliser, which holds the formula: :func:`derived` puts the
-two together, so that no formula is written twice.
+A metric consists of a base, which defines what ``update`` takes, and of a finaliser, which holds the formula.
+:func:`derived` puts the two together, so that no formula is written twice.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, weight_moment
 
 
 class MomentMetric(Metric):
-    """A shell: ``update`` adds moments, ``compute`` finalises them.
+    """A shell around moments: ``update`` adds them up, ``compute`` applies the finaliser.
 
-    States: ``sums`` (additive, histogram counts included) and ``maxima``, both float64 whatever dtype the
-    module that holds the metric is cast to, because counts and differences of sums are not exact in less.
+    Its states are ``sums`` (additive, histogram counts included) and ``maxima``. Both stay float64 even if the module
+    that holds the metric is cast, because counts and differences of sums are not exact in fewer bits.
     """
 
     is_differentiable = False
@@ -42,15 +42,15 @@ class MomentMetric(Metric):
 
     @staticmethod
     def finalize(m: Moments) -> Tensor:
-        """0-d float64 from moments; each metric names its function of ``functional.diagnostics``."""
+        """The value from the moments, 0-d float64. Each metric has its function of ``functional.diagnostics`` here."""
         raise NotImplementedError("finalize must be set by the metric, but got none.")
 
     def compute(self) -> Tensor:
-        """0-d float64; a sample without any trainable token gives 0."""
+        """The value, 0-d float64; a sample without any trainable token gives 0."""
         return self.finalize(Moments(self.layout, self.sums, self.maxima))
 
     def _add(self, batch: Moments) -> None:
-        """Out of place: the metrics of a compute group share their state tensors."""
+        """Add moments to the states, not in place: the metrics of a compute group share their state tensors."""
         self.sums = self.sums + batch.sums
         self.maxima = torch.maximum(self.maxima, batch.maxima)
 
@@ -77,15 +77,15 @@ def derived(
     better: bool | None = False,
     **members: Any,
 ) -> type[M]:
-    """A class: ``base`` with a finaliser, whose docstring holds the formula.
+    """The metric class that adds a finaliser, whose docstring holds the formula, to ``base``.
 
     Args:
-        base: what ``update`` takes.
-        name: of the class; the variable of ``module`` that holds it has the same one, so that it can be pickled.
-        key: of the metric, below ``offpolicy/``.
-        finalize: 0-d float64 from moments.
-        module: its ``__name__``.
-        better: ``higher_is_better`` of torchmetrics; None where the best value lies inside the range.
+        base: the class that defines what ``update`` takes.
+        name: name of the class. The variable of ``module`` that holds it has the same name, so that it can be pickled.
+        key: key of the metric, below ``offpolicy/``.
+        finalize: from moments to the 0-d float64 value.
+        module: the ``__name__`` of the module.
+        better: ``higher_is_better`` of torchmetrics; None if the best value lies inside the range.
         **members: further attributes of the class.
     """
     formula = " ".join((finalize.__doc__ or "").split())
@@ -98,13 +98,13 @@ def derived(
 
 
 def classes_in(namespace: Mapping[str, Any], base: type[M]) -> dict[str, type[M]]:
-    """{key: class} of what a module derived from ``base`` with :func:`derived`, in its order."""
+    """{key: class} of the classes that a module derived from ``base`` with :func:`derived`, in its order."""
     found = (one for one in namespace.values() if isinstance(one, type) and issubclass(one, base))
-    return {one.key: one for one in found if "key" in vars(one)}  # a base has none
+    return {one.key: one for one in found if "key" in vars(one)}  # a base has no key
 
 
 def by_quantity(classes: Mapping[str, type[M]]) -> dict[str, type[M]]:
-    """The same by the last part of the key, for classes of one group."""
+    """The classes by the last part of their key; they must be of one group."""
     return {key.rpartition("/")[2]: one for key, one in classes.items()}
 
 
@@ -134,7 +134,7 @@ class RatioMetric(MomentMetric):
             completion_mask: (B, T) bool or 0/1, True = trainable token.
 
         Raises:
-            ValueError: the shapes are not one and the same (B, T).
+            ValueError: the shapes are not all the same (B, T).
             TypeError: an argument is not a tensor, or log-probs are not floating point.
         """
         _check_floats("numerator_logps", numerator_logps)
@@ -163,9 +163,9 @@ class WeightMetric(MomentMetric):
         """Add a batch.
 
         Args:
-            weights: (B, T), or (B, 1) for one weight a sequence; float, never negative.
-            mask: (B, T) bool or 0/1: the tokens that the weights are for (all trainable ones for raw weights,
-                the kept ones for applied weights).
+            weights: (B, T), or (B, 1) for one weight per sequence; float, never negative.
+            mask: (B, T) bool or 0/1, the tokens of the weights: all trainable ones for raw weights, the kept ones for
+                applied weights.
 
         Raises:
             ValueError: the shapes do not fit.
@@ -192,7 +192,7 @@ def _check_floats(name: str, value: Tensor, like: Tensor | None = None) -> None:
 
 
 def _checked_mask(name: str, mask: Tensor, like: Tensor, broadcast: bool = False) -> Tensor:
-    """The mask as bool; with ``broadcast``, ``like`` may be (B, 1)."""
+    """The mask as bool, after its shape was compared with ``like``, which may be (B, 1) with ``broadcast``."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, but got {type(mask).__name__}.")
     if mask.is_complex():

@@ -1,4 +1,4 @@
-"""Whole sets of diagnostics as one collection: the moments are computed once an update."""
+"""Whole sets of diagnostics as one collection: the moments are computed once per update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ratio_metrics(prefix: str = "offpolicy/mismatch/") -> MetricCollection:
 
     Returns:
         One compute group: ``update`` makes one pass over the tokens. Calling the collection itself
-        (``forward``) makes one pass a metric, as every torchmetrics collection does.
+        (``forward``) makes one pass per metric, as every torchmetrics collection does.
 
     Example:
         >>> import torch
@@ -44,7 +44,7 @@ def weight_metrics(prefix: str = "offpolicy/weight/") -> MetricCollection:
             normalisation, over the kept tokens.
 
     Returns:
-        One compute group, as :func:`ratio_metrics`.
+        One compute group, as with :func:`ratio_metrics`.
 
     Example:
         >>> import torch
@@ -63,11 +63,11 @@ def routing_metrics(
 
     Args:
         prefix: written before every key.
-        layers: with experts; without them what is counted by expert is left out.
-        experts: of a layer.
+        layers: number of layers with experts; None leaves out the diagnostics that are counted by expert.
+        experts: number of experts of a layer.
 
     Returns:
-        One compute group, as :func:`ratio_metrics`.
+        One compute group, as with :func:`ratio_metrics`.
 
     Example:
         >>> import torch
@@ -82,7 +82,7 @@ def routing_metrics(
 
 
 def _collection(classes: Mapping[str, type[MomentMetric]], prefix: str, **options: Any) -> MetricCollection:
-    """The group is given: detecting it would run every metric on the first update and then compare values."""
+    """One collection whose compute group is given: to detect it, torchmetrics would run every metric once."""
     return MetricCollection(
         {name: metric(**options) for name, metric in classes.items()}, prefix=prefix, compute_groups=[sorted(classes)]
     )

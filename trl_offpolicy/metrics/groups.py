@@ -1,4 +1,4 @@
-"""The other diagnostics of a correction and an objective, one class each: fed with the ``stats`` that these return."""
+"""The other diagnostics of a correction and an objective, one class each, fed with the ``stats`` of an output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
     **correction_measure.GROUPS,
     **objective_measure.GROUPS,
 }
-"""Group of :class:`~trl_offpolicy.stats.Stats` -> names of its moments, and its finalisers by quantity."""
+"""Group of :class:`~trl_offpolicy.stats.Stats` -> the names of its moments, and its finalisers by quantity."""
 
 
 class GroupMetric(MomentMetric):
@@ -38,13 +38,13 @@ class GroupMetric(MomentMetric):
     group: str
 
     def update(self, stats: Stats) -> None:
-        """Add a call.
+        """Add one call of a correction or an objective.
 
         Args:
-            stats: of a correction's or an objective's output.
+            stats: the ``stats`` of its output.
 
         Raises:
-            ValueError: they do not hold this diagnostic (no such term, or an input of it was missing).
+            ValueError: they do not hold this diagnostic (there is no such term, or the batch lacked an input).
         """
         quantity, found = self.key.rpartition("/")[2], stats.groups.get(self.group)
         if found is None or quantity not in found.finalizers:

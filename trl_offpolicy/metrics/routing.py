@@ -1,4 +1,4 @@
-"""How far trainer and engine send tokens to the same experts of a mixture, one class each."""
+"""Whether trainer and engine send tokens to the same experts of a mixture, one class per diagnostic."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class RoutingMetric(MomentMetric):
     """Base of the diagnostics of two records of a routing: A and B, the k experts of a token in a layer on each side.
 
     Args:
-        layers: with experts; needed by what is counted by expert (``RoutingExpertFlip*``), as is
-        experts: of a layer.
+        layers: number of layers with experts; the classes that count by expert (``RoutingExpertFlip*``) need it.
+        experts: number of experts of a layer; the same classes need it.
 
     Raises:
-        ValueError: only one of the two is given, or none to a class that counts by expert.
+        ValueError: only one of the two is given, or neither to a class that counts by expert.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ class RoutingMetric(MomentMetric):
 
         Args:
             first: (B, L, layers, k) expert ids of the trainer, signed integers, -1 = unknown (not compared).
-            second: likewise of the engine, or of the trainer at other weights.
+            second: (B, L, layers, k) expert ids of the engine, or of the trainer at other weights.
             mask: (B, L) bool or 0/1: the tokens to compare.
 
         Raises:

@@ -8,7 +8,7 @@ from trl_offpolicy.stats import PREFIX
 
 
 def trl_names(objective: Objective, values: dict[str, float]) -> dict[str, float]:
-    """The keys that stock TRL logs for the same quantities, from a window's ``offpolicy/loss/*``."""
+    """The same quantities under stock TRL's keys, from the ``offpolicy/loss/*`` of a logging window."""
     loss = {key.removeprefix(f"{PREFIX}loss/"): value for key, value in values.items() if "/loss/" in key}
     named = {"entropy": loss["entropy"]}
     if objective.kl is not None:

@@ -1,4 +1,4 @@
-"""What a loop measures as one number at a time (a sync, a generation, a gradient), one class each."""
+"""Quantities that a loop measures one number at a time (a sync, a generation, a gradient), one class each."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ValueMetric(MomentMetric):
     layout = Layout(sums=("part", "whole"))
 
     def update(self, part: float | Tensor, whole: float | Tensor = 1.0) -> None:
-        """Add a number, or so many ``part`` of a ``whole``.
+        """Add a number, or a share as ``part`` of a ``whole``.
 
         Args:
             part: a number, or a 0-d tensor.
-            whole: likewise; 1 = ``part`` is one value.
+            whole: a number, or a 0-d tensor; 1 = ``part`` is one value.
         """
         device = self.sums.device
         self._add(moments(self.layout, [torch.as_tensor(number, device=device) for number in (part, whole)]))

@@ -1,1 +1,1 @@
-"""The loss: policy losses, KL penalty, proximal policy, advantages, and what is measured of them."""
+"""The loss: policy losses, KL penalty, proximal policy, advantages, and their diagnostics."""

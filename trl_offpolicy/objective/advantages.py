@@ -1,17 +1,18 @@
 """Advantage estimators as small frozen dataclasses: from the rewards of a generation batch to (B,) or (B, T).
 
-They read whole prompt groups, hence before a trainer shuffles and splits the batch, and all ranks call them together.
-Each names what it ``requires`` of :class:`AdvantageInputs`. A response that is not ``counted`` (rejected, or without a
-reward) gets 0 and does not move the others. A group of one has nothing to compare: its reward minus its own mean is 0
-(verl compares with 0 instead and leaves it its whole reward). That stays 0 and moves nobody, with these exceptions:
+They read whole prompt groups, so they run before a trainer shuffles and splits the batch, and all ranks call them
+together. Each names what it ``requires`` of :class:`AdvantageInputs`. A response that is not ``counted`` (rejected, or
+without a reward) gets 0 and does not move the others. A group of one has nothing to compare: its reward minus its own
+mean is 0 (verl compares with 0 instead and leaves it its whole reward). That stays 0 and moves no other response, with
+these exceptions:
 
-- ``GRPO(scale="batch")``: it gets 0; its reward counts in the batch's standard deviation;
-- ``GDPO``: it gets 0, up to rounding; as a 0 it counts in the batch's standard deviation;
-- ``REINFORCEPlusPlusBaseline``: its 0 is normalised with the batch: it gets - mean / std, which is 0 only where the
-  mean over the batch's tokens is, and it counts in both;
+- ``GRPO(scale="batch")``: it gets 0, and its reward counts in the batch's standard deviation.
+- ``GDPO``: it gets 0 up to rounding, and this 0 counts in the batch's standard deviation.
+- ``REINFORCEPlusPlusBaseline``: its 0 is normalised with the batch and counts in the mean and the standard deviation of
+  the batch's tokens. It gets - mean / std, which is 0 only if that mean is 0.
 - ``OptimalTokenBaseline(alone="return")``: it gets its return.
 
-"Unbiased" is meant on-policy.
+"Unbiased" means on-policy.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _HINTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator sees of a generation batch; (B, T) unless said, None where absent. Nothing carries gradient.
+    """What an estimator sees of a generation batch. Fields are (B, T) by default, None where absent, without gradient.
 
     Args:
         rewards: (B,), or (B, K) with a column for each reward function; NaN = no reward.
         group_ids: (B,) integer id of the prompt.
-        reward_weights: (K,), weight of each function in the sum; None = ones.
+        reward_weights: (K,), the weight of each function in the sum; None = ones.
         counted: (B,) bool, responses that belong to the baseline; None = all.
         mask: bool, True = trainable token.
         token_rewards: rewards by token besides the outcome, e.g. :func:`~trl_offpolicy.functional.kl.subtract_kl` of
@@ -64,7 +65,7 @@ class AdvantageInputs:
         per_token_logps: log-probs of the policy at rollout weights (old), nats.
         sum_sq_probs: sum over the vocabulary of its probabilities squared.
         weights: (B, 1) or (B, T) importance weights.
-        squared_grad_norms: (B,) squared norm of each response's gradient, where a trainer has it.
+        squared_grad_norms: (B,) squared norm of each response's gradient, if a trainer has it.
 
     Raises:
         ValueError: a field's shape does not fit.
@@ -106,31 +107,31 @@ class AdvantageInputs:
 
     @property
     def by_function(self) -> Tensor:
-        """(B, K) rewards."""
+        """(B, K) float32 rewards, one column per reward function."""
         return self.rewards.unsqueeze(1) if self.rewards.dim() == 1 else self.rewards
 
     @property
     def outcome(self) -> Tensor:
-        """(B,) float32, weighted sum of the functions that apply; NaN where none does."""
+        """(B,) float32, the weighted sum of the reward functions that apply; NaN where none does."""
         rewards = self.by_function.float()
         weighted = rewards if self.reward_weights is None else rewards * self.reward_weights.to(rewards)
         return torch.where(rewards.isnan().all(-1), torch.nan, weighted.nansum(-1))
 
     @property
     def total(self) -> Tensor:
-        """(B,) float32, outcome plus rewards by token."""
+        """(B,) float32, the outcome plus the rewards by token."""
         if self.token_rewards is None:
             return self.outcome
         return self.outcome + torch.where(self.need("mask", "token_rewards"), self.token_rewards.float(), 0.0).sum(-1)
 
     @property
     def present(self) -> Tensor:
-        """(B,) bool: counted, and with a reward."""
+        """(B,) bool: the responses that are counted and have a reward."""
         rewarded = ~self.outcome.isnan()
         return rewarded if self.counted is None else rewarded & (self.counted != 0)
 
     def need(self, name: str, reader: str) -> Tensor:
-        """The field ``name``; a mask as bool.
+        """The tensor of the field ``name``; a mask comes as bool.
 
         Raises:
             ValueError: it is absent.
@@ -149,18 +150,18 @@ class AdvantageInputs:
 class AdvantageEstimator(Part):
     """Rewards to advantages. Subclass it as a frozen, keyword-only dataclass.
 
-    :meth:`__call__` must be written; what else is said here has the value below unless the subclass has a field, a
-    class attribute or a property of that name.
+    A subclass must write :meth:`__call__`. Everything else has the default below. A field, a class attribute or a
+    property of the same name in the subclass replaces it.
     """
 
     by_token: ClassVar[bool] = False
     """Whether tokens of one response may have different advantages."""
 
     formula: ClassVar[str] = "-"
-    """One line for the map in the docs."""
+    """The formula in one line, for the map in the docs."""
 
     bias: ClassVar[str] = "-"
-    """How it is biased on-policy, likewise."""
+    """How it is biased on-policy, for the same map."""
 
     @overridable
     def requires(self) -> tuple[str, ...]:
@@ -169,12 +170,12 @@ class AdvantageEstimator(Part):
 
     @overridable
     def scope(self) -> Scope:
-        """What it must see at once."""
+        """What it must see at once: the prompt group or the whole generation batch."""
         return "group"
 
     @abstractmethod
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32, or (B, T) where ``by_token``."""
+        """The advantages, (B,) float32, or (B, T) if ``by_token``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +206,11 @@ class GRPO(AdvantageEstimator):
 
     @property
     def scope(self) -> Scope:
-        """The batch for its standard deviation, else the group."""
+        """The generation batch if its standard deviation is used, else the group."""
         return "generation_batch" if self.scale == "batch" else "group"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32."""
+        """(r - mean) / (std + epsilon), or r - mean with ``scale="none"``; (B,) float32."""
         return group_advantages(
             inputs.total, inputs.group_ids, inputs.present, scale_rewards=self.scale, epsilon=self.epsilon
         )
@@ -224,7 +225,7 @@ class DrGRPO(AdvantageEstimator):
     bias: ClassVar[str] = "none but the factor (n - 1) / n"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32."""
+        """(B,) float32: r - mean of the group."""
         return group_advantages(inputs.total, inputs.group_ids, inputs.present, scale_rewards="none")
 
 
@@ -237,7 +238,7 @@ class RLOO(AdvantageEstimator):
     bias: ClassVar[str] = "none"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32."""
+        """(B,) float32: r - mean of the other responses of the group."""
         return leave_one_out(inputs.total, inputs.group_ids, inputs.present)
 
 
@@ -251,7 +252,7 @@ class OPO(AdvantageEstimator):
     requires: ClassVar[tuple[str, ...]] = ("mask",)
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32."""
+        """(B,) float32: r - mean of the group weighted by length."""
         lengths = inputs.need("mask", "OPO").sum(-1)
         return weighted_baseline(inputs.total, inputs.group_ids, inputs.present, lengths)
 
@@ -269,7 +270,7 @@ class GDPO(AdvantageEstimator):
     scope: ClassVar[Scope] = "generation_batch"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32."""
+        """The weighted sum of the rewards normalised in the group, normalised over the batch; (B,) float32."""
         if inputs.token_rewards is not None:
             raise NotImplementedError(
                 "token_rewards must be None with GDPO (add a column to rewards), but got a tensor."
@@ -279,10 +280,10 @@ class GDPO(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class REINFORCEPlusPlusBaseline(AdvantageEstimator):
-    """r - mean of the group, then normalised over the batch's tokens: one scale for all prompts, biased little.
+    """r - mean of the group, then normalised over the batch's tokens: one scale for all prompts, with little bias.
 
-    A group of one enters as 0 and leaves as - mean / std of the batch's tokens, as the paper's formula has it: 0 only
-    where the mean is, e.g. with responses of equal length. See
+    A group of one enters as 0 and leaves as - mean / std of the batch's tokens, as in the paper's formula. That is 0
+    only if the mean is 0, e.g. with responses of equal length. See
     :func:`~trl_offpolicy.functional.advantages.whitened_by_token`.
     """
 
@@ -293,7 +294,7 @@ class REINFORCEPlusPlusBaseline(AdvantageEstimator):
     scope: ClassVar[Scope] = "generation_batch"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32."""
+        """(B,) float32: r - mean of the group, normalised over the tokens of the batch."""
         mask = inputs.need("mask", "REINFORCEPlusPlusBaseline")
         centred = group_advantages(inputs.total, inputs.group_ids, inputs.present, scale_rewards="none")
         return whitened_by_token(centred, torch.where(inputs.present, mask.sum(-1), 0))
@@ -323,11 +324,11 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The weights only if it is aware of them."""
+        """Mask, log-probs and sums of squares, and the weights if ``is_aware``."""
         return (*_ENERGY, "weights") if self.is_aware else _ENERGY
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B, T) float32."""
+        """G_t - B_t, the return from token t on minus its baseline; (B, T) float32."""
         name = "OptimalTokenBaseline"
         weights = inputs.need("weights", f"{name}(is_aware=True)") if self.is_aware else None
         mask, energy = inputs.need("mask", name), inputs.energy(name, weights)
@@ -346,9 +347,10 @@ class OptimalTokenBaseline(AdvantageEstimator):
 class OPOB(AdvantageEstimator):
     """VCPO's off-policy baseline: sum w^2 ||g||^2 r / sum w^2 ||g||^2 over the group.
 
-    ||g||^2 is ``squared_grad_norms`` where the inputs have it (weights (B, 1) then); else the sum of the tokens'
-    w^2 (1 - 2 pi + sum pi^2), which needs the forward only and takes tokens' scores as uncorrelated (and reads mask,
-    log-probs and sums of squares). See :func:`~trl_offpolicy.functional.advantages.weighted_baseline`.
+    ||g||^2 is ``squared_grad_norms`` if the inputs have it; the weights are then (B, 1). Otherwise w^2 ||g||^2 is the
+    sum of the tokens' w^2 (1 - 2 pi + sum pi^2). That needs only the forward (mask, log-probs and sums of squares) and
+    takes the scores of different tokens as uncorrelated. See
+    :func:`~trl_offpolicy.functional.advantages.weighted_baseline`.
 
     Reference: Huang et al. 2026 (arXiv:2602.17616).
     """
@@ -359,7 +361,7 @@ class OPOB(AdvantageEstimator):
     requires: ClassVar[tuple[str, ...]] = (*_ENERGY, "weights")
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
-        """(B,) float32."""
+        """(B,) float32: r - mean of the group weighted by w^2 times the squared gradient norm."""
         weights, norms = inputs.need("weights", "OPOB"), inputs.squared_grad_norms
         if norms is None:
             importance = inputs.energy("OPOB", weights).sum(-1)

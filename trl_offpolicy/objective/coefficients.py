@@ -22,14 +22,14 @@ from trl_offpolicy.types import PolicyBatch
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "offpolicy_state.json"
-"""In a checkpoint folder: what the controllers have learned."""
+"""File in a checkpoint folder with the state of the controllers."""
 
 
 class StepSums(NamedTuple):
     """What an optimizer step measured.
 
-    ``nonfinite`` tokens without a finite log-prob; ``kl`` summed over the trainable ``tokens``, ``entropy`` over those
-    of the policy term (``acting``), nats; ``responses`` of this rank.
+    ``nonfinite`` counts the tokens without a finite log-prob. ``kl`` is summed over the trainable ``tokens`` and
+    ``entropy`` over the tokens of the policy term (``acting``), both in nats. ``responses`` are those of this rank.
     """
 
     nonfinite: float
@@ -53,13 +53,13 @@ class StepWindow:
         self._responses = 0
 
     def add(self, batch: PolicyBatch, stats: Stats) -> None:
-        """One more micro-batch with the stats of its loss; nothing waits for the device."""
+        """Add a micro-batch by the stats of its loss; nothing waits for the device."""
         sums = _sums(batch, stats)
         self._sums = sums if self._sums is None else self._sums + sums
         self._responses += len(batch.mask)
 
     def close(self, reduce: Callable[[Tensor], Tensor] | None = None) -> StepSums:
-        """The sums as numbers (the one wait for the device), over all ranks with ``reduce``; the next step begins."""
+        """The sums as numbers, over all ranks with ``reduce``; begins the next step. The only wait for the device."""
         assert self._sums is not None
         sums = self._sums if reduce is None else reduce(self._sums)
         nonfinite, kl, tokens, entropy, acting = sums.tolist()
@@ -70,7 +70,7 @@ class StepWindow:
 
 @torch.no_grad()
 def _sums(batch: PolicyBatch, stats: Stats) -> Tensor:
-    """(5,) float64: the fields of :class:`StepSums` but the last."""
+    """(5,) float64: the fields of :class:`StepSums` without the last."""
     loss = stats.groups["loss"].moments
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
     acting = batch.acting_mask
@@ -84,12 +84,12 @@ def adapts(kl: KLPenalty | None) -> bool:
 
 
 def next_kl(kl: KLPenalty, step: StepSums, *, world_size: int) -> KLPenalty:
-    """The penalty of the next step; the same on every rank, from sums over all of them. No tokens: as it was."""
+    """The penalty of the next step, the same on every rank; unchanged if the step had no tokens."""
     return kl.updated(step.kl / step.tokens, step.responses * world_size) if step.tokens > 0 else kl
 
 
 def next_entropy_coef(coef: float, entropy: float, options: Any) -> float:
-    """TRL's controller: a step up while the entropy is at most the target, else a step down.
+    """TRL's controller: the coefficient goes a step up while the entropy is at most the target, else a step down.
 
         clip(coef +- delta, min, max)
 
@@ -101,7 +101,7 @@ def next_entropy_coef(coef: float, entropy: float, options: Any) -> float:
 
 
 def check_horizon(kl: KLPenalty | None, responses: int) -> None:
-    """Raise where one optimizer step of so many responses could take the coefficient to zero.
+    """Raise if one optimizer step with this many responses could take the coefficient to zero.
 
     Raises:
         ValueError: the horizon is too short.
@@ -114,17 +114,17 @@ def check_horizon(kl: KLPenalty | None, responses: int) -> None:
 
 
 class Stateful(Protocol):
-    """Something that goes into a checkpoint; an empty state does not."""
+    """Something with a state for the checkpoints; an empty state is not written."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values for JSON."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the values of :meth:`state_dict`."""
+        """Continue from the values of :meth:`state_dict`."""
 
 
 def save_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> None:
-    """Put the coefficient into a checkpoint, if it moves, and the state of the control, if it has one."""
+    """Write the coefficient (if it moves) and the state of the control (if it has one) into a checkpoint."""
     state: dict[str, Any] = {} if kl is None or not adapts(kl) else {"kl": kl.state_dict()}
     if control is not None and (controlled := control.state_dict()):
         state["control"] = controlled
@@ -133,9 +133,9 @@ def save_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = No
 
 
 def load_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> KLPenalty | None:
-    """The penalty with the coefficient of a checkpoint; as configured, with a warning, where that has none.
+    """The penalty with the coefficient of a checkpoint, or as configured, with a warning, if the checkpoint has none.
 
-    ``control`` goes on from its state there, if there is one.
+    ``control`` continues from its state in the checkpoint, if there is one.
     """
     file = folder / STATE_FILE
     saved: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}

@@ -22,17 +22,17 @@ from trl_offpolicy.parts import Part
 class KLController(Part):
     """A coefficient that may move. Subclass it as a frozen, keyword-only dataclass with a field ``coef``.
 
-    One that moves sets ``adapts`` and overrides :meth:`updated`.
+    A coefficient that moves sets ``adapts`` and overrides :meth:`updated`.
     """
 
     coef: float
-    """beta now; at the start of training the initial one."""
+    """The present beta; at the start of training the initial one."""
 
     adapts: ClassVar[bool] = False
     """Whether it moves in training; ``coef`` then goes into the checkpoints."""
 
     def updated(self, kl: float, samples: int) -> KLController:
-        """With the coefficient of the next step; every rank gives the same, merged ``kl``.
+        """The controller with the coefficient of the next step. Every rank passes the same merged ``kl``.
 
         Args:
             kl: mean estimate per token of the optimizer step, nats.
@@ -43,7 +43,7 @@ class KLController(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedKL(KLController):
-    """A constant coefficient; the same as a number."""
+    """A constant coefficient, the same as a plain number."""
 
     type_name: ClassVar[str] = "fixed"
     example: ClassVar[Mapping[str, Any]] = {"coef": 0.1}
@@ -58,8 +58,8 @@ class AdaptiveKL(KLController):
     """A coefficient that rises above a target KL and falls below it. See ``functional.kl.adaptive_kl_coef``.
 
     Args:
-        coef: beta now; at the start of training the initial one.
-        target: wanted KL in nats, in the unit of what :meth:`updated` is given (``loss/kl``: per token).
+        coef: the present beta; at the start of training the initial one.
+        target: wanted KL in nats, in the unit of the ``kl`` that :meth:`updated` gets (``loss/kl``: per token).
         horizon: responses over which beta may change by 20 %.
 
     Example:
@@ -78,7 +78,7 @@ class AdaptiveKL(KLController):
         check_positive(coef=self.coef, target=self.target, horizon=self.horizon)
 
     def updated(self, kl: float, samples: int) -> AdaptiveKL:
-        """With the coefficient of the next step."""
+        """The controller with ``adaptive_kl_coef`` as the coefficient of the next step."""
         coef = adaptive_kl_coef(self.coef, kl, target=self.target, samples=samples, horizon=self.horizon)
         return replace(self, coef=coef)
 
@@ -87,20 +87,20 @@ class AdaptiveKL(KLController):
 class KLPenalty(Part):
     """KL(pi || ref), added to the loss per token. The estimate and, weighted, the ratio carry gradient.
 
-    Another penalty is a subclass that overrides :meth:`__call__`; it keeps the coefficient and what moves it.
+    To write another penalty, subclass it and override :meth:`__call__`. The coefficient and its controller stay.
 
     Args:
         coef: beta, or a controller of it.
         estimator: k1, abs, k2, k3, k1+ or k3+; :func:`~trl_offpolicy.functional.kl.kl_estimate` says for each how value
             and gradient are biased and where it belongs. On-policy k2, k1+ and k3+ have the gradient of the KL.
-        ratio_weighted: multiply by pi/pi_old, the ratio of the loss at its level, which makes gradient (all but abs)
-            and value (k1, k3, k1+, k3+) unbiased on tokens of pi_old where the ratio is the token's. k1, abs and
-            k3 with the ratio's gradient; k3 is DeepSeek-V3.2's Eq. 7 and TRL's ``use_bias_correction_kl``. k2, k1+ and
-            k3+ with the ratio detached.
+        ratio_weighted: multiply by pi/pi_old, the ratio of the loss at its level. With the ratio of the token this
+            makes gradient (all but abs) and value (k1, k3, k1+, k3+) unbiased on tokens of pi_old. The ratio carries
+            gradient under k1, abs and k3, and is detached under k2, k1+ and k3+. k3 is then DeepSeek-V3.2's Eq. 7 and
+            TRL's ``use_bias_correction_kl``.
         ratio_clip: eps of min(r k, clip(r, 1 - eps, 1 + eps) k), for several epochs on a batch; None = no clip. See
             :func:`~trl_offpolicy.functional.kl.ratio_weighted_kl`.
-        max_value: cap on the estimate of a token, nats, where its gradient ends (but for k1+ and k3+); None = no cap.
-            verl: 10 on k3.
+        max_value: cap on the estimate of a token, nats. Its gradient ends there (except for k1+ and k3+). None = no
+            cap. verl: 10 on k3.
     """
 
     example: ClassVar[Mapping[str, Any]] = {"coef": 0.1}
@@ -127,11 +127,11 @@ class KLPenalty(Part):
 
     @property
     def beta(self) -> float:
-        """The coefficient now."""
+        """The present coefficient as a number."""
         return self.coef.coef if isinstance(self.coef, KLController) else self.coef
 
     def __call__(self, log_ratios: Tensor, policy_log_ratios: Tensor) -> Tensor:
-        """(B, T) estimate, without the coefficient.
+        """The estimate of each token, (B, T), without the coefficient.
 
         Args:
             log_ratios: (B, T) log(pi / ref), with gradient.
@@ -149,17 +149,17 @@ class KLPenalty(Part):
         return isinstance(self.coef, KLController) and self.coef.adapts
 
     def updated(self, kl: float, samples: int) -> KLPenalty:
-        """With the coefficient of the next step: itself unless it :attr:`adapts`."""
+        """The penalty with the coefficient of the next step; unchanged unless it :attr:`adapts`."""
         if not self.adapts or not isinstance(self.coef, KLController):
             return self
         return replace(self, coef=self.coef.updated(kl, samples))
 
     def state_dict(self) -> dict[str, float]:
-        """What changes in training, for a checkpoint: plain numbers."""
+        """What changes in training as plain numbers, for a checkpoint."""
         return {"coef": self.beta} if self.adapts else {}
 
     def restored(self, state: Mapping[str, float]) -> KLPenalty:
-        """With the coefficient of :meth:`state_dict`; settings stay those of this object.
+        """The penalty with the coefficient of :meth:`state_dict` and the settings of this object.
 
         Raises:
             ValueError: ``state`` is that of another kind of coefficient.

@@ -81,7 +81,7 @@ def _group(name: str, sums: list[Tensor], maxima: list[Tensor] | None = None) ->
 
 
 def _largest(values: Tensor) -> Tensor:
-    """0-d maximum; minus infinity for a batch without rows."""
+    """The maximum, 0-d; minus infinity for a batch without rows."""
     return torch.cat([values.flatten(), values.new_full((1,), -torch.inf)]).amax()
 
 
@@ -99,7 +99,7 @@ class LossParts(NamedTuple):
 
 
 def _clip_unit(terms: LossTerms, mask: Tensor) -> Tensor:
-    """What clips and gates decide on: tokens (B, T), or sequences with a trainable token (B, 1)."""
+    """The units on which clips and gates decide: tokens (B, T), or sequences with a trainable token (B, 1)."""
     decisions = [part for part in (terms.clipped_low, terms.clipped_high, terms.gate) if part is not None]
     return mask.any(-1, keepdim=True) if decisions and decisions[0].shape[-1] == 1 else mask
 
@@ -137,7 +137,7 @@ def loss_stats(batch: PolicyBatch, parts: LossParts) -> Stats:
         zero + 1,
         zero.double() + parts.kl_coef,
     ]
-    # Shares of each response, for their extremes; a response without tokens is none.
+    # The share of each response, for the extremes over responses; one without tokens does not count.
     count = unit.sum(-1).clamp(min=1)
     low_rows = torch.where(tokens > 0, low.sum(-1) / count, torch.inf)
     high_rows = torch.where(tokens > 0, high.sum(-1) / count, -torch.inf)
@@ -159,7 +159,9 @@ def support_stats(outside: Tensor, mask: Tensor) -> Stats:
 
 @torch.no_grad()
 def rollout_stats(batch: PolicyBatch, weights: Tensor) -> Stats:
-    """Lengths; the lag where versions are known; rows of several versions; the reweighted reward where rewards are.
+    """The ``rollout`` group of a batch: lengths, version lags, rows of several versions, and the reweighted reward.
+
+    Lags need the versions of the rows, and the reweighted reward needs rewards; without them they are left out.
 
     Args:
         batch: the rollouts.
@@ -183,7 +185,7 @@ def _lag(lag: Tensor, mask: Tensor) -> Group:
 
 
 def _cross(versions: Tensor, mask: Tensor) -> Group:
-    """Responses whose trainable tokens are of more than one version."""
+    """Counts the responses with a token, and those whose trainable tokens come from more than one version."""
     newest = torch.where(mask, versions, versions.min()).amax(-1)
     oldest = torch.where(mask, versions, versions.max()).amin(-1)
     some = mask.any(-1)
@@ -191,7 +193,7 @@ def _cross(versions: Tensor, mask: Tensor) -> Group:
 
 
 def _reward(rewards: Tensor, mask: Tensor, weights: Tensor, counts: Tensor) -> Group:
-    """A response counts with its mean weight; those without a reward or a token do not."""
+    """Sums for the reweighted reward: each response counts with its mean weight, unless it lacks a reward or tokens."""
     mean = _row_mean(weights.expand_as(mask), mask, counts)
     usable = (counts > 0) & (rewards.abs() < torch.inf)
     weight = torch.where(usable, mean, 0.0)
@@ -206,7 +208,7 @@ def _row_mean(values: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------- gradient variance by proxy
 
 GRADIENT_METRICS = ("signal", "noise")
-"""What :func:`gradient_variance` adds to the power, from the gradient's norm."""
+"""The quantities that :func:`gradient_variance` derives from the power and the norm of the gradient."""
 _POWER = f"{PREFIX}gradient/power"
 
 

@@ -45,7 +45,7 @@ NONFINITE_CURRENT = (
     "Masking cannot help (0 * NaN stays NaN in the model's backward). Look for a diverged learning rate, an fp16 "
     "overflow or broken weights."
 )
-"""What the trainers say once per optimizer step, and the objective itself on a CPU."""
+"""The error that the trainers raise once per optimizer step, and the objective itself on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +56,19 @@ class Objective:
         policy_loss: a loss of :mod:`trl_offpolicy.losses`.
         correction: importance weights and rejection, or None.
         kl: penalty against ``ref_per_token_logps``, or None.
-        kl_on: "all": rejected tokens keep their KL term (TRL); "kept": it goes with them (verl).
+        kl_on: "all": rejected tokens keep their KL term (TRL); "kept": they lose it too (verl).
         kl_weighted: multiply the KL term by the importance weights.
-        entropy_coef: entropy bonus; a negative one is a penalty.
-        entropy_aggregation: "token_mean": its mean over the tokens of the policy term (TRL). "loss": reduced as the
-            loss is, over the tokens that have a KL term (``kl_on``; verl).
+        entropy_coef: coefficient of the entropy bonus; a negative one makes it a penalty.
+        entropy_aggregation: "token_mean": the mean over the tokens of the policy term (TRL). "loss": the entropy is
+            reduced as the loss is, over the tokens that have a KL term (``kl_on``; verl).
         aggregation: see :func:`~trl_offpolicy.functional.aggregation.aggregate_loss`.
-        max_length: L of ``aggregation="seq_mean_token_sum_norm"``; None = that of the ``Reduction`` (the trainers give
+        max_length: L of ``aggregation="seq_mean_token_sum_norm"``; None = that of the ``Reduction`` (the trainers set
             the longest completion that they allow), else T of the batch.
         denominator: "all": dropped tokens stay in every denominator; "kept": they leave it, and so does a response
-            that was dropped whole.
-        mode: "decoupled": three policies, the loss's ratio is pi / pi_old (or pi / proximal) and weights hold
-            old/sampling. "bypass": two policies, the loss's ratio is pi / mu and holds the whole shift already; terms
-            then read current/sampling.
+            that was dropped as a whole.
+        mode: "decoupled": there are three policies. The loss's ratio is pi / pi_old (or pi / proximal), and weights
+            hold old/sampling. "bypass": there are two policies. The loss's ratio is pi / mu and contains the whole
+            shift already; terms then read current/sampling.
         proximal: centre of the trust region, see :mod:`trl_offpolicy.proximal`. "Recomputed" (default): pi_old, or
             the batch's ``proximal_per_token_logps``. Around another centre the policy term is proximal/old times
             the loss on current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
@@ -138,7 +138,7 @@ class Objective:
             )
 
     def _check_centre(self) -> None:
-        """Another centre than pi_old needs a loss with a ratio against it, and weights that can take up the rest."""
+        """Raise if the loss has no ratio against a centre other than pi_old, or weights cannot take up the rest."""
         if not isinstance(self.proximal, Proximal):
             raise TypeError(f"proximal must be one of trl_offpolicy.proximal, but got {self.proximal!r}.")
         if isinstance(self.proximal, RecomputedProximal):
@@ -156,7 +156,7 @@ class Objective:
             )
 
     def _check_counted_once(self) -> None:
-        """Each factor of pi / mu = (pi / pi_old)(pi_old / mu) may be in the loss or in a weight, not in both."""
+        """Raise if a factor of pi / mu = (pi / pi_old)(pi_old / mu) is both in the loss and in a weight."""
         whole = self.mode == "bypass" or self._loss_reads_sampling
         held = "current/sampling" if whole else "current/old"
         name = type(self.policy_loss).__name__
@@ -200,8 +200,8 @@ class Objective:
 
         Raises:
             ValueError: a field that the objective reads is absent; or, for tensors on the CPU,
-                ``per_token_logps`` is not finite on a trainable token (on an accelerator it is only counted in
-                ``loss/nonfinite_current``, so as not to wait for the device; the trainers raise once a step).
+                ``per_token_logps`` is not finite on a trainable token. On an accelerator it is only counted in
+                ``loss/nonfinite_current``, so as not to wait for the device; the trainers raise once per step.
         """
         reduction = reduction or Reduction()
         _check_current(batch)
@@ -210,7 +210,7 @@ class Objective:
         # Without a correction: weight 1, nothing dropped, and the mismatch is still measured where it can be.
         corrected = (self.correction or Correction())(batch)
         used = corrected
-        if shift is not None:  # proximal/old belongs to the loss; the diagnostics stay those of the correction
+        if shift is not None:  # proximal/old belongs to the loss; the correction's diagnostics do not contain it
             used = replace(corrected, weights=corrected.weights * ratio_of(shift), sequence_weights=None)
         inputs = self._inputs(batch, used)
         terms = self.policy_loss(inputs)
@@ -234,10 +234,10 @@ class Objective:
         )
 
     def _shift(self, batch: PolicyBatch) -> Tensor | None:
-        """log(proximal / old) at the level of the loss's ratio, (B, T) or (B, 1): what current/proximal leaves out.
+        """log(proximal / old) at the level of the loss's ratio, (B, T) or (B, 1): the part that current/proximal lacks.
 
-        None where the loss has no such ratio or the batch lacks one of the two. Without old log-probs the weights hold
-        it already: their numerator is the proximal policy.
+        None if the loss has no such ratio or the batch lacks one of the two. Without old log-probs the weights already
+        contain it, because their numerator is the proximal policy.
         """
         loss = self.policy_loss
         if self.mode == "bypass" or self._loss_reads_sampling or not loss.uses_ratio:
@@ -258,7 +258,7 @@ class Objective:
         return stats.union(gradient_stats(batch, corrected.weights, corrected.keep_mask))
 
     def _centred(self, batch: PolicyBatch) -> tuple[PolicyBatch, Average | None]:
-        """The batch with the proximal log-probs, and the average that the next step on its rows goes on from."""
+        """The batch with the proximal log-probs, and the average from which the next step on its rows continues."""
         if isinstance(self.proximal, RecomputedProximal):
             return batch, None
         if batch.proximal_per_token_logps is not None:
@@ -313,7 +313,7 @@ class Objective:
         if batch.ref_per_token_logps is None:
             raise ValueError("ref_per_token_logps must be given when kl is set, but got None.")
         log_ratios = reference_log_ratio(inputs.logps, batch.ref_per_token_logps, batch.mask)
-        # The importance ratio of the estimate is that of the loss, at its level, with what the loss leaves out.
+        # The importance ratio of the estimate is that of the loss, at its level, times the part that the loss lacks.
         ratio, level = inputs.log_ratios, self.policy_loss.level
         if level != "token":
             ratio = aggregate(ratio, inputs.mask, level)
@@ -326,14 +326,14 @@ class Objective:
     def _reduce(self, per_token: Tensor, mask: Tensor, keep_mask: Tensor, reduction: Reduction) -> Tensor:
         """Scale so that gradients summed over micro-batches and averaged over ranks are those of one batch."""
         mask = mask if self.denominator == "all" else keep_mask
-        if self.aggregation == "token_sum":  # no denominator that could make up for the mean over ranks
+        if self.aggregation == "token_sum":  # it has no denominator that could undo the mean over ranks
             return aggregate_loss(per_token, mask, self.aggregation) * reduction.world_size
         by_token = self.aggregation == "token_mean"
         total = reduction.tokens if by_token else reduction.sequences
         share = None if total is None else total / reduction.world_size
         tokens, sequences = (share, None) if by_token else (None, share)
         if total is None and not by_token and self.denominator == "kept" and self._drops:
-            sequences = mask.any(-1).sum()  # as the trainers count: a response that was dropped whole leaves too
+            sequences = mask.any(-1).sum()  # as the trainers count: a response that was dropped as a whole leaves too
         longest = reduction.max_length if self.max_length is None else self.max_length
         loss = aggregate_loss(per_token, mask, self.aggregation, tokens=tokens, sequences=sequences, max_length=longest)
         return loss if total is not None else loss / reduction.accumulation

@@ -1,7 +1,7 @@
 """Where the proximal log-probs of a batch come from: ``Objective(proximal=...)``.
 
-The centre of the trust region need not be the policy that sampled. The loss then is the decoupled one, (proximal/old) x
-L(current/proximal): the clip acts around the centre, and the product of all ratios stays current/old.
+The centre of the trust region need not be the policy that sampled. The loss is then the decoupled one, (proximal/old) x
+L(current/proximal): the clip acts around the centre, and the product of all ratios is still current/old.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Proximal(Part):
     """A centre of the trust region. Subclass it as a frozen, keyword-only dataclass with a :meth:`__call__`."""
 
     reads_old: ClassVar[bool] = True
-    """Whether the trainers must have old log-probs for it, at the price of a forward where they are not at hand."""
+    """Whether it needs old log-probs. The trainers then run a forward for them where they do not have them yet."""
 
     @abstractmethod
     def __call__(self, batch: PolicyBatch) -> Tensor | None:
-        """(B, T) float32 log-probs of the centre, no gradient; None: it is ``old_per_token_logps``."""
+        """Log-probs of the centre, (B, T) float32 without gradient; None = the centre is ``old_per_token_logps``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputedProximal(Proximal):
-    """The policy at the start of the optimizer steps on the batch: old log-probs, one forward (none if aligned)."""
+    """The policy at the start of the optimizer steps on the batch: old log-probs, by one forward (none if aligned)."""
 
     type_name: ClassVar[str] = "recomputed"
 
@@ -44,10 +44,10 @@ class RecomputedProximal(Proximal):
 
 @dataclass(frozen=True, kw_only=True)
 class InterpolatedProximal(Proximal):
-    """A-3PO: between the sampling and the current policy by version, no forward.
+    """A-3PO: a centre between the sampling and the current policy, by version; it costs no forward.
 
     Args:
-        lag: versions by which the centre is behind the current policy (AReaL: 1).
+        lag: versions by which the centre lags the current policy (AReaL: 1).
     """
 
     type_name: ClassVar[str] = "interpolated"
@@ -58,9 +58,10 @@ class InterpolatedProximal(Proximal):
         check_whole("lag", self.lag, least=0)
 
     def __call__(self, batch: PolicyBatch) -> Tensor:
-        """(B, T) float32, no gradient. Starts from old where the batch has it, else from sampling.
+        """Log-probs of the centre, (B, T) float32 without gradient. It starts from old, or from sampling without old.
 
-        Rows of the current version are their own old policy: there, without old log-probs, the centre is exact.
+        On rows of the current version the current policy is the old one, so there the centre is exact even without old
+        log-probs.
 
         Raises:
             ValueError: the batch lacks versions, or both old and sampling log-probs.
@@ -78,7 +79,7 @@ class InterpolatedProximal(Proximal):
 
 
 def _sampled_by(batch: PolicyBatch) -> Tensor:
-    """(B, T) log-probs of the policy that sampled: old; without it the current one if it is the same, else mu."""
+    """(B, T) log-probs of the policy that sampled: old, or without it current if that is the same policy, else mu."""
     lags = batch.version_lags
     if batch.old_per_token_logps is not None or lags is None:
         return batch.logps("old")
@@ -87,10 +88,10 @@ def _sampled_by(batch: PolicyBatch) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class AveragedProximal(Proximal):
-    """PPO-EWMA in log-probs: moving average over the policies that saw the rows, no forward of its own.
+    """PPO-EWMA in log-probs: a moving average over the policies that saw the rows; it costs no extra forward.
 
     Each version counts once: a second pass at the same weights changes nothing, and on rows of the current version the
-    current policy is old itself.
+    current policy is the old one.
 
     Args:
         decay: weight of the past for each optimizer step; the centre lags by about decay / (1 - decay) steps.
@@ -112,11 +113,11 @@ class AveragedProximal(Proximal):
         check_within("decay", self.decay, 0, 1)
 
     def __call__(self, batch: PolicyBatch, past: Average | None = None) -> Tensor:
-        """(B, T) float32 average of ``past`` (None = old alone) and the current policy; no gradient."""
+        """Average of ``past`` (None = old alone) and the current policy, (B, T) float32 without gradient."""
         return self.step(batch, past).logps
 
     def step(self, batch: PolicyBatch, past: Average | None = None) -> Average:
-        """The average with the current policy in it, to be handed to the next step on the same rows."""
+        """The average that includes the current policy, for the next step on the same rows."""
         past = Average(batch.logps("old").float(), 1) if past is None else past
         current, lags = batch.logps("current"), batch.version_lags
         if past.logps.shape != current.shape:

@@ -1,6 +1,6 @@
-"""What needs the whole generation batch: decided once, before a trainer shuffles and splits it.
+"""The decisions that need the whole generation batch, made once before a trainer shuffles and splits it.
 
-``stage(objective, advantages)`` cuts a correction in two; :meth:`Stages.decide` makes the advantages, runs the early
+``stage(objective, advantages)`` splits a correction in two. :meth:`Stages.decide` makes the advantages, runs the early
 part and returns tensors that travel with the rows. The loss step puts them into its PolicyBatch as ``advantages``,
 ``decided_weights`` and ``decided_keep``.
 """
@@ -22,13 +22,13 @@ from trl_offpolicy.types import CorrectionOutput, PolicyBatch
 
 @dataclass(frozen=True)
 class Decided:
-    """What the early part says about a generation batch.
+    """What the early part decided about a generation batch.
 
     Args:
-        rows: the (B,) or (B, T) ``advantages`` where an estimator makes them. With an early correction also
+        rows: the (B,) or (B, T) ``advantages`` if an estimator makes them. With an early correction also
             ``decided_weights`` (B, T), or (B, 1) if constant over the response, and ``decided_keep`` (B, T).
         kept_tokens: 0-d, kept trainable tokens of all ranks; None without an early correction.
-        kept_sequences: 0-d, responses of all ranks with a kept token; likewise.
+        kept_sequences: 0-d, responses of all ranks with a kept token; None without an early correction.
         stats: diagnostics of the early part, once per generation batch.
     """
 
@@ -40,10 +40,10 @@ class Decided:
 
 @dataclass(frozen=True)
 class Stages:
-    """The early and the late part of an objective, and what makes the advantages.
+    """The early and the late part of an objective, and the estimator of the advantages.
 
     Args:
-        early: decided on the generation batch; None where all of the correction belongs to the loss step.
+        early: decided on the generation batch; None if the whole correction belongs to the loss step.
         late: the objective of the loss step.
         advantages: None = the trainer's own.
     """
@@ -54,16 +54,16 @@ class Stages:
 
     @property
     def needs_old(self) -> bool:
-        """The old policy must be scored on the generation batch, which costs one forward."""
+        """True if the old policy must be scored on the generation batch, which costs one forward."""
         return self.early is not None or (self.advantages is not None and "per_token_logps" in self.advantages.requires)
 
     @property
     def needs_sum_sq_probs(self) -> bool:
-        """That forward must also say how concentrated the policy was."""
+        """True if that forward must also return the sums of squared probabilities."""
         return self.advantages is not None and "sum_sq_probs" in self.advantages.requires
 
     def with_correction(self, correction: Correction) -> Stages:
-        """With another correction in the loss step.
+        """The stages with another correction in the loss step.
 
         Raises:
             ValueError: part of the correction is decided on the generation batch.
@@ -73,7 +73,7 @@ class Stages:
         return replace(self, late=replace(self.late, correction=correction))
 
     def estimate(self, inputs: AdvantageInputs) -> Decided:
-        """Advantages alone, where nothing else :attr:`needs_old` log-probs. Called by all ranks."""
+        """The advantages alone, for an estimator that reads no old log-probs. Called by all ranks."""
         assert self.advantages is not None
         return Decided({"advantages": self.advantages(inputs)})
 
@@ -85,7 +85,7 @@ class Stages:
             inputs: rewards (several functions, their weights) and groups; None = those of ``batch``.
 
         Raises:
-            ValueError: the advantages are asked for, but the batch lacks rewards or group_ids.
+            ValueError: advantages are needed, but the batch lacks rewards or group_ids.
         """
         estimator = self.advantages
         inputs = None if estimator is None else _inputs_of(batch, inputs)
@@ -96,8 +96,8 @@ class Stages:
         if not self._reads_the_correction(estimator):
             advantages = estimator(inputs)
             return self._early(replace(batch, advantages=advantages), {"advantages": advantages})
-        # The estimator reads what the correction gave, so the correction comes first. None of its terms reads the
-        # advantages: ``stage`` has seen to it.
+        # The estimator reads the weights of the correction, so the correction comes first. None of its terms reads the
+        # advantages: ``stage`` has checked that.
         out = self.early(batch)
         counted = out.keep_mask.any(-1) if self.early.baseline == "kept" else None
         inputs = replace(inputs, weights=_weights(out), counted=counted)
@@ -111,7 +111,7 @@ class Stages:
         out = self.early(batch) if out is None else out
         kept = sum_ranks(torch.stack([out.keep_mask.sum(), out.keep_mask.any(-1).sum()]))
         groups = dict(out.stats.groups)
-        if self._drops_later:  # the loss steps then count what is dropped in all
+        if self._drops_later:  # then only the loss steps can count everything that is dropped
             groups.pop("keep", None)
         decided = {"decided_weights": _weights(out), "decided_keep": out.keep_mask}
         return Decided({**rows, **decided}, kept[0], kept[1], Stats(groups))
@@ -123,15 +123,15 @@ class Stages:
 
 
 def stage(objective: Objective, advantages: AdvantageEstimator | None = None) -> Stages | None:
-    """What must be done on the whole generation batch; None where a micro-batch is enough.
+    """What must be done on the whole generation batch; None if micro-batches are enough.
 
     Args:
         objective: the loss.
-        advantages: what makes the advantages; None = the trainer's own, or GRPO's with ``baseline="kept"``.
+        advantages: the estimator; None = the trainer's own, or GRPO's with ``baseline="kept"``.
 
     Raises:
-        ValueError: the parts cannot be told apart without changing what they do, or the advantages read weights that
-            are not there before the loss step.
+        ValueError: the parts cannot be separated without changing what they do, or the advantages read weights that
+            do not exist before the loss step.
     """
     correction = objective.correction or Correction()
     wide = objective.scope in ("group", "generation_batch")
@@ -169,7 +169,7 @@ def _weights(out: CorrectionOutput) -> Tensor:
 
 
 def _inputs_of(batch: PolicyBatch, inputs: AdvantageInputs | None) -> AdvantageInputs:
-    """What the estimator sees: the rewards at hand, and the tokens of the batch."""
+    """The inputs of the estimator: the rewards at hand, and the tokens of the batch."""
     if inputs is None and (batch.rewards is None or batch.group_ids is None):
         raise ValueError("rewards and group_ids must be given for advantages and baseline='kept', but got None.")
     if inputs is None:

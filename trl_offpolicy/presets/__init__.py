@@ -53,14 +53,14 @@ FRAMEWORKS: dict[str, Callable[..., Preset]] = {
 """Frameworks whose own option names are understood."""
 
 MAPPING_KEYS = ("preset", "framework", "options", "correction", "objective", "advantages")
-"""Keys of the mapping in which a user says the method: ``offpolicy`` in TRL, ``correction`` in Lightning."""
+"""Keys of the mapping in which a user describes the method: ``offpolicy`` in TRL, ``correction`` in Lightning."""
 
 
 def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
-    """The preset of ``spec``, or the one that another framework's options describe; its overrides are not read.
+    """The preset that ``spec`` names, or that another framework's options describe. Overrides in it are not read.
 
     Args:
-        spec: has keys of :data:`MAPPING_KEYS`.
+        spec: a mapping with keys of :data:`MAPPING_KEYS`.
         where: name of the mapping in error messages.
 
     Raises:

@@ -50,7 +50,7 @@ class Row:
         notes: when to use it, and what it does differently from its source.
         citation: paper or repository; None = the framework's, as its translation has it.
         formula: one line; None = written from the terms.
-        source_clamp: see :class:`~trl_offpolicy.presets.Preset`; a framework's translation says it itself.
+        source_clamp: see :class:`~trl_offpolicy.presets.Preset`; a framework's translation sets it itself.
         objective: fields of :class:`~trl_offpolicy.Objective` that the method sets beside the correction.
     """
 
@@ -63,15 +63,15 @@ class Row:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The default of every option."""
+        """{name: default} of the options, from the signature of the method."""
         return {name: option.default for name, option in inspect.signature(self.method).parameters.items()}
 
     def build(self, name: str, **options: Any) -> Preset:
-        """The preset of this row under the name ``name``."""
+        """The preset of this row with the given options, called ``name``."""
         made = self.method(**options)
         if isinstance(made, Correction):
             made = make_preset(name, made, citation="", notes="", source_clamp=self.source_clamp, **self.objective)
-        # A formula in words is that of the default ratio; under another one it is written from the terms.
+        # A formula in words holds for the default ratio. For another ratio it is written from the terms.
         same_ratio = "ratio" not in options or options["ratio"] == self.defaults["ratio"]
         return replace(
             made,
@@ -480,11 +480,11 @@ PRESETS: dict[str, Row] = {
         for name, row in VERL.items()
     },
 }
-"""All of them by name."""
+"""{name: row} of all presets."""
 
 
 def groups() -> dict[str, list[str]]:
-    """Preset names by the part before the slash, those without one first."""
+    """Preset names, grouped by the part before the slash; those without a slash come first."""
     found: dict[str, list[str]] = {}
     for name in sorted(PRESETS, key=lambda name: ("/" in name, name)):
         found.setdefault(name.rpartition("/")[0] or "general", []).append(name)
@@ -492,7 +492,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def names() -> list[str]:
-    """All preset names."""
+    """The names of all presets, in alphabetical order."""
     return sorted(PRESETS)
 
 
@@ -500,7 +500,7 @@ def get(name: str, **options: object) -> Preset:
     """A preset by name.
 
     Raises:
-        ValueError: unknown name (with near matches) or option.
+        ValueError: an unknown name (the message lists near matches) or option.
     """
     if name not in PRESETS:
         raise ValueError(

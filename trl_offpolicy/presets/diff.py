@@ -1,4 +1,4 @@
-"""What two presets do differently, semantics by semantics."""
+"""What two presets do differently, one semantic after the other."""
 
 from __future__ import annotations
 

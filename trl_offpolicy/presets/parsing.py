@@ -1,4 +1,4 @@
-"""What a user says of the method: a preset's name, a mapping as in YAML, or an object; and back to a mapping.
+"""How a user names the method: by a preset's name, a mapping as in YAML, or an object; and back to a mapping.
 
 Parts are tagged unions, ``{type: rloo}`` or ``rloo``; see :mod:`trl_offpolicy.parts`.
 """
@@ -35,7 +35,7 @@ def parse_preset(spec: Any, *, where: str) -> tuple[Preset, Mapping[str, Any]]:
     Args:
         spec: a name; a mapping with keys of :data:`trl_offpolicy.presets.MAPPING_KEYS`; a ``Preset``, a ``Correction``
             or an ``Objective``, which leave nothing to override.
-        where: the option in error messages.
+        where: name of the option in error messages.
 
     Raises:
         ValueError: an unknown name, key, preset, framework or option, or another kind of value.
@@ -55,7 +55,7 @@ def parse_preset(spec: Any, *, where: str) -> tuple[Preset, Mapping[str, Any]]:
 
 
 def plain_method(spec: Any) -> Any:
-    """The name or mapping from which :func:`parse_preset` makes the same again; what is no object stays as it is."""
+    """The name or mapping from which :func:`parse_preset` makes the same again. A name or mapping stays as it is."""
     if isinstance(spec, Objective):
         spec = own_preset(spec)
     elif isinstance(spec, Correction):
@@ -71,7 +71,7 @@ def plain_method(spec: Any) -> Any:
 
 
 def parse_correction(spec: object, *, where: str, base: Correction | None = None) -> Correction:
-    """A Correction from a mapping; what ``spec`` leaves out comes from ``base``.
+    """A Correction from a mapping; fields that ``spec`` leaves out come from ``base``.
 
     Raises:
         ValueError: an unknown key, an unknown type, or a missing field, named with its path.
@@ -109,7 +109,7 @@ def parse_objective(spec: object, *, where: str, base: Objective) -> Objective:
 
 
 def parse_advantages(spec: object, *, where: str) -> AdvantageEstimator | None:
-    """``rloo``, ``{type: grpo, scale: none}``, an estimator, or None: the trainer's own."""
+    """An estimator from ``rloo``, ``{type: grpo, scale: none}`` or an estimator; None = the trainer's own."""
     if spec is None:
         return None
     estimator: AdvantageEstimator = parse_tagged(spec, AdvantageEstimator, where=where, name_alone=True)
@@ -117,7 +117,7 @@ def parse_advantages(spec: object, *, where: str) -> AdvantageEstimator | None:
 
 
 def _parse_kl(spec: object, *, where: str) -> KLPenalty:
-    """``{coef: 0.1}``, or with a controller: ``{coef: {type: adaptive, coef: 0.1, target: 0.01, horizon: 10000}}``."""
+    """A penalty from ``{coef: 0.1}`` or ``{coef: {type: adaptive, coef: 0.1, target: 0.01, horizon: 10000}}``."""
     if isinstance(spec, Mapping) and isinstance(spec.get("coef"), Mapping):
         spec = {**spec, "coef": parse_tagged(spec["coef"], KLController, where=f"{where}.coef")}
     penalty: KLPenalty = parse_tagged(spec, KLPenalty, where=where)

@@ -1,4 +1,4 @@
-"""What a preset is."""
+"""The class :class:`Preset`: an objective, with its source and its formula."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Preset:
     Args:
         name: e.g. ``paper/tis``.
         objective: the loss; its ``correction`` is the method.
-        requires: fields of the batch that must be there.
+        requires: fields that the batch must have.
         citation: paper or repository.
         formula: one line.
         notes: when to use it, and what it does differently from its source.
         source_clamp: nats at which the source clamps log-ratios before ``exp``; None = it does not. This kit always
             clamps at 20, which only a ratio beyond e^20 = 4.9e8 (or below its inverse) can tell apart.
-        advantages: what makes the advantages; None = the method says nothing, the trainer's own.
+        advantages: the estimator; None = the method names none, so the advantages are the trainer's own.
     """
 
     name: str
@@ -40,21 +40,21 @@ class Preset:
 
     @property
     def correction(self) -> Correction | None:
-        """The objective's correction (or None)."""
+        """The correction of the objective, or None."""
         return self.objective.correction
 
     @property
     def objective_changes(self) -> Mapping[str, Any]:
         """The objective's fields that the method itself sets (a bypass mode, a loss, a denominator).
 
-        What a trainer must take over beside the correction; all other fields are free for the user's own loss.
+        A trainer must take them over beside the correction. All other fields are free for the user's own loss.
         """
         plain = Objective()
         names = [item.name for item in fields(Objective) if item.name != "correction"]
         return {name: value for name in names if (value := getattr(self.objective, name)) != getattr(plain, name)}
 
     def described(self) -> dict[str, str]:
-        """The method as ``run.json`` and the model card tell it; the formula is that of the objective as it stands."""
+        """The method for ``run.json`` and the model card, with the formula of the present objective."""
         return {
             "preset": self.name,
             "citation": self.citation,
@@ -78,13 +78,13 @@ def make_preset(
     """A preset from its correction.
 
     Args:
-        name: see :class:`Preset`, as for ``citation``, ``notes`` and ``source_clamp``.
+        name: e.g. ``paper/tis``.
         correction: the method.
         citation: paper or repository.
         notes: when to use it.
         formula: one line; None = written from the terms.
-        source_clamp: where the source clamps.
-        advantages: what makes the advantages, if the method says so.
+        source_clamp: see :class:`Preset`.
+        advantages: the estimator of the advantages, if the method names one.
         **objective: fields of :class:`~trl_offpolicy.Objective` that the method sets.
     """
     own = own_preset(Objective(correction=correction, **objective))
@@ -100,7 +100,7 @@ def make_preset(
 
 
 def own_preset(objective: Objective) -> Preset:
-    """An objective that the user made, as a preset without a name that others know."""
+    """The user's own objective as a preset, which has no published name."""
     return Preset(
         name="own",
         objective=objective,

@@ -14,7 +14,7 @@ RATIO_TEXT = {"old/sampling": "pi_old / mu", "current/old": "pi / pi_old", "curr
 
 
 def formula_of(objective: Objective) -> str:
-    """Weights, keep terms and, where it is not ``pi_old / mu``, the ratio that they hold."""
+    """The weights, the keep terms and, unless it is ``pi_old / mu``, their ratio in one line."""
     correction = objective.correction
     parts = [] if correction is None else [weight.formula for weight in correction.weights]
     if correction is None or not correction.weights:

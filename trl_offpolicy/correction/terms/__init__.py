@@ -1,4 +1,4 @@
-"""Weights and keep terms: what can be asked of a ratio, as small frozen dataclasses.
+"""Weights and keep terms: the parts of a correction, as small frozen dataclasses.
 
 A weight maps a ratio to a factor of the policy loss; a keep term says which tokens leave it. Both only hold their
 settings and check them; :class:`~trl_offpolicy.Correction` runs them on a batch.

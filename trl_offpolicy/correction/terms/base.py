@@ -1,4 +1,4 @@
-"""The contract of a weight and of a keep term: what it sees of a batch, what it answers, what it declares."""
+"""The contract of a weight and of a keep term: what it sees of a batch, what it returns and what it declares."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TermInputs:
         group_ids: (B,) integer prompt group.
         version_lags: (B, 1) or (B, T) integer, weight versions between sampling and now.
         trainable: (B, T) bool, all trainable tokens, also those that ``mask`` leaves out; None = ``mask``.
-        keep: (B, 1) or (B, T) bool, what is still in the loss.
+        keep: (B, 1) or (B, T) bool, True = still in the loss.
     """
 
     log_ratios: Tensor
@@ -57,22 +57,22 @@ class TermInputs:
         return aggregate(values, self.mask, level, **self._units(level))
 
     def _units(self, level: Level) -> dict[str, Any]:
-        """What ``aggregate`` needs to know besides the values."""
+        """The arguments of ``aggregate`` besides values, mask and level."""
         return {"turn_ids": self._turns(level), "group_ids": self.group_ids, "zero_outside": self.zero_outside}
 
     @property
     def zero_outside(self) -> bool:
-        """Log-ratios, and so their statistics, are 0 outside ``mask``: it is the mask they were made with."""
+        """True if log-ratios, and so their statistics, are 0 outside ``mask``: they were made with this mask."""
         return self.trainable is self.mask
 
     def _turns(self, level: Level) -> Tensor | None:
-        """Turn ids; a dropped token in the middle of a turn does not make it two."""
+        """Turn ids of the trainable tokens: a token that was dropped inside a turn does not split the turn."""
         if self.turn_ids is None and self.trainable is not None and level in ("turn", "turn_mean"):
             return turn_index(self.trainable)
         return self.turn_ids
 
     def _usable_denominator(self) -> Tensor | None:
-        """Log-probs with 0 for what is not finite: probability 1, where an unobserved ratio of 1 has divergence 0."""
+        """Log-probs, 0 (probability 1) where not finite: an unobserved ratio of 1 then has divergence 0."""
         if self.denominator_logps is None:
             return None
         logps = self.denominator_logps.float().clamp(max=0.0)
@@ -80,16 +80,16 @@ class TermInputs:
 
 
 class Violations(NamedTuple):
-    """Where a term's statistic is above or below what it tolerates; bool (B, 1) or (B, T), None = cannot be."""
+    """Where a term's statistic is above or below what it tolerates: bool (B, 1) or (B, T), None = impossible."""
 
     above: Tensor | None
     below: Tensor | None
 
 
 class Weighed(NamedTuple):
-    """A weight as the ratio says (``raw``) and after caps, bands and shapes (``bounded``); (B, 1) or (B, T).
+    """A weight that equals its ratio (``raw``), and after caps, bands and shapes (``bounded``); (B, 1) or (B, T).
 
-    ``shaped``: every weight differs from its ratio by design, so that none counts as truncated.
+    ``shaped``: every weight differs from its ratio by design, so none counts as truncated.
     """
 
     raw: Tensor
@@ -100,13 +100,13 @@ class Weighed(NamedTuple):
 class Weight(Part):
     """A map from a ratio to a factor of the policy loss. Subclass it as a frozen, keyword-only dataclass.
 
-    :meth:`weigh` must be written; what else is said here has the value below unless the subclass has a field, a class
-    attribute or a property of that name.
+    A subclass must write :meth:`weigh`. Everything else has the default below. A field, a class attribute or a property
+    of the same name in the subclass replaces it.
     """
 
     @overridable
     def ratio(self) -> Ratio:
-        """Which two policies :attr:`TermInputs.log_ratios` compares."""
+        """The two policies that :attr:`TermInputs.log_ratios` compares, numerator first."""
         return "old/sampling"
 
     @overridable
@@ -116,7 +116,7 @@ class Weight(Part):
 
     @overridable
     def scope(self) -> Scope:
-        """What it must see at once."""
+        """What it must see at once: one row, a micro-batch, a prompt group or the generation batch."""
         return "row"
 
     @overridable
@@ -126,38 +126,38 @@ class Weight(Part):
 
     @abstractmethod
     def weigh(self, inputs: TermInputs) -> Weighed:
-        """Weights of a batch."""
+        """The weights of a batch, raw and bounded: (B, 1), or (B, T) where they differ between tokens."""
 
 
 class KeepTerm(Part):
     """A rule that drops tokens or sequences from the policy loss. Subclass it as a frozen, keyword-only dataclass.
 
-    :meth:`violations` must be written; what else is said here has the value below unless the subclass has a field, a
-    class attribute or a property of that name.
+    A subclass must write :meth:`violations`. Everything else has the default below. A field, a class attribute or a
+    property of the same name in the subclass replaces it.
     """
 
     reads_ratio: ClassVar[bool] = True
-    """Whether it looks at the ratio at all; one by age or by what earlier terms dropped does not."""
+    """Whether it reads the ratio at all. A rule on age, or on what earlier terms dropped, does not."""
 
     reads_advantages: ClassVar[bool] = False
-    """Whether it decides by the advantages, which then must be made before it runs."""
+    """Whether it reads the advantages, which must then be known before it runs."""
 
     requires: ClassVar[tuple[str, ...]] = ()
-    """Fields of the batch that must be there besides the log-probs of its ratio."""
+    """Fields that the batch must have besides the log-probs of its ratio."""
 
     @overridable
     def name(self) -> str:
-        """Name in the metrics ``keep/<name>/*``: the one in YAML unless the term says more, else that of the class."""
+        """Name in the metrics ``keep/<name>/*``. The default is the name in YAML, else the name of the class."""
         return self.type_name or type(self).__name__
 
     @overridable
     def ratio(self) -> Ratio:
-        """Which two policies :attr:`TermInputs.log_ratios` compares."""
+        """The two policies that :attr:`TermInputs.log_ratios` compares, numerator first."""
         return "old/sampling"
 
     @overridable
     def scope(self) -> Scope:
-        """What it must see at once."""
+        """What it must see at once: one row, a micro-batch, a prompt group or the generation batch."""
         return "row"
 
     @overridable
@@ -167,11 +167,11 @@ class KeepTerm(Part):
 
     @abstractmethod
     def violations(self, inputs: TermInputs) -> Violations:
-        """Which units break the rule."""
+        """The tokens (B, T) or sequences (B, 1) that break the rule; they leave the policy loss."""
 
 
 def is_late(part: Weight | KeepTerm) -> bool:
-    """Decided in the loss step: it reads the current policy, or wants to see a micro-batch only."""
+    """True if the term is decided in the loss step: it reads the current policy, or its scope is a micro-batch."""
     return part.ratio != "old/sampling" or part.scope == "micro_batch"
 
 
@@ -188,7 +188,7 @@ RHO: dict[Level, str] = {
     "sequence_min": "min_t rho_t",
     "group": "rho_group",
 }
-"""The ratio at each level."""
+"""How a formula writes the ratio at each level."""
 
 
 def number(value: float) -> str:
@@ -197,17 +197,17 @@ def number(value: float) -> str:
 
 
 def between(middle: str, low: float | None, high: float | None) -> str:
-    """``low <= middle <= high`` with open sides left out."""
+    """The text ``low <= middle <= high``, without the sides that are open."""
     left = "" if low is None else f"{number(low)} <= "
     right = "" if high is None else f" <= {number(high)}"
     return f"{left}{middle}{right}"
 
 
 def settings_text(item: Any, *, leave_out: Iterable[str] = ()) -> str:
-    """The fields of a dataclass as ``low=0.5, high=2``."""
+    """The fields of a dataclass as text, e.g. ``low=0.5, high=2``."""
     return mapping_text({f.name: getattr(item, f.name) for f in fields(item) if f.name not in tuple(leave_out)})
 
 
 def mapping_text(values: Mapping[str, Any]) -> str:
-    """``low=0.5, high=2``."""
+    """The entries of a mapping as text, e.g. ``low=0.5, high=2``."""
     return ", ".join(f"{key}={number(v) if isinstance(v, float) else v}" for key, v in values.items()) or "-"

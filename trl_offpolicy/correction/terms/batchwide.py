@@ -1,4 +1,4 @@
-"""Keep terms that need the whole generation batch: a budget to share out, or a group to judge."""
+"""Keep terms that need the whole generation batch: a budget for all its tokens, or a verdict on a prompt group."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = [
 class SecondMomentBudget(KeepTerm):
     """M2PO: drop the worst tokens of the batch until the mean of l^2 over the kept ones is at most ``budget``.
 
-    Reported as ``above`` where the numerator likes the token more than the sampler did, else ``below``.
-    ``scope="micro_batch"`` budgets one call's rows; needed for ratios with the current policy.
+    A dropped token is reported as ``above`` if the numerator finds it likelier than the sampler did, else as ``below``.
+    With ``scope="micro_batch"`` the budget is that of one call's rows; ratios with the current policy need this.
 
     Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161); 0.04 is the paper's budget.
     """
@@ -44,11 +44,11 @@ class SecondMomentBudget(KeepTerm):
 
     @property
     def formula(self) -> str:
-        """The budget."""
+        """The budget, as ``drop the largest |log rho_t| until mean_t log^2 rho_t <= 0.04``."""
         return f"drop the largest |log rho_t| until mean_t log^2 rho_t <= {number(self.budget)}"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Tokens that are not affordable."""
+        """The tokens that the budget does not allow, above or below a ratio of 1."""
         keep = masks.second_moment_budget(
             inputs.log_ratios, inputs.mask, budget=self.budget, across_ranks=self.scope == "generation_batch"
         )
@@ -60,8 +60,8 @@ class SecondMomentBudget(KeepTerm):
 class GroupRejection(KeepTerm):
     """Drop all responses to a prompt when earlier terms dropped more than ``max_dropped_fraction`` of them.
 
-    A group of which only a few responses are left has a baseline of those few. Put it behind the terms it counts; what
-    ``nonfinite="drop"`` leaves nothing of counts too.
+    Where only a few responses of a group are left, their baseline rests on those few. List this term after the terms
+    whose drops it counts. A response that ``nonfinite="drop"`` empties counts too.
     """
 
     type_name: ClassVar[str] = "group_rejection"
@@ -78,11 +78,11 @@ class GroupRejection(KeepTerm):
 
     @property
     def formula(self) -> str:
-        """The share."""
+        """The share, as ``drop a prompt of which more than 0.5 were dropped``."""
         return f"drop a prompt of which more than {number(self.max_dropped_fraction)} were dropped"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Rows of groups that lost too many."""
+        """The rows (B, 1) of groups that lost too many responses."""
         if inputs.group_ids is None:
             raise ValueError("group_ids must be given for a group rejection, but got None.")
         trainable = inputs.mask if inputs.trainable is None else inputs.trainable
@@ -93,10 +93,10 @@ class GroupRejection(KeepTerm):
 
 
 def check_group_rejections(keep: tuple[KeepTerm, ...], *, nonfinite_drops: bool) -> None:
-    """A group rejection counts what earlier terms dropped on the whole generation batch.
+    """Raise unless earlier terms drop something on the whole generation batch, which a group rejection can count.
 
     Raises:
-        ValueError: nothing is dropped before it, or something that is dropped in the loss step only.
+        ValueError: nothing is dropped before it, or something is dropped only in the loss step.
     """
     places = [index for index, term in enumerate(keep) if isinstance(term, GroupRejection)]
     if 0 in places and not nonfinite_drops:
@@ -110,10 +110,10 @@ def check_group_rejections(keep: tuple[KeepTerm, ...], *, nonfinite_drops: bool)
 
 
 def check_kept_baseline(keep: tuple[KeepTerm, ...]) -> None:
-    """A baseline of the kept responses must know them when advantages are made, and leave their verdict alone.
+    """Raise unless the kept responses are known before the advantages are made and do not depend on them.
 
     Raises:
-        ValueError: nothing can be dropped; something is dropped in the loss step only, or by the advantage's sign.
+        ValueError: nothing can be dropped, or something is dropped only in the loss step or by the advantage's sign.
     """
     if not keep:
         raise ValueError("baseline must be 'all' without a keep term, but got 'kept'.")

@@ -1,4 +1,4 @@
-"""Checks of settings that several terms share; every message names the field, what is expected and what was given."""
+"""Checks of settings that several terms share. Every message names the field, the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ WIDE_SCOPES: tuple[Scope, ...] = ("generation_batch", "micro_batch")
 
 
 def check_level(level: str, allowed: Collection[str] = LEVELS, *, why: str = "") -> None:
-    """The level exists, and has a meaning for this term."""
+    """Raise unless the level exists and has a meaning for this term."""
     check_choice("level", level, LEVELS)
     if level not in allowed:
         raise ValueError(f"level must be one of {list(allowed)} here{why and f' ({why})'}, but got {level!r}.")
 
 
 def check_ratio(ratio: str) -> None:
-    """The ratio exists."""
+    """Raise unless ``ratio`` names one of the known pairs of policies."""
     check_choice("ratio", ratio, RATIOS)
 
 
 def check_group_level(level: Level, ratio: Ratio) -> None:
-    """Groups are whole only before the generation batch is split, when there is no current policy yet."""
+    """Raise for level ``group`` on the current policy: groups are whole only before there is a current policy."""
     if level == "group" and ratio != "old/sampling":
         raise ValueError(
             f"ratio must be 'old/sampling' at level 'group' (groups are split up before a current policy exists), "
@@ -35,7 +35,7 @@ def check_group_level(level: Level, ratio: Ratio) -> None:
 
 
 def check_scope(scope: Scope, ratio: Ratio) -> None:
-    """Terms on the current policy see a micro-batch, and must say so."""
+    """Raise unless a term on the current policy has ``scope="micro_batch"``: it sees no more than that."""
     check_choice("scope", scope, WIDE_SCOPES)
     if scope == "generation_batch" and ratio != "old/sampling":
         raise ValueError(
@@ -45,7 +45,7 @@ def check_scope(scope: Scope, ratio: Ratio) -> None:
 
 
 def check_order(low_field: str, low: float | None, high_field: str, high: float | None) -> None:
-    """Finite bounds in order, not both open."""
+    """Raise unless the bounds are finite numbers in order, at most one of them None."""
     if low is None and high is None:
         raise ValueError(
             f"{low_field} and {high_field} must not both be None (such a term can never fire), but got two open sides."
@@ -58,7 +58,7 @@ def check_order(low_field: str, low: float | None, high_field: str, high: float 
 
 
 def check_ratio_bounds(low_field: str, low: float | None, high_field: str, high: float | None) -> None:
-    """Bounds on a ratio: positive, ordered, and inside what a log-ratio clamped to +-20 can reach."""
+    """Raise unless bounds on a ratio are positive, in order, and inside what a log-ratio clamped to +-20 can reach."""
     check_order(low_field, low, high_field, high)
     largest = math.exp(LOG_RATIO_CLAMP)
     if low is not None and not 1 / largest < low:

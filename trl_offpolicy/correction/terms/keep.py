@@ -45,8 +45,9 @@ STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
     "binary_tv": (*_ADDED_UP, "sequence_max"),
     "binary_kl": (*_ADDED_UP, "sequence_max"),
 }
-"""Pairs with a meaning. The extremes of the signed k1 are those of the ratio (``RatioBand``), signed probability
-differences do not add up over tokens, and no statistic but the ratio accumulates along a prefix."""
+"""The levels at which each statistic has a meaning. The extremes of the signed k1 are those of the ratio
+(``RatioBand``), signed probability differences do not add up over tokens, and no statistic but the ratio accumulates
+along a prefix."""
 
 _OVER: dict[Level, str] = {
     "token": "{}_t",
@@ -61,7 +62,7 @@ _STATISTIC_TEXT = {"abs": "|log rho|", "prob_diff": "(p - q)", "binary_tv": "|p 
 
 
 def reach(statistic: Statistic, level: Level) -> tuple[float, float]:
-    """Least and largest value of a statistic of log-ratios that are clamped to +-20; a sum over tokens has no limit."""
+    """Least and largest value that a statistic can reach with log-ratios in +-20; a sum over tokens has no limit."""
     c = LOG_RATIO_CLAMP
     largest = {"k1": c, "k2": c * c / 2, "k3": math.expm1(c) - c, "abs": c, "binary_kl": c}
     largest |= {"prob_diff": 1.0, "binary_tv": 1.0}
@@ -71,7 +72,7 @@ def reach(statistic: Statistic, level: Level) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RatioBand(KeepTerm):
-    """Keep what has its ratio at ``level`` inside [low, high] (inclusive). Both must be said; None = open.
+    """Keep what has its ratio at ``level`` inside [low, high] (inclusive). Both must be given; None = open.
 
     ``sequence_mean`` is the geometric mask (length-invariant), ``sequence`` the product mask, ``token`` the token
     mask, ``group`` drops all responses to a prompt together.
@@ -92,21 +93,21 @@ class RatioBand(KeepTerm):
 
     @property
     def scope(self) -> Scope:
-        """``group`` at that level, else ``row``."""
+        """``group`` if the level is ``group``, else ``row``."""
         return "group" if self.level == "group" else "row"
 
     @property
     def name(self) -> str:
-        """``ratio_band_<level>``."""
+        """Name in the metrics, ``ratio_band_<level>``."""
         return f"ratio_band_{self.level}"
 
     @property
     def formula(self) -> str:
-        """The band."""
+        """The band, as ``keep if 0.99 <= rho_geo <= 1.01``."""
         return f"keep if {between(RHO[self.level], self.low, self.high)}"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Ratio above ``high``, below ``low``."""
+        """Where the ratio at ``level`` is above ``high``, and where it is below ``low``."""
         return _outside(inputs.ratio_at(self.level), self.low, self.high)
 
 
@@ -136,7 +137,7 @@ class DivergenceBand(KeepTerm):
         self._check_reach()
 
     def _check_reach(self) -> None:
-        """Bounds inside what the statistic can reach, from log-ratios clamped to +-20."""
+        """Raise unless the statistic can reach the bounds with log-ratios clamped to +-20."""
         least, largest = reach(self.statistic, self.level)
         signed = least < 0
         if not signed and self.high is not None and self.high <= 0:
@@ -156,17 +157,17 @@ class DivergenceBand(KeepTerm):
 
     @property
     def scope(self) -> Scope:
-        """``group`` at that level, else ``row``."""
+        """``group`` if the level is ``group``, else ``row``."""
         return "group" if self.level == "group" else "row"
 
     @property
     def name(self) -> str:
-        """``divergence_<statistic>_<level>``."""
+        """Name in the metrics, ``divergence_<statistic>_<level>``."""
         return f"divergence_{self.statistic}_{self.level}"
 
     @property
     def formula(self) -> str:
-        """The band on the statistic; one on k1 = -log rho reads better as a band on rho."""
+        """The band, as ``keep if mean_t k3 <= 0.01``. A band on k1 = -log rho is written as a band on rho."""
         if self.statistic == "k1":
             low, high = (None if bound is None else math.exp(-bound) for bound in (self.high, self.low))
             return f"keep if {between(RHO[self.level], low, high)}"
@@ -174,7 +175,7 @@ class DivergenceBand(KeepTerm):
         return f"keep if {between(_OVER[self.level].format(name), self.low, self.high)}"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Statistic above ``high``, below ``low``."""
+        """Where the statistic at ``level`` is above ``high``, and where it is below ``low``."""
         return _outside(inputs.statistic_at(self.statistic, self.level), self.low, self.high)
 
 
@@ -201,11 +202,11 @@ class ProbabilityDifferenceMask(KeepTerm):
 
     @property
     def formula(self) -> str:
-        """Both sides, with the sign of the advantage."""
+        """Both sides, as ``drop if A > 0 and p - q > 0.2, or A < 0 and p - q < -0.2``."""
         return f"drop if A > 0 and p - q > {number(self.high)}, or A < 0 and p - q < {number(self.low)}"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Moved too far up with a positive, too far down with a negative advantage."""
+        """Tokens that moved too far up with a positive advantage, and too far down with a negative one."""
         moved = inputs.statistic_at("prob_diff", "token")
         return Violations((moved > self.high) & (inputs.advantages > 0), (moved < self.low) & (inputs.advantages < 0))
 
@@ -226,11 +227,11 @@ class OutlierVeto(KeepTerm):
 
     @property
     def formula(self) -> str:
-        """The bounds of every token."""
+        """The bounds, as ``drop the response unless every 0.0001 <= rho_t <= 100``."""
         return f"drop the response unless every {between('rho_t', self.low, self.high)}"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Sequences with a token above ``high``, below ``low``."""
+        """Sequences (B, 1) with a token above ``high``, and with a token below ``low``."""
         veto = partial(masks.outlier_veto, inputs.log_ratios, inputs.mask, zero_outside=inputs.zero_outside)
         above = None if self.high is None else ~veto(low=None, high=self.high)
         below = None if self.low is None else ~veto(low=self.low, high=None)
@@ -241,8 +242,8 @@ class OutlierVeto(KeepTerm):
 class OffPolicySequenceMask(KeepTerm):
     """DeepSeek-V3.2 OPSM: drop negative-advantage sequences with mean log(mu / pi) above ``max_divergence`` nats.
 
-    By default it measures the current policy, so it is taken anew at every step and bounds mismatch and staleness
-    together. ``ratio="current/old"`` measures staleness only, ``"old/sampling"`` mismatch only.
+    By default it measures the current policy, so it is decided anew at every step and bounds mismatch and staleness
+    together. ``ratio="current/old"`` measures only staleness, ``"old/sampling"`` only mismatch.
     """
 
     type_name: ClassVar[str] = "off_policy_sequence_mask"
@@ -262,11 +263,11 @@ class OffPolicySequenceMask(KeepTerm):
 
     @property
     def formula(self) -> str:
-        """The bound, and the sign of the advantage."""
+        """The bound, as ``drop if A < 0 and -log rho_geo > 0.1``."""
         return f"drop if A < 0 and -log rho_geo > {number(self.max_divergence)}"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Reported as ``below``: the policy finds the text too unlikely."""
+        """The dropped sequences, as ``below``: the policy finds the text too unlikely."""
         mean = inputs.log_ratio_at("sequence_mean")
         keep = masks.off_policy_sequence_mask(mean, inputs.advantages, max_divergence=self.max_divergence)
         return Violations(None, ~keep)
@@ -291,11 +292,11 @@ class StalenessBound(KeepTerm):
 
     @property
     def formula(self) -> str:
-        """The oldest version."""
+        """The oldest version that stays, as ``drop a response older than 4 versions``."""
         return f"drop a response older than {self.max_lag} versions"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Sequences whose oldest token is too old."""
+        """Sequences (B, 1) whose oldest token has a lag above ``max_lag``."""
         if inputs.version_lags is None:
             raise ValueError(
                 "policy_versions and current_version must be given for a staleness bound, but got None: the trainer "

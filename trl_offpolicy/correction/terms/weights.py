@@ -53,18 +53,18 @@ class TruncateWeight(Weight):
         check_ratio_bounds("min_weight", self.min_weight, "max_weight", self.max_weight)
 
     def bound(self, ratio: Tensor) -> Tensor:
-        """min(max(ratio, min_weight), max_weight)."""
+        """``min(max(ratio, min_weight), max_weight)``, the capped ratio."""
         return weights.truncate_weight(ratio, max_weight=self.max_weight, min_weight=self.min_weight)
 
     @property
     def formula(self) -> str:
-        """The cap, and the floor if there is one."""
+        """``w = min(rho_t, 2)``, or with a floor ``w = clip(rho_t, 0.5, 2)``."""
         if self.min_weight is None:
             return f"w = min({RHO[self.level]}, {number(self.max_weight)})"
         return f"w = clip({RHO[self.level]}, {number(self.min_weight)}, {number(self.max_weight)})"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
-        """Raw and capped ratio."""
+        """The ratio at ``level``, raw and capped, (B, 1) or (B, T)."""
         ratio = inputs.ratio_at(self.level)
         return Weighed(ratio, self.bound(ratio))
 
@@ -73,7 +73,7 @@ class TruncateWeight(Weight):
 class BandWeight(Weight):
     """Masked importance sampling (MIS, IcePop): the raw ratio inside [low, high], weight 0 outside.
 
-    Both bounds must be said; None = open. Reference: Ling team 2025 (IcePop); Liu, Li et al. 2025 (MIS).
+    Both bounds must be given; None = open. Reference: Ling team 2025 (IcePop); Liu, Li et al. 2025 (MIS).
     """
 
     type_name: ClassVar[str] = "band"
@@ -88,17 +88,17 @@ class BandWeight(Weight):
         check_ratio_bounds("low", self.low, "high", self.high)
 
     def bound(self, ratio: Tensor) -> Tensor:
-        """Ratio inside the band, 0 outside."""
+        """The ratio if it is inside the band, 0 if it is outside."""
         return weights.band_weight(ratio, low=self.low, high=self.high)
 
     @property
     def formula(self) -> str:
-        """The band."""
+        """``w = rho_t if 0.5 <= rho_t <= 5 else 0``."""
         rho = RHO[self.level]
         return f"w = {rho} if {between(rho, self.low, self.high)} else 0"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
-        """Raw and banded ratio."""
+        """The ratio as raw weight; the same with 0 outside the band as bounded weight."""
         ratio = inputs.ratio_at(self.level)
         return Weighed(ratio, self.bound(ratio))
 
@@ -115,16 +115,16 @@ class RawWeight(Weight):
         _check(self.level, self.ratio)
 
     def bound(self, ratio: Tensor) -> Tensor:
-        """The ratio unchanged."""
+        """The ratio itself, without any bound."""
         return ratio
 
     @property
     def formula(self) -> str:
-        """The ratio."""
+        """``w = rho_t`` at level ``token``."""
         return f"w = {RHO[self.level]}"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
-        """The ratio twice."""
+        """The ratio as raw and as bounded weight, since nothing bounds it."""
         ratio = inputs.ratio_at(self.level)
         return Weighed(ratio, ratio)
 
@@ -148,12 +148,12 @@ class ShapedWeight(Weight):
 
     @property
     def formula(self) -> str:
-        """The shape."""
+        """``w = rho_t / (rho_t + gamma)`` with the value of gamma."""
         rho = RHO[self.level]
         return f"w = {rho} / ({rho} + {number(self.gamma)})"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
-        """Raw and shaped ratio."""
+        """The ratio as raw weight, ``rho / (rho + gamma)`` as bounded weight; none counts as truncated."""
         ratio = inputs.ratio_at(self.level)
         return Weighed(ratio, weights.shaped_weight(ratio, gamma=self.gamma), shaped=True)
 
@@ -177,12 +177,12 @@ class PrefixMinWeight(Weight):
 
     @property
     def formula(self) -> str:
-        """Both factors, and the cap if there is one."""
+        """``w = rho_t min_{s<t} rho_s``, or with a cap ``w = min(rho_t min_{s<t} rho_s, 2)``."""
         raw = "rho_t min_{s<t} rho_s"
         return f"w = {raw}" if self.max_weight is None else f"w = min({raw}, {number(self.max_weight)})"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
-        """The product of both factors, raw and capped."""
+        """The product rho_t min_{s<t} rho_s, raw and capped at ``max_weight``, (B, T)."""
         raw = ratio_of(weights.prefix_min_weight(inputs.log_ratios, inputs.mask))
         return Weighed(raw, weights.truncate_weight(raw, max_weight=self.max_weight))
 
@@ -191,8 +191,8 @@ class PrefixMinWeight(Weight):
 class PrefixWeight(Weight):
     """CTPO: the product of the ratios up to t, held in [low^sqrt(t), high^sqrt(t)].
 
-    Before the bounds act it is the unbiased correction of a token given its prefix. Reference: Zhang et al. 2026, CTPO
-    (arXiv:2605.07331).
+    Where the bounds do not act it is the unbiased correction of a token given its prefix. Reference: Zhang et al. 2026,
+    CTPO (arXiv:2605.07331).
     """
 
     type_name: ClassVar[str] = "prefix"
@@ -211,11 +211,11 @@ class PrefixWeight(Weight):
 
     @property
     def formula(self) -> str:
-        """The widening bounds."""
+        """The widening bounds, as ``w = clip(rho_1:t, 0.5^sqrt(t), 2^sqrt(t))``."""
         return f"w = clip(rho_1:t, {number(self.low)}^sqrt(t), {number(self.high)}^sqrt(t))"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
-        """The cumulative ratio, raw and inside its bounds."""
+        """The product of the ratios up to t, raw and held inside the bounds, (B, T)."""
         walk = inputs.log_ratio_at("prefix")
         low, high = weights.prefix_bounds(inputs.mask, low=self.low, high=self.high)
         held = torch.minimum(torch.maximum(walk, low), high)
@@ -226,8 +226,8 @@ class PrefixWeight(Weight):
 class ESSWeight(Weight):
     """Truncation whose cap is chosen so that the effective sample size reaches ``target``.
 
-    The cap follows the batch: none while the weights are healthy, tight when a few dominate. ``micro_batch`` looks at
-    the rows of one call only. Units are tokens at the token levels, sequences otherwise.
+    The cap follows the batch: there is none while the weights are healthy, and a tight one when a few dominate. With
+    ``scope="micro_batch"`` it looks only at the rows of one call. Units are tokens at the token levels, else sequences.
     """
 
     type_name: ClassVar[str] = "ess"
@@ -243,11 +243,11 @@ class ESSWeight(Weight):
 
     @property
     def formula(self) -> str:
-        """The cap that follows the batch."""
+        """``w = min(rho_t, C), the largest C with ESS >= 0.5``."""
         return f"w = min({RHO[self.level]}, C), the largest C with ESS >= {number(self.target)}"
 
     def weigh(self, inputs: TermInputs) -> Weighed:
-        """Raw and capped ratio."""
+        """The ratio at ``level``, raw and capped, (B, 1) or (B, T)."""
         ratio = inputs.ratio_at(self.level)
         unit = inputs.mask.any(-1, keepdim=True) if ratio.shape[-1] == 1 else inputs.mask
         units = torch.where(unit, ratio, torch.inf)

@@ -1,4 +1,4 @@
-"""Routing of mixtures of experts: record which experts a forward chose, and replay it."""
+"""Routing of mixtures of experts: record which experts a forward chose, and replay the choice."""
 
 from trl_offpolicy.engines.routing.options import ReplayAdvice, RoutingReplay, recommend_replay
 from trl_offpolicy.engines.routing.replay import Recorded, Replayed, record, replay

@@ -1,4 +1,4 @@
-"""Routers that are not trained: what moves no routing cannot make it drift."""
+"""Routers that are not trained, so that training does not change the routing through them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def freeze_router(model: nn.Module) -> list[str]:
         model: a mixture of experts whose routers are called ``gate`` or ``router``, as in transformers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no router.
     """
     names = _freeze(model, _ROUTER)
     if not names:
@@ -28,8 +28,8 @@ def freeze_router(model: nn.Module) -> list[str]:
 def freeze_router_bias(model: nn.Module) -> list[str]:
     """Take the routers' biases out of training; returns the names of biases, trained or not.
 
-    In transformers DeepSeek-V3's ``e_score_correction_bias`` is a buffer, which no optimizer moves; where it is a
-    parameter, or where the router has a bias of its own (GPT-OSS), it is trained unless it is frozen here.
+    In transformers DeepSeek-V3's ``e_score_correction_bias`` is a buffer, which no optimizer moves. If it is a
+    parameter, or if the router itself has a bias (GPT-OSS), it is trained unless it is frozen here.
 
     Args:
         model: a mixture of experts.

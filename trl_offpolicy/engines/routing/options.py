@@ -1,4 +1,4 @@
-"""Which routing a trainer replays, and which one it should."""
+"""Which routing a trainer replays, and which one to recommend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trl_offpolicy.parts import parse_settings
 Replay = Literal["none", "r2", "r3"]
 
 R2_FROM, R3_FROM = 2, 4
-"""Optimizer steps a generation from which the source prefers R2, R3."""
+"""Optimizer steps per generation from which the paper prefers R2, and from which R3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class RoutingReplay:
         limit_gib: GiB (2^30 bytes) that the records of a rank's generation batch may take.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a wrong value; the message names the field.
     """
 
     mode: Replay = "none"
@@ -39,10 +39,10 @@ class RoutingReplay:
 
     @classmethod
     def parse(cls, spec: Any, *, where: str = "routing_replay") -> RoutingReplay:
-        """``r3``, or a mapping ``{mode: r3, device: cpu, limit_gib: 8}``; None = none.
+        """The options from a mode, ``r3``, or a mapping, ``{mode: r3, device: cpu, limit_gib: 8}``; None = no replay.
 
         Raises:
-            ValueError: naming the field.
+            ValueError: a wrong value; the message names the field.
 
         Example:
             >>> RoutingReplay.parse({"mode": "r3", "limit_gib": 8}).limit_gib
@@ -54,7 +54,7 @@ class RoutingReplay:
 
 
 class ReplayAdvice(NamedTuple):
-    """What to set, and a sentence that says why."""
+    """The mode to set, and a sentence that says why."""
 
     mode: Replay
     why: str
@@ -68,14 +68,14 @@ def recommend_replay(steps: float) -> ReplayAdvice:
             gradient_accumulation_steps`` in TRL).
 
     Raises:
-        ValueError: not above 0.
+        ValueError: ``steps`` is not above 0.
 
     Example:
         >>> recommend_replay(1).mode, recommend_replay(2).mode, recommend_replay(4).mode
         ('none', 'r2', 'r3')
 
-    Reference: Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs" (arXiv:2512.01374): runs at N = 1, 2, 4
-    and 8. Between 2 and 4 nothing was run; R2 there is this kit's choice.
+    Reference: Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs" (arXiv:2512.01374), with runs at N = 1,
+    2, 4 and 8. The paper has no run between 2 and 4; R2 there is this kit's choice.
     """
     check_positive(steps=steps)
     if steps < R2_FROM:

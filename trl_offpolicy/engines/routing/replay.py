@@ -1,7 +1,7 @@
 """Record which experts a forward chose, and make another forward choose the same.
 
-The record travels as a keyword argument of the decoder layers, so that a layer which activation checkpointing runs
-again in the backward pass is given the same record, also after :func:`replay` has ended.
+The record travels as a keyword argument of the decoder layers. A layer that activation checkpointing runs again in the
+backward pass therefore gets the same record, even after :func:`replay` has ended.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Recorded:
     """What :func:`record` collects.
 
     Args:
-        experts: of a layer.
-        device: where it is kept; None = where the model is.
-        limit_gib: raise before more is held.
+        experts: number of experts of a layer.
+        device: where the record is kept; None = where the model is.
+        limit_gib: GiB that the record may take; it raises before it takes more.
     """
 
     def __init__(self, *, experts: int, device: torch.device | str | None, limit_gib: float) -> None:
@@ -40,7 +40,7 @@ class Recorded:
         self._tokens = 0
 
     def add(self, layers: list[Tensor]) -> None:
-        """One forward: (b, L, k) ids of each layer with experts."""
+        """Add one forward: (b, L, k) ids of each layer with experts."""
         rows, length, top_k = layers[0].shape
         self._tokens += rows * length
         each = bytes_per_token(layers=len(layers), top_k=top_k, experts=self._experts)
@@ -50,7 +50,7 @@ class Recorded:
 
     @property
     def routed_experts(self) -> Tensor:
-        """(B, L, layers, k) int8 or int16, the rows of all forwards in their order.
+        """The record, (B, L, layers, k) int8 or int16, with the rows of all forwards in their order.
 
         Raises:
             ValueError: no forward was run.
@@ -61,13 +61,13 @@ class Recorded:
 
 
 class Replayed:
-    """What :func:`replay` sees: how the router would have chosen, against the record.
+    """What :func:`replay` compares: the choice that the router would have made, and the record.
 
     Args:
-        routes: (B, L, layers, k).
+        routes: the record, (B, L, layers, k).
         mask: (B, L) bool, the tokens that count; None = all.
         enforce: False only compares.
-        experts: of a layer.
+        experts: number of experts of a layer.
     """
 
     def __init__(self, routes: Tensor, mask: Tensor | None, *, enforce: bool, experts: int) -> None:
@@ -88,13 +88,13 @@ class Replayed:
         return self.routes[here], None if self.mask is None else self.mask[here]
 
     def compare(self, layer: int, chosen: Tensor, record: Tensor, mask: Tensor | None) -> None:
-        """A layer by its place in the record: (b, L, k) ids that the router chose, and those of the record."""
+        """Compare one layer, named by its place in the record: (b, L, k) ids of the router, and those of the record."""
         seen = routing_moments(chosen.unsqueeze(2), record.unsqueeze(2), mask, experts=self.experts)
         self._seen[layer] = seen if layer not in self._seen else self._seen[layer].merge(seen)
 
     @property
     def moments(self) -> Moments:
-        """Of all layers and forwards so far: a router's choice given what was replayed below it, against the record."""
+        """Moments over all layers and forwards so far: each router's choice, after replay in the layers below it."""
         layers, layout = self.routes.shape[2], expert_layout(1, self.experts)
         like = next(iter(self._seen.values())).sums if self._seen else torch.zeros(0, device=self.routes.device)
         none = like.new_zeros(len(layout.sums) + layout.bins, dtype=torch.float64)
@@ -104,7 +104,7 @@ class Replayed:
 
 @dataclass
 class _Places:
-    """The hooks of one model, there once and for all: a layer may run again after every context has ended."""
+    """The hooks of one model. They are never removed, because a layer may run again after every context has ended."""
 
     routers: Routers
     recorded: Recorded | None = None
@@ -115,10 +115,10 @@ class _Places:
     """True while the backbone's own forward runs, False in a layer that runs again."""
     hooked: set[nn.Module] = field(default_factory=set)
     index_of: dict[nn.Module, int] = field(default_factory=dict)
-    """Place in the record, by decoder layer with experts."""
+    """Decoder layer with experts -> its place in the record."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
     record_of: dict[int, tuple[Tensor | None, bool]] = field(default_factory=dict)
-    """By layer: its (b, L, k) record while it runs, and whether the router must follow it."""
+    """Layer -> its (b, L, k) record while it runs, and whether the router must follow it."""
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def record(model: nn.Module, *, device: torch.device | str | None = None, limit_
     Args:
         model: a mixture of experts of transformers, plain or wrapped.
         device: where the record is kept, e.g. "cpu"; None = with the model.
-        limit_gib: GiB allowed.
+        limit_gib: GiB that the record may take.
 
     Raises:
         ValueError: the model is dense.
@@ -151,10 +151,10 @@ def replay(
 ) -> Iterator[Replayed]:
     """While open, forwards of ``model`` send their tokens to the experts of a record.
 
-    The weights of the experts are those of the router as it is now, at the recorded ids: its gradient flows, and the
-    auxiliary loss still sees its logits. Where the router would choose the same, outputs and gradients are bit for bit
-    those without replay. Several forwards (micro-batches) take the rows one after the other, and begin again after the
-    last. A layer that is checkpointed gets the same record again in the backward pass, also after this has ended.
+    The experts are weighted by the present router at the recorded ids, so its gradient flows, and the auxiliary loss
+    still sees its logits. Where the router would choose the same experts, outputs and gradients are bit for bit those
+    without replay. Several forwards (micro-batches) take the rows one after the other, and begin again after the last.
+    A checkpointed layer gets the same record again in the backward pass, even after this context has ended.
 
     Args:
         model: a mixture of experts of transformers, plain or wrapped.
@@ -164,8 +164,8 @@ def replay(
         enforce: False leaves the routing alone and only compares.
 
     Raises:
-        TypeError: not signed integers.
-        ValueError: another shape, or the model is dense.
+        TypeError: ``routed_experts`` are not signed integers.
+        ValueError: they have another shape, or the model is dense.
         NotImplementedError: the model's routers are not known.
 
     Reference: Zheng et al. 2025, "Stabilizing Reinforcement Learning with LLMs", Sec. 3 (R2, R3); Ma et al. 2025,
@@ -183,7 +183,7 @@ def replay(
 
 
 def _installed(model: nn.Module) -> _Places:
-    """The hooks of a model; they stay on its backbone, so that copies of the model have their own."""
+    """The hooks of a model. They are kept on its backbone, so that each copy of the model has its own hooks."""
     routers = find_routers(model)
     places: _Places | None = getattr(routers.backbone, _ATTRIBUTE, None)
     if places is None:
@@ -193,7 +193,7 @@ def _installed(model: nn.Module) -> _Places:
         routers.backbone.register_forward_hook(partial(_leave, places), always_call=True)
         for layer in routers.layers:
             layer.register_forward_pre_hook(partial(_enter_layer, places), with_kwargs=True)
-    places.routers = routers  # PEFT may have wrapped some since
+    places.routers = routers  # PEFT may have wrapped some of them since the last call
     for index, of_layer in enumerate(routers.of_layer):
         for router in of_layer:
             if router.module not in places.hooked:
@@ -226,7 +226,7 @@ def _leave(places: _Places, backbone: nn.Module, args: Any, output: Any) -> None
 
 
 def _enter_layer(places: _Places, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the record out of the arguments; runs again where the layer does."""
+    """Take the record out of the arguments of a layer; this hook runs whenever the layer does."""
     index = places.index_of.get(layer, -1)
     places.record_of.pop(index, None)
     if _KEY not in kwargs:
@@ -238,7 +238,7 @@ def _enter_layer(places: _Places, layer: nn.Module, args: tuple[Any, ...], kwarg
 
 
 def _route(places: _Places, index: int, gate: Gate, router: Any, args: Any, output: Any) -> Any:
-    """After the router: the experts of the record, weighed by the gate as it is now."""
+    """After the router has run: replace its choice by the record's experts, weighted by the present gate."""
     logits, weights, ids = output
     record, enforce = places.record_of.pop(index, (None, False))
     if record is not None:

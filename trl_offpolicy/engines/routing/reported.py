@@ -1,9 +1,9 @@
 """The routing of a vLLM engine in this process, token by token, for each sequence that it sampled.
 
 vLLM's Model Runner V2, which needs Triton, reports it (``enable_return_routed_experts``, output field
-``routed_experts``). On a CPU without Triton the callbacks that vLLM has for this purpose are set on its routers, and
-the rows of a step are read off the model runner: which request each token belongs to, its position and its id. This
-holds for prefill, decode, chunks of a prompt, several requests in one step, and requests that were preempted.
+``routed_experts``). On a CPU without Triton this module sets vLLM's own callbacks on its routers. It reads from the
+model runner to which request each row of a step belongs, its position and its token id. This works for prefill, decode,
+chunks of a prompt, several requests in one step, and requests that were preempted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EngineRoutes:
     """One sequence's routing.
 
     Args:
-        ids: tokens that the engine was fed; the last one that it sampled is not among them.
+        ids: tokens that the engine was fed, so without the last one that it sampled.
         routes: (tokens, layers with experts, k) expert ids.
     """
 
@@ -34,7 +34,7 @@ class EngineRoutes:
 
 
 class RouteStore:
-    """Routing by the tokens of a sequence, however the engine names its requests."""
+    """Routing by the tokens of a sequence, so that the engine's names of its requests do not matter."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], EngineRoutes] = {}
@@ -43,13 +43,13 @@ class RouteStore:
         return len(self._known)
 
     def add(self, routes: EngineRoutes) -> None:
-        """Keep one sequence; a later one with the same tokens takes its place."""
+        """Keep one sequence; a later one with the same tokens replaces it."""
         self._known[routes.ids] = routes
 
     def find(self, ids: Sequence[int]) -> EngineRoutes | None:
-        """The record of a sequence, the part of a longer one, or the longest one of its beginning.
+        """The record of a sequence: its own, part of a longer one's, or the longest one of its beginning.
 
-        TRL may train on less than was sampled (a response that it masks or cuts), or on more (a tool's text behind it).
+        TRL may train on less than was sampled (a response that it masks or cuts), or on more (a tool's text after it).
         """
         row = tuple(ids)
         known = self._known.get(row[:-1]) or self._known.get(row)
@@ -62,7 +62,7 @@ class RouteStore:
         return max(parts, key=lambda item: len(item.ids), default=None)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget the records of all sequences."""
         self._known.clear()
 
 
@@ -73,12 +73,12 @@ class RoutedLLM:
         llm: built with :func:`routing_arguments`.
 
     Raises:
-        ValueError: the model is dense, or prompts would be taken from a cache, so that nobody routes them.
+        ValueError: the model is dense, or prompts would be taken from a cache and not be routed.
         NotImplementedError: vLLM cannot report the routing of its kernel.
     """
 
     store: RouteStore
-    """Of what was generated since it was cleared."""
+    """The routing of everything that was generated since it was cleared."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -93,7 +93,7 @@ class RoutedLLM:
         return getattr(self._llm, name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, and the routing goes into :attr:`store`."""
+        """Generate with vLLM, and add the routing to :attr:`store`."""
         if self._capture is None:
             outputs = self._llm.generate(*args, **kwargs)
             routes = reported_routes(outputs)
@@ -112,7 +112,7 @@ def routing_arguments() -> dict[str, Any]:
 
 
 def reported_routes(outputs: Sequence[Any]) -> list[EngineRoutes]:
-    """Of vLLM's own ``routed_experts``, (tokens, all layers, k) each; layers without experts are taken out later."""
+    """The routes in vLLM's ``routed_experts``, (tokens, all layers, k); layers without experts are removed later."""
     return [
         routes_of(request.prompt_token_ids, output.token_ids, output.routed_experts)
         for request in outputs
@@ -122,7 +122,7 @@ def reported_routes(outputs: Sequence[Any]) -> list[EngineRoutes]:
 
 
 def routes_of(prompt_ids: Sequence[int], completion_ids: Sequence[int], reported: np.ndarray) -> EngineRoutes:
-    """One completion as vLLM reports it: a row for each token that it was fed, all but the last one that it sampled.
+    """The routes of one completion: a row for each token that vLLM was fed, so not for the last one that it sampled.
 
     Raises:
         ValueError: rows are missing.
@@ -155,17 +155,17 @@ class StepCapture:
         bind_routed_experts_capturer(runner.model, self)
 
     def begin(self) -> None:
-        """Start to collect."""
+        """Start to collect, with nothing collected yet."""
         self._parts, self._step, self._open = {}, {}, True
 
     def end(self) -> list[EngineRoutes]:
-        """What was collected, one entry a request."""
+        """Stop and return what was collected, one entry per request."""
         self._open = False
         parts, self._parts = self._parts, {}
         return [joined(chunks) for chunks in parts.values()]
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """Called by vLLM in every layer, (tokens of the step, k)."""
+        """Take the ids of a layer, (tokens of the step, k). vLLM calls this in every layer."""
         if not self._open:
             return
         self._step[layer_id] = topk_ids.to("cpu", torch.int16, copy=True)
@@ -173,7 +173,7 @@ class StepCapture:
             self._close_step()
 
     def _close_step(self) -> None:
-        """Give every row of the step to its request."""
+        """Assign every row of the step to its request."""
         runner, batch = self._runner, self._runner.input_batch
         starts = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
         routes = torch.stack([self._step[layer] for layer in self._layers], dim=1)
@@ -186,16 +186,16 @@ class StepCapture:
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> EngineRoutes:
-    """One request's (positions, token ids, routes) of all steps as one sequence.
+    """Join one request's (positions, token ids, routes) of all steps into one sequence.
 
-    A position that was computed again (after preemption) keeps the routing of the first time: that pass gave the
+    A position that was computed again (after preemption) keeps its first routing, because the first pass gave the
     log-prob that was reported.
     """
     positions, tokens, routes = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     length = int(positions.max()) + 1
     first = torch.full((length,), -1, dtype=torch.long)
     order = torch.arange(len(positions) - 1, -1, -1)
-    first[positions[order]] = order  # the last write wins: the earliest step
+    first[positions[order]] = order  # the last write wins, and it is that of the earliest step
     if bool((first < 0).any()):
         raise RuntimeError("the engine must route every position of a sequence, but some came from a cache.")
     return EngineRoutes(tuple(tokens[first].tolist()), routes[first])
@@ -207,18 +207,18 @@ def aligned_routes(
     """The engine's routing on the positions of the trainer's input.
 
     Args:
-        store: of the engine.
+        store: the store of the engine.
         rows: attended token ids of each row, prompt and completion.
-        mask: (B, L) 0/1, where these tokens stand.
-        numbers: of the decoder layers with experts.
-        dtype: of the result.
+        mask: (B, L) 0/1, 1 at the positions of these tokens.
+        numbers: numbers of the decoder layers with experts.
+        dtype: dtype of the result.
 
     Returns:
         (B, L, layers, k); -1 on padding and on tokens that the engine was never fed (the last of a completion, text of
         a tool at its end).
 
     Raises:
-        ValueError: a row of which the engine knows nothing, or layers that do not fit.
+        ValueError: the store has no record of a row, or the layers do not fit.
     """
     found = [store.find(row) for row in rows]
     missing = [index for index, item in enumerate(found) if item is None]
@@ -234,7 +234,7 @@ def aligned_routes(
 
 
 def _with_experts(routes: Tensor, numbers: Sequence[int]) -> Tensor:
-    """(tokens, layers with experts, k) of the layers with experts, or of all layers."""
+    """(tokens, layers with experts, k), from routes of the layers with experts or of all layers."""
     layers = routes.shape[1]
     if layers == len(numbers):
         return routes

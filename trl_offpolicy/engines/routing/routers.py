@@ -1,7 +1,7 @@
-"""Where a mixture of experts chooses, and how it weighs what it chose.
+"""The routers of a mixture of experts, and how each architecture weights the experts that it chose.
 
-A router of transformers returns (logits, weights, ids). Replay keeps the logits of the router as it is now, takes the
-ids of a record, and weighs them as the architecture does: the gate's probabilities at these ids.
+A router of transformers returns (logits, weights, ids). Replay keeps the logits of the present router, takes the ids of
+a record, and weights them as the architecture does: by the gate's probabilities at these ids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 Gate = Callable[[Any, Tensor, Tensor], Tensor]
-"""(router, logits (N, experts), ids (N, k)) -> weights (N, k), with grad."""
+"""A function from (router, logits (N, experts), ids (N, k)) to weights (N, k), which carry gradient."""
 
 _LAYER = re.compile(r"^(?P<layer>(?P<layers>(?:.*\.)?layers)\.(?P<number>\d+))\.")
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -50,7 +50,7 @@ GATES: dict[str, Gate] = {
     "MixtralTopKRouter": renormalised_gate,
     "DeepseekV3TopkRouter": sigmoid_gate,
 }
-"""Router classes of transformers that can be recorded and replayed. Add yours: the tests say what it must satisfy."""
+"""Router classes of transformers that can be recorded and replayed. Add yours; the tests check what it must satisfy."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Router:
     """One router.
 
     Args:
-        module: returns (logits, weights, ids).
+        module: the router itself, which returns (logits, weights, ids).
         path: its name in the model.
         layer: the decoder layer around it.
-        number: that layer's.
-        gate: the architecture's weights of given ids.
+        number: number of that layer.
+        gate: how the architecture weights given ids.
     """
 
     module: Any
@@ -77,8 +77,8 @@ class Routers:
     """The routers of a model, in the order of its layers.
 
     Args:
-        of_layer: (layers with experts) routers; a layer whose router is wrapped twice has two, of which one runs.
-        backbone: calls the decoder layers with the keyword arguments that it is given.
+        of_layer: the routers of each layer with experts; if a layer's router is wrapped twice it has two, and one runs.
+        backbone: the module that passes its keyword arguments on to the decoder layers.
     """
 
     of_layer: tuple[tuple[Router, ...], ...]
@@ -91,12 +91,12 @@ class Routers:
 
     @property
     def top_k(self) -> int:
-        """Experts of a token."""
+        """k, the number of experts that a token is sent to."""
         return int(self.of_layer[0][0].module.top_k)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """The number of experts of a layer."""
         return int(self.of_layer[0][0].module.num_experts)
 
     @property
@@ -138,7 +138,7 @@ def find_routers(model: nn.Module) -> Routers:
 
 
 def _gate_of(module: nn.Module) -> Gate | None:
-    """By the names of its classes: FSDP2 puts one of its own before them."""
+    """The gate of a router, found by the names of its base classes too, because FSDP2 puts its own class first."""
     return next((GATES[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in GATES), None)
 
 

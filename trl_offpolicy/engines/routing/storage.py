@@ -1,4 +1,4 @@
-"""What a record of the routing takes: one small integer for each token, layer and chosen expert."""
+"""The size of a routing record: one small integer for each token, layer and chosen expert."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 UNKNOWN = -1
-"""In place of every expert of a token without a record: it routes freely."""
+"""Replaces every expert id of a token without a record, which then routes freely."""
 
 
 class RouteStorageError(ValueError):
@@ -27,9 +27,9 @@ def bytes_per_token(*, layers: int, top_k: int, experts: int) -> int:
     """Bytes of one token's record: layers * k * bytes of an id.
 
     Args:
-        layers: with experts.
-        top_k: experts that a token is sent to.
-        experts: of a layer.
+        layers: number of layers with experts.
+        top_k: number of experts that a token is sent to.
+        experts: number of experts of a layer.
 
     Example:
         >>> bytes_per_token(layers=48, top_k=8, experts=128)  # Qwen3-30B-A3B
@@ -41,10 +41,10 @@ def bytes_per_token(*, layers: int, top_k: int, experts: int) -> int:
 
 
 def check_storage(tokens: int, *, each: int, limit_gib: float) -> None:
-    """Raise before more is held than allowed.
+    """Raise before the records take more memory than allowed.
 
     Args:
-        tokens: of the batch, padding included.
+        tokens: number of tokens of the batch, padding included.
         each: bytes of a token's record.
         limit_gib: GiB (2^30 bytes) allowed.
 
@@ -60,18 +60,18 @@ def check_storage(tokens: int, *, each: int, limit_gib: float) -> None:
 
 
 def check_routes(routes: Tensor, *, experts: int, top_k: int, layers: int, name: str = "routed_experts") -> None:
-    """Raise for a record that no model of this shape can have made. Reads the values: once a batch, on the host.
+    """Raise for a record that no model of this shape can have made. Reads the values on the host; call once per batch.
 
     Args:
         routes: (B, L, layers, k) expert ids; all k of a token and layer, or none, are :data:`UNKNOWN`.
-        experts: of a layer.
+        experts: number of experts of a layer.
         top_k: k.
-        layers: with experts.
-        name: for the message.
+        layers: number of layers with experts.
+        name: name of the argument in the message.
 
     Raises:
-        TypeError: not integers.
-        ValueError: another shape, an id out of range, one expert twice, or part of a choice unknown.
+        TypeError: the ids are not integers.
+        ValueError: another shape, an id out of range, one expert twice, or a choice that is unknown in part.
     """
     check_shape(routes, top_k=top_k, layers=layers, name=name)
     low, high = (int(routes.min()), int(routes.max())) if routes.numel() else (0, 0)
@@ -89,8 +89,8 @@ def check_shape(routes: Tensor, *, top_k: int, layers: int, name: str = "routed_
     """Raise for anything but (B, L, layers, k) signed integers.
 
     Raises:
-        TypeError: not signed integers.
-        ValueError: another shape.
+        TypeError: the ids are not signed integers.
+        ValueError: they have another shape.
     """
     if routes.is_floating_point() or routes.is_complex() or routes.dtype in (torch.bool, torch.uint8):
         raise TypeError(f"{name} must be signed integers (-1 = unknown), but got {routes.dtype}.")

@@ -1,4 +1,4 @@
-"""A vLLM server as the engine: the client, the weights it gets, and how one is started."""
+"""A vLLM server as the engine: the client, the transfer of weights, and how to start a server."""
 
 from trl_offpolicy.engines.server.client import Patience, ServerClient
 from trl_offpolicy.engines.server.engine import ServerEngine

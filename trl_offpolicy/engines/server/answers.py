@@ -1,4 +1,4 @@
-"""What a vLLM server says of one completion, from its OpenAI-style JSON."""
+"""Reads one completion from the OpenAI-style JSON of a vLLM server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sampled_logps(choice: dict[str, Any]) -> list[float]:
     Raises:
         EngineError: it returned another number of them.
     """
-    if not choice["token_ids"]:  # cut before its first token
+    if not choice["token_ids"]:  # the request was ended before its first token
         return []
     values = (choice.get("logprobs") or {}).get("token_logprobs")
     if values is None or len(values) != len(choice["token_ids"]):
@@ -31,12 +31,12 @@ def sampled_logps(choice: dict[str, Any]) -> list[float]:
 
 
 def sampled_routes(prompt: list[int], choice: dict[str, Any]) -> Tensor:
-    """(tokens, all layers, k) of the prompt and of all that was sampled but the last token.
+    """Routes (tokens, all layers, k) of the prompt and of all sampled tokens but the last.
 
-    It travels as the base64 of a ``.npy`` file.
+    They travel as the base64 of a ``.npy`` file.
 
     Raises:
-        EngineError: it is missing, or not that.
+        EngineError: they are missing, or have another form.
     """
     packed = choice.get("routed_experts")
     if packed is None:

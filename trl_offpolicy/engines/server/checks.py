@@ -11,14 +11,14 @@ from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, server_arguments
 from trl_offpolicy.engines.server.client import ServerClient
 
-RESET_PATIENCE, RESET_PAUSE = 60.0, 0.25  # seconds in all, and between two tries
+RESET_PATIENCE, RESET_PAUSE = 60.0, 0.25  # seconds for all tries together, and between two tries
 
 
 def server_config(client: ServerClient, routes: Collection[str]) -> dict[str, Any]:
-    """Configuration of a vLLM server that was started so that its weights can be replaced.
+    """Configuration of a vLLM server, which must have been started so that its weights can be replaced.
 
     Raises:
-        EngineError: it was not; the message says how.
+        EngineError: it was not; the message says how to start it.
     """
     if "/weight_info" not in routes:
         raise EngineError(
@@ -32,10 +32,10 @@ def server_config(client: ServerClient, routes: Collection[str]) -> dict[str, An
 def require_ready(
     client: ServerClient, config: dict[str, Any], *, return_routing: bool = False
 ) -> tuple[SettingFinding, ...]:
-    """The server reports what can be compared with the trainer; what else its configuration says.
+    """Raise unless the server's log-probs can be compared with the trainer's; returns the findings of its settings.
 
     Raises:
-        EngineError: it does not; the message says the flag.
+        EngineError: they cannot be compared, or the routing is missing; the message says how to start the server.
     """
     if return_routing and not (config.get("aux_output_config") or {}).get("enable_return_routed_experts"):
         raise EngineError(
@@ -63,16 +63,16 @@ def reload_method(config: dict[str, Any]) -> str:
 
 
 def reset_prefix_cache(client: ServerClient) -> None:
-    """Reset the prefix cache, also that of a connector; the server declines while requests hold keys and values.
+    """Reset the prefix cache, also that of a connector. The server refuses while requests hold keys and values.
 
     Raises:
-        SyncError: it went on declining.
+        SyncError: it kept on refusing.
     """
     end = time.monotonic() + RESET_PATIENCE
     while True:
         answer = client.post("/reset_prefix_cache?reset_external=true", {})
         if not isinstance(answer, dict) or answer.get("success", True):
-            return  # older servers say nothing
+            return  # older servers return no body: take that as success
         if time.monotonic() >= end:
             break
         time.sleep(RESET_PAUSE)

@@ -36,7 +36,7 @@ class Patience:
 
     Args:
         timeout: seconds for one request.
-        retries: further tries after a failed one; waits of 1, 2, 4, ... seconds (at most 30) lie between them.
+        retries: further tries after a failed one, with waits of 1, 2, 4, ... seconds (at most 30) between them.
         start_timeout: seconds to wait for a server that is starting.
     """
 
@@ -79,24 +79,24 @@ class ServerClient:
             self._session.headers["Authorization"] = f"Bearer {key}"
 
     def get(self, path: str, **params: Any) -> Any:
-        """The answer's JSON, after retries."""
+        """The JSON of the answer to a GET request, after retries."""
         return self.ask("GET", path, params=params)
 
     def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> Any:
-        """The answer's JSON, after retries; keyword arguments as for :meth:`ask`."""
+        """The JSON of the answer to a POST request, after retries; keyword arguments as for :meth:`ask`."""
         return self.ask("POST", path, json=body, **kwargs)
 
     def ask(
         self, method: str, path: str, *, recover: Callable[[], None] | None = None, final: int = 0, **kwargs: Any
     ) -> Any:
-        """One request with retries; a server that went away is waited for.
+        """Send one request with retries, and wait for a server that went away.
 
         Args:
             method: GET or POST.
-            path: of the route.
-            recover: runs before each further try.
-            final: a status that is an answer here, not a reason for another try.
-            **kwargs: for ``requests``.
+            path: path of the route.
+            recover: called before each further try.
+            final: a status that counts as an answer and not as a reason for another try.
+            **kwargs: arguments of ``requests``.
 
         Raises:
             Refused: an answer that another try would not change (400, 401, 404, ...).
@@ -123,7 +123,7 @@ class ServerClient:
         )
 
     def once(self, method: str, path: str, *, final: int = 0, **kwargs: Any) -> Any:
-        """One request, one try."""
+        """Send one request, with a single try."""
         limit = (CONNECT_TIMEOUT, self.patience.timeout)
         response = self._session.request(method, self.base_url + path, timeout=limit, **kwargs)
         if response.status_code in _TRANSIENT and response.status_code != final:
@@ -133,7 +133,7 @@ class ServerClient:
         return _json(response)
 
     def is_up(self) -> bool:
-        """True if the server says that it is well."""
+        """True if the server's health check succeeds."""
         try:
             return self._session.get(self.base_url + "/health", timeout=5).status_code == 200
         except requests.RequestException:

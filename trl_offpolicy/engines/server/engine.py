@@ -30,22 +30,22 @@ _FRESH = "default"  # weight_version of a vLLM server that was given no weights 
 class ServerEngine:
     """Client of a vLLM server (``trl-offpolicy serve``) that sees the same file system.
 
-    A finished prompt is never asked for again: after a fault only what is missing is. A server that came back with
-    old weights gets the last ones again; one that another run has written to is an error.
+    A finished prompt is never requested again: after a fault only the missing completions are. A server that came back
+    with old weights gets the last ones again. A server to which another run has written is an error.
 
     Args:
         base_url: ``http://127.0.0.1:8000``.
-        folder: weights are written here, a folder per version; the last two are kept.
-        transfer: "folder" sends merged weights, "adapter" the LoRA adapter (a few MB); "auto" takes the adapter where
-            the model has one that stands alone and the server can load it.
+        folder: weights are written here, one folder per version; the last two are kept.
+        transfer: "folder" sends merged weights, "adapter" the LoRA adapter (a few MB). "auto" sends the adapter if it
+            is all that is trained and the server can load it.
         weight_rounding: rounds what goes through a folder: :func:`~trl_offpolicy.engines.rounding.round_weights`.
-        return_routing: of a mixture of experts: rollouts say which experts each token was sent to.
+        return_routing: for a mixture of experts: rollouts say to which experts each token was sent.
         api_key: see :class:`~trl_offpolicy.engines.server.client.ServerClient`.
         patience: time limits and retries.
         run: name of the run in the labels of its weights, the same on all ranks; None = a new one.
 
     Raises:
-        EngineError: the server lacks what is needed; the message says the flag.
+        EngineError: the server lacks an ability; the message names the flag for it.
     """
 
     version: int | None = None
@@ -82,7 +82,7 @@ class ServerEngine:
         self._reload_method = reload_method(config)
 
     def bind(self, source: WeightSource) -> None:
-        """Say whose weights :meth:`sync_weights` takes."""
+        """Set the source whose weights :meth:`sync_weights` takes."""
         self._source = source
 
     # ------------------------------------------------------------------------------------------------------ sampling
@@ -131,14 +131,14 @@ class ServerEngine:
         return "/abort_requests" in self._routes
 
     def cut(self) -> None:
-        """End every request at once; each returns what it has. A server that does not answer is left to them."""
+        """End every request at once; each returns what it has. Errors of the server are left to the requests."""
         try:
             self.client.once("POST", "/abort_requests", json={})
         except Exception as error:
             logger.warning("The requests in flight could not be cut: %s", error)
 
     def _complete(self, prompt: list[int], options: dict[str, Any], n: int) -> list[dict[str, Any]]:
-        """The ``n`` completions of a prompt; a server that returns fewer is asked for the rest."""
+        """The ``n`` completions of a prompt; if the server returns fewer, the rest is requested again."""
         found: list[dict[str, Any]] = []
         for _ in range(self.client.patience.retries + 1):
             found += self._post_completion({**options, "prompt": prompt, "n": n - len(found)})
@@ -158,14 +158,14 @@ class ServerEngine:
         except Refused as error:
             if error.status != 404 or self._adapter is None:
                 raise EngineError(f"The vLLM server refused a request: {error}") from error
-            self._ensure_current()  # the adapter is gone: the server has started anew
+            self._ensure_current()  # the adapter is gone, so the server has started anew
             choices = send()["choices"]
         return choices
 
     # ----------------------------------------------------------------------------------------------------- weights
 
     def sync_weights(self, version: int) -> SyncReport:
-        """Write the weights, have the server load them, label them. Every rank calls it; the main rank sends.
+        """Write the weights, let the server load them, and label them. Every rank calls it; the main rank sends.
 
         Raises:
             SyncError: the weights could not be written, or not be loaded.
@@ -189,7 +189,7 @@ class ServerEngine:
             try:
                 size = write_weights(target, weights) if self._source.is_main else sum(0 for _ in weights)
             except EngineError:
-                for _ in gathered:  # the other ranks gather to the end, and would wait for this one
+                for _ in gathered:  # go on gathering: the other ranks do so too, and would wait for this one
                     pass
                 raise
         self.version = version
@@ -202,7 +202,7 @@ class ServerEngine:
 
     @property
     def takes_adapter(self) -> bool:
-        """True if an adapter that stands alone would be sent alone."""
+        """True if an adapter would be sent without the base weights, given that it is all that was trained."""
         return self.transfer != "folder" and "/v1/load_lora_adapter" in self._routes and self.weight_rounding is None
 
     def _load(self, target: Path) -> None:
@@ -217,7 +217,7 @@ class ServerEngine:
             raise SyncError(f"The vLLM server did not load {target}: {error}") from error
 
     def _tidy(self, target: Path, old_adapter: str | None) -> None:
-        """Forget the version before; keep the last two folders."""
+        """Unload the previous version, and keep only the last two folders."""
         if old_adapter not in (None, self._adapter):
             self._forget(str(old_adapter))
         remove_all_but(self.folder, [path.name for path in (target, self._sent) if path is not None])
@@ -245,7 +245,7 @@ class ServerEngine:
         return f"{self.run}:{self.version}{'' if self._adapter is None else _ADAPTER}"
 
     def _require_own_base(self) -> None:
-        """An adapter belongs on the weights that the server was started with."""
+        """Raise unless the server has the base weights that it was started with, on which an adapter belongs."""
         label = self._server_label()
         if self._sent is None and label != _FRESH and not label.endswith(_ADAPTER):
             raise EngineError(
@@ -257,7 +257,7 @@ class ServerEngine:
         return str(self.client.get("/weight_info")["weight_version"])
 
     def _ensure_current(self) -> None:
-        """The server holds the weights that this run has sent it last; after a restart it gets them again."""
+        """Make sure that the server holds the weights that this run sent last; after a restart it gets them again."""
         if self._sent is None or self._holds_own():
             return
         # Of many requests that find the server fresh, one sends; the others wait. If they sent too, their reset of the

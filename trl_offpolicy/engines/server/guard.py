@@ -1,4 +1,4 @@
-"""ASGI middleware of the server: vLLM's own key guards /v1 only, not the routes that replace weights."""
+"""ASGI middleware of the server: vLLM's own key guards only /v1, not the routes that replace weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RequireKey:
     """Answers 401 to every request without ``Authorization: Bearer $VLLM_API_KEY``, except on /health.
 
     Raises:
-        RuntimeError: ``VLLM_API_KEY`` is not set where the server starts.
+        RuntimeError: ``VLLM_API_KEY`` is not set in the server's environment.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:

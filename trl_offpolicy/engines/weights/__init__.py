@@ -1,4 +1,4 @@
-"""The weights that an engine is to have: read from the trainer's model, written to files, as a LoRA adapter."""
+"""The weights for an engine: read from the trainer's model, written to files, or sent as a LoRA adapter."""
 
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights, WeightSource
 

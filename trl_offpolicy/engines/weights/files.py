@@ -1,4 +1,4 @@
-"""Weights in a folder that another process reads: safetensors only, complete or absent, never half a file.
+"""Weights in a folder that another process reads: only safetensors, complete or absent, never half a file.
 
 A version is written under a temporary name, fsynced, read back against its checksums and renamed.
 """
@@ -23,7 +23,7 @@ SHARD_BYTES = 2 * 1024**3
 
 
 def fsync(path: Path) -> None:
-    """Wait until it is on the disk: the content of a file, or the names in a folder."""
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,7 +35,7 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> int:
     """Write a model's tensors in shards of at most 2 GiB (or one tensor); returns the bytes.
 
     Raises:
-        SyncError: the disk took less than was written (full, quota), or gave something else back.
+        SyncError: the disk took less than was written (full, quota), or something else was read back.
     """
     return _publish(folder, {}, _shards(weights))
 
@@ -50,7 +50,7 @@ def verify(folder: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        SyncError: naming the file that is absent, short or changed.
+        SyncError: a file is absent, short or changed; the message names it.
     """
     manifest = json.loads((folder / MANIFEST).read_text())
     for name, expected in manifest.items():
@@ -63,7 +63,7 @@ def verify(folder: Path) -> None:
 
 
 def remove_all_but(parent: Path, keep: Iterable[str]) -> None:
-    """Delete versions, and leftovers of interrupted writes, except those named."""
+    """Delete all versions except those named, and the leftovers of interrupted writes."""
     kept = set(keep)
     for path in parent.iterdir() if parent.is_dir() else ():
         if path.name not in kept and (path / MANIFEST).exists() | path.name.startswith("."):
@@ -71,10 +71,10 @@ def remove_all_but(parent: Path, keep: Iterable[str]) -> None:
 
 
 def safe_child(parent: Path, name: str) -> Path:
-    """``parent/name``, which must lie in ``parent`` itself.
+    """``parent/name``, which must be directly in ``parent``.
 
     Raises:
-        ValueError: the name has a path in it, or is a symbolic link to elsewhere.
+        ValueError: the name contains a path, or is a symbolic link to another place.
     """
     path = parent / name
     if Path(name).name != name or name in ("", ".", "..") or path.is_symlink():
@@ -106,7 +106,7 @@ def _publish(folder: Path, texts: Mapping[str, str], shards: Iterator[tuple[str,
 
 
 def _seal(folder: Path) -> int:
-    """Manifest of what is there, everything on disk; returns the bytes."""
+    """Write the manifest of the folder's files and wait until all is on the disk; returns the bytes."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     for path in files:
         fsync(path)

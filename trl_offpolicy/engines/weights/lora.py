@@ -1,4 +1,4 @@
-"""Adapters that vLLM loads beside the base model, so that a sync sends a few MB."""
+"""Adapters that vLLM loads on top of the base model, so that a sync sends only a few MB."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trl_offpolicy.engines.weights.files import write_adapter
 from trl_offpolicy.engines.weights.source import Adapter
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Without lm_head and embeddings: LoRA there breaks vLLM's prompt log-probs."""
+"""The modules that adapters may touch, without lm_head and embeddings: LoRA there breaks vLLM's prompt log-probs."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def served_rank(rank: int) -> int:
-    """The smallest maximal rank that vLLM takes and that holds ``rank``."""
+    """The smallest of vLLM's allowed maximal ranks that is at least ``rank``."""
     return next((known for known in _RANKS if known >= rank), rank)
 
 
@@ -31,9 +31,9 @@ def lora_arguments(rank: int) -> dict[str, Any]:
 
 
 class AdapterFolder:
-    """The adapter that requests name, in a private folder.
+    """The adapter of the requests, in a private folder.
 
-    Each version has a name of its own, so that nothing of an older one (prefix cache included) is ever used.
+    Each version has another name, so that nothing of an older one (prefix cache included) is ever used.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class AdapterFolder:
         self._count = 0
 
     def load(self, adapter: Adapter, version: int) -> int:
-        """Make ``adapter`` that of the next requests; returns its bytes."""
+        """Use ``adapter`` for the next requests; returns its bytes."""
         from vllm.lora.request import LoRARequest
 
         self._count += 1
@@ -54,5 +54,5 @@ class AdapterFolder:
         return size
 
     def close(self) -> None:
-        """Delete the folder."""
+        """Delete the folder of the adapter."""
         shutil.rmtree(self.path, ignore_errors=True)

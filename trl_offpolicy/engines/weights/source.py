@@ -1,4 +1,4 @@
-"""The trainer's weights as an engine wants them: full tensors, adapters merged, names of the plain model.
+"""The trainer's weights in the form that an engine needs: full tensors, adapters merged, names of the plain model.
 
 Works on a plain model, on PEFT, on FSDP2 (DTensor) and on DeepSpeed ZeRO-3 (gathered module by module). All ranks
 iterate: gathering is collective.
@@ -26,7 +26,7 @@ class Adapter:
 
 
 class WeightSource(Protocol):
-    """Whose weights an engine takes."""
+    """The source of an engine's weights: the trainer's model in this process."""
 
     is_main: bool
     """True on the rank that writes files and talks to a server."""
@@ -35,7 +35,7 @@ class WeightSource(Protocol):
         """Name and full tensor of every weight, adapters merged in. Collective."""
 
     def adapter(self) -> Adapter | None:
-        """The adapter alone, or None where there is none that stands alone. Collective."""
+        """The adapter, or None if it is not all that was trained, or there is none. Collective."""
 
 
 class ModelWeights:
@@ -51,9 +51,9 @@ class ModelWeights:
         self.is_main = is_main
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and full tensor of every weight, as a checkpoint has them (the experts of a mixture one by one).
+        """Name and full tensor of every weight, as in a checkpoint (with the experts of a mixture one by one).
 
-        The model is never changed: nothing is merged in place.
+        The model itself is never changed, because nothing is merged in place.
         """
         return as_checkpoint(self.model, self._merged())
 
@@ -86,11 +86,11 @@ class ModelWeights:
 def as_checkpoint(model: Any, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Undo what transformers 5 does to the weights of a mixture of experts when it loads them.
 
-    It stacks the experts of a layer into one tensor (``experts.gate_up_proj``) and renames routers. vLLM loads a
-    checkpoint's names and passes over others without an error, so the engine would keep its old experts.
+    It stacks the experts of a layer into one tensor (``experts.gate_up_proj``) and renames routers. vLLM loads the
+    names of a checkpoint and skips others without an error, so the engine would keep its old experts.
 
     Args:
-        model: of transformers, or of PEFT around one; others pass through.
+        model: a model of transformers, or of PEFT around one; weights of others pass through.
         named: names and full tensors of the model.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -129,16 +129,16 @@ def _own_weights(path: str, module: nn.Module, parameters: list[nn.Parameter]) -
 
 
 def _lora_layers(module: Any) -> Iterator[Any]:
-    """From outside in; PEFT nests one for each parameter that it adapts in a module (``target_parameters``)."""
+    """The LoRA layers from outside in; PEFT nests one for each parameter that it adapts (``target_parameters``)."""
     while _is_lora(module):
         yield module
         module = module.base_layer
 
 
 def _delta(module: Any, weight: Tensor) -> Tensor:
-    """Scale * B A of the active adapters, in the base weight's dtype and shape."""
+    """The sum of scale * B A over the active adapters, in the base weight's dtype and shape."""
     total = torch.zeros_like(weight)
-    if hasattr(module, "parameter_name"):  # of stacked experts: a product for each
+    if hasattr(module, "parameter_name"):  # an adapter of stacked experts: one product for each expert
         for name in module.active_adapters:
             total += _full(module.get_delta_weight(name)).to(weight.dtype)
         return total
@@ -155,7 +155,7 @@ def _delta(module: Any, weight: Tensor) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """Name of a weight in the plain model: PEFT's and the wrappers' parts removed."""
+    """Name of a weight in the plain model, without the parts of PEFT and of wrappers."""
     name = name.removeprefix("base_model.model.")
     for part in _WRAPPERS:
         name = name.replace(part, "")
@@ -163,13 +163,13 @@ def plain_name(name: str) -> str:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """The whole tensor of a DTensor; others as they are."""
+    """The whole tensor of a DTensor; other tensors as they are."""
     full_tensor = getattr(tensor, "full_tensor", None)
     return tensor if full_tensor is None else full_tensor()
 
 
 def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-    """ZeRO-3 parameters are whole inside; nothing to do for others."""
+    """A context in which ZeRO-3 parameters are whole; it does nothing for others."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     import deepspeed
@@ -179,7 +179,7 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
 
 
 def _stands_alone(model: nn.Module, config: Any) -> bool:
-    """True if base model + LoRA on linear layers is the whole policy: what vLLM can hot-load."""
+    """True if base model + LoRA on linear layers is the whole policy, which vLLM can then hot-load."""
     plain = getattr(config, "peft_type", None) == "LORA" and getattr(config, "bias", "none") == "none"
     extras = [getattr(config, name, None) for name in ("modules_to_save", "use_dora", "target_parameters")]
     on_head = any("lm_head" in name or "embed" in name for name, _ in model.named_parameters() if "lora_" in name)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LossTerms(NamedTuple):
-    """A loss per token, where its clip was active (bool, None = it does not clip on that side), and its soft gate."""
+    """A loss per token, where its clip was active (bool; None = it does not clip on that side), and its soft gate."""
 
     loss: Tensor
     clipped_low: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Losses that pick tokens by the covariance of advantage and log-probability. Of all rows of one call."""
+"""Losses that pick tokens by the covariance of advantage and log-probability over all rows of one call."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def clip_cov(
     cov_low: float,
     cov_high: float,
 ) -> LossTerms:
-    """Clip-Cov: PPO's clipped surrogate, and a random few of the tokens with a large covariance lose their loss.
+    """Clip-Cov: PPO's clipped surrogate, without the loss of a few tokens drawn from those with a large covariance.
 
         0 on the tokens drawn, else -min(r A, clip(r, 1 - low, 1 + high) A)
 
-    where r = pi / pi_old. What carries gradient: log r of the tokens that neither clip takes. Heuristic.
+    where r = pi / pi_old. What carries gradient: log r of the tokens that neither clip takes out. Heuristic.
 
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
@@ -71,14 +71,14 @@ def clip_cov(
         mask: (B, T) bool.
         low: PPO's clip is at 1 - low.
         high: PPO's clip is at 1 + high.
-        fraction: of the call's tokens that are taken out, rounded down, at least one (where there is a candidate).
-        cov_low: candidates have a covariance above this,
-        cov_high: and below this.
+        fraction: share of the call's tokens to draw, rounded down, but at least one if there is a candidate.
+        cov_low: the covariance of a candidate is above this.
+        cov_high: the covariance of a candidate is below this.
 
     Returns:
         ``gate`` is 0 on the tokens taken out, else 1; the clip flags are PPO's.
 
-    Reference: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; verl's ``clip_cov``. The draw is torch's global generator.
+    Reference: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; verl's ``clip_cov``. torch's global generator draws.
     """
     check_tokens(mask.shape, log_ratios=log_ratios)
     clipped = ppo_clip(log_ratios, advantages, low=low, high=high)
@@ -106,8 +106,8 @@ def kl_cov(
         logps: log pi, for the covariance only.
         advantages: no gradient.
         mask: (B, T) bool.
-        fraction: of the call's tokens that are penalised, rounded down, at least one.
-        coef: nats are multiplied by it.
+        fraction: share of the call's tokens that are penalised, rounded down, but at least one.
+        coef: factor of \|log r\| in the penalty.
 
     Returns:
         ``gate`` is 1 on the penalised tokens, else 0.

@@ -100,7 +100,7 @@ def soft_value(rewards: Tensor, counted: Tensor, *, beta: float) -> Tensor:
 
 
 def entropy_groups(entropies: Tensor, mask: Tensor, *, fraction: float) -> Tensor:
-    """(B, T) bool: the ``fraction`` of each response's tokens with the highest entropy, rounded up; ties in order."""
+    """(B, T) bool: the ``fraction`` (rounded up) of each response's tokens with the highest entropy; ties in order."""
     check_tokens(mask.shape, entropies=entropies)
     ranked = torch.where(mask, entropies, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return mask & (ranked < (mask.sum(-1, keepdim=True) * fraction).ceil())
@@ -132,8 +132,9 @@ def espo(
         clip_scale: c, alpha / log(vocabulary).
 
     Reference: Sheng et al. 2025, ESPO (arXiv:2512.00499), Eq. 5-10; used by CompassMax (arXiv:2512.07710). Eq. 9
-    prints pi_old in the denominator of the token factor; followed is "the same way as GSPO-token", without which the
-    ratio would count twice. Two groups, as in its ablation of the grouping proportion. Its entropies are pi_old's.
+    prints pi_old in the denominator of the token factor, so that the ratio would count twice. This kit follows the
+    paper's words, "the same way as GSPO-token". There are two groups, as in its ablation of the grouping proportion.
+    Its entropies are pi_old's.
     """
     check_tokens(mask.shape, log_ratios=log_ratios, entropies=entropies)
     check_tokens_or_rows(mask.shape, advantages=advantages)
@@ -184,8 +185,8 @@ def st_ppo(
         ``gate`` is 1 / (1 + c_k).
 
     Reference: Li et al. 2025, ST-PPO (arXiv:2511.20718). The paper divides the whole batch's gradient by the norm of
-    its clipping-bias term C = mean of 1[clipped] r A grad log pi, which needs a second backward; the description
-    followed here normalises "within each turn when clipping activates", and c_k is C's weight in the turn.
+    its clipping-bias term C = mean of 1[clipped] r A grad log pi, which needs a second backward. This kit normalises
+    each turn by itself instead: c_k is C's weight in the turn.
     """
     check_tokens(mask.shape, log_ratios=log_ratios)
     check_tokens_or_rows(mask.shape, advantages=advantages)

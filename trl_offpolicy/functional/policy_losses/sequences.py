@@ -14,7 +14,7 @@ from trl_offpolicy.functional.policy_losses.common import LossTerms
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 
 GMPO_WEIGHT_FLOOR = math.log(1e-10)
-"""Importance weights of 0 enter GMPO's geometric mean as 1e-10, as in verl."""
+"""An importance weight of 0 enters GMPO's geometric mean as 1e-10, as in verl."""
 
 
 def gspo_token(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, low: float, high: float) -> LossTerms:
@@ -128,10 +128,10 @@ def vespo_phi(
     Args:
         sequence_log_ratio: (B, 1) sum over tokens of log(pi / mu), nats.
         advantages: (B, 1) or (B, T); picks (k, lambda) by sign.
-        k_pos: shape where A >= 0; ``lambda_pos`` its rate.
-        lambda_pos: see ``k_pos``.
-        k_neg: shape where A < 0; ``lambda_neg`` its rate.
-        lambda_neg: see ``k_neg``.
+        k_pos: the shape k where A >= 0.
+        lambda_pos: the rate lambda where A >= 0.
+        k_neg: the shape k where A < 0.
+        lambda_neg: the rate lambda where A < 0.
 
     Reference: "VESPO: variational sequence-level soft policy optimization", arXiv:2602.10693, section 3.4.
     """

@@ -113,8 +113,8 @@ def aspo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, low: float, m
         low: the lower clip of negative advantages is at 1 - low.
         max_weight: the soft cap C; None = none.
 
-    Reference: Wang et al. 2025, ASPO (arXiv:2510.06062). It keeps PPO's hard upper clip where A > 0; the description
-    followed here takes it off ("keeps the safety guardrail on the negative side").
+    Reference: Wang et al. 2025, ASPO (arXiv:2510.06062). The paper keeps PPO's hard upper clip where A > 0. This kit
+    leaves it out and clips hard on the negative side only.
     """
     check_broadcast(log_ratios=log_ratios, logps=logps, advantages=advantages)
     ratio = ratio_of(log_ratios.detach())
@@ -148,8 +148,8 @@ def dispo(
         logps: log pi, carries gradient.
         advantages: no gradient.
         correct: (B, 1) bool, the response is correct.
-        low_correct: bound below 1 of correct responses (less of it: less distillation).
-        high_correct: bound above 1 of correct responses (exploration).
+        low_correct: bound below 1 of correct responses (a smaller one distils less).
+        high_correct: bound above 1 of correct responses (for exploration).
         low_incorrect: bound below 1 of incorrect responses.
         high_incorrect: bound above 1 of incorrect responses.
 

@@ -31,7 +31,7 @@ def dppo(
     high: float,
     max_ratio: float,
 ) -> LossTerms:
-    """DPPO: a truncated policy gradient, and nothing where the step already led too far from pi_old.
+    """DPPO: a truncated policy gradient that is 0 on tokens that are already too far from pi_old.
 
         -sg[min(r, C)] A log pi, 0 on the tokens that are out
 
@@ -66,9 +66,9 @@ def m2po(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float)
 
         -r A on the tokens that stay, mean over them of (log r)^2 <= budget
 
-    where r = pi / pi_old. Counted and taken out are tokens that moved where their advantage pushes (A > 0 and r > 1, or
-    A < 0 and r < 1), as with PPO's clip: the others have no bound. What carries gradient: log r of the tokens that
-    stay. Biased by the mask.
+    where r = pi / pi_old. As with PPO's clip, only tokens that moved where their advantage pushes them (A > 0 and
+    r > 1, or A < 0 and r < 1) are counted and taken out. The others have no bound. What carries gradient: log r of the
+    tokens that stay. Biased by the mask.
 
     Args:
         log_ratios: log(pi / pi_old), carries gradient.
@@ -124,9 +124,8 @@ def r2vpo(
         high: epsilon above 1 of such a group.
         variance: v, the ratio variance at which the range is half as wide.
 
-    Reference: Luo et al. 2026, R2VPO (arXiv:2601.03320), as the description followed here reads it: "high-variance
-    groups receive tighter clips". It gives no formula, so this one is this kit's. The paper itself penalises the
-    variance with a dual variable instead of clipping.
+    Reference: Luo et al. 2026, R2VPO (arXiv:2601.03320). The paper penalises the variance with a dual variable and does
+    not clip. The range above is this kit's formula for "high-variance groups receive tighter clips".
     """
     narrower = 1 + group_ratio_variance(log_ratios, mask, group_ids) / variance
     return ppo_clip(log_ratios, advantages, low=low / narrower, high=high / narrower)

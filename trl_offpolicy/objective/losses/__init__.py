@@ -1,6 +1,6 @@
 """Policy losses as small frozen dataclasses, usable in :class:`~trl_offpolicy.Objective` and in YAML.
 
-Each takes a :class:`LossInputs` and returns :class:`LossTerms`. What a loss declares is said at :class:`PolicyLoss`.
+Each takes a :class:`LossInputs` and returns :class:`LossTerms`. :class:`PolicyLoss` explains what a loss declares.
 """
 
 from trl_offpolicy.functional.policy_losses import LossTerms

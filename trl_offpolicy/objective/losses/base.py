@@ -1,4 +1,4 @@
-"""The contract of a policy loss: what it is given, what it answers, what it declares."""
+"""The contract of a policy loss: what it receives, what it returns and what it declares."""
 
 from __future__ import annotations
 
@@ -24,12 +24,20 @@ Field = Literal["sampling_log_ratios", "rewards", "group_ids", "group_rewards", 
 class LossInputs(NamedTuple):
     """What a policy loss sees. ``logps`` and the log-ratios carry gradient, nothing else does.
 
-    ``logps`` (B, T) log pi; ``log_ratios`` (B, T) log(pi / proximal), 0 on padding; ``advantages`` (B, 1) or
-    (B, T); ``mask`` (B, T) bool; ``weights`` (B, 1) or (B, T) importance weights or None.
+    - ``logps`` (B, T): log pi.
+    - ``log_ratios`` (B, T): log(pi / proximal), 0 on padding.
+    - ``advantages`` (B, 1) or (B, T).
+    - ``mask`` (B, T) bool.
+    - ``weights`` (B, 1) or (B, T): importance weights, or None.
 
-    The rest is None where the batch lacks it: ``sampling_log_ratios`` (B, T) log(pi / mu) and ``entropies`` (B, T),
-    nats, both 0 on padding and given only to losses that name them in ``reads``; ``rewards`` (B, 1); ``group_ids``
-    (B,); ``group_rewards`` (B, G), the rewards of the row's whole group; ``turn_ids`` (B, T).
+    The other fields are None if the batch lacks them:
+
+    - ``sampling_log_ratios`` (B, T): log(pi / mu), 0 on padding; only for losses that name it in ``reads``.
+    - ``entropies`` (B, T): nats, 0 on padding; only for losses that name it in ``reads``.
+    - ``rewards`` (B, 1).
+    - ``group_ids`` (B,).
+    - ``group_rewards`` (B, G): the rewards of the row's whole group.
+    - ``turn_ids`` (B, T).
     """
 
     logps: Tensor
@@ -45,7 +53,7 @@ class LossInputs(NamedTuple):
     entropies: Tensor | None = None
 
     def need(self, field: Field, loss: object) -> Tensor:
-        """The tensor ``field``.
+        """The tensor of the field ``field``, which ``loss`` needs.
 
         Raises:
             ValueError: the batch does not have it; the message names the field and the loss.
@@ -59,53 +67,54 @@ class LossInputs(NamedTuple):
 class PolicyLoss(Part):
     """A loss per token. Subclass it as a frozen, keyword-only dataclass.
 
-    :meth:`__call__` must be written; what else is said here has the value below unless the subclass has a field, a
-    class attribute or a property of that name. The docstring of the subclass says what carries gradient.
+    A subclass must write :meth:`__call__`. Everything else has the default below. A field, a class attribute or a
+    property of the same name in the subclass replaces it. The docstring of the subclass says what carries gradient.
     """
 
     weight_use: ClassVar[WeightUse] = "multiply"
     """"multiply": the objective multiplies the loss by the importance weights. "inside": the loss reads them itself."""
 
     uses_ratio: ClassVar[bool] = True
-    """Whether it holds the ratio of the current policy to its centre; no weight may hold that ratio again."""
+    """Whether it contains the ratio of the current policy to its centre. No weight may then contain it again."""
 
     aggregation: ClassVar[Aggregation] = "token_mean"
-    """The one it was published with."""
+    """The aggregation that it was published with."""
 
     fixed_aggregation: ClassVar[bool] = False
-    """Whether it is another loss with any other aggregation, which the objective then refuses."""
+    """Whether any other aggregation would make it another loss. The objective then refuses others."""
 
     trust_region: ClassVar[str] = "-"
     """What holds the policy back, in words, for the map in the docs."""
 
     purpose: ClassVar[str] = "-"
-    """What it is made for, in words, likewise."""
+    """What it is made for, in words, for the same map."""
 
     @overridable
     def level(self) -> RatioLevel:
-        """Level of its ratio."""
+        """Level of its ratio: one per token or one per response."""
         return "token"
 
     @overridable
     def reads(self) -> tuple[Field, ...]:
-        """Fields of :class:`LossInputs` it cannot do without.
+        """Fields of :class:`LossInputs` that it needs.
 
-        With "sampling_log_ratios" its centre is the policy that sampled, and no weight may hold any part of that ratio.
+        With "sampling_log_ratios" its centre is the policy that sampled. No weight may then contain any part of that
+        ratio.
         """
         return ()
 
     @overridable
     def scope(self) -> Scope:
-        """Rows it must see at once; "micro_batch" = statistics of the rows of one call."""
+        """Rows that it must see at once; "micro_batch" = it takes statistics over the rows of one call."""
         return "row"
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss (B, T) or (B, 1)."""
+        """The loss, (B, T) by token or (B, 1) by response, with its clip flags and gate."""
 
 
 def at_level(inputs: LossInputs, level: RatioLevel) -> Tensor:
-    """The log-ratios (B, T), or their mean over the response (B, 1)."""
+    """The log-ratios: (B, T) at level "token", else their mean over the response, (B, 1)."""
     return inputs.log_ratios if level == "token" else aggregate(inputs.log_ratios, inputs.mask, level)
 
 
@@ -136,7 +145,7 @@ def rewards_of_group(inputs: LossInputs, loss: object, scope: Scope) -> tuple[Te
 
 
 def group_fields(scope: Scope) -> tuple[Field, ...]:
-    """What :func:`rewards_of_group` reads."""
+    """The fields that :func:`rewards_of_group` reads under ``scope``."""
     return ("group_rewards",) if scope == "row" else ("rewards", "group_ids")
 
 

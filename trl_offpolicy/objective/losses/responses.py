@@ -36,7 +36,7 @@ from trl_offpolicy.types import Scope
 class TOPR(PolicyLoss):
     """REINFORCE, tapered on negative responses by clip(pi(y) / mu(y), low, high). See ``functional.topr``.
 
-    Holds pi / mu itself, in any mode: no weight may stand beside it. What carries gradient: log pi.
+    It contains pi / mu itself, in any mode, so it takes no importance weights. What carries gradient: log pi.
 
     Reference: Le Roux et al. 2025, TOPR (arXiv:2503.14286).
     """
@@ -56,7 +56,7 @@ class TOPR(PolicyLoss):
             raise ValueError(f"low must be in [0, high={self.high}], but got {self.low}.")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-A log pi where A >= 0, else -sg[clip(pi(y) / mu(y), low, high)] A log pi; (B, T)."""
         return policy_losses.topr(
             inputs.need("sampling_log_ratios", self),
             own_logps(inputs),
@@ -69,10 +69,10 @@ class TOPR(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class ESPO(PolicyLoss):
-    """GSPO-token within entropy groups, each with a clip range of its own. See ``functional.espo``.
+    """GSPO-token within entropy groups, each with its own clip range. See ``functional.espo``.
 
-    epsilon of a group is alpha / log(vocab_size) times its mean entropy. ``entropies`` are the batch's, those of the
-    current policy; the paper's are pi_old's, which is the same on the first step. What carries gradient: each token's
+    The epsilon of a group is alpha / log(vocab_size) times its mean entropy. The batch's ``entropies`` are those of the
+    current policy. The paper takes pi_old's, which are the same on the first step. What carries gradient: each token's
     own pi_t, where its group is not clipped.
 
     Reference: Sheng et al. 2025, ESPO (arXiv:2512.00499): alpha 0.02 and 20 % high-entropy tokens are its choice.
@@ -94,7 +94,7 @@ class ESPO(PolicyLoss):
         check_whole("vocab_size", self.vocab_size, least=2)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-min(s_t A, clip(s_t, 1 - epsilon_g, 1 + epsilon_g) A) with the ratio s_t of the entropy group g; (B, T)."""
         return policy_losses.espo(
             inputs.log_ratios,
             inputs.advantages,
@@ -109,8 +109,8 @@ class ESPO(PolicyLoss):
 class STPPO(PolicyLoss):
     """PPO's clip on turn ratios, damped in turns where the token clip sets in. See ``functional.st_ppo``.
 
-    Turns are those of ``turn_ids``, without them runs of trainable tokens. ``normalize=False`` is Turn-PPO. What
-    carries gradient: each token's own pi_t, in turns that are not clipped.
+    Turns come from ``turn_ids``; without them each run of trainable tokens is a turn. ``normalize=False`` is Turn-PPO.
+    What carries gradient: each token's own pi_t, in turns that are not clipped.
 
     Reference: Li et al. 2025, ST-PPO (arXiv:2511.20718); the normaliser is by turn (see the function).
     """
@@ -128,7 +128,7 @@ class STPPO(PolicyLoss):
         check_bool(normalize=self.normalize)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-min(s_t A, clip(s_t, 1 - low, 1 + high) A) / (1 + c_k) with the ratio s_t of turn k; (B, T)."""
         return policy_losses.st_ppo(
             inputs.log_ratios,
             inputs.advantages,
@@ -145,8 +145,8 @@ class OAPL(PolicyLoss):
     """(beta log(pi(y) / mu(y)) - (R - V))^2 with V from the group's rewards. See ``functional.oapl``.
 
     V = value_beta log mean exp(R / value_beta) over the group; ``value_beta=None`` = beta. ``scope="row"`` reads the
-    group from ``group_rewards``, "micro_batch" takes its rows in one call. Advantages are not read, and no weight may
-    stand beside it. What carries gradient: log pi(y).
+    group from ``group_rewards``, "micro_batch" takes its rows in one call. It reads no advantages and takes no
+    importance weights. What carries gradient: log pi(y).
 
     Reference: Ritter et al. 2026, OAPL (arXiv:2602.19362).
     """
@@ -167,14 +167,14 @@ class OAPL(PolicyLoss):
 
     @property
     def reads(self) -> tuple[Field, ...]:
-        """Its own reward, and those of the group."""
+        """log(pi / mu), the reward of the row, and the rewards of its group."""
         return tuple(dict.fromkeys(("sampling_log_ratios", "rewards", *group_fields(self.scope))))
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss of the response, (B, 1)."""
+        """(beta log(pi(y) / mu(y)) - (R - V))^2 of each response, (B, 1)."""
         own = inputs.need("rewards", self)
         rewards, counted = rewards_of_group(inputs, self, self.scope)
         value = policy_losses.soft_value(rewards, counted, beta=self.value_beta or self.beta)
-        own = torch.where(own.isfinite(), own, value)  # a response without a reward: neutral
+        own = torch.where(own.isfinite(), own, value)  # a response without a reward gets R - V = 0
         ratios = inputs.need("sampling_log_ratios", self)
         return policy_losses.oapl(ratios, own, value, inputs.mask, beta=self.beta)

@@ -45,7 +45,7 @@ class GSPO(PolicyLoss):
         check_positive(low=self.low, high=self.high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss of the response, (B, 1)."""
+        """-min(s A, clip(s, 1 - low, 1 + high) A) of each response, (B, 1)."""
         return policy_losses.ppo_clip(at_level(inputs, self.level), inputs.advantages, low=self.low, high=self.high)
 
 
@@ -70,7 +70,7 @@ class GSPOToken(PolicyLoss):
         check_positive(low=self.low, high=self.high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t) with s_t = sg[s] pi_t / sg[pi_t]; (B, T)."""
         return policy_losses.gspo_token(inputs.log_ratios, inputs.advantages, inputs.mask, low=self.low, high=self.high)
 
 
@@ -79,8 +79,8 @@ class LUSPO(PolicyLoss):
     """GSPO with each response's loss times its length: length-unbiased. Needs ``aggregation="seq_mean_token_sum"``.
 
     -|y| min(s A, clip(s) A). What carries gradient: log s, so that every token weighs the same whatever the length of
-    its response, where GSPO's tokens weigh 1/|y|. Biased by the geometric mean. The length is the denominator's, so
-    the objective refuses any other aggregation.
+    its response, where GSPO's tokens weigh 1/|y|. Biased by the geometric mean. The length comes from the aggregation,
+    so the objective refuses any other.
 
     Reference: "Length-Unbiased Sequence Policy Optimization" (arXiv:2602.05261); TRL's ``luspo`` with
     ``importance_sampling_level="sequence"``.
@@ -99,7 +99,7 @@ class LUSPO(PolicyLoss):
         check_positive(low=self.low, high=self.high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss of the response, (B, 1), before its length multiplies it."""
+        """-min(s A, clip(s, 1 - low, 1 + high) A) of each response, (B, 1); the aggregation supplies the length."""
         return policy_losses.ppo_clip(at_level(inputs, self.level), inputs.advantages, low=self.low, high=self.high)
 
 
@@ -126,7 +126,7 @@ class GMPO(PolicyLoss):
         check_positive(low=self.low, high=self.high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss of the response, (B, 1)."""
+        """-A exp(mean_t c_t) of each response, (B, 1), where c_t is the clipped log-ratio of token t."""
         return policy_losses.gmpo(
             inputs.log_ratios, inputs.advantages, inputs.mask, low=self.low, high=self.high, weights=inputs.weights
         )
@@ -134,7 +134,7 @@ class GMPO(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class VESPO(PolicyLoss):
-    """-phi(w) A log pi with w the sequence ratio, importance weights included (hence weight_use "inside").
+    """-phi(w) A log pi, where w is the sequence ratio times the importance weights (hence weight_use "inside").
 
     What carries gradient: log pi; phi is detached. See ``functional.vespo_phi``.
 
@@ -157,7 +157,7 @@ class VESPO(PolicyLoss):
         check_not_negative(lambda_pos=self.lambda_pos, lambda_neg=self.lambda_neg)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-phi(w) A log pi with phi(w) = exp(lambda) w^k exp(-lambda w), detached; (B, T)."""
         log_w = aggregate(inputs.log_ratios.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP), inputs.mask, "sequence")
         if inputs.weights is not None:
             log_weights = inputs.weights.log().clamp(VESPO_LOG_FLOOR, LOG_RATIO_CLAMP)
@@ -196,7 +196,7 @@ class TBPO(PolicyLoss):
         check_positive(high=self.high, negative_low=self.negative_low, negative_high=self.negative_high)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss of the response, (B, 1)."""
+        """-min(s, 1 + high) A where A >= 0, else -clip(s, 1 - negative_low, 1 + negative_high) A; (B, 1)."""
         return policy_losses.tbpo(
             at_level(inputs, self.level),
             inputs.advantages,

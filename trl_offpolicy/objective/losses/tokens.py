@@ -47,7 +47,7 @@ class PPOClip(PolicyLoss):
             raise ValueError(f"dual_clip must be above 1, but got {self.dual_clip}.")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """-min(r A, clip(r) A)."""
+        """-min(r A, clip(r, 1 - low, 1 + high) A), (B, T), or (B, 1) at level "sequence_mean"."""
         return policy_losses.ppo_clip(
             at_level(inputs, self.level),
             inputs.advantages,
@@ -63,12 +63,12 @@ class PPOIS(PolicyLoss):
     """PPO's clipped surrogate on pi / mu in any mode: mismatch and staleness under one clip. For ablations.
 
     -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = pi / mu. What carries gradient: rho, where the clip is not
-    active. Biased: the trust region is around mu, so that mismatch alone fills it. The centre is
-    ``sampling_per_token_logps``, never old or proximal; no weight may stand beside it. ``Objective(mode="bypass",
-    policy_loss=PPOClip())`` is the same loss.
+    active. Biased: the trust region is around mu, so mismatch alone can fill it. The centre is
+    ``sampling_per_token_logps``, never old or proximal, and it takes no importance weights.
+    ``Objective(mode="bypass", policy_loss=PPOClip())`` is the same loss.
 
-    Vanilla IS needs no loss of its own: ``PPOClip()`` with ``RawWeight()``. Nor does the TIS policy gradient:
-    ``GPG()`` with ``TruncateWeight(ratio="current/sampling")``.
+    Vanilla IS needs no special loss: it is ``PPOClip()`` with ``RawWeight()``. The TIS policy gradient is ``GPG()``
+    with ``TruncateWeight(ratio="current/sampling")``.
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (PPO-IS,
     vanilla-IS and TIS).
@@ -83,10 +83,10 @@ class PPOIS(PolicyLoss):
     reads: ClassVar[tuple[Field, ...]] = ("sampling_log_ratios",)
 
     def __post_init__(self) -> None:
-        PPOClip(low=self.low, high=self.high, dual_clip=self.dual_clip)  # its checks
+        PPOClip(low=self.low, high=self.high, dual_clip=self.dual_clip)  # runs the checks of the settings they share
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """-min(rho A, clip(rho) A)."""
+        """-min(rho A, clip(rho, 1 - low, 1 + high) A) with rho = pi / mu; (B, T)."""
         return policy_losses.ppo_clip(
             inputs.need("sampling_log_ratios", self),
             inputs.advantages,
@@ -120,14 +120,14 @@ class CISPO(PolicyLoss):
             raise ValueError(f"low must be at most high={self.high}, but got {self.low}.")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-sg[clip(r, low, high)] A log pi, (B, T)."""
         ratio = at_level(inputs, self.level)
         return policy_losses.cispo(ratio, inputs.logps, inputs.advantages, high=self.high, low=self.low)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPG(PolicyLoss):
-    """Plain policy gradient (REINFORCE): -A log pi. No ratio of its own, so weights may hold any ratio.
+    """Plain policy gradient (REINFORCE): -A log pi. It contains no ratio, so weights may hold any ratio.
 
     What carries gradient: log pi. Unbiased on-policy, and off-policy with ``RawWeight(level="sequence",
     ratio="current/sampling")``.
@@ -141,7 +141,7 @@ class GPG(PolicyLoss):
     uses_ratio: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-A log pi, (B, T)."""
         return LossTerms(-inputs.advantages * own_logps(inputs))
 
 
@@ -168,7 +168,7 @@ class SAPO(PolicyLoss):
         check_positive(temperature_pos=self.temperature_pos, temperature_neg=self.temperature_neg)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-(4 / tau) sigmoid(tau (r - 1)) A with the tau of A's sign; (B, T), or (B, 1) for sequence ratios."""
         return policy_losses.sapo(
             at_level(inputs, self.level),
             inputs.advantages,
@@ -181,8 +181,8 @@ class SAPO(PolicyLoss):
 class ASPO(PolicyLoss):
     """Flipped ratio min(1/r, C) where A > 0, PPO's lower clip where A < 0. See ``functional.aspo``.
 
-    ``low``: the lower clip is at 1 - low; ``max_weight``: C, a cap that keeps the gradient (None = none). What carries
-    gradient: log pi. Heuristic; at r = 1 the policy gradient.
+    The lower clip is at 1 - ``low``, and ``max_weight`` is C, a cap that keeps the gradient (None = none). What carries
+    gradient: log pi. Heuristic; at r = 1 it is the policy gradient.
 
     Reference: Wang et al. 2025, ASPO (arXiv:2510.06062), without its hard clip where A > 0 (see the function).
     """
@@ -200,7 +200,7 @@ class ASPO(PolicyLoss):
             raise ValueError(f"max_weight must be above 1, but got {self.max_weight}.")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-sg[min(1 / r, C)] A log pi where A > 0, else -sg[min(r, C)] A log pi, constant where r < 1 - low; (B, T)."""
         return policy_losses.aspo(
             inputs.log_ratios, inputs.logps, inputs.advantages, low=self.low, max_weight=self.max_weight
         )
@@ -239,7 +239,7 @@ class DISPO(PolicyLoss):
         check_positive(low_incorrect=self.low_incorrect, high_incorrect=self.high_incorrect)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-sg[clip(r, 1 - low, 1 + high)] A log pi with the bounds of correct or of incorrect responses; (B, T)."""
         return policy_losses.dispo(
             inputs.log_ratios,
             inputs.logps,
@@ -256,7 +256,7 @@ class DISPO(PolicyLoss):
 class DRO(PolicyLoss):
     """-A log pi + beta/2 log(pi / pi_old)^2. See ``functional.dro``.
 
-    What carries gradient: log pi in both terms. ``beta`` has no default, in verl neither.
+    What carries gradient: log pi in both terms. ``beta`` has no default, as in verl.
 
     Reference: Richemond et al. 2024 (arXiv:2405.19107); verl's ``dro``.
     """
@@ -271,5 +271,5 @@ class DRO(PolicyLoss):
         check_positive(beta=self.beta)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-A log pi + beta / 2 (log r)^2, (B, T)."""
         return policy_losses.dro(inputs.log_ratios, inputs.logps, inputs.advantages, beta=self.beta)

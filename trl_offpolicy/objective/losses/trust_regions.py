@@ -1,4 +1,4 @@
-"""Token losses whose trust region is a divergence, a moment, a covariance, or the group's own."""
+"""Token losses whose trust region is a divergence, a moment, a covariance, or depends on the prompt group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DPPO(PolicyLoss):
             raise ValueError(f"low and high must be below 1 with divergence 'tv', but got {self.low} and {self.high}.")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-sg[min(r, max_ratio)] A log pi, and 0 on the tokens beyond the bound; (B, T)."""
         return policy_losses.dppo(
             inputs.log_ratios,
             inputs.logps,
@@ -62,8 +62,8 @@ class DPPO(PolicyLoss):
 class M2PO(PolicyLoss):
     """-r A without the tokens that break a budget of mean log^2 r. See ``functional.m2po``.
 
-    The budget is that of one call's tokens of this rank: the current policy moves between micro-batches. What carries
-    gradient: log r of the tokens that stay. Biased by the mask.
+    The budget covers the tokens of one call on this rank, because the current policy moves between micro-batches. What
+    carries gradient: log r of the tokens that stay. Biased by the mask.
 
     Reference: Zheng et al. 2025, M2PO (arXiv:2510.01161); its budget 0.04 is the default. The same trust region as a
     rejection, for any loss: ``SecondMomentBudget(ratio="current/old", scope="micro_batch")``.
@@ -79,15 +79,15 @@ class M2PO(PolicyLoss):
         check_positive(budget=self.budget)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-r A, and 0 on the tokens that break the budget; (B, T)."""
         return policy_losses.m2po(inputs.log_ratios, inputs.advantages, inputs.mask, budget=self.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(PolicyLoss):
-    """PPO's clip, and a random few tokens of large covariance lose their loss. See ``functional.clip_cov``.
+    """PPO's clip without the loss of a few random tokens of large covariance. See ``functional.clip_cov``.
 
-    The covariance is that of one call's tokens of this rank. What carries gradient: the ratio of the other tokens.
+    The covariance is over the tokens of one call on this rank. What carries gradient: the ratio of the other tokens.
 
     Reference: Cui et al. 2025 (arXiv:2505.22617); the defaults are verl's.
     """
@@ -111,7 +111,7 @@ class ClipCov(PolicyLoss):
             raise ValueError(f"cov_low must be below cov_high={self.cov_high}, but got {self.cov_low}.")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-min(r A, clip(r, 1 - low, 1 + high) A), and 0 on the tokens drawn by their covariance; (B, T)."""
         return policy_losses.clip_cov(
             inputs.log_ratios,
             inputs.logps,
@@ -129,7 +129,7 @@ class ClipCov(PolicyLoss):
 class KLCov(PolicyLoss):
     r"""-r A, plus coef \|log r\| on the tokens of largest covariance. See ``functional.kl_cov``.
 
-    The covariance is that of one call's tokens of this rank. What carries gradient: log r, on every token.
+    The covariance is over the tokens of one call on this rank. What carries gradient: log r, on every token.
 
     Reference: Cui et al. 2025 (arXiv:2505.22617); the defaults are verl's configuration.
     """
@@ -146,7 +146,7 @@ class KLCov(PolicyLoss):
         check_positive(coef=self.coef)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-r A, plus coef times the absolute log r on the tokens of largest covariance; (B, T)."""
         return policy_losses.kl_cov(
             inputs.log_ratios,
             inputs.logps,
@@ -159,10 +159,10 @@ class KLCov(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class R2VPO(PolicyLoss):
-    """PPO's clip with a range by the ratio variance of the group. See ``functional.r2vpo``.
+    """PPO's clip with a range that depends on the ratio variance of the group. See ``functional.r2vpo``.
 
-    The variance is that of the current policy, so it exists in the loss step only, where TRL has shuffled groups
-    apart: it is taken over the rows of the group in one call ("micro_batch"). A call with one row of a group has the
+    The variance is that of the current policy, so it exists only in the loss step, where TRL has shuffled groups
+    apart. It is taken over the rows of the group in one call ("micro_batch"); with one row of a group it is the
     variance of that row's tokens. What carries gradient: the ratio, where the clip is not active.
 
     Reference: Luo et al. 2026, R2VPO (arXiv:2601.03320), as a clip range; see the function.
@@ -181,7 +181,7 @@ class R2VPO(PolicyLoss):
         check_positive(low=self.low, high=self.high, variance=self.variance)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-min(r A, clip(r, 1 - low_g, 1 + high_g) A) with the range of the group g; (B, T)."""
         return policy_losses.r2vpo(
             inputs.log_ratios,
             inputs.advantages,
@@ -195,11 +195,11 @@ class R2VPO(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class QUATRO(PolicyLoss):
-    """-r A and a KL stabiliser whose multiplier is the query's own. See ``functional.quatro``.
+    """-r A and a KL stabiliser whose multiplier depends on the query. See ``functional.quatro``.
 
-    ``scope="row"`` reads the rewards of the whole group from ``group_rewards``; "micro_batch" takes the rows of the
-    group in one call for the group. Advantages must be in units of reward (``scale_rewards="none"`` in TRL). What
-    carries gradient: the ratio, with weight -r (A - lambda_q log r).
+    ``scope="row"`` reads the rewards of the whole group from ``group_rewards``; "micro_batch" takes only the rows of
+    the group in one call. Advantages must be in units of reward (``scale_rewards="none"`` in TRL). What carries
+    gradient: the ratio, with weight -r (A - lambda_q log r).
 
     Reference: Lee et al. 2026, QUATRO (arXiv:2602.04620).
     """
@@ -216,11 +216,11 @@ class QUATRO(PolicyLoss):
 
     @property
     def reads(self) -> tuple[Field, ...]:
-        """The rewards of the group."""
+        """The rewards of the row's group, from which the multiplier follows."""
         return group_fields(self.scope)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """Loss per token."""
+        """-r A + lambda_q (r log r - r + 1) with the multiplier lambda_q of the query; (B, T)."""
         rewards, counted = rewards_of_group(inputs, self, self.scope)
         count = counted.sum(-1, keepdim=True).clamp(min=1)
         mean = torch.where(counted, rewards, 0.0).sum(-1, keepdim=True) / count

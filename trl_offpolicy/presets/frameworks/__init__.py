@@ -1,1 +1,1 @@
-"""What other frameworks call these methods: their option names read, their defaults and their bugs named."""
+"""Other frameworks' options as presets: their names and defaults are read, and their bugs are named."""

@@ -46,7 +46,7 @@ class ARealOptions:
 class ReversedK3Band(KeepTerm):
     """AReaL's ``kl_k3``: exp(-l) - 1 + l with l = log(pi_old / mu), nats, inside [low, high].
 
-    Schulman's k3 of the opposite direction: its expectation under mu is not a KL. See
+    This is Schulman's k3 of the opposite direction, so its expectation under mu is not a KL. See
     :class:`~trl_offpolicy.DivergenceBand` for k3 itself.
     """
 
@@ -56,11 +56,11 @@ class ReversedK3Band(KeepTerm):
 
     @property
     def name(self) -> str:
-        """``areal_kl_k3_<level>``."""
+        """Name in the metrics, ``areal_kl_k3_<level>``."""
         return f"areal_kl_k3_{self.level}"
 
     def violations(self, inputs: TermInputs) -> Violations:
-        """Statistic above ``high``, below ``low``."""
+        """Where exp(-l) - 1 + l is above ``high``, and where it is below ``low``."""
         held = inputs.log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
         value = aggregate(k3(-held), inputs.mask, self.level)
         return Violations(value > self.high, None if self.low is None else value < self.low)
@@ -71,21 +71,21 @@ def from_areal(**rejection_sampling: object) -> Preset:
 
     - level: "token", or "sequence" with agg "mean", "sum" or "max" (of the log-ratio, or of the KL estimate).
     - action: "mask" drops what is outside [lower, upper] and leaves the weight raw; "clamp" (metric "ratio" only)
-      holds the weight inside. The weight is pi_old / mu per token; at level "sequence" with metric "ratio" it is the
-      geometric mean, whatever agg decides on.
+      holds the weight inside. The weight is pi_old / mu per token. At level "sequence" with metric "ratio" it is the
+      geometric mean, whatever agg says.
     - metric: "ratio"; "kl_k1" = log rho; "kl_k2" = log^2 rho / 2; "kl_k3".
     - upper (default 5.0), lower: inclusive.
-    - use_decoupled_loss: here True unless said (in AReaL False, but ``rejection_sampling`` acts only with it).
+    - use_decoupled_loss: True by default here. In AReaL it is False, but ``rejection_sampling`` acts only with it.
 
-    pi_old is AReaL's proximal policy. Dropped tokens stay in the denominator; AReaL does not clamp log-ratios;
-    non-finite ones are neutral (in AReaL they fail every KL bound).
+    pi_old is AReaL's proximal policy. Dropped tokens stay in the denominator. AReaL does not clamp log-ratios.
+    Non-finite log-ratios are neutral here (in AReaL they fail every KL bound).
 
     **Bugs reproduced:** "kl_k3" is exp(-l) - 1 + l, the estimator of the other direction (its documentation says
     r - log r - 1): :class:`ReversedK3Band`. "kl_k1" has the opposite sign of Schulman's k1.
 
-    Said aloud here: a bound that nothing reaches (1e9) is left open; without any ``rejection_sampling`` option the
-    decoupled loss applies no weight at all, and without ``use_decoupled_loss`` the options do nothing and the loss's
-    ratio is pi / mu.
+    This kit warns in three cases. A bound that nothing reaches (1e9) is left open. Without any ``rejection_sampling``
+    option the decoupled loss applies no weight at all. Without ``use_decoupled_loss`` the options do nothing, and the
+    loss's ratio is pi / mu.
 
     Raises:
         UnknownOptionError: an option that AReaL does not have.
@@ -152,7 +152,7 @@ def _keep(options: ARealOptions) -> tuple[KeepTerm, ...]:
     if low is not None and low <= 0:
         tell(f"lower={low} has no effect on {options.metric}, which is never negative, in AReaL as here.")
         low = None
-    # the same limit for both directions of k3
+    # Both directions of k3 have the same limit.
     high = bounds.upper("upper", options.upper, reach("k2" if options.metric == "kl_k2" else "k3", level)[1])
     if low is None and high == math.inf:
         return ()
@@ -162,7 +162,7 @@ def _keep(options: ARealOptions) -> tuple[KeepTerm, ...]:
 
 
 def _log_ratio_band(level: Level, low: bounds.Bound, high: bounds.Bound) -> tuple[KeepTerm, ...]:
-    """Log rho in [low, high]. k1 = -log rho; it has no maximum over tokens, log rho has that of rho."""
+    """Keeps log rho in [low, high]: as a band on k1 = -log rho, or on rho where the maximum over tokens decides."""
     if level == "sequence_max":
         return bounds.ratio_band(level, _exp(low), _exp(high))
     return bounds.divergence_band("k1", level, _negative(high), _negative(low))

@@ -1,7 +1,7 @@
-"""Bounds that no ratio reaches (a cap of 1e9), other frameworks' way of saying "no bound": left open with a warning.
+"""Bounds that no ratio reaches (a cap of 1e9), by which other frameworks mean "no bound": left open with a warning.
 
-The terms themselves refuse them, because here they never fire. Between :func:`upper` or :func:`lower` and the functions
-that build a term, an open side is infinite; None is the framework's own, and is left to the term.
+The terms themselves refuse such bounds, because they never fire. :func:`upper` and :func:`lower` mark an open side by
+infinity for the functions that build a term. A None of the framework's own options is passed on to the term.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bound = float | None
 Given = TypeVar("Given", float, Bound)
 LARGEST_RATIO = math.exp(LOG_RATIO_CLAMP)
 _HIGHEST_CAP = math.nextafter(LARGEST_RATIO, 0.0)
-"""Never acts, and is allowed: a term refuses a cap at what ratios can reach."""
+"""A cap that never acts but that a term accepts: it refuses caps at or above what ratios can reach."""
 _WHY = f"log-ratios are held within +-{LOG_RATIO_CLAMP:g} nats here, and nothing reaches it"
 
 
@@ -43,9 +43,9 @@ def upper(name: str, value: Given, limit: float = LARGEST_RATIO) -> Given:
     """``value``, or infinity with a warning if it is ``limit`` or more.
 
     Args:
-        name: the framework's own, for the warning.
-        value: a bound; what is not a number is left to the term.
-        limit: what the bounded quantity can reach at most; by default a ratio.
+        name: the framework's name of the option, for the warning.
+        value: a bound; what is not a number is left to the term to check.
+        limit: the most that the bounded quantity can reach; by default that of a ratio.
     """
     if is_number(value) and value is not None and value >= limit:
         tell(f"{name}={value} is taken as no cap: {_WHY}.")
@@ -62,7 +62,7 @@ def lower(name: str, value: Bound, limit: float = 1 / LARGEST_RATIO) -> Bound:
 
 
 def truncate(level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling") -> TruncateWeight | RawWeight:
-    """min(max(rho, low), high)."""
+    """The weight min(max(rho, low), high); an open side has no bound."""
     low = _closed(low)
     if low is None and high == math.inf:
         return RawWeight(level=level, ratio=ratio)
@@ -71,26 +71,26 @@ def truncate(level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling
 
 
 def band(level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling") -> BandWeight | RawWeight:
-    """The ratio inside [low, high], 0 outside."""
+    """The weight that is the ratio inside [low, high] and 0 outside."""
     if _opened(low, high):
         return RawWeight(level=level, ratio=ratio)
     return BandWeight(level=level, low=_closed(low), high=_closed(high), ratio=ratio)
 
 
 def ratio_band(level: Level, low: Bound, high: Bound) -> tuple[KeepTerm, ...]:
-    """What keeps a ratio in [low, high]; nothing where both sides were opened."""
+    """The term that keeps ratios in [low, high]; none if both sides were opened."""
     return () if _opened(low, high) else (RatioBand(level=level, low=_closed(low), high=_closed(high)),)
 
 
 def veto(low: Bound, high: Bound) -> tuple[KeepTerm, ...]:
-    """What drops a response with a token outside [low, high]; nothing where both sides were opened."""
+    """The term that drops a response with a token outside [low, high]; none if both sides were opened."""
     return () if _opened(low, high) else (OutlierVeto(low=_closed(low), high=_closed(high)),)
 
 
 def divergence_band(
     statistic: Statistic, level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling"
 ) -> tuple[KeepTerm, ...]:
-    """What keeps the statistic in [low, high], nats; nothing where both sides were opened."""
+    """The term that keeps the statistic in [low, high], nats; none if both sides were opened."""
     if _opened(low, high):
         return ()
     return (DivergenceBand(statistic=statistic, level=level, low=_closed(low), high=_closed(high), ratio=ratio),)
@@ -101,5 +101,5 @@ def _closed(bound: Bound) -> Bound:
 
 
 def _opened(low: Bound, high: Bound) -> bool:
-    """True if no side is left of those that were given."""
+    """True if bounds were given and none of them is left."""
     return _closed(low) is None and _closed(high) is None and not (low is None and high is None)

@@ -18,7 +18,7 @@ TYPES = ("tis", "icepop", "seq-mask-tis")
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRLHFOptions:
-    """The arguments of OpenRLHF's ``PolicyLoss`` that correct, with the defaults of its command line."""
+    """The arguments of OpenRLHF's ``PolicyLoss`` that concern the correction, with the defaults of its command line."""
 
     enable_vllm_is_correction: bool = False
     vllm_is_correction_type: str = "tis"
@@ -27,7 +27,7 @@ class OpenRLHFOptions:
 
 
 def from_openrlhf(**options: object) -> Preset:
-    """A preset from OpenRLHF's options; what is left out has OpenRLHF's default.
+    """A preset from OpenRLHF's options; an option that is left out has OpenRLHF's default.
 
     - enable_vllm_is_correction (default False), vllm_is_truncated_threshold = [low, high].
     - vllm_is_correction_type: "tis" holds the token weight in [low, high]; "icepop" has weight 0 outside;
@@ -36,9 +36,9 @@ def from_openrlhf(**options: object) -> Preset:
     - policy_loss_type: "ppo" or "gspo". GSPO takes the geometric mean of pi / mu as its own ratio where the
       correction is enabled, and applies no weight.
 
-    On the command line: ``--algo.advantage.is_correction_enable``, ``_type``, ``_threshold``. Bounds are inclusive;
-    dropped tokens stay in the denominator and keep their KL term. OpenRLHF clamps the log-ratio of its PPO loss to +-20
-    nats, as here, but none of the others.
+    On the command line: ``--algo.advantage.is_correction_enable``, ``_type``, ``_threshold``. Bounds are inclusive.
+    Dropped tokens stay in the denominator and keep their KL term. OpenRLHF clamps the log-ratio of its PPO loss to +-20
+    nats, as this kit does, but none of the others.
 
     Not reproduced: GSPO's mean counts responses without a trainable token (OpenRLHF: only the others); a batch without
     any has loss 0 (OpenRLHF: 0/0).
@@ -61,7 +61,7 @@ def from_openrlhf(**options: object) -> Preset:
     correction = Correction()
     loss: dict[str, Any] = {"policy_loss": PPOClip(level="token"), "aggregation": "token_mean"}
     if read.policy_loss_type == "gspo":
-        # The correction's only trace is the ratio of the loss: pi / mu instead of pi / pi_old.
+        # The correction only changes the ratio of the loss: pi / mu instead of pi / pi_old.
         loss = {"policy_loss": PPOClip(level="sequence_mean"), "aggregation": "seq_mean_token_mean"}
         loss["mode"] = "bypass" if read.enable_vllm_is_correction else "decoupled"
     elif read.enable_vllm_is_correction:

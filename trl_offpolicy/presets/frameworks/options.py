@@ -1,4 +1,4 @@
-"""Reading another framework's options: unknown names are errors, and what has no effect there is warned about."""
+"""Reading another framework's options: an unknown name is an error, and an option without effect gives a warning."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class UnknownOptionError(TypeError, ValueError):
 def read_options(
     cls: type[Options], given: Mapping[str, object], *, framework: str, numbers_as_text: bool = False
 ) -> Options:
-    """Build the dataclass ``cls`` from ``given``; what is left out has the framework's default.
+    """Build the dataclass ``cls`` from ``given``; an option that is left out has the framework's default.
 
     Args:
         cls: the framework's options.
-        given: by name.
-        framework: for the messages.
-        numbers_as_text: ``"1e-3"`` is a number: the framework's own reader of YAML says so, PyYAML does not.
+        given: the user's options by name.
+        framework: its name, for the messages.
+        numbers_as_text: read ``"1e-3"`` as a number, as the framework's own YAML reader does and PyYAML does not.
 
     Raises:
-        UnknownOptionError: a name that ``cls`` does not have; the message holds near matches.
+        UnknownOptionError: a name that ``cls`` does not have; the message lists near matches.
         ValueError: a value of another kind than the option's (None, NaN, text for a number, ...).
     """
     values = dict(given)
@@ -54,7 +54,7 @@ def read_options(
 
 
 def is_number(value: object) -> bool:
-    """Infinity, too: one more way of saying "no bound" (bounds.py). NaN is none."""
+    """True for int and float, also for infinity, which means "no bound" (bounds.py); False for bool and NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -68,9 +68,9 @@ _KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
 
 
 def _check_kind(name: str, value: object, kinds: list[str]) -> None:
-    """Raise unless ``value`` is of one of the ``kinds`` of an annotation, whether or not the framework reads it then.
+    """Raise unless ``value`` is of one of the ``kinds`` of an annotation, also if the framework would not read it.
 
-    Kinds beside those of ``_KINDS`` (sequences) are left to who reads them.
+    Other kinds than those of ``_KINDS`` (sequences) are checked where they are read.
     """
     if any(kind not in _KINDS or _KINDS[kind][1](value) for kind in kinds):
         return
@@ -91,7 +91,7 @@ def warn_no_effect(options: Any, names: Iterable[str], why: str, *, framework: s
     Args:
         options: the dataclass that :func:`read_options` built.
         names: its fields.
-        why: e.g. ``"without rollout_rs"``.
+        why: the reason, e.g. ``"without rollout_rs"``.
         framework: its name.
     """
     defaults = {item.name: item.default for item in fields(options)}
@@ -102,7 +102,7 @@ def warn_no_effect(options: Any, names: Iterable[str], why: str, *, framework: s
 
 
 def tell(message: str) -> None:
-    """A UserWarning; its place is the first caller outside of this package."""
+    """Give a UserWarning that points at the first caller outside this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
         level, frame = level + 1, frame.f_back

@@ -36,7 +36,7 @@ class SkyRLOptions:
 
 
 def from_skyrl(**off_policy_correction: object) -> Preset:
-    """A preset from SkyRL's ``off_policy_correction`` options; what is left out has SkyRL's default.
+    """A preset from SkyRL's ``off_policy_correction`` options; an option that is left out has SkyRL's default.
 
     - tis_ratio_type: "token" or "sequence" (product of ratios), capped by ``token_tis_ratio_clip_high`` or
       ``sequence_tis_ratio_clip_high``; no floor.
@@ -44,15 +44,15 @@ def from_skyrl(**off_policy_correction: object) -> Preset:
     - outlier_token_is_threshold_low / _high: a response with a token outside is dropped; either may be None.
     - token_mask_is_threshold_low / _high: tokens outside are dropped.
 
-    Order: outlier, token mask, TIS, sequence mask, and each aggregates over what the earlier ones kept. Here weights
-    come last, which gives the same loss: a sequence mask keeps a response with all its remaining tokens, whose weight
-    it cannot change, or drops it. Bounds are inclusive; dropped tokens stay in the denominator (SkyRL scales the
-    advantages by the original mask); the KL term keeps them too.
+    SkyRL's order is outlier, token mask, TIS, sequence mask, and each aggregates over what the earlier ones kept. Here
+    weights come last, which gives the same loss: a sequence mask keeps a response with all its remaining tokens, whose
+    weight it cannot change, or drops it. Bounds are inclusive. Dropped tokens stay in the denominator (SkyRL scales the
+    advantages by the original mask) and keep their KL term.
 
-    Warned about here, not in SkyRL: a bound that no ratio reaches (1e9), which is left open; one side of the token
-    mask alone, which switches it off; missing log-probs of the sampler, which switch everything off there (an error
-    here). Not reproduced: NaN log-probs, which three of SkyRL's four masks keep, and infinite ones, whose
-    ratio SkyRL clamps to e^+-20; both are neutral here.
+    This kit, unlike SkyRL, warns about a bound that no ratio reaches (1e9), which is left open, and about one side of
+    the token mask alone, which switches it off. Missing log-probs of the sampler are an error here; in SkyRL they
+    switch everything off. Not reproduced: SkyRL keeps NaN log-probs under three of its four masks and clamps the ratio
+    of infinite ones to e^+-20; both are neutral here.
 
     Raises:
         UnknownOptionError: an option that SkyRL does not have.

@@ -19,7 +19,7 @@ _RS = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")
 
 @dataclass(frozen=True, kw_only=True)
 class SlimeOptions:
-    """The options that ``mis.py`` reads. slime has no defaults for them; here all that is optional is off."""
+    """The options that ``mis.py`` reads. slime has no defaults for them; here everything optional is off."""
 
     use_tis: bool = True
     use_rs: bool = False
@@ -35,13 +35,13 @@ class SlimeOptions:
 
     @property
     def tis_bounds(self) -> tuple[float, float]:
-        """Lower (default 1/upper) and upper."""
+        """Lower bound (default 1/upper) and upper bound of the weights."""
         low = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound
         return low, self.tis_upper_bound
 
     @property
     def rs_bounds(self) -> tuple[float, float]:
-        """Lower and upper, each by default that of TIS."""
+        """Lower and upper bound of the rejection, each by default that of TIS."""
         low, high = self.tis_bounds
         if self.rs_lower_bound is not None:
             low = self.rs_lower_bound
@@ -60,13 +60,13 @@ def from_slime(**mis_options: object) -> Preset:
       rs_veto_threshold drops a response with a token below it. All measure the original mask.
     - tis_batch_normalize: weights divided by their mean over the original tokens (or sequences) of the micro-batch.
 
-    Loss: slime's default, the mean over responses of their token mean, with the original token count as denominator;
-    the KL term of dropped tokens goes with them.
+    Loss: slime's default, the mean over responses of their token mean, with the original token count as denominator.
+    Dropped tokens lose their KL term too.
 
-    Warned about here, not in slime: a bound that no ratio reaches (1e9) is left open; without use_tis nothing is
-    rejected either, whatever use_rs says (a warning).
-    Not reproduced: sequences without a trainable token, which slime counts as weight 0 in a sequence-level
-    tis_batch_normalize, are left out of that mean.
+    This kit, unlike slime, warns about a bound that no ratio reaches (1e9), which is left open. It also warns that
+    without use_tis nothing is rejected either, whatever use_rs says.
+    Not reproduced: slime counts sequences without a trainable token as weight 0 in a sequence-level
+    tis_batch_normalize; here they are left out of that mean.
 
     Raises:
         UnknownOptionError: an option that slime does not have.
@@ -122,7 +122,7 @@ def _weight(options: SlimeOptions) -> Weight:
 
 
 def _keep(options: SlimeOptions) -> tuple[KeepTerm, ...]:
-    """The bands of both steps; two bands on one level are their overlap."""
+    """The bands of both steps; two bands on one level become their overlap."""
     bands: dict[Level, tuple[float, float]] = {}
     if options.tis_mode == "mask":
         bands[LEVELS[options.tis_level]] = options.tis_bounds

@@ -24,7 +24,7 @@ AGGREGATION: dict[str, Aggregation] = {
     "dr_grpo": "seq_mean_token_sum_norm",
     "luspo": "seq_mean_token_sum",
 }
-"""dapo, cispo and vespo divide by the tokens of the whole optimizer step (``Reduction.tokens``), bnpo by its own."""
+"""dapo, cispo and vespo divide by all tokens of the optimizer step (``Reduction.tokens``), bnpo by the batch's."""
 
 GLOBAL_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
 
@@ -56,12 +56,12 @@ class TRLOptions:
 
 
 def from_trl(**grpo_options: object) -> Preset:
-    """A preset from ``GRPOConfig`` fields; unnamed ones have TRL's defaults.
+    """A preset from ``GRPOConfig`` fields; a field that is left out has TRL's default.
 
-    Semantics kept: the IS weight multiplies the policy term before the KL term is added; masked tokens stay in every
-    denominator; non-finite sampling log-probs are neutral; VESPO takes the weight inside its kernel.
+    As in TRL, the IS weight multiplies the policy term before the KL term is added, masked tokens stay in every
+    denominator, non-finite sampling log-probs are neutral, and VESPO takes the weight inside its kernel.
 
-    TRL does not clamp log-ratios; here they are clamped to +-20 nats, and a bound that no ratio reaches then (1e9) is
+    TRL does not clamp log-ratios. Here they are clamped to +-20 nats, and a bound that no ratio can then reach (1e9) is
     left open with a warning.
 
     Raises:

@@ -10,14 +10,14 @@ from trl_offpolicy.objective.advantages import AdvantageEstimator
 from trl_offpolicy.presets.frameworks.options import check_choice, tell, warn_no_effect
 
 EPSILON = 1e-6
-"""What verl adds to a group's standard deviation."""
+"""verl adds this to a group's standard deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerlAdvantageOptions:
-    """The part of verl's ``AlgoConfig`` that makes the advantages. ``adv_estimator=None``: the trainer's own.
+    """The part of verl's ``AlgoConfig`` that makes the advantages. ``adv_estimator=None`` means the trainer's own.
 
-    ``handle_zero_tail`` is an argument of verl's optimal token baselines, which its configuration cannot set: True.
+    ``handle_zero_tail`` is an argument of verl's optimal token baselines that its configuration cannot set. It is True.
     """
 
     adv_estimator: str | None = None
@@ -47,16 +47,17 @@ ESTIMATORS = (*_GRPO, *_BUILD, *_TOKEN_BASELINES)
 
 
 def estimator(options: VerlAdvantageOptions, *, weighted: bool) -> AdvantageEstimator | None:
-    """What makes the advantages; None = the trainer's own.
+    """The estimator of the advantages that verl's options name; None = the trainer's own.
 
     Args:
-        options: verl's.
-        weighted: importance weights are decided before the advantages are made (decoupled mode), so that the optimal
-            token baseline reads them.
+        options: verl's options.
+        weighted: importance weights are decided before the advantages are made (decoupled mode), so the optimal token
+            baseline reads them.
 
     Raises:
         ValueError: an unknown estimator.
-        NotImplementedError: one without a counterpart here, or what would change the rewards or the batch.
+        NotImplementedError: an estimator without a counterpart here, or an option that changes the rewards or the
+            batch.
     """
     name = options.adv_estimator
     if options.use_kl_in_reward:

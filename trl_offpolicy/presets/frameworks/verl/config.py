@@ -1,4 +1,4 @@
-"""verl's configuration as users paste it: sections inside each other, and much that is not about the loss."""
+"""verl's configuration as users paste it: nested sections, with much that is not about the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl_offpolicy.presets.frameworks.verl.losses import VerlLossOptions
 POLICY_LOSS = (
     "loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta",
 )  # fmt: skip
-"""What belongs to ``actor.policy_loss``. The rest of :class:`VerlLossOptions` belongs to ``actor``."""
+"""The options of ``actor.policy_loss``. The rest of :class:`VerlLossOptions` belongs to ``actor``."""
 
 STEPS = "set batches, epochs and the optimizer in the trainer here"
 MODEL = "how verl places and runs the model"
@@ -43,9 +43,9 @@ class Section:
 
     Args:
         options: names that are read.
-        sections: mappings inside it.
-        unused: names that say nothing about the loss, with the reason.
-        whole: False = it has more names than are listed here.
+        sections: mappings inside it, by name.
+        unused: names that do not concern the loss, with the reason.
+        whole: True if all its names are listed here.
     """
 
     options: tuple[str, ...] = ()
@@ -95,10 +95,10 @@ def configuration(correction: tuple[str, ...], algorithm: tuple[str, ...]) -> Se
 
 
 def flatten(given: Mapping[str, object], known: Section) -> dict[str, object]:
-    """The options of all sections by name; what is not about the loss is named in one warning, with the reason.
+    """The options of all sections by name. One warning lists what is not about the loss, with the reason.
 
     Raises:
-        UnknownOptionError: a name that verl does not have; the message holds its path and near matches.
+        UnknownOptionError: a name that verl does not have; the message lists its path and near matches.
         ValueError: an option that is given twice with different values, or a section that is not a mapping.
     """
     found: dict[str, tuple[str, object]] = {}
@@ -118,7 +118,7 @@ def flatten(given: Mapping[str, object], known: Section) -> dict[str, object]:
 
 
 def _walk(given: Mapping[str, object], known: Section, where: str) -> Iterator[tuple[str, str, object, str | None]]:
-    """(path, name, value, why it is not used or None)."""
+    """Yields (path, name, value, the reason why it is not used or None) of every option."""
     for name, value in given.items():
         path = f"{where}{name}"
         if name in known.sections:
@@ -129,9 +129,9 @@ def _walk(given: Mapping[str, object], known: Section, where: str) -> Iterator[t
             yield path, name, value, None
         elif name in known.unused:
             yield path, name, value, known.unused[name]
-        elif not known.whole:  # a section of which only some names matter: the rest is named as one
+        elif not known.whole:  # only some names of this section matter: the warning lists the rest as one
             yield path, f"the rest of {where.rstrip('.')}", value, STEPS
-        elif name not in _HYDRA:  # what Hydra adds to any configuration is passed over
+        elif name not in _HYDRA:  # Hydra adds these names to every configuration: skip them
             section = f"verl's {where.rstrip('.') or 'configuration'}"
             names = [*known.options, *known.sections, *known.unused]
             raise UnknownOptionError(

@@ -34,7 +34,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 }
 SEQUENCE_MEAN = "seq-mean-token-mean"
 FIXED_AGGREGATION = ("sapo", "geo_mean")
-"""Losses that do not read ``loss_agg_mode``: both are the mean over responses of their token mean."""
+"""Losses that do not read ``loss_agg_mode``: both take the mean over responses of their token mean."""
 
 KL_TYPES: dict[str, KLEstimator] = {
     "kl": "k1",
@@ -46,12 +46,12 @@ KL_TYPES: dict[str, KLEstimator] = {
     "k3": "k3",
     "kl+": "k1+",
     "k1+": "k1+",
-    "mse+": "k2",  # its gradient is that of k2 already
+    "mse+": "k2",  # mse has the gradient of k2 already
     "k2+": "k2",
     "low_var_kl+": "k3+",
     "k3+": "k3+",
 }
-"""``kl_loss_type``; "+" is the straight-through form: the value of the one, the gradient of k2."""
+"""verl's ``kl_loss_type`` -> estimator. "+" is the straight-through form, with the gradient of k2."""
 MAX_K3 = 10.0
 """Nats at which verl clamps k3."""
 
@@ -60,7 +60,7 @@ MAX_K3 = 10.0
 class VerlLossOptions:
     """The part of verl's ``ActorConfig`` that shapes the loss, with the defaults of verl's ``actor.yaml``.
 
-    None for a covariance setting is verl's own default, which for ``ppo_kl_coef`` is 1.0, not the 0.1 of the YAML.
+    None for a covariance setting means verl's default in code, which for ``ppo_kl_coef`` is 1.0, not the YAML's 0.1.
     """
 
     loss_mode: str = "vanilla"
@@ -85,12 +85,12 @@ class VerlLossOptions:
 
     @property
     def low(self) -> float:
-        """``clip_ratio_low``, or ``clip_ratio`` in its place."""
+        """``clip_ratio_low``, or ``clip_ratio`` if that is None."""
         return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
 
     @property
     def high(self) -> float:
-        """``clip_ratio_high``, or ``clip_ratio`` in its place."""
+        """``clip_ratio_high``, or ``clip_ratio`` if that is None."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
@@ -138,7 +138,7 @@ def policy_loss(options: VerlLossOptions) -> PolicyLoss:
 
 
 def reduced(options: VerlLossOptions) -> dict[str, Any]:
-    """How verl reduces that loss, and its KL and entropy terms: fields of an ``Objective``.
+    """The fields of an ``Objective`` that say how verl reduces the loss, and its KL and entropy terms.
 
     Raises:
         ValueError: a coefficient that is not a number, or negative.
@@ -164,12 +164,12 @@ def reduced(options: VerlLossOptions) -> dict[str, Any]:
 
 
 def check_loss_options(options: VerlLossOptions, *, bypass: bool, reinforce: bool) -> None:
-    """Refuse an unknown choice, and warn about what verl would silently leave out.
+    """Refuse an unknown choice, and warn about options that verl would silently ignore.
 
     Raises:
         ValueError: an unknown loss or aggregation, or a setting of the loss that is None where verl fails.
     """
-    if options.loss_mode == "bypass_mode":  # what verl's trainer itself puts there
+    if options.loss_mode == "bypass_mode":  # verl's trainer puts this name there itself
         if not bypass:
             raise ValueError("bypass_mode must be True with loss_mode 'bypass_mode', but got False.")
     else:
@@ -192,7 +192,7 @@ def check_loss_options(options: VerlLossOptions, *, bypass: bool, reinforce: boo
             f"took {SEQUENCE_MEAN!r}, as the paper does. Set it to have that."
         )
     if "clip_ratio_c" in _READS[mode]:
-        check_number("clip_ratio_c", options.clip_ratio_c)  # None would leave the clip out
+        check_number("clip_ratio_c", options.clip_ratio_c)  # None would leave out the clip
     bounds: Any = (options.clip_ratio_low, options.clip_ratio_high)
     if "clip_ratio" in _READS[mode]:
         if None not in bounds:

@@ -51,7 +51,7 @@ _NUMBER = re.compile(r"\s*[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf)\s*", re.IGNOR
 
 @dataclass(frozen=True, kw_only=True)
 class VerlOptions:
-    """``algorithm.rollout_correction``, with the defaults of verl's ``rollout_correction.yaml``; and ``use_v1``."""
+    """``algorithm.rollout_correction`` with the defaults of verl's ``rollout_correction.yaml``, and ``use_v1``."""
 
     rollout_is: str | None = None
     rollout_is_threshold: float | str | None = 2.0
@@ -64,12 +64,12 @@ class VerlOptions:
 
     @property
     def reinforce(self) -> bool:
-        """Bypass mode with explicit weights."""
+        """True in bypass mode with explicit weights (``loss_type="reinforce"``)."""
         return self.bypass_mode and self.loss_type == "reinforce"
 
     @property
     def ratio(self) -> Ratio:
-        """What weights and rejection read: in bypass mode verl has no pi_old."""
+        """The ratio of weights and rejection: current/sampling in bypass mode, which has no pi_old."""
         return "current/sampling" if self.bypass_mode else "old/sampling"
 
 
@@ -80,56 +80,57 @@ _KNOWN = configuration(
 
 
 def from_verl(**options_given: Any) -> Preset:
-    """A preset from verl's configuration; what is left out has the default of verl's YAML.
+    """A preset from verl's configuration; an option that is left out has the default of verl's YAML.
 
-    Options are given by themselves (``rollout_is="token"``), or in verl's sections: ``from_verl(**config)`` with all of
+    Pass options one by one (``rollout_is="token"``) or in verl's sections: ``from_verl(**config)`` with all of
     ``ppo_trainer.yaml``, with ``actor_rollout_ref.actor`` or ``algorithm`` alone, or
-    ``from_verl(actor=..., algorithm=...)``. What is not about the loss (``optim``, ``fsdp_config``,
-    ``ppo_mini_batch_size``) is left out, with one warning that lists it and says why.
+    ``from_verl(actor=..., algorithm=...)``. Options that are not about the loss (``optim``, ``fsdp_config``,
+    ``ppo_mini_batch_size``) are ignored. One warning lists them and says why.
 
     - rollout_is: "token" or "sequence" (product of ratios); None = no weights. (verl's Python dataclass says
       "sequence", but its trainers read the YAML, which says null.)
     - rollout_is_threshold: ``2.0`` caps; ``"0.5_5.0"`` is IcePop: weight 0 outside, nothing rejected.
     - rollout_is_batch_normalize: weights divided by their mean over the original tokens (or sequences): over the whole
       batch in decoupled mode, over each micro-batch in bypass mode (here of one rank; verl takes all ranks).
-    - rollout_rs: comma-joined names of :data:`REJECTION_MODES`, ANDed, all measured on the original mask.
+    - rollout_rs: comma-joined names of :data:`REJECTION_MODES`, which must all keep a token; each measures the original
+      mask.
     - rollout_rs_threshold: one value for all or one each, comma-joined. k1: ``"low_high"``, or ``u`` for ``1/u_u``;
       k2, k3: an upper bound.
-    - bypass_mode, loss_type: two policies; terms read pi / mu. "ppo_clip" (default) clips pi / mu and applies no
-      weight, "reinforce" multiplies -A log pi by the weights.
-    - use_v1: verl's ``trainer.use_v1`` (True in its ``ppo_trainer.yaml``; the trainer without is deprecated), see
-      Denominator.
+    - bypass_mode, loss_type: there are two policies, and terms read pi / mu. "ppo_clip" (default) clips pi / mu and
+      applies no weight, "reinforce" multiplies -A log pi by the weights.
+    - use_v1: verl's ``trainer.use_v1`` (True in its ``ppo_trainer.yaml``; the trainer without it is deprecated). See
+      "Denominator" below.
 
     Loss: the actor's ``loss_mode`` (vanilla, dppo_tv, dppo_kl, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, dro,
-    cispo) with its settings (:class:`VerlLossOptions`); default: clip 0.2 and dual clip 3 (Eq. 5 of Ye et al. 2020).
-    ``loss_agg_mode``: verl's "token-mean" for all of them, GSPO too; sapo and geo_mean do not read it. ``clip_ratio``
-    counts only where ``clip_ratio_low`` or ``clip_ratio_high`` is None, and dppo's truncation is ``clip_ratio_c``.
-    In bypass mode ``loss_type`` names the loss.
+    cispo) with its settings (:class:`VerlLossOptions`). The default is clip 0.2 and dual clip 3 (Eq. 5 of Ye et al.
+    2020). ``loss_agg_mode`` is verl's "token-mean" for all of them, GSPO too; sapo and geo_mean do not read it.
+    ``clip_ratio`` counts only where ``clip_ratio_low`` or ``clip_ratio_high`` is None, and dppo's truncation is
+    ``clip_ratio_c``. In bypass mode ``loss_type`` names the loss.
     Denominator: in decoupled mode verl replaces ``response_mask``, so rejected tokens leave the sum and the KL term.
-    Its V1 trainer counts the tokens of ``loss_mask``, which the correction does not touch: they stay in the
-    denominator. With ``use_v1=False``, the deprecated trainer, they leave it too, which needs the whole generation
-    batch here. In bypass mode they stay in both, and keep their KL term. verl's ``global_batch_info`` is the trainer's
-    here: ``Reduction(world_size=dp_size, tokens=batch_num_tokens, sequences=global_batch_size)``.
+    Its V1 trainer counts the tokens of ``loss_mask``, which the correction does not touch, so rejected tokens stay in
+    the denominator. With ``use_v1=False``, the deprecated trainer, they leave it too, which needs the whole generation
+    batch here. In bypass mode they stay in both, and keep their KL term. verl's ``global_batch_info`` comes from the
+    trainer here: ``Reduction(world_size=dp_size, tokens=batch_num_tokens, sequences=global_batch_size)``.
     Beside the loss: ``use_kl_loss``, ``kl_loss_coef``, ``kl_loss_type`` (:data:`~.losses.KL_TYPES`; k3 capped at
     10 nats), ``entropy_coeff`` (reduced as the loss is), ``loss_scale_factor`` (L of seq-mean-token-sum-norm).
     Advantages: ``adv_estimator`` with ``norm_adv_by_std_in_grpo`` and ``handle_zero_tail``
-    (:data:`~.advantages.ESTIMATORS`); without it the trainer's own.
+    (:data:`~.advantages.ESTIMATORS`); without it they are the trainer's own.
 
     **Bug reproduced:** the k1 statistic is -log rho but is compared with log low and log high, so ``"0.5_4.0"`` keeps
     rho in [1/4, 2], not in [0.5, 4]. :class:`~trl_offpolicy.RatioBand` says what is meant.
 
-    Not reproduced: ``"0.5_5_0"`` is an error here (verl reads 0.5 to 50); a bound that no ratio reaches (1e9) is left
-    open with a warning; non-finite log-probs are neutral (verl spreads NaN); a batch without a kept token has loss 0
-    (verl: 0/0); the seq-mean aggregations count empty responses, as verl's trainers do. What averages does so over all
-    trainable tokens, in verl over the kept ones, and a warning says where that differs: gspo, geo_mean, sapo and
-    "seq-mean-token-mean" where single tokens are rejected, the covariance of clip_cov and kl_cov where any are.
+    Not reproduced: ``"0.5_5_0"`` is an error here (verl reads 0.5 to 50). A bound that no ratio reaches (1e9) is left
+    open with a warning. Non-finite log-probs are neutral (verl spreads NaN). A batch without a kept token has loss 0
+    (verl: 0/0). The seq-mean aggregations count empty responses, as verl's trainers do. Means are over all trainable
+    tokens, in verl over the kept ones. A warning says where that differs: gspo, geo_mean, sapo and
+    "seq-mean-token-mean" if single tokens are rejected, the covariance of clip_cov and kl_cov if anything is.
     geo_mean's mean over the responses is that of the whole step (verl: of each micro-batch, whatever their number). A
     group of one response has advantage 0 (verl: its reward).
 
     Raises:
         UnknownOptionError: an option that verl does not have.
-        ValueError: a value that verl would refuse, or would read as something else; an option given twice.
-        NotImplementedError: what verl has and this kit has not (GAE, the KL in the reward).
+        ValueError: a value that verl would refuse or would read as something else, or an option that is given twice.
+        NotImplementedError: what verl has and this kit lacks (GAE, the KL in the reward).
 
     Example:
         >>> from_verl(rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01).formula
@@ -167,7 +168,7 @@ def from_verl(**options_given: Any) -> Preset:
 
 
 def _read(given: dict[str, Any]) -> tuple[VerlOptions, VerlLossOptions, VerlAdvantageOptions]:
-    """The options of the rollout correction, of the loss and of the advantages, told apart by their names."""
+    """The options of the rollout correction, of the loss and of the advantages, sorted by their names."""
     flat = flatten(given, _KNOWN)
 
     def read(cls: type[Read], section: str) -> Read:
@@ -182,7 +183,7 @@ def _read(given: dict[str, Any]) -> tuple[VerlOptions, VerlLossOptions, VerlAdva
 
 
 def _check(options: VerlOptions) -> None:
-    """Refuse an unknown choice, and warn about what verl would silently leave out."""
+    """Refuse an unknown choice, and warn about options that verl would silently ignore."""
     if options.rollout_is is not None:
         check_choice("rollout_is", options.rollout_is, LEVELS)
     if options.loss_type is not None:
@@ -204,7 +205,7 @@ def _check(options: VerlOptions) -> None:
 
 
 def _say_what_sees_rejected_tokens(loss: VerlLossOptions, keep: tuple[KeepTerm, ...]) -> None:
-    """Rejected tokens are padding in verl; here they stay in what a loss or a row averages over."""
+    """Warn about means that include rejected tokens: in verl these are padding, here they stay in the means."""
     by_token = any(getattr(term, "level", None) == "token" for term in keep)
     averaged = loss.loss_mode if loss.loss_mode in (*OVER_RESPONSE, *OVER_BATCH) else loss.loss_agg_mode
     over_rows = averaged in OVER_RESPONSE or loss.loss_agg_mode == SEQUENCE_MEAN
@@ -251,7 +252,7 @@ def _term(mode: str, spec: str, ratio: Ratio) -> tuple[KeepTerm, ...]:
     low = 1 / high if low is None else low
     if low > high:
         raise ValueError(f"{where} must be 'low_high' with low <= high, or a number >= 1, but got {spec!r}.")
-    # -log rho against the logs of bounds on rho: verl's sign
+    # verl compares -log rho with the logs of bounds on rho; its sign is reproduced here.
     low, high = (math.log(bound) for bound in (low, high))
     floor, cap = bounds.lower(f"log {where}", low, least), bounds.upper(f"log {where}", high, largest)
     return bounds.divergence_band("k1", level, floor, cap, ratio)
@@ -278,7 +279,7 @@ def _is_bounds(given: float | str) -> tuple[float | None, float]:
 
 
 def _bounds(where: str, spec: str) -> tuple[float | None, float]:
-    """``"2.0"`` or ``"0.5_5.0"``; anything else is refused, where Python reads ``5_0`` as 50."""
+    """The bounds in ``"2.0"`` or ``"0.5_5.0"``. Anything else is refused, also ``5_0``, which Python reads as 50."""
     parts = spec.split("_")
     if len(parts) > 2:
         raise ValueError(f"{where} must be 'high' or 'low_high', but got {spec!r} with {len(parts)} parts.")
