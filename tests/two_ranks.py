@@ -5,6 +5,7 @@ process has to be started and to import torch.
 """
 
 import os
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -22,13 +23,7 @@ def launch(script, run, folder):
     """``[run(0), run(1)]``, each called in a process of its own. The store of rank 0 picks a free port."""
     file = folder / "1.pt"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    environment = _environment()
     command = [sys.executable, script, str(store.port), str(file)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -41,6 +36,41 @@ def launch(script, run, folder):
             raise AssertionError(f"rank 1 said: {other.communicate()[0]}") from error
     assert other.returncode == 0, output
     return [mine, torch.load(file, weights_only=False)]
+
+
+def launch_script(script, folder):
+    """What two processes print, by rank: ``script`` with ``folder`` as its argument, and torchrun's variables.
+
+    For trainers, which set the process group up themselves: the test process is neither rank.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = _environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, str(folder)],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        printed = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * WORLD, "\n".join(text[-3000:] for text in printed)
+    return printed
+
+
+def _environment():
+    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **ours}
 
 
 def join(run):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).resolve().parents[1]
+import two_ranks
 
 
 def train(folder: Path, rank: int) -> dict[str, Any]:
@@ -69,28 +66,7 @@ def test_both_ranks_decide_as_the_main_one(tmp_path: Path) -> None:
     from tiny_models import save_tiny_model
 
     save_tiny_model(tmp_path / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(text[-3000:] for text in said)
+    said = two_ranks.launch_script(__file__, tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second and first["scales"] == [1.0, 1.0, 1.0, 0.5, 0.5, 1.0]
     actions = [json.loads(line) for line in (tmp_path / "run" / "actions.jsonl").read_text().splitlines()]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import two_ranks
 from tiny_models import save_tiny_model
 
 from trl_offpolicy.functional.kl import adaptive_kl_coef
 from trl_offpolicy.objective.advantages import AdvantageInputs
 from trl_offpolicy.presets.parsing import parse_advantages
 
-TESTS = Path(__file__).resolve().parents[1]
 KL = {"type": "adaptive", "coef": 0.5, "target": 0.02, "horizon": 40}
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.9, "high": 1.1}
 WIDE = {"normalize": "original", "keep": [BAND, {"type": "group_rejection", "max_dropped_fraction": 0.5}]}
@@ -87,28 +85,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes say, by rank."""
     folder = tmp_path_factory.mktemp("ranks")
     save_tiny_model(folder / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(text[-3000:] for text in said)
+    two_ranks.launch_script(__file__, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
