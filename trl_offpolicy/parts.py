@@ -197,9 +197,11 @@ def imported_part(path: str, kind: type[Any], *, where: str) -> type[Any]:
 def missing_methods(cls: type[Any], names: Iterable[str]) -> list[str]:
     """Those of the methods ``names`` that a class neither defines nor inherits, sorted."""
     defined = {
-        name for one in cls.__mro__ for name, value in vars(one).items() if not hasattr(value, "__isabstractmethod__")
-        or not value.__isabstractmethod__
-    }  # fmt: skip
+        name
+        for one in cls.__mro__
+        for name, value in vars(one).items()
+        if not getattr(value, "__isabstractmethod__", False)
+    }
     return sorted(set(names) - defined)
 
 
