@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,16 @@ def test_a_public_path_is_one_import():
         path = ROOT / "trl_offpolicy" / f"{name}.py"
         nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
         assert 1 <= len(nodes) <= 2 and len(path.read_text().splitlines()) <= 6, name
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("blocks", "row_blocks"),
+        ("booleans", "both"),
+        ("advantages_groups", "leave_one_out"),
+        ("advantages_tokens", "returns_to_go"),
+    ],
+)
+def test_former_paths_of_functional_still_work(path, name):
+    assert callable(getattr(import_module(f"trl_offpolicy.functional.{path}"), name))

@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trl_offpolicy.checks import near
 
 if TYPE_CHECKING:
-    overridable = property
+    overridable = property  # what a type checker shall take it for
 else:
 
     class overridable:
-        """A property that a field of a subclass may replace, because the instance then holds the field's value."""
+        """The default of a value that a subclass may compute (a property) or leave to its user (a dataclass field).
+
+        A plain property cannot be replaced by a field: it has no setter, so ``__init__`` could not set the field. This
+        descriptor has no ``__set__`` at all, so the field's value lies in the instance and is found first.
+        """
 
         def __init__(self, default: Callable[[Any], Any]) -> None:
             self.default, self.__doc__ = default, default.__doc__

@@ -88,18 +88,6 @@ def next_kl(kl: KLPenalty, step: StepSums, *, world_size: int) -> KLPenalty:
     return kl.updated(step.kl / step.tokens, step.responses * world_size) if step.tokens > 0 else kl
 
 
-def next_entropy_coef(coef: float, entropy: float, options: Any) -> float:
-    """TRL's controller: the coefficient goes a step up while the entropy is at most the target, else a step down.
-
-        clip(coef +- delta, min, max)
-
-    where delta, min, max and the target are TRL's options ``entropy_coef_*`` and ``entropy_target``.
-    """
-    delta = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
-    moved: float = min(max(coef + delta, options.entropy_coef_min), options.entropy_coef_max)
-    return moved
-
-
 def check_horizon(kl: KLPenalty | None, responses: int) -> None:
     """Raise if one optimizer step with this many responses could take the coefficient to zero.
 

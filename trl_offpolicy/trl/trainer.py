@@ -23,7 +23,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from trl_offpolicy.diagnosis.report.model_card import write_card
 from trl_offpolicy.metrics.trl_names import trl_names
-from trl_offpolicy.objective.coefficients import StepWindow, adapts, load_state, next_entropy_coef, next_kl, save_state
+from trl_offpolicy.objective.coefficients import StepWindow, adapts, load_state, next_kl, save_state
 from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
@@ -229,7 +229,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._kl = next_kl(self._kl, step, world_size=self.accelerator.num_processes)
         if self.use_adaptive_entropy:
             self._last_world_entropy = step.mean_entropy
-            self.entropy_coef = next_entropy_coef(self.entropy_coef, step.mean_entropy, self.args)
+            self.entropy_coef = _next_entropy_coef(self.entropy_coef, step.mean_entropy, self.args)
         if self._entropy_bonus_enabled:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
@@ -300,3 +300,15 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._kl = load_state(Path(checkpoint), self._kl, self._control)
+
+
+def _next_entropy_coef(coef: float, entropy: float, options: Any) -> float:
+    """TRL's controller: the coefficient goes a step up while the entropy is at most the target, else a step down.
+
+        clip(coef +- delta, min, max)
+
+    where delta, min, max and the target are TRL's options ``entropy_coef_*`` and ``entropy_target``.
+    """
+    delta = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
+    moved: float = min(max(coef + delta, options.entropy_coef_min), options.entropy_coef_max)
+    return moved
