@@ -12,7 +12,9 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence
 
-_ARRAYS = [item.name for item in fields(TokenEvidence) if item.name not in ("engine", "trainer", "tested")]
+_ARRAYS = [
+    item.name for item in fields(TokenEvidence) if item.name not in ("engine", "trainer", "tested", "seen", "compared")
+]
 
 
 @dataclass(frozen=True)

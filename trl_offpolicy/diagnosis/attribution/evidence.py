@@ -64,6 +64,42 @@ class Declared:
     kv_cache: str | None = None
 
 
+Compared = Literal[
+    "weights",
+    "adapter",
+    "model_config",
+    "precision",
+    "tokenizer",
+    "prompts",
+    "sampling",
+    "logprobs_mode",
+    "parallelism",
+]
+"""What both sides can be asked for and compared, without inference."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A difference that was looked up on both sides, not inferred from log-probs.
+
+    Args:
+        cause: the cause that it proves, a name in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`.
+        what: what was compared, e.g. "RoPE theta" or "layers.3.mlp.up_proj.weight".
+        engine: the engine's value, as text.
+        trainer: the trainer's value, as text.
+    """
+
+    cause: str
+    what: str
+    engine: str
+    trainer: str
+
+    @property
+    def text(self) -> str:
+        """One sentence with both values."""
+        return f"{self.what}: {self.engine} in the engine, {self.trainer} in the trainer"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenEvidence:
     """One batch of B completions padded to T tokens, as numpy arrays.
@@ -80,6 +116,8 @@ class TokenEvidence:
         engine: what the engine declares; None = nothing.
         trainer: what the trainer declares; None = nothing.
         tested: log-probs (B, T) of the same tokens under hypotheses, by ``cause:detail``; NaN = not scored.
+        seen: differences that were looked up on both sides.
+        compared: what was looked up on both sides; without a difference in ``seen`` it is equal.
 
     Raises:
         ValueError: a shape does not fit, or no token is observed.
@@ -95,6 +133,8 @@ class TokenEvidence:
     engine: Declared | None = None
     trainer: Declared | None = None
     tested: Mapping[str, Floats] = field(default_factory=dict)
+    seen: tuple[Seen, ...] = ()
+    compared: frozenset[Compared] = frozenset()
 
     def __post_init__(self) -> None:
         shape = self.sampling_per_token_logps.shape
