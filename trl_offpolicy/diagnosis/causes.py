@@ -216,4 +216,65 @@ CAUSES: dict[str, Cause] = {
         "Runs of tokens whose sampling log-prob is exactly 0.",
         "Leave tool output out of completion_mask (TRL: tool_mask).",
     ),
+    "bookkeeping": Cause(
+        "log-probs written down wrongly",
+        "A",
+        "The engine's numbers are not the log-probs of the sampled tokens in nats: another base, running sums, a lower "
+        "bound, probabilities, or those of the most likely token.",
+        "Look at some tokens: a sum over the vocabulary of exp(log-prob) must be 1, and a certain token has 0.",
+        "Pass on what the engine returned for the sampled token, in nats, unchanged.",
+    ),
+    "model_config": Cause(
+        "different model configuration",
+        "A",
+        "Both sides hold the same weights and compute something else with them: RoPE base or scaling, norm epsilon, "
+        "attention scale, window, soft-cap, padding of the vocabulary.",
+        "Compare the effective configuration of both sides: trl-offpolicy probe shows it. Look for overrides "
+        "(--hf-overrides, --rope-scaling, a config.json that was edited).",
+        "One config.json for both sides and no overrides.",
+    ),
+    "logit_processors": Cause(
+        "penalties or biases in the engine",
+        "A",
+        "The engine changes its logits before it samples: a repetition, frequency or presence penalty, a bias, banned "
+        "words, min_tokens. The trainer does not. Often generation_config.json of the model sets them.",
+        "Print the sampling parameters of a request as the engine holds them. Serve with --generation-config vllm.",
+        "Switch them off in the engine: repetition_penalty 1, no bias, min_tokens 0.",
+        "generation_kwargs: {repetition_penalty: 1.0, presence_penalty: 0.0, frequency_penalty: 0.0}\n",
+    ),
+    "unreported_sampling": Cause(
+        "log-probs of another distribution than sampled",
+        "A",
+        "Engine and trainer agree on log-probs, but the tokens were not drawn from them: log-probs from before "
+        "the temperature (raw), or speculative decoding that is not exact. Ratios look clean and mean nothing.",
+        "The mean of -log p minus the entropy must be 0. Set logprobs_mode: processed_logprobs. Switch speculation "
+        "off.",
+        "Report the log-probs of the distribution that was sampled from.",
+        "engine: {logprobs_mode: processed_logprobs}\n",
+    ),
+    "padding": Cause(
+        "padding seen by the trainer",
+        "A",
+        "The trainer attends to padding or counts it in the positions, so a token's log-prob depends on the length of "
+        "its neighbours in the batch.",
+        "Score one row alone and in a batch with a longer one: the log-probs must be equal.",
+        "Pass attention_mask and position_ids to the model.",
+    ),
+    "sync_rounding": Cause(
+        "updates lost to rounding",
+        "A",
+        "The engine holds the weights in 16 bits and the updates are smaller than their last digit: most syncs send "
+        "nothing new, and the engine keeps sampling with older weights.",
+        "rollout/sync_visible_fraction is far below 1, and checksums of consecutive syncs are equal.",
+        "A float32 engine, or 16-bit weights in the trainer too (then the optimizer sees the same rounding).",
+        "engine: {dtype: float32}\n",
+    ),
+    "parallelism": Cause(
+        "different parallelism or batch shape",
+        "A",
+        "Sums are taken in another order: tensor, sequence or expert parallelism, other batch sizes, other kernels. "
+        "The mismatch looks like rounding and changes with the batch.",
+        "Probe the same prompts with two settings: trl-offpolicy probe --against OTHER.",
+        "The same parallelism on both sides, batch-invariant kernels (VLLM_BATCH_INVARIANT=1), or a correction.",
+    ),
 }

@@ -171,7 +171,7 @@ def score_completions(
     """
     width = max(len(ids) for ids in completion_ids)
     out = np.full((len(heads), 4, len(completion_ids), width), np.nan)
-    for first, logits, ids, mask in _forwards(model, prompt_ids, completion_ids, rows):
+    for first, logits, ids, mask in completion_logits(model, prompt_ids, completion_ids, rows):
         for place, head in enumerate(heads):
             found = _token_scores(head.logps(logits[mask]), ids[mask])
             block = np.full((4, *mask.shape), np.nan)
@@ -189,8 +189,8 @@ def _token_scores(logps: Tensor, ids: Tensor) -> Floats:
     return scores
 
 
-def _forwards(
-    model: Any, prompt_ids: Ids, completion_ids: Ids, rows: int
+def completion_logits(
+    model: Any, prompt_ids: Ids, completion_ids: Ids, rows: int = 16
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """(first row, logits (b, t, V), ids (b, t), mask (b, t)) of each forward, on the CPU."""
     for start in range(0, len(completion_ids), rows):

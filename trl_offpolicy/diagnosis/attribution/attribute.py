@@ -1,16 +1,21 @@
-"""Finds the cause from the evidence: tests in order, declared settings, and the results of tests with the model."""
+"""Finds the cause from the evidence: what was seen on both sides, tests with the model, declarations, traces.
+
+"unknown" is an answer: a cause is named only if it was seen, if a test removes most of the mismatch, or if the
+log-probs carry a trace that hardly any other cause leaves. Otherwise the closest causes and the next test to run are
+given.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from trl_offpolicy.diagnosis.attribution.evidence import Level, Statement, TokenEvidence, differences, excluded
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import REFERENCE, at_fault, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (
-    CLEAR,
     DIFFUSE,
     MEMBERS,
     OTHER_WEIGHTS,
@@ -19,10 +24,15 @@ from trl_offpolicy.diagnosis.attribution.signatures import (
     read_signatures,
 )
 
-REMOVED = 0.2
-"""A tested hypothesis is the cause if it leaves at most this share of the mismatch."""
+Basis = Literal["seen", "tested", "declared", "log-probs"]
+REMOVED = 0.25
+"""A tested cause is named if it leaves at most this share of the mismatch."""
+MOST = 0.5
+"""Share left up to which the test still removes most of the mismatch: named, with less confidence."""
 REDUCED = 0.7
 """The same for precision, whose simulation reproduces an engine's rounding errors only in part."""
+NAMED = 0.5
+"""Confidence below which the answer is "unknown"."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +41,18 @@ class Attribution:
 
     Args:
         cause: name in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`; "none" = no mismatch above the noise floor,
-            "unknown" = no test explains it, "other_weights" = one of three causes that log-probs do not tell apart.
+            "unknown" = nothing that was seen or tested explains it.
         coarse: the same, but stale weights, wrong adapter and policy staleness are all "other_weights".
-        confidence: 0 to 1: margin of the deciding test over its limit. It is not a probability.
+        confidence: 0 to 1, the share of such answers that were right in ``benchmarks/faults``; 0 for "unknown".
         runner_up: the next best cause, or None.
         reasons: sentences with the numbers.
         features: features of the log-probs.
         level: what was observed.
         detail: the exact setting, e.g. "temperature 0.9" or "int8 weights"; may be empty.
+        basis: what the answer rests on.
+        explained: share of the mismatch that the cause explains, 0 to 1; NaN if it was not tested.
+        parts: (cause, share of the mismatch) of each part where two causes were found together.
+        next_test: what to run or look at next; empty if the cause was seen.
     """
 
     cause: str
@@ -49,6 +63,10 @@ class Attribution:
     features: Features
     level: Level
     detail: str = ""
+    basis: Basis = "log-probs"
+    explained: float = math.nan
+    parts: tuple[tuple[str, float], ...] = ()
+    next_test: str = ""
 
 
 def coarse_of(cause: str) -> str:
@@ -61,130 +79,204 @@ def coarse_of(cause: str) -> str:
     return OTHER_WEIGHTS if cause in MEMBERS else cause
 
 
-def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribution:
-    """The most likely cause of a mismatch at the level that ``evidence`` allows.
+@dataclass(frozen=True)
+class _Answer:
+    """A cause with what speaks for it."""
 
-    With log-probs alone the cause is that of the first test in :data:`.signatures.TESTS` that passes, or "unknown".
-    With declarations, a declared difference decides between causes that look alike, and causes that the declarations
-    exclude are dropped. With the model, the hypothesis that removes the mismatch is the cause.
+    cause: str
+    confidence: float
+    reason: str
+    basis: Basis
+    detail: str = ""
+    explained: float = math.nan
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribution:
+    """The cause of a mismatch, or "unknown", at the level that ``evidence`` allows.
 
     Args:
         evidence: the batch; :meth:`.evidence.TokenEvidence.at_level` leaves a part of it out.
         limits: limits of the tests; None = the defaults.
     """
     features = extract(evidence)
-    signatures = read_signatures(features, limits)
-    passed = [s for s in signatures if s.score >= 0.5]
-    ranked = sorted(signatures, key=lambda s: -s.score)
-    first = passed[0] if passed else Signature("unknown", 1 - ranked[0].score, "no test explains the mismatch")
-    if first.cause == "none":
-        return _answer(evidence, features, first, ranked)
-    # A hypothesis tested with the model outranks the log-probs' signatures, except clear traces of bookkeeping.
-    if evidence.tested and not (passed and first.cause in CLEAR):
-        found = _tested(evidence, features, first, ranked)
-        if found is not None:
-            return found
-    if evidence.engine is None or evidence.trainer is None:
-        return _answer(evidence, features, first, ranked)
-    return _declared(evidence, features, signatures, first, ranked)
+    signatures = [s for s in read_signatures(features, limits) if not _impossible(evidence, s.cause)]
+    answers = [
+        *_seen(evidence),
+        *_tested(evidence, features, signatures),
+        *_by_trace(evidence, features, signatures),
+    ]
+    answers.sort(key=lambda one: -one.confidence)
+    # A trainer that differs from itself hides every other trace, unless a test with the model explains it.
+    certain = answers and answers[0].basis in ("seen", "tested") and answers[0].confidence >= NAMED
+    first = {s.cause: s for s in reversed(signatures)}
+    for cause in ("dropout", "unreported_sampling", "none"):
+        if first[cause].score >= 0.5 and not (cause == "dropout" and certain):
+            chosen = _Answer(cause, CONFIDENCE[cause], first[cause].reason, "log-probs")
+            return _report(evidence, features, chosen, [])
+    named = [one for one in answers if one.confidence >= NAMED]
+    chosen = named[0] if named else _unknown(answers)
+    return _report(evidence, features, chosen, [one for one in answers if one is not chosen])
 
 
-def _answer(
-    evidence: TokenEvidence, features: Features, chosen: Signature, ranked: Sequence[Signature], *,
-    reasons: tuple[str, ...] = (), detail: str = "",
-) -> Attribution:  # fmt: skip
-    runner = next((s.cause for s in ranked if s.cause not in (chosen.cause, "none") and s.score > 0.01), None)
+def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others: Sequence[_Answer]) -> Attribution:
+    runner = next((one for one in others if one.cause not in (chosen.cause, "none")), None)
+    reasons = [chosen.reason]
+    if runner is not None and runner.reason not in reasons:
+        reasons.append(runner.reason)
+    if REFERENCE in evidence.tested and chosen.cause != "none":
+        side = at_fault(evidence, evidence.tested[REFERENCE])
+        reasons.append(f"scored plainly, the same tokens disagree with the {side}: its side is at fault")
+    reasons += [one.text for one in evidence.seen if one.text not in chosen.reason]
     return Attribution(
         cause=chosen.cause,
         coarse=coarse_of(chosen.cause),
-        confidence=min(max(chosen.score, 0.0), 1.0),
-        runner_up=runner,
-        reasons=(chosen.reason, *reasons),
+        confidence=min(max(chosen.confidence, 0.0), 1.0),
+        runner_up=None if runner is None else runner.cause,
+        reasons=tuple(reasons),
         features=features,
         level=evidence.level,
-        detail=detail or _detail(chosen.cause, features),
+        detail=chosen.detail,
+        basis=chosen.basis,
+        explained=chosen.explained,
+        parts=chosen.parts,
+        next_test=_next_test(evidence, chosen, runner),
     )
 
 
-def _detail(cause: str, features: Features) -> str:
-    slope = features.temperature_slope
-    if cause == "temperature" and math.isfinite(slope) and slope < 0.9:
-        return f"about {1 / (1 - slope):.3g} times the trainer's temperature"
-    return ""
+def _unknown(answers: Sequence[_Answer]) -> _Answer:
+    """No answer is good enough. The best one is the reason's subject."""
+    if not answers:
+        return _Answer("unknown", 0.0, "nothing that was looked at explains the mismatch", "log-probs")
+    best = answers[0]
+    share = "" if math.isnan(best.explained) else f", which explains {best.explained:.0%} of the mismatch"
+    text = f"nothing explains most of the mismatch; closest: {best.cause.replace('_', ' ')} {best.detail}".rstrip()
+    return _Answer("unknown", 0.0, text + share, best.basis, explained=best.explained)
 
 
-# ------------------------------------------------------------------------------------------------ what was declared
+def _next_test(evidence: TokenEvidence, chosen: _Answer, runner: _Answer | None) -> str:
+    from trl_offpolicy.diagnosis.causes import CAUSES
+
+    if chosen.cause == "none" or chosen.basis == "seen":
+        return ""
+    if chosen.cause in CAUSES:
+        return CAUSES[chosen.cause].confirm
+    if not evidence.tested:
+        return (
+            "Run trl-offpolicy probe with the run's model, engine and settings: it asks both sides for their weights "
+            "and settings and scores the same tokens under every cause."
+        )
+    closest = CAUSES[runner.cause].confirm + " " if runner is not None and runner.cause in CAUSES else ""
+    return closest + (
+        "Compare what both sides really use: the ids of the rendered prompt, every weight tensor, the model "
+        "configuration and the sampling parameters; then score with the engine itself (prompt_logprobs)."
+    )
 
 
-def _declared(
-    evidence: TokenEvidence, features: Features, signatures: Sequence[Signature], first: Signature,
-    ranked: Sequence[Signature],
-) -> Attribution:  # fmt: skip
-    """Keep a cause that leaves a clear trace. Among causes that look alike, the declarations decide."""
-    assert evidence.engine is not None and evidence.trainer is not None
-    stated = differences(evidence.engine, evidence.trainer)
-    ruled_out = excluded(evidence.engine, evidence.trainer)
-    if first.cause not in (*DIFFUSE, "unknown"):
-        reasons = (stated[first.cause].text,) if first.cause in stated else ()
-        return _answer(evidence, features, first, ranked, reasons=reasons)
-    # The log-probs alone do not decide: of the declared differences, take the one that they support most.
-    certain = [s for s in stated.values() if s.certain]
-    best = max(certain, key=lambda s: _support(s.cause, signatures), default=None)
-    if best is not None:
-        score = max(0.5, _support(best.cause, signatures))
-        return _answer(evidence, features, Signature(best.cause, score, best.text), ranked, reasons=(first.reason,))
-    return _undeclared(evidence, features, signatures, stated, ruled_out, ranked)
+# --------------------------------------------------------------------------------------------------------- confidence
+
+CONFIDENCE = {
+    "none": 0.95,
+    "unreported_sampling": 0.9,
+    # Traces in log-probs that hardly any other cause leaves.
+    "tool_tokens": 0.9,
+    "bookkeeping": 0.85,
+    "misalignment": 0.9,
+    "temperature": 0.85,
+    "truncated_sampling": 0.85,
+    "dropout": 0.85,
+    # Traces that several causes share.
+    "routing": 0.4,
+    "precision": 0.4,
+    "prompt_difference": 0.3,
+    OTHER_WEIGHTS: 0.45,
+}
+"""Share of the answers from log-probs alone that are right, by cause."""
+DECLARED_EQUAL = 0.7
+"""Factor for a cause of which both sides declare that it is equal: a declaration may be wrong."""
+DECLARED = 0.75
+"""The same where both sides declare a difference and the log-probs do not contradict it."""
 
 
-def _support(cause: str, signatures: Sequence[Signature]) -> float:
-    """Largest score of the cause's tests."""
-    return max((s.score for s in signatures if s.cause == coarse_of(cause)), default=0.0)
+def _of_left(cause: str, left: float) -> float:
+    """The same for a test that leaves this share of the mismatch."""
+    if left <= 0.05:
+        return 0.97
+    if left <= REMOVED:
+        return 0.9
+    if cause == "precision" and left <= REDUCED:
+        return 0.7
+    return 0.6 if left <= MOST else 0.45 * (1 - left)
 
 
-def _undeclared(
-    evidence: TokenEvidence, features: Features, signatures: Sequence[Signature], stated: dict[str, Statement],
-    ruled_out: frozenset[str], ranked: Sequence[Signature],
-) -> Attribution:  # fmt: skip
-    """Both sides declare the same, so the fault left no trace there, such as a sync that failed unnoticed."""
-    for signature in signatures:
-        if signature.score < 0.5 or signature.cause == "none":
-            continue
-        if signature.cause == OTHER_WEIGHTS or signature.cause in ruled_out & {"precision", "prompt_difference"}:
-            text = "both sides declare the same weights, so a sync has failed or not taken effect"
-            chosen = Signature("stale_weights", signature.score, text)
-            return _answer(evidence, features, chosen, ranked, reasons=(signature.reason,))
-        if signature.cause not in ruled_out:
-            reasons = (stated[signature.cause].text,) if signature.cause in stated else ()
-            return _answer(evidence, features, signature, ranked, reasons=reasons)
-    unknown = Signature("unknown", 1 - ranked[0].score, "no test that the declarations allow explains the mismatch")
-    return _answer(evidence, features, unknown, ranked)
+# --------------------------------------------------------------------------------------------------- what was seen
+
+
+def _impossible(evidence: TokenEvidence, cause: str) -> bool:
+    """True if what the cause needs was compared on both sides and is equal, or if a dense model has no routing."""
+    if cause == "routing" and any(
+        side is not None and side.experts == 0 for side in (evidence.engine, evidence.trainer)
+    ):
+        return True
+    different = {one.cause for one in evidence.seen}
+    weights = (*MEMBERS, OTHER_WEIGHTS)
+    equal = {
+        "weights": weights,
+        "prompts": ("prompt_difference",),
+        "precision": ("precision",),
+    }
+    return any(
+        what in evidence.compared and cause in causes and not different & set(causes) for what, causes in equal.items()
+    )
+
+
+def _seen(evidence: TokenEvidence) -> list[_Answer]:
+    """One answer per cause that was seen, with all its differences."""
+    grouped: dict[str, list[Seen]] = {}
+    for one in evidence.seen:
+        grouped.setdefault(one.cause, []).append(one)
+    return [
+        _Answer(cause, 0.95, "; ".join(one.text for one in found), "seen", detail=found[0].what)
+        for cause, found in grouped.items()
+    ]
 
 
 # --------------------------------------------------------------------------------------------------- what was tested
 
 
-def _tested(
-    evidence: TokenEvidence, features: Features, first: Signature, ranked: Sequence[Signature]
-) -> Attribution | None:
-    """The hypothesis that removes the mismatch; None if none does.
+def _tested(evidence: TokenEvidence, features: Features, signatures: Sequence[Signature]) -> list[_Answer]:
+    """The tests with the model, the best one of each cause."""
+    if REFERENCE not in evidence.tested:
+        return []
+    side = at_fault(evidence, evidence.tested[REFERENCE])
+    best: dict[str, tuple[float, str]] = {}
+    for name in evidence.tested:
+        if name == REFERENCE:
+            continue
+        _, cause, detail = name.split(":", 2)
+        left = left_share(evidence, name)
+        key = cause if " + " not in detail else f"{cause} + {detail.rpartition(' + ')[2].split(':')[0]}"
+        if key not in best or left < best[key][0]:
+            best[key] = (left, detail)
+    alone = {key: left for key, (left, _) in best.items()}
+    return [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
 
-    A less precise router is preferred to a less precise whole model, which flips the same experts.
-    """
-    if REFERENCE in evidence.tested and at_fault(evidence, evidence.tested[REFERENCE]) == "trainer":
-        return _trainer_fault(evidence, features, first, ranked)
-    left = {name: left_share(evidence, name) for name in evidence.tested if name != REFERENCE}
-    if not left:
-        return None
-    best = min(left, key=lambda name: (not (":routing:" in name and left[name] <= REMOVED), left[name]))
-    _, cause, detail = best.split(":", 2)
-    if left[best] > (REDUCED if cause == "precision" else REMOVED):
-        return None
-    cause = _member(evidence, cause)
-    sentence = (
-        f"scoring the same tokens with {cause.replace('_', ' ')} {detail} leaves {left[best]:.1%} of the mismatch"
+
+def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: str, alone: dict[str, float]) -> _Answer:
+    """The answer of one test; for a pair, the part of each cause is what it explains beyond the other."""
+    cause, _, second = key.partition(" + ")
+    reason = (
+        f"scoring the same tokens with {cause.replace('_', ' ')} {detail} leaves {left:.1%} of the {side}'s mismatch"
     )
-    chosen = Signature(cause, 1 - left[best] / 2, sentence)
-    return _answer(evidence, features, chosen, ranked, reasons=(first.reason,), detail=detail)
+    if not second:
+        member = _member(evidence, cause)
+        return _Answer(member, _of_left(cause, left), reason, "tested", detail, 1 - left)
+    first_share = 1 - alone.get(cause, 1.0)
+    gain = alone.get(cause, 1.0) - left
+    # A pair has more freedom than its first cause, so it must explain clearly more.
+    confidence = _of_left(cause, left) if gain > 0.1 else 0.0
+    parts = ((cause, first_share), (second, gain))
+    return _Answer(cause, confidence, reason, "tested", detail, 1 - left, parts)
 
 
 def _member(evidence: TokenEvidence, cause: str) -> str:
@@ -195,19 +287,60 @@ def _member(evidence: TokenEvidence, cause: str) -> str:
     return next((name for name in MEMBERS if name in stated), cause)
 
 
-def _trainer_fault(
-    evidence: TokenEvidence, features: Features, first: Signature, ranked: Sequence[Signature]
-) -> Attribution | None:
-    """The cause if plain scoring agrees with the engine: then the trainer scored something else. None otherwise."""
-    reason = "plain scoring of the same tokens agrees with the engine, not with the trainer"
-    prompts = {
-        name: left_share(evidence, name) for name in evidence.tested if name.startswith("trainer:prompt_difference")
-    }
-    best = min(prompts, key=lambda name: prompts[name], default=None)
-    if best is not None and prompts[best] <= REMOVED:
-        text = f"the trainer's log-probs are those of the prompts with {best.split(':', 2)[2]}"
-        chosen = Signature("prompt_difference", 1 - prompts[best] / 2, text)
-        return _answer(evidence, features, chosen, ranked, reasons=(reason,), detail=best.split(":", 2)[2])
-    if first.cause in ("dropout", "misalignment"):
-        return _answer(evidence, features, first, ranked, reasons=(reason,))
-    return _answer(evidence, features, Signature("prompt_difference", 0.5, reason), ranked, reasons=(first.reason,))
+# ------------------------------------------------------------------------------- what is declared, and traces alone
+
+
+def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[Signature]) -> list[_Answer]:
+    """Traces in the log-probs, and declared differences that they do not contradict."""
+    passed = [s for s in signatures if s.score >= 0.5 and s.cause not in ("none", "unreported_sampling")]
+    ruled_out: frozenset[str] = frozenset()
+    if evidence.engine is not None and evidence.trainer is not None:
+        ruled_out = excluded(evidence.engine, evidence.trainer)
+    answers = []
+    for trace in passed:
+        confidence = _of_trace(trace)
+        if trace.cause in DIFFUSE and trace.cause in ruled_out:
+            confidence *= DECLARED_EQUAL
+        detail = _temperature(features) if trace.cause == "temperature" else ""
+        answers.append(_Answer(trace.cause, confidence, trace.reason, "log-probs", detail))
+    # Later tests assume that the earlier ones failed: a trace counts only up to the first one that is clear.
+    clear = next((n for n, s in enumerate(passed) if s.cause not in DIFFUSE), None)
+    if clear is not None:
+        return answers[: clear + 1]
+    if evidence.engine is None or evidence.trainer is None:
+        return answers[:1]
+    return answers[:1] + _declared(evidence.engine, evidence.trainer, signatures, passed)
+
+
+def _temperature(features: Features) -> str:
+    """The ratio of the temperatures, 1 / (1 - slope); empty without entropies."""
+    slope = features.temperature_slope
+    known = math.isfinite(slope) and slope < 0.9
+    return f"about {1 / (1 - slope):.3g} times the trainer's temperature" if known else ""
+
+
+def _of_trace(signature: Signature) -> float:
+    return CONFIDENCE.get(signature.cause, 0.4) * min(1.0, 0.6 + 0.8 * (signature.score - 0.5))
+
+
+def _declared(
+    engine: Declared, trainer: Declared, signatures: Sequence[Signature], passed: Sequence[Signature]
+) -> list[_Answer]:
+    """Declared differences. They explain a diffuse mismatch; one that has a clear trace was named before."""
+    stated = [one for one in differences(engine, trainer).values() if one.certain]
+    found = []
+    for one in stated:
+        support = max((s.score for s in signatures if s.cause == coarse_of(one.cause)), default=0.0)
+        # Temperature and truncation leave clear traces: declared without a trace they are not the cause.
+        confidence = DECLARED if one.cause not in ("temperature", "truncated_sampling") else DECLARED * support
+        if len(stated) > 1:
+            confidence *= 0.7 + 0.3 * support
+        found.append(_Answer(one.cause, confidence, one.text, "declared"))
+    first = passed[0].cause if passed else ""
+    if not stated and first == "precision" and (engine.low_precision or trainer.low_precision):
+        found.append(
+            _Answer("precision", 0.6, "16-bit arithmetic is declared, and the differences look like it", "declared")
+        )
+    if first == "routing" and (engine.experts or trainer.experts):
+        found.append(_Answer("routing", 0.8, "the model is a mixture of experts", "declared"))
+    return found

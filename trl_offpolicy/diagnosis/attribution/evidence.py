@@ -63,6 +63,11 @@ class Declared:
     tools: bool | None = None
     kv_cache: str | None = None
 
+    @property
+    def low_precision(self) -> bool:
+        """True if it declares 16-bit arithmetic."""
+        return self.dtype in LOW_PRECISION
+
 
 Compared = Literal[
     "weights",

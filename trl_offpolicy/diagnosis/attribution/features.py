@@ -25,6 +25,10 @@ TOP_SHARE = 0.02
 LEAST_DOUBT = 0.05
 """z is left out where 1 - p is smaller: there d / (1 - p) is rounding."""
 EARLY_TOKENS = 3
+LEAST_TOKENS = 50
+"""Tokens from which a mean over the batch is judged."""
+FLOAT32_FLOOR, LOW_PRECISION_FLOOR = 1e-6, 5e-3
+"""Largest KL k3 between two scorings that float32 and 16-bit arithmetic explain, nats per token."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class Features:
         disagreeing_rows: share of rows (a count) that hold disagreement well above the noise.
         early: mean square of z in the first three tokens / that in all tokens.
         by_token: correlation of z of equal tokens in different prompt groups (intra-class).
+        swapped: median |a[row] - b[other row]| of the best other row / median |d|, in the rows that disagree.
+        surprise: mean of -b - H, nats: 0 if the tokens were drawn from the trainer's distribution.
+        surprise_z: the same / its standard error over rows; NaN without entropies.
+        trusted_floor: the largest noise floor that arithmetic in the declared precision explains, nats per token.
+        both_low: both sides declare the same 16-bit arithmetic.
     """
 
     tokens: int
@@ -74,6 +83,11 @@ class Features:
     disagreeing_rows: float
     early: float
     by_token: float
+    swapped: float = float("nan")
+    surprise: float = float("nan")
+    surprise_z: float = float("nan")
+    trusted_floor: float = float("inf")
+    both_low: bool = False
 
 
 def kl_k3(log_ratio: Array) -> float:
@@ -101,6 +115,7 @@ def extract(evidence: TokenEvidence) -> Features:
     flat, log_mu, size = d[seen], a[seen], token_k3(d[seen])
     rms = float(np.sqrt(np.mean(flat**2))) or 1e-30
     fit, slope = _temperature(evidence, b, d)
+    surprise, surprise_z = _surprise(evidence, b)
     rows = disagreeing_rows(d, noise)
     z = _scaled(b, d)
     return Features(
@@ -124,7 +139,60 @@ def extract(evidence: TokenEvidence) -> Features:
         disagreeing_rows=float(rows.sum()) / max(1, int(seen.any(1).sum())),
         early=_early(z),
         by_token=_by_token(z, evidence),
+        swapped=_swapped(a, b, d, rows),
+        surprise=surprise,
+        surprise_z=surprise_z,
+        trusted_floor=trusted_floor(evidence),
+        both_low=_both_low(evidence),
     )
+
+
+def trusted_floor(evidence: TokenEvidence) -> float:
+    """The largest KL k3 between two scorings of the trainer that is arithmetic, nats per token.
+
+    A larger floor is a fault of its own: dropout, padding that is attended. Without a declared data type the trainer
+    may compute in 16 bits.
+    """
+    dtype = None if evidence.trainer is None else evidence.trainer.dtype
+    return FLOAT32_FLOOR if dtype in ("float32", "fp32") else LOW_PRECISION_FLOOR
+
+
+def _both_low(evidence: TokenEvidence) -> bool:
+    engine, trainer = evidence.engine, evidence.trainer
+    if engine is None or trainer is None or engine.dtype != trainer.dtype:
+        return False
+    plain = engine.quantization in (None, "none", trainer.quantization) and engine.kv_cache in (None, "auto")
+    return plain and trainer.low_precision
+
+
+def _surprise(evidence: TokenEvidence, b: Array) -> tuple[float, float]:
+    """Mean of -b - H and its z value, with rows as clusters.
+
+    The expected value of -log p of a drawn token is the entropy, whatever the distribution and the context.
+    """
+    if evidence.entropies is None:
+        return float("nan"), float("nan")
+    excess = -b - evidence.entropies
+    seen = np.isfinite(excess)
+    count = int(seen.sum())
+    mean = float(excess[seen].mean()) if count else float("nan")
+    error = float(np.sqrt(np.sum(np.where(seen, excess - mean, 0.0).sum(1) ** 2)))
+    if count < LEAST_TOKENS or not error:
+        return float("nan"), float("nan")
+    return mean, mean * count / error
+
+
+def _swapped(a: Array, b: Array, d: Array, rows: Array) -> float:
+    """How badly rows that disagree fit another row: near 0 = their log-probs are those of another row."""
+    lengths = np.isfinite(d).sum(1)
+    found = []
+    for row in np.flatnonzero(rows):
+        others = [r for r in range(len(d)) if r != row and abs(int(lengths[r]) - int(lengths[row])) <= 1]
+        gaps = [np.nanmedian(np.abs(a[row] - b[r])) for r in others if np.isfinite(a[row] - b[r]).sum() >= 3]
+        own = float(np.nanmedian(np.abs(d[row])))
+        if gaps and own > 0:
+            found.append(float(min(gaps)) / own)
+    return float(np.median(found)) if found else float("nan")
 
 
 def floor_k3(evidence: TokenEvidence) -> float:

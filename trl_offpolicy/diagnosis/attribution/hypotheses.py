@@ -1,28 +1,33 @@
 """Tests causes with the model: the same tokens are scored again under the conditions of each cause.
 
-A cause that removes the mismatch is no longer a guess. First the tokens are scored plainly. If that agrees with the
-engine, the trainer is at fault, and its log-probs are compared with other prompts. If it agrees with the trainer, the
-engine is at fault, and its log-probs are compared with other temperatures, truncations, weights and precisions.
+A cause that removes the mismatch is no longer a guess. First the tokens are scored plainly. The side that is further
+from these scores is at fault, and its log-probs are the target. Tests follow in the order of their cost. Shifts,
+swapped rows and other units need no forward. Everything between logits and log-probs shares one. Weights, precision,
+model configuration, prompts and layouts need one each. If a test explains a part, it is combined with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import (
-    MAX_LOG_RATIO,
-    disagreeing_rows,
-    extract,
-    kl_k3,
-    noise_rms,
-    rank_correlation,
+from trl_offpolicy.diagnosis.attribution.changes import (
+    Dial,
+    Inside,
+    adapter_changes,
+    cache_changes,
+    dials,
+    head_changes,
 )
+from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, disagreeing_rows, noise_rms, rank_correlation
+from trl_offpolicy.diagnosis.attribution.heads import distance, logits_of, processor_tests, sampling_tests
+from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, score_in_layout
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
     rounded_routers,
@@ -30,16 +35,25 @@ from trl_offpolicy.diagnosis.attribution.precision import (
     routers,
     simulated_dtype,
 )
-from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS, OTHER_WEIGHTS, read_signatures
+from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS
 from trl_offpolicy.engines.hf import Head, Ids, TokenScores, score_completions
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
-Inside = Callable[[], AbstractContextManager[Any]]
 Side = Literal["engine", "trainer"]
 REFERENCE = "reference"
 """Name of the plain scoring."""
 EXPLAINED = 0.03
 """Share of the mismatch left at which the search stops: nothing else can do much better."""
+PARTIAL = (0.15, 0.85)
+"""Share left by the best test within which it is tested together with others."""
+PROMISING = 0.9
+"""Share left by the best value of a dial from which its value is refined."""
+PRECISION_SCALE = (0.5, 2.0)
+"""Times the simulated rounding errors that an engine's may be."""
+MOST_PAIRS = 6
+"""Tests that are combined with the best one."""
+WEIGHTS_SCALE = (0.003, 5.0)
+"""Times a known change of the weights that the engine's may be: a part of an update, or several."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +66,11 @@ class Bench:
         completion_ids: B completions as the engine returned them.
         weights: contexts in which the model holds other weights, by ``cause:detail``, e.g. "wrong_adapter:no adapter".
         precisions: contexts in which it computes in another precision, by ``precision:detail``; None = the usual ones.
-        prompts: other renderings of the prompts, by name.
+        prompts: other renderings of the prompts, by name; those that follow from the ids are added.
         rows: number of completions that are scored under each hypothesis.
+        head: temperature and truncation under which the trainer scores.
+        stop_ids: tokens that end a completion.
+        pad_ids: ids that may pad; the first comes first.
     """
 
     model: Any
@@ -63,19 +80,89 @@ class Bench:
     precisions: Mapping[str, Inside] | None = None
     prompts: Mapping[str, Ids] = field(default_factory=dict)
     rows: int = 8
+    head: Head = Head()  # noqa: RUF009  frozen
+    stop_ids: Sequence[int] | None = None
+    pad_ids: Sequence[int] | None = None
 
     def score(self, rows: Sequence[int], *, prompts: Ids | None = None, inside: Inside = nullcontext,
-              heads: Sequence[Head] = (Head(),), width: int) -> list[TokenScores]:  # fmt: skip
+              heads: Sequence[Head] | None = None, width: int) -> list[TokenScores]:  # fmt: skip
         """Scores (B, ``width``) of some completions; NaN in the other rows."""
         chosen = [(prompts or self.prompt_ids)[row] for row in rows]
+        completions = [self.completion_ids[row] for row in rows]
         with inside():
-            found = score_completions(self.model, chosen, [self.completion_ids[row] for row in rows], heads=heads)
+            found = score_completions(self.model, chosen, completions, heads=heads or [self.head])
         return [TokenScores(*(self._placed(x, rows, width) for x in vars(scores).values())) for scores in found]
+
+    def score_layout(self, rows: Sequence[int], layout: Layout, prompt_width: int, *, width: int) -> Floats:
+        """Log-probs (B, ``width``) of some completions in another layout; NaN in the other rows."""
+        chosen, completions = [self.prompt_ids[row] for row in rows], [self.completion_ids[row] for row in rows]
+        found = score_in_layout(self.model, chosen, completions, layout, prompt_width=prompt_width, head=self.head)
+        return self._placed(found, rows, width)
 
     def _placed(self, values: Floats, rows: Sequence[int], width: int) -> Floats:
         out = np.full((len(self.completion_ids), width), np.nan)
         out[np.asarray(rows), : values.shape[1]] = values[:, :width]
         return out
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a completion: those given, or those of the model's generation configuration."""
+        if self.stop_ids is not None:
+            return tuple(self.stop_ids)
+        return _listed(self._configured("eos_token_id"))
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """Ids that may pad."""
+        if self.pad_ids is not None:
+            return tuple(self.pad_ids)
+        return tuple(dict.fromkeys([*_listed(self._configured("pad_token_id")), *self.ends, 0]))
+
+    def _configured(self, name: str) -> Any:
+        configs = (getattr(self.model, "generation_config", None), self.model.config)
+        return next((value for c in configs if (value := getattr(c, name, None)) is not None), None)
+
+
+def _listed(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+
+
+# ------------------------------------------------------------------------------------------------------- the search
+
+
+class _Search:
+    """The tests that were made, and the best of them."""
+
+    def __init__(self, evidence: TokenEvidence, bench: Bench, note: Callable[[str], None]) -> None:
+        self.bench, self.note = bench, note
+        self.rows = _telling_rows(evidence, bench.rows)
+        self.width = evidence.completion_mask.shape[1]
+        note("plain scoring")
+        (self.plain,) = bench.score(self.rows, width=self.width)
+        self.tested: dict[str, Floats] = {REFERENCE: self.plain.logps}
+        self.evidence = evidence
+        self.side = at_fault(evidence, self.plain.logps)
+        self.target = evidence.sampling_per_token_logps
+        if self.side == "trainer":
+            self.target = evidence.old_per_token_logps
+
+    def add(self, name: str, logps: Floats) -> float:
+        """Keep a result; returns the share of the mismatch that it leaves."""
+        self.tested[f"{self.side}:{name}"] = logps
+        return left_share(replace(self.evidence, tested=self.tested), f"{self.side}:{name}")
+
+    def best(self) -> tuple[float, str]:
+        """Share left by the best test, and its name without the side."""
+        seen = replace(self.evidence, tested=self.tested)
+        left = {name: left_share(seen, name) for name in self.tested if name != REFERENCE}
+        name = min(left, key=lambda one: left[one], default="")
+        return (left[name], name.partition(":")[2]) if name else (1.0, "")
+
+    @property
+    def solved(self) -> bool:
+        return self.best()[0] <= EXPLAINED
 
 
 def run_hypotheses(
@@ -88,64 +175,63 @@ def run_hypotheses(
         bench: the model and what can be changed about it.
         note: called with the name of what is being tested.
     """
-    say = note or (lambda _text: None)
-    rows = _telling_rows(evidence, bench.rows)
-    width = evidence.completion_mask.shape[1]
-    say("plain scoring")
-    (plain,) = bench.score(rows, width=width)
-    tested: dict[str, Floats] = {REFERENCE: plain.logps}
-    if at_fault(evidence, plain.logps) == "trainer":
-        _test_prompts(evidence, bench, rows, tested, say)
-    else:
-        _test_engine(evidence, bench, rows, plain, tested, say)
-    return replace(evidence, tested=tested)
+    search = _Search(evidence, bench, note or (lambda _text: None))
+    for stage in (_test_bookkeeping, _test_heads, _test_forwards, _test_dials, _test_pairs):
+        stage(search)
+        if search.solved:
+            break
+    return replace(evidence, tested=search.tested)
 
 
 def at_fault(evidence: TokenEvidence, reference: Floats) -> Side:
     """The side whose log-probs are further from the plain scoring."""
-    engine = kl_k3(_masked(evidence, reference - evidence.sampling_per_token_logps))
-    trainer = kl_k3(_masked(evidence, reference - evidence.old_per_token_logps))
+    use = evidence.observed & np.isfinite(reference)
+    engine = distance(reference[use], evidence.sampling_per_token_logps[use])
+    trainer = distance(reference[use], evidence.old_per_token_logps[use])
     return "trainer" if trainer > engine else "engine"
 
 
 def left_share(evidence: TokenEvidence, name: str) -> float:
-    """Share of the mismatch (KL k3) that is left under a tested hypothesis, over the tokens that it was tested on.
+    """Share of the mismatch that is left under a tested hypothesis, over the tokens that it was tested on.
 
-    A hypothesis on the engine is compared with the engine's log-probs, one on the trainer with the trainer's. Other
-    weights and precisions may also hold only in part (a tenth of an update, rounding half as coarse). Let g be the
-    change of the log-probs under the hypothesis and d = old - mu. Then 1 - R^2 of the fit d = s g, s > 0, counts if it
-    is smaller. R^2 is the smaller one of values and of ranks, so that one token cannot decide.
+    The mismatch is :func:`.heads.distance`: d^2 for small differences, 2 |d| for large ones. A hypothesis on the engine
+    is compared with the engine's log-probs, one on the trainer with the trainer's. Other weights and precisions may
+    also hold only in part (a tenth of an update, rounding half as coarse). Let g be the change of the log-probs under
+    the hypothesis and d = old - mu. Then 1 - R^2 of the fit d = s g counts if it is smaller and s is plausible. R^2 is
+    the smaller one of values and of ranks, so that one token cannot decide.
     """
     values = evidence.tested[name]
+    side, cause, *_ = name.split(":")
     use = evidence.observed & (np.isfinite(values) | np.isneginf(values))
     mu, old = evidence.sampling_per_token_logps[use], evidence.old_per_token_logps[use]
-    scored = np.where(np.isneginf(values[use]), old - MAX_LOG_RATIO, values[use])
-    whole = kl_k3(old - mu)
+    target, other = (old, mu) if side == "trainer" else (mu, old)
+    reference = evidence.tested.get(REFERENCE)
+    if reference is not None:
+        other = np.where(np.isfinite(reference[use]), reference[use], other)
+    scored = np.where(np.isneginf(values[use]), target - MAX_LOG_RATIO, values[use])
+    whole = distance(other, target)
     if not use.any() or not whole:
         return float("inf")
-    on_trainer = name.startswith("trainer:")
-    left = kl_k3(scored - (old if on_trainer else mu)) / whole
-    if not on_trainer and name.split(":")[1] in (*MEMBERS, "precision"):
-        return min(left, 1 - _fit_in_part(old - scored, old - mu))
+    left = distance(scored, target) / whole
+    if cause in MEMBERS:
+        return min(left, 1 - _fit_in_part(other - scored, other - target, WEIGHTS_SCALE))
+    if cause == "precision":
+        return min(left, 1 - _fit_in_part(other - scored, other - target, PRECISION_SCALE))
     return left
 
 
-def _fit_in_part(change: Array, d: Array) -> float:
-    """The smaller R^2 of values (through 0) and of ranks; 0 if they point in opposite directions."""
-    along = float(change @ d)
+def _fit_in_part(change: Array, d: Array, scale: tuple[float, float]) -> float:
+    """The smaller R^2 of values (through 0) and of ranks; 0 if the fitted factor is not within ``scale``."""
+    along, square = float(change @ d), float(change @ change)
     ranks = rank_correlation(change, d)
-    if along <= 0 or not ranks > 0:
+    if along <= 0 or not ranks > 0 or not scale[0] <= np.sqrt(float(d @ d) / square) <= scale[1]:
         return 0.0
-    return min(along**2 / max(float(change @ change) * float(d @ d), 1e-60), ranks**2)
-
-
-def _masked(evidence: TokenEvidence, values: Array) -> Array:
-    return np.where(evidence.observed, values, np.nan)
+    return min(along**2 / max(square * float(d @ d), 1e-60), ranks**2)
 
 
 def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
     """The rows with most disagreement and, for a quarter of ``count``, rows that are spread over the batch."""
-    gap = _masked(evidence, evidence.old_per_token_logps - evidence.sampling_per_token_logps)
+    gap = np.where(evidence.observed, evidence.old_per_token_logps - evidence.sampling_per_token_logps, np.nan)
     size = np.nansum(np.clip(gap, -20, 20) ** 2, axis=1)
     # The spread rows show what is the same everywhere. The rows with most disagreement show the fault.
     order = np.argsort(-size, kind="stable").tolist()
@@ -154,57 +240,160 @@ def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
     return sorted(set(chosen))
 
 
-def _test_prompts(
-    evidence: TokenEvidence, bench: Bench, rows: list[int], tested: dict[str, Floats], say: Callable[[str], None]
-) -> None:
-    width = evidence.completion_mask.shape[1]
-    for detail, prompts in bench.prompts.items():
-        name = f"trainer:prompt_difference:{detail}"
-        say(name)
-        tested[name] = bench.score(rows, prompts=prompts, width=width)[0].logps
-        if _explained(evidence, tested, name):
-            return
+# ------------------------------------------------------------------------------------------ tests without a forward
 
 
-def _test_engine(
-    evidence: TokenEvidence, bench: Bench, rows: list[int], plain: TokenScores, tested: dict[str, Floats],
-    say: Callable[[str], None],
-) -> None:  # fmt: skip
-    """Cheap tests first (shifts need no forward, all sampling options share one), then what the log-probs suggest."""
-    width = evidence.completion_mask.shape[1]
-    tested |= _shifts(evidence, plain.logps)
-    heads = sampling_candidates(evidence, plain)
-    if heads:
-        say("temperature and truncation")
-        scores = bench.score(rows, heads=list(heads.values()), width=width)
-        tested |= {f"engine:{name}": found.logps for name, found in zip(heads, scores, strict=True)}
-    if any(_explained(evidence, tested, name) for name in tested if name != REFERENCE):
+def _test_bookkeeping(search: _Search) -> None:
+    """Shifts, swapped rows, running sums, other units and bounds: log-probs that were written down wrongly."""
+    search.note("shifts, swapped rows and units")
+    plain, target = search.plain.logps, search.target
+    for name, logps in {**_shifts(search, plain), **_swaps(search, plain)}.items():
+        search.add(name, logps)
+    search.add("bookkeeping:running sum over the tokens", np.cumsum(plain, axis=1))
+    search.add("bookkeeping:log-probs in base 2", plain / np.log(2))
+    search.add("bookkeeping:log-probs in base 10", plain / np.log(10))
+    search.add("bookkeeping:probabilities in place of log-probs", np.exp(plain))
+    use = np.isfinite(plain) & np.isfinite(target) & search.evidence.observed
+    lowest = float(target[use].min())
+    if np.mean(target[use] <= lowest + 1e-9) > 2 / max(use.sum(), 1):  # more than one token at the bound
+        search.add(f"bookkeeping:log-probs clipped at {lowest:.4g}", np.maximum(plain, lowest))
+
+
+def _shifts(search: _Search, reference: Floats) -> dict[str, Floats]:
+    """The plain log-probs moved by one to three tokens, in the rows that disagree."""
+    rows = _disagreeing(search.evidence)
+    found = {}
+    for step in (1, -1, 2, -2, 3, -3):
+        moved = np.full_like(reference, np.nan)
+        source, place = (slice(None, -step), slice(step, None)) if step > 0 else (slice(-step, None), slice(None, step))
+        moved[:, place] = reference[:, source]
+        word = "late" if step > 0 else "early"
+        count = "one token" if abs(step) == 1 else f"{abs(step)} tokens"
+        found[f"misalignment:log-probs {count} {word}"] = np.where(rows[:, None], moved, reference)
+    return found
+
+
+def _swaps(search: _Search, reference: Floats) -> dict[str, Floats]:
+    """Each disagreeing row with the log-probs of the row that fits it best, out of the same number of tokens."""
+    evidence = search.evidence
+    rows = _disagreeing(evidence)
+    lengths = evidence.completion_mask.sum(1)
+    # The other side agrees with plain scoring, and it covers all rows.
+    whole = evidence.old_per_token_logps if search.side == "engine" else evidence.sampling_per_token_logps
+    out, moved = reference.copy(), 0
+    for row in np.flatnonzero(rows & np.isfinite(reference).any(1)):
+        others = [r for r in range(len(lengths)) if r != row and abs(int(lengths[r]) - int(lengths[row])) <= 1]
+        gaps = {r: float(np.nanmedian(np.abs(whole[r] - search.target[row]))) for r in others}
+        best = min(gaps, key=lambda r: gaps[r], default=None)
+        if best is not None and gaps[best] < 0.1 * float(np.nanmedian(np.abs(whole[row] - search.target[row]))):
+            out[row], moved = whole[best], moved + 1
+    return {"misalignment:log-probs of swapped rows": out} if moved else {}
+
+
+def _disagreeing(evidence: TokenEvidence) -> Any:
+    gap = np.where(evidence.observed, evidence.old_per_token_logps - evidence.sampling_per_token_logps, np.nan)
+    return disagreeing_rows(np.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO), min(noise_rms(evidence), 1e-3))
+
+
+# --------------------------------------------------------------------------------------------- tests of one forward
+
+
+def _test_heads(search: _Search) -> None:
+    """What happens between logits and log-probs."""
+    search.note("temperature, truncation, penalties, biases and caps")
+    bench = search.bench
+    logits = logits_of(bench.model, bench.prompt_ids, bench.completion_ids, search.rows, bench.head)
+    rows, places = logits.rows.numpy(), logits.places.numpy()
+    inside = places < search.width
+    use = np.zeros(len(rows), bool)
+    use[inside] = search.evidence.observed[rows[inside], places[inside]]
+    if not use.any():
         return
-    for name, change in _costly(evidence, bench):
-        say(name)
-        tested[f"engine:{name}"] = bench.score(rows, width=width, **change)[0].logps
-        if _explained(evidence, tested, f"engine:{name}"):
+    part = replace(
+        logits, values=logits.values[use], ids=logits.ids[use], rows=logits.rows[use], places=logits.places[use],
+        contexts=[context for context, keep in zip(logits.contexts, use, strict=True) if keep],
+    )  # fmt: skip
+    at = (rows[use], places[use])
+    target = search.target[at]
+    for make in (
+        partial(sampling_tests, ranks=search.plain.ranks[at], top_logps=search.plain.top_logps[at]),
+        partial(processor_tests, stop_ids=bench.ends),
+    ):
+        for name, logps in make(part, target).items():
+            placed = np.full_like(search.plain.logps, np.nan)
+            placed[at] = logps.double().numpy()
+            search.add(name, placed)
+        if search.solved:
             return
 
 
-def _explained(evidence: TokenEvidence, tested: dict[str, Floats], name: str) -> bool:
-    return left_share(replace(evidence, tested=tested), name) <= EXPLAINED
+# ------------------------------------------------------------------------------------------- tests of a forward each
 
 
-def _costly(evidence: TokenEvidence, bench: Bench) -> list[tuple[str, dict[str, Any]]]:
-    """Hypotheses that need a forward each; first the kind that the log-probs support."""
-    precisions = usual_precisions(bench.model) if bench.precisions is None else bench.precisions
-    kinds: dict[str, list[tuple[str, dict[str, Any]]]] = {
-        OTHER_WEIGHTS: [(name, {"inside": inside}) for name, inside in bench.weights.items()],
-        "precision": [(name, {"inside": inside}) for name, inside in precisions.items()],
-        "prompt_difference": [
-            (f"prompt_difference:{detail}", {"prompts": prompts}) for detail, prompts in bench.prompts.items()
-        ],
+@dataclass(frozen=True)
+class _Change:
+    """A way to score again: a context, other prompts, or another layout."""
+
+    inside: Inside = nullcontext
+    prompts: Ids | None = None
+    layout: tuple[Layout, int] | None = None
+
+    def score(self, search: _Search) -> Floats:
+        bench = search.bench
+        if self.layout is not None:
+            with self.inside():
+                return bench.score_layout(search.rows, *self.layout, width=search.width)
+        return bench.score(search.rows, prompts=self.prompts, inside=self.inside, width=search.width)[0].logps
+
+
+def _changes(search: _Search) -> dict[str, _Change]:
+    """Everything that is tested with a forward each, by ``cause:detail``; the most common causes first."""
+    bench, model = search.bench, search.bench.model
+    precisions = usual_precisions(model) if bench.precisions is None else bench.precisions
+    contexts: dict[str, Inside] = {**usual_routers(model), **bench.weights}
+    if not bench.weights:
+        contexts |= adapter_changes(model)
+    contexts |= precisions
+    if bench.precisions is None:
+        contexts |= {**cache_changes(), **head_changes(model)}
+    found = {name: _Change(inside) for name, inside in contexts.items()}
+    prompts = {**bench.prompts, **prompt_variants(bench.prompt_ids, bench.model)}
+    found |= {f"prompt_difference:{detail}": _Change(prompts=ids) for detail, ids in prompts.items()}
+    places = layouts(bench.prompt_ids, bench.completion_ids, search.rows, pad_ids=bench.pads)
+    return found | {name: _Change(layout=layout) for name, layout in places.items()}
+
+
+def _test_forwards(search: _Search) -> None:
+    for name, change in _changes(search).items():
+        search.note(name)
+        if search.add(name, change.score(search)) <= EXPLAINED:
+            return
+
+
+def prompt_variants(prompt_ids: Ids, model: Any) -> dict[str, list[list[int]]]:
+    """Other prompts that follow from the ids: a token doubled, dropped or added at the ends, the start cut, swaps."""
+    rows = [list(ids) for ids in prompt_ids]
+    bos = next(iter(_listed(getattr(model.config, "bos_token_id", None))), None)
+    found = {
+        "first token doubled": [ids[:1] + ids for ids in rows],
+        "first token missing": [ids[1:] for ids in rows],
+        "last token missing": [ids[:-1] for ids in rows],
+        "last two tokens missing": [ids[:-2] for ids in rows],
+        "last three tokens missing": [ids[:-3] for ids in rows],
+        "last token doubled": [ids + ids[-1:] for ids in rows],
     }
-    scores = {s.cause: s.score for s in read_signatures(extract(evidence))}
-    order = sorted(kinds, key=lambda kind: -scores.get(kind, 0.0))
-    routing = [(name, {"inside": inside}) for name, inside in usual_routers(bench.model).items()]
-    return routing + [pair for kind in order for pair in kinds[kind]]
+    if bos is not None:
+        found["a BOS token more"] = [[bos, *ids] for ids in rows]
+    longest = max(len(ids) for ids in rows)
+    for keep in (512, 256, 128, 64, 32, 16, 8):
+        if keep < longest:
+            found[f"cut to its last {keep} tokens"] = [ids[-keep:] for ids in rows]
+    distinct = list(dict.fromkeys(map(tuple, rows)))
+    for step in (1, -1):
+        if len(distinct) > 1:
+            after = {ids: list(distinct[(n + step) % len(distinct)]) for n, ids in enumerate(distinct)}
+            found[f"that of the {'next' if step > 0 else 'previous'} group"] = [after[tuple(ids)] for ids in rows]
+    return {name: ids for name, ids in found.items() if all(ids)}
 
 
 def usual_routers(model: Any) -> dict[str, Inside]:
@@ -212,7 +401,7 @@ def usual_routers(model: Any) -> dict[str, Inside]:
     if not routers(model):
         return {}
     return {
-        f"routing:router in {name}": lambda name=name: rounded_routers(model, SIGNIFICANT_BITS[name])  # type: ignore[misc]
+        f"routing:router in {name}": partial(rounded_routers, model, SIGNIFICANT_BITS[name])
         for name in ("bf16", "fp16")
     }
 
@@ -220,64 +409,97 @@ def usual_routers(model: Any) -> dict[str, Inside]:
 def usual_precisions(model: Any) -> dict[str, Inside]:
     """Contexts for the precisions that engines run in: bf16, fp16, and int8, fp8 or int4 weights."""
     simulated: dict[str, Inside] = {
-        f"precision:{name}": lambda name=name: simulated_dtype(model, name)  # type: ignore[misc]
-        for name in ("bf16", "fp16")
+        f"precision:{name}": partial(simulated_dtype, model, name) for name in ("bf16", "fp16")
     }
     rounded: dict[str, Inside] = {
-        f"precision:{name} weights": lambda name=name: rounded_weights(model, name)  # type: ignore[misc]
-        for name in ("int8", "fp8", "int4")
+        f"precision:{name} weights": partial(rounded_weights, model, name) for name in ("int8", "fp8", "int4")
     }
     return {**simulated, **rounded}
 
 
-def _shifts(evidence: TokenEvidence, reference: Floats) -> dict[str, Floats]:
-    """The trainer's log-probs moved by a token, in the rows that disagree."""
-    gap = _masked(evidence, evidence.old_per_token_logps - evidence.sampling_per_token_logps)
-    rows = disagreeing_rows(np.clip(gap, -20, 20), noise_rms(evidence))
-    found = {}
-    for step, detail in ((1, "engine one token late"), (-1, "engine one token early")):
-        moved = np.roll(reference, step, axis=1)
-        moved[:, 0 if step == 1 else -1] = np.nan  # np.roll has moved this entry to the other end
-        found[f"engine:misalignment:{detail}"] = np.where(rows[:, None], moved, reference)
-    return found
+# ------------------------------------------------------------------------------------------------ numbers of a setting
 
 
-def sampling_candidates(evidence: TokenEvidence, plain: TokenScores) -> dict[str, Head]:
-    """The temperature, top-p, top-k and min-p that fit the engine's log-probs best, to be tested.
-
-    The temperature follows from the slope of d on b + H. Under a truncation d is the log of the kept mass, and top-p
-    keeps a mass of at least its value. Top-k samples no token of rank k or more, min-p no token with less than min-p
-    times the largest probability.
-    """
-    use = evidence.observed & np.isfinite(plain.logps)
-    d = (plain.logps - evidence.sampling_per_token_logps)[use]
-    if not d.size:
-        return {}
-    found: dict[str, Head] = {}
-    x = (plain.logps + plain.entropies)[use]
-    slope = float(np.sum(x * d) / max(np.sum(x * x), 1e-30))
-    if 1e-7 < abs(slope) < 0.75:
-        guess = 1.0 / (1.0 - slope)
-        for factor in (1.0, 1.1, 0.9):  # the slope is 1 - 1 / T to first order
-            value = 1.0 + (guess - 1.0) * factor
-            found[f"temperature:{value:.6g}"] = Head(value)
-    # Under truncation d is log(kept mass): the smallest one seen bounds what top-p can have been.
-    mass = float(np.exp(np.clip(d, -5, 0)).min())
-    if mass < 1 - 1e-6:
-        found |= _truncations(plain, use, mass)
-    return found
+def _test_dials(search: _Search) -> None:
+    """Settings of one number: a few values each, and a search for the value where one of them helps."""
+    for dial in dials(search.bench.model).values():
+        _turn(search, dial)
+        if search.solved:
+            return
 
 
-def _truncations(plain: TokenScores, use: Array, mass: float) -> dict[str, Head]:
-    found = {}
-    for value in dict.fromkeys((round(mass, 2), round(mass - 0.005, 3), mass)):
-        if 0 < value < 1:
-            found[f"truncated_sampling:top_p {value:.4g}"] = Head(1.0, Truncation(top_p=value))
-    ranks = int(plain.ranks[use].max()) + 1
-    if ranks < 1000:
-        found[f"truncated_sampling:top_k {ranks}"] = Head(1.0, Truncation(top_k=ranks))
-    smallest = float(np.exp((plain.logps - plain.top_logps)[use].min()))
-    for value in dict.fromkeys((round(smallest, 2), smallest)):
-        if 1e-3 < value < 1:
-            found[f"truncated_sampling:min_p {value:.4g}"] = Head(1.0, Truncation(min_p=value))
-    return found
+def _turn(search: _Search, dial: Dial) -> None:
+    context, grid, describe = dial
+
+    def left(log_factor: float) -> float:
+        factor = float(np.exp(log_factor))
+        name = f"model_config:{describe(factor)}"
+        search.note(name)
+        return search.add(name, _Change(partial(context, factor)).score(search))
+
+    tried = {float(np.log(factor)): left(float(np.log(factor))) for factor in grid}
+    best = min(tried, key=lambda x: tried[x])
+    if not EXPLAINED < tried[best] < PROMISING:
+        return
+    # Golden sections between the neighbours of the best value; no change at all (0) is one of them.
+    known = sorted({**tried, 0.0: 1.0})
+    place = known.index(best)
+    low = known[place - 1] if place else 2 * best
+    high = known[place + 1] if place + 1 < len(known) else 2 * best
+    golden = (np.sqrt(5) - 1) / 2
+    for _ in range(5):
+        one, two = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, two) if left(one) < left(two) else (one, high)
+        if search.solved:
+            return
+
+
+# -------------------------------------------------------------------------------------------------- two causes at once
+
+
+def _test_pairs(search: _Search) -> None:
+    """The best test together with each test of another kind that explains something by itself."""
+    share, name = search.best()
+    if not PARTIAL[0] < share < PARTIAL[1]:
+        return
+    changes, head = _changes(search), _head_of(name, search.bench.head)
+    if head is None and (name not in changes or changes[name].layout is not None):
+        return
+    seen = replace(search.evidence, tested=search.tested)
+    left = {
+        other: left_share(seen, f"{search.side}:{other}")
+        for other, change in changes.items()
+        if other.split(":")[0] != name.split(":")[0] and change.layout is None
+    }
+    for other in [one for one in sorted(left, key=lambda one: left[one]) if left[one] < 1.0][:MOST_PAIRS]:
+        search.note(f"{name} with {other}")
+        logps = _score_both(search, changes.get(name), head, changes[other])
+        if logps is not None and search.add(f"{name} + {other}", logps) <= EXPLAINED:
+            return
+
+
+def _score_both(search: _Search, first: _Change | None, head: Head | None, second: _Change) -> Floats | None:
+    """Log-probs under a head or a change and another change; None if both change the prompts."""
+    first = first or _Change()
+    if first.prompts is not None and second.prompts is not None:
+        return None
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with first.inside(), second.inside():
+            yield
+
+    prompts = first.prompts or second.prompts
+    heads = None if head is None else [head]
+    return search.bench.score(search.rows, prompts=prompts, inside=both, heads=heads, width=search.width)[0].logps
+
+
+def _head_of(name: str, head: Head) -> Head | None:
+    """The head of a test of temperature or truncation; None for any other test."""
+    cause, _, detail = name.partition(":")
+    if cause == "truncated_sampling":
+        option, value = detail.split()
+        return replace(head, truncation=Truncation(**{option: int(value) if option == "top_k" else float(value)}))
+    if cause != "temperature":
+        return None
+    return Head() if "before" in detail else replace(head, temperature=float(detail))

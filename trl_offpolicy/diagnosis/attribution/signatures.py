@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trl_offpolicy.diagnosis.attribution.features import Features
+from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
 OTHER_WEIGHTS = "other_weights"
 """Coarse cause, because log-probs alone do not tell stale weights, another adapter and a moved policy apart."""
@@ -20,6 +21,7 @@ class Limits:
     Args:
         floor_factor: multiple of the noise floor up to which there is no mismatch.
         self_ratio: below it the trainer differs more from itself than from the engine.
+        self_ratio_low: the same where 16-bit arithmetic may be the reason.
         forced: share of the mismatch at tokens that the engine was certain of.
         unit_fit: R^2 above which log-probs differ by a factor.
         clipped: share of tokens at the smallest log-prob.
@@ -35,10 +37,15 @@ class Limits:
         by_token: correlation of equal tokens above which the weights differ.
         spikes: kurtosis of z up to which it is rounding.
         lean: |mean| / root mean square of d up to which it is: rounding has no direction.
+        swapped: residual in place of another row below which rows are swapped.
+        agreed: KL k3 (nats per token) up to which both sides report the same distribution.
+        surprise: |mean of -log p - entropy| (nats) above which tokens may have been drawn from another one.
+        surprise_z: the same in standard errors.
     """
 
     floor_factor: float = 2.0
     self_ratio: float = 0.8
+    self_ratio_low: float = 0.65
     forced: float = 0.5
     unit_fit: float = 0.98
     clipped: float = 0.05
@@ -54,6 +61,10 @@ class Limits:
     by_token: float = 0.18
     spikes: float = 10.0
     lean: float = 0.15
+    swapped: float = 0.1
+    agreed: float = 1e-3
+    surprise: float = 0.03
+    surprise_z: float = 6.0
 
 
 @dataclass(frozen=True)
@@ -85,14 +96,44 @@ Test = Callable[[Features, Limits], Signature]
 
 
 def _none(f: Features, limits: Limits) -> Signature:
-    score = below(f.k3, limits.floor_factor * f.floor)
-    return Signature("none", score, f"KL {f.k3:.2g} nats per token, noise floor {f.floor:.2g}")
+    """No more than noise. A floor beyond arithmetic is no noise, and 16 bits on both sides are no fault."""
+    score = below(f.k3, limits.floor_factor * min(f.floor, f.trusted_floor))
+    text = f"KL {f.k3:.2g} nats per token, noise floor {f.floor:.2g}"
+    rounding = f.spikes < limits.spikes and abs(f.drift) < limits.lean and not f.by_token > limits.by_token
+    if f.both_low and rounding:
+        return Signature("none", max(score, below(f.k3, f.trusted_floor)), text + ", 16-bit arithmetic on both sides")
+    return Signature("none", score, text)
+
+
+def _unreported(f: Features, limits: Limits) -> Signature:
+    """The tokens were not drawn from the distribution whose log-probs both sides give."""
+    agreed = f.k3 < limits.agreed and abs(f.surprise) > limits.surprise
+    score = above(abs(f.surprise_z), limits.surprise_z) if agreed else 0.0
+    sign = "likelier" if f.surprise < 0 else "less likely"
+    text = (
+        f"tokens are {sign} than draws from the reported distribution (by {abs(f.surprise):.2g} nats, "
+        f"z = {f.surprise_z:.1f})"
+    )
+    return Signature("unreported_sampling", score, text)
 
 
 def _dropout(f: Features, limits: Limits) -> Signature:
-    score = below(f.self_ratio, limits.self_ratio) if f.floor > limits.floor_factor * 1e-10 else 0.0
-    text = f"the trainer differs from itself {1 / max(f.self_ratio, 1e-9):.2g} times as much as from the engine"
+    """The trainer differs from itself more than from the engine: of two draws of dropout twice as much.
+
+    Where 16-bit arithmetic may be the reason, the limit is stricter.
+    """
+    limit = limits.self_ratio if f.floor > f.trusted_floor else limits.self_ratio_low
+    score = below(f.self_ratio, limit) if f.floor > limits.floor_factor * SAME_POLICY_KL else 0.0
+    text = (
+        f"the trainer differs from itself (KL {f.floor:.2g} nats per token) {1 / max(f.self_ratio, 1e-9):.2g} times as "
+        "much as from the engine"
+    )
     return Signature("dropout", score, text)
+
+
+def _swapped(f: Features, limits: Limits) -> Signature:
+    text = f"the log-probs of rows fit another row ({f.swapped:.2g} of the difference in place)"
+    return Signature("misalignment", below(f.swapped, limits.swapped), text)
 
 
 def _tool_tokens(f: Features, limits: Limits) -> Signature:
@@ -101,12 +142,12 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
 
 
 def _arithmetic(f: Features, limits: Limits) -> Signature:
-    """Log-probs in another unit, or clipped. The table of causes has neither, so the result is "unknown"."""
+    """Log-probs in another unit, or clipped."""
     unit = above(f.unit_fit, limits.unit_fit) if f.unit_fit > limits.unit_fit else 0.0
     if unit:
-        return Signature("unknown", 1.0, "the log-probs differ by a constant factor (another unit?)")
+        return Signature("bookkeeping", 1.0, "the log-probs differ by a constant factor (another unit?)")
     return Signature(
-        "unknown", above(f.clipped, limits.clipped), f"{f.clipped:.0%} of the log-probs at one lower bound"
+        "bookkeeping", above(f.clipped, limits.clipped), f"{f.clipped:.0%} of the log-probs at one lower bound"
     )
 
 
@@ -156,12 +197,10 @@ def _prompt_rows(f: Features, limits: Limits) -> Signature:
 
 
 TESTS: Sequence[Test] = (
-    _dropout, _none, _tool_tokens, _arithmetic, _truncated, _shifted, _temperature, _routing, _prompt_start,
-    _other_weights, _precision, _prompt_rows,
+    _none, _unreported, _dropout, _tool_tokens, _arithmetic, _truncated, _shifted, _swapped, _temperature, _routing,
+    _prompt_start,    _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
 """The tests in order; the causes with the clearest trace come first."""
-CLEAR = ("tool_tokens", "unknown")
-"""Traces of bookkeeping, which no scoring of tokens explains better."""
 DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")
 """Causes that look alike when small; the declarations decide between them."""
 

@@ -1,0 +1,242 @@
+"""Contexts in which a model computes as if its configuration, its cache or its adapter were another one.
+
+Each takes a causal LM of transformers and puts everything back at the end. What a model does not have (an adapter,
+RoPE, an untied head) offers no context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl_offpolicy.diagnosis.attribution.precision import SIGNIFICANT_BITS, round_significant
+from trl_offpolicy.engines.rounding import parse_rounding
+
+Inside = Callable[[], AbstractContextManager[Any]]
+
+# --------------------------------------------------------------------------------------------- position and attention
+
+
+@contextmanager
+def rope_base(model: Any, factor: float) -> Iterator[None]:
+    """RoPE with ``factor`` times the base: the frequency i of n is base^(-i / n)."""
+    with ExitStack() as stack:
+        for module in _rope_modules(model):
+            frequencies = module.inv_freq
+            steps = torch.arange(len(frequencies), device=frequencies.device) / len(frequencies)
+            stack.enter_context(_replaced(module, "inv_freq", frequencies * factor**-steps))
+        yield
+
+
+@contextmanager
+def rope_scaling(model: Any, factor: float) -> Iterator[None]:
+    """RoPE with all positions divided by ``factor`` ("linear" scaling)."""
+    with ExitStack() as stack:
+        for module in _rope_modules(model):
+            stack.enter_context(_replaced(module, "inv_freq", module.inv_freq / factor))
+        yield
+
+
+@contextmanager
+def norm_eps(model: Any, value: float) -> Iterator[None]:
+    """Another epsilon in every norm."""
+    with ExitStack() as stack:
+        for module, name in _norms(model):
+            stack.enter_context(_replaced(module, name, value))
+        yield
+
+
+@contextmanager
+def attention_scale(model: Any, factor: float) -> Iterator[None]:
+    """Attention scores times ``factor``."""
+    with ExitStack() as stack:
+        for module in _attentions(model):
+            stack.enter_context(_replaced(module, "scaling", module.scaling * factor))
+        yield
+
+
+def _rope_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
+
+
+def _norms(model: Any) -> list[tuple[Any, str]]:
+    found = []
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            found += [
+                (module, name) for name in ("variance_epsilon", "eps") if isinstance(vars(module).get(name), float)
+            ]
+    return found
+
+
+def _attentions(model: Any) -> list[Any]:
+    return [
+        module
+        for module in model.modules()
+        if "Attention" in type(module).__name__ and isinstance(vars(module).get("scaling"), float)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- cache and weights
+
+
+@contextmanager
+def rounded_cache(kind: str) -> Iterator[None]:
+    """Keys and values pass through "fp8" (e4m3, scale 1), "int8" (a scale per token and head) or "bf16" storage."""
+    from transformers.cache_utils import Cache
+
+    plain = Cache.update
+
+    def update(cache: Any, keys: Tensor, values: Tensor, *args: Any, **options: Any) -> Any:
+        return plain(cache, _STORED[kind](keys), _STORED[kind](values), *args, **options)
+
+    with _replaced(Cache, "update", update):
+        yield
+
+
+def _int8(values: Tensor) -> Tensor:
+    scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return (values / scale).round() * scale
+
+
+_STORED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "fp8": lambda values: values.to(torch.float8_e4m3fn).to(values.dtype),
+    "int8": _int8,
+    "bf16": lambda values: values.to(torch.bfloat16).to(values.dtype),
+}
+
+
+@contextmanager
+def rounded_head(model: Any, kind: str) -> Iterator[None]:
+    """The output head alone, with weights rounded as ``kind``; "bf16" also rounds its input and the logits."""
+    head = model.get_output_embeddings()
+    with ExitStack() as stack:
+        if kind in SIGNIFICANT_BITS:
+            bits = SIGNIFICANT_BITS[kind]
+            before = head.register_forward_pre_hook(lambda _m, inputs: (round_significant(inputs[0], bits),))
+            after = head.register_forward_hook(lambda _m, _i, output: round_significant(output, bits))
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        stack.enter_context(_head_weight(model, parse_rounding(kind)(head.weight.data)))
+        yield
+
+
+@contextmanager
+def tied_head(model: Any) -> Iterator[None]:
+    """The input embeddings as the output head."""
+    with _head_weight(model, model.get_input_embeddings().weight.data):
+        yield
+
+
+@contextmanager
+def _head_weight(model: Any, weight: Tensor) -> Iterator[None]:
+    """Another weight in the head only: a tied head shares its parameter with the embeddings, which stay as they are."""
+    head = model.get_output_embeddings()
+    own = head.weight
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    try:
+        yield
+    finally:
+        head.weight = own
+
+
+@contextmanager
+def adapter_scale(model: Any, factor: float) -> Iterator[None]:
+    """LoRA with ``factor`` times its scaling alpha / r; 0 is the model without its adapter."""
+    layers = _lora_layers(model)
+    before = [dict(layer.scaling) for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling = {name: value * factor for name, value in layer.scaling.items()}
+        yield
+    finally:
+        for layer, scaling in zip(layers, before, strict=True):
+            layer.scaling = scaling
+
+
+def _lora_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_B") and isinstance(module.scaling, dict)]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+# ------------------------------------------------------------------------------------------------------ what to test
+
+
+def adapter_changes(model: Any) -> dict[str, Inside]:
+    """The adapter off, at half and at twice its scale; empty without an adapter."""
+    if not _lora_layers(model):
+        return {}
+    return {
+        "wrong_adapter:no adapter": partial(adapter_scale, model, 0.0),
+        "wrong_adapter:adapter at half its scale": partial(adapter_scale, model, 0.5),
+        "wrong_adapter:adapter at twice its scale": partial(adapter_scale, model, 2.0),
+    }
+
+
+def cache_changes() -> dict[str, Inside]:
+    """Storage formats of the KV cache."""
+    return {f"precision:{kind} KV cache": partial(rounded_cache, kind) for kind in _STORED}
+
+
+def head_changes(model: Any) -> dict[str, Inside]:
+    """The head in less precision, or tied to the embeddings where it is not."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or not isinstance(getattr(head, "weight", None), Tensor):
+        return {}
+    found: dict[str, Inside] = {
+        f"precision:{kind} output head": partial(rounded_head, model, kind) for kind in ("bf16", "fp16", "int8", "fp8")
+    }
+    if head.weight is not embeddings.weight and head.weight.shape == embeddings.weight.shape:
+        found["other_weights:output head tied to the embeddings"] = partial(tied_head, model)
+    return found
+
+
+Dial = tuple[Callable[[float], AbstractContextManager[Any]], tuple[float, ...], Callable[[float], str]]
+"""A setting with one number: its context, values to try first, and its name for people."""
+
+
+def dials(model: Any) -> dict[str, Dial]:
+    """Settings of the configuration that are one number each: RoPE base and scaling, norm epsilon, attention scale."""
+    found: dict[str, Dial] = {}
+    if _rope_modules(model):
+        base = _rope_theta(model)
+        found["rope base"] = (
+            partial(rope_base, model), (100.0, 0.01, 10.0, 0.1, 2.0, 0.5),
+            lambda factor: f"RoPE base {base * factor:.3g} for {base:.3g}" if base else f"RoPE base times {factor:.3g}",
+        )  # fmt: skip
+        found["rope scaling"] = (
+            partial(rope_scaling, model), (2.0, 4.0, 0.5, 1.2), lambda factor: f"RoPE positions divided by {factor:.3g}"
+        )  # fmt: skip
+    if norms := _norms(model):
+        now = float(getattr(*norms[0]))
+        found["norm epsilon"] = (
+            lambda factor: norm_eps(model, now * factor), (0.1, 10.0, 100.0, 1000.0),
+            lambda factor: f"norm epsilon {now * factor:.2g} for {now:.2g}",
+        )  # fmt: skip
+    if _attentions(model):
+        found["attention scale"] = (
+            partial(attention_scale, model), (0.5, 2.0, 0.8, 1.25),
+            lambda factor: f"attention scores times {factor:.3g}",
+        )  # fmt: skip
+    return found
+
+
+def _rope_theta(model: Any) -> float | None:
+    config = model.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    value = getattr(config, "rope_theta", None) or parameters.get("rope_theta")
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,321 @@
+"""Tests of what happens between logits and log-probs: sampling options, penalties, biases, caps; one forward for all.
+
+Every family has one number (a temperature, a penalty, a bias). It is fitted to the log-probs that are to be explained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trl_offpolicy.diagnosis.attribution.evidence import Floats
+from trl_offpolicy.engines.hf import Head, Ids, completion_logits
+from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
+
+MAX_LOGITS = 32_000_000
+"""Logits that are held at once; longer rows are cut, so that this many suffice."""
+TOGETHER = (0.02, 0.7)
+"""Share that temperature or truncation alone leaves, within which they are fitted together."""
+HOPELESS = 0.98
+"""Share of the loss that the best value of a grid leaves, above which it is not refined."""
+CANDIDATES = 20
+"""Tokens tested for a bias, the best of a linear fit over the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The logits of N tokens.
+
+    Args:
+        values: (N, V) float32.
+        ids: (N,) the token at each position.
+        rows: (N,) row of each token.
+        places: (N,) its position in the completion.
+        contexts: (N,) the tokens before it: prompt, and completion so far.
+        head: what the plain scoring makes of the logits.
+    """
+
+    values: Tensor
+    ids: Tensor
+    rows: Tensor
+    places: Tensor
+    contexts: Sequence[tuple[Sequence[int], Sequence[int]]]
+    head: Head
+
+    def chosen(self, logits: Tensor) -> Tensor:
+        """(N,) log-probs of the tokens under changed logits."""
+        return self.under(self.head, logits)
+
+    def under(self, head: Head, logits: Tensor | None = None) -> Tensor:
+        """(N,) log-probs of the tokens under another head."""
+        values = self.values if logits is None else logits
+        if not head.truncation:  # no (N, V) log-softmax for one column
+            scaled = values / head.temperature
+            return scaled.gather(1, self.ids[:, None]).squeeze(1) - scaled.logsumexp(1)
+        return head.logps(values).gather(1, self.ids[:, None]).squeeze(1)
+
+    @cached_property
+    def plain(self) -> Tensor:
+        """(N,) log-probs under the plain head."""
+        return self.under(self.head)
+
+    def counts(self, *, prompts: bool) -> Tensor:
+        """(N, V): how often each token of the vocabulary occurs before the position; prompts count if asked for."""
+        found = torch.zeros_like(self.values)
+        for row, (prompt, before) in enumerate(self.contexts):
+            seen = torch.tensor([*(prompt if prompts else ()), *before], dtype=torch.long)
+            found[row].index_add_(0, seen, torch.ones(len(seen)))
+        return found
+
+
+@torch.no_grad()
+def logits_of(model: Any, prompt_ids: Ids, completion_ids: Ids, rows: Sequence[int], head: Head) -> Logits:
+    """The logits of the completions ``rows``, cut to :data:`MAX_LOGITS`."""
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    most = max(1, MAX_LOGITS // vocabulary // max(len(rows), 1))
+    prompts, completions = [prompt_ids[row] for row in rows], [completion_ids[row][:most] for row in rows]
+    values, ids, at, places, contexts = [], [], [], [], []
+    for first, logits, block, mask in completion_logits(model, prompts, completions):
+        row, place = torch.nonzero(mask, as_tuple=True)
+        values.append(logits[mask].float())
+        ids.append(block[mask])
+        at.append(torch.tensor([rows[first + int(one)] for one in row]))
+        places.append(place)
+        contexts += [
+            (prompts[first + int(r)], completions[first + int(r)][: int(t)]) for r, t in zip(row, place, strict=True)
+        ]
+    return Logits(torch.cat(values), torch.cat(ids), torch.cat(at), torch.cat(places), contexts, head)
+
+
+def distance(x: Any, y: Any) -> float:
+    """Mean of 2 (sqrt(1 + d^2) - 1) over finite entries: d^2 where it is small, 2 |d| where it is large.
+
+    A token of probability 0 counts as a difference of 20 nats.
+    """
+    d = np.clip(np.nan_to_num(np.asarray(x, np.float64) - np.asarray(y, np.float64), nan=0.0), -20.0, 20.0)
+    return float(np.mean(2 * (np.sqrt(1 + d**2) - 1))) if d.size else 0.0
+
+
+Loss = Callable[[float], float]
+
+
+def minimise(loss: Loss, grid: Sequence[float], *, neutral: float | None = None, steps: int = 9) -> float:
+    """The value of the least loss: the best of a sorted grid, refined by golden sections between its neighbours.
+
+    Args:
+        loss: of one value.
+        grid: sorted values.
+        neutral: the value of the grid that changes nothing; where nothing is better there is no search.
+        steps: golden sections.
+
+    Example:
+        >>> round(minimise(lambda x: (x - 0.3) ** 2, (0.0, 0.25, 1.0), steps=40), 4)
+        0.3
+    """
+    values = [loss(x) for x in grid]
+    best = int(np.argmin(values))
+    if neutral is not None and values[best] > HOPELESS * values[grid.index(neutral)]:
+        return grid[best]
+    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    golden = (np.sqrt(5) - 1) / 2
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    at_left, at_right = loss(left), loss(right)
+    for _ in range(steps):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - golden * (high - low)
+            at_left = loss(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + golden * (high - low)
+            at_right = loss(right)
+    refined = (low + high) / 2
+    return float(refined if loss(refined) <= values[best] else grid[best])
+
+
+def sampling_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: Floats) -> dict[str, Tensor]:
+    """Log-probs (N,) under the best temperature, truncation and both; arguments as for :func:`truncation_tests`."""
+    found = {**_temperature(logits, target), **_raw(logits), **truncation_tests(logits, target, ranks, top_logps)}
+    left = min(distance(logps.numpy(), target) for logps in found.values())
+    if TOGETHER[0] < left / max(distance(logits.plain.numpy(), target), 1e-30) < TOGETHER[1]:
+        found |= both_tests(logits, target, ranks)
+    return found
+
+
+def processor_tests(logits: Logits, target: Floats, *, stop_ids: Iterable[int] = ()) -> dict[str, Tensor]:
+    """Log-probs (N,) under the best value of every other family, by ``cause:detail``.
+
+    Args:
+        logits: of the tokens under plain scoring.
+        target: (N,) the log-probs to be explained, nats; finite.
+        stop_ids: tokens that end a completion, which may be banned.
+    """
+    found: dict[str, Tensor] = {}
+    found |= _soft_cap(logits, target)
+    found |= _penalties(logits, target)
+    found |= _biases(logits, target, tuple(stop_ids))
+    found |= _extra_mass(logits, target)
+    top = logits.head.logps(logits.values).amax(1)
+    return found | {"bookkeeping:log-prob of the most likely token": top}
+
+
+def _fitted(
+    make: Callable[[float], Tensor], target: Floats, grid: Sequence[float], *, neutral: float | None = 0.0
+) -> tuple[float, Tensor]:
+    value = minimise(lambda x: distance(make(x).numpy(), target), grid, neutral=neutral)
+    return value, make(value)
+
+
+def _temperature(logits: Logits, target: Floats) -> dict[str, Tensor]:
+    at = lambda log_t: logits.under(Head(float(np.exp(log_t)), logits.head.truncation))  # noqa: E731
+    now = float(np.log(logits.head.temperature))
+    grid = [now + step for step in (-1.6, -0.7, -0.25, -0.05, -0.003, 0.0, 0.003, 0.05, 0.25, 0.7, 1.6)]
+    value, logps = _fitted(at, target, grid, neutral=now)
+    return {f"temperature:{np.exp(value):.6g}": logps}
+
+
+def _raw(logits: Logits) -> dict[str, Tensor]:
+    """Log-probs before temperature and truncation (vLLM's ``logprobs_mode=raw_logprobs``)."""
+    if logits.head == Head():
+        return {}
+    return {"temperature:log-probs before temperature and truncation": logits.under(Head())}
+
+
+def _soft_cap(logits: Logits, target: Floats) -> dict[str, Tensor]:
+    at = lambda log_cap: logits.chosen(_capped(logits.values, float(np.exp(log_cap))))  # noqa: E731
+    value, logps = _fitted(at, target, [float(np.log(cap)) for cap in CAPS], neutral=None)
+    return {f"model_config:logits soft-capped at {np.exp(value):.3g}": logps}
+
+
+CAPS = (5, 10, 20, 30, 50, 100, 300)
+
+
+def _capped(values: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(values / cap)
+
+
+def _penalties(logits: Logits, target: Floats) -> dict[str, Tensor]:
+    """Repetition (prompt and completion), frequency and presence penalties (completion), as vLLM applies them."""
+    seen, counts = logits.counts(prompts=True) > 0, logits.counts(prompts=False)
+    values = logits.values
+
+    def repetition(r: float) -> Tensor:
+        return logits.chosen(torch.where(seen, torch.where(values > 0, values / r, values * r), values))
+
+    added = (-0.3, 0.0, 0.05, 0.2, 0.6, 2.0)
+    families: dict[str, tuple[Callable[[float], Tensor], Sequence[float]]] = {
+        "repetition penalty": (repetition, (0.9, 1.0, 1.03, 1.1, 1.3, 2.0)),
+        "frequency penalty": (lambda f: logits.chosen(values - f * counts), added),
+        "presence penalty": (lambda p: logits.chosen(values - p * (counts > 0)), added),
+    }  # fmt: skip
+    found = {}
+    for name, (make, grid) in families.items():
+        value, logps = _fitted(make, target, grid, neutral=1.0 if 1.0 in grid else 0.0)
+        found[f"logit_processors:{name} {value:.3g}"] = logps
+    return found
+
+
+def _biases(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[str, Tensor]:
+    """A bias on one token, or a ban: the log-prob of other tokens moves by -log(1 + (e^bias - 1) p(token)).
+
+    To first order the change is bias * (1[token chosen] - p(token)). The tokens of the best linear fit are tested
+    exactly.
+    """
+    probs = logits.head.logps(logits.values).exp()
+    change = torch.from_numpy(target).float() - logits.plain
+    count = probs.shape[1]
+    along = torch.zeros(count).index_add_(0, logits.ids, change) - probs.T @ change
+    own = probs.gather(1, logits.ids[:, None]).squeeze(1)
+    square = probs.square().sum(0) + torch.zeros(count).index_add_(0, logits.ids, 1 - 2 * own)
+    fit = along.square() / square.clamp(min=1e-9)
+    best: tuple[float, str, Tensor] | None = None
+    for token in {*fit.topk(min(CANDIDATES, count)).indices.tolist(), *stop_ids}:
+        p, is_chosen = probs[:, token], logits.ids == token
+
+        def biased(bias: float, p: Tensor = p, is_chosen: Tensor = is_chosen) -> Tensor:
+            return logits.plain + bias * is_chosen - torch.log1p(np.expm1(bias) * p)
+
+        value, logps = _fitted(biased, target, (-20.0, -5.0, -2.0, -0.5, 0.0, 0.5, 2.0, 5.0, 10.0))
+        left = distance(logps.numpy(), target)
+        if best is None or left < best[0]:
+            banned = value < -10 and not is_chosen.any()
+            text = f"token {token} banned" if banned else f"bias {value:.3g} on token {token}"
+            if token in stop_ids:
+                text += " (an end of sequence: min_tokens or ignore_eos?)"
+            best = (left, text, logps)
+    return {} if best is None else {f"logit_processors:{best[1]}": best[2]}
+
+
+def _extra_mass(logits: Logits, target: Floats) -> dict[str, Tensor]:
+    """Padding of the vocabulary counted in the softmax: the normaliser e^z becomes e^z + m for all tokens."""
+    log_z = (logits.values / logits.head.temperature).logsumexp(1)
+    middle = float(log_z.median())
+    at = lambda log_m: logits.plain - torch.nn.functional.softplus(log_m - log_z)  # noqa: E731
+    value, logps = _fitted(at, target, [middle + step for step in (-12, -8, -5, -3, -1.5, 0, 1.5, 3)], neutral=None)
+    return {f"model_config:logits of {np.exp(value):.3g} more in the softmax (padding of the vocabulary?)": logps}
+
+
+def both_tests(logits: Logits, target: Floats, ranks: Floats) -> dict[str, Tensor]:
+    """Log-probs (N,) under a temperature together with top-p or top-k; arguments as for :func:`truncation_tests`.
+
+    For each truncation the kept tokens are found once, at the temperature that fits alone. On them the temperature is
+    fitted again.
+    """
+    ((alone, _),) = _temperature(logits, target).items()
+    temperature = float(alone.partition(":")[2])
+    cuts = [Truncation(top_p=p) for p in TOP_PS]
+    if (rank := int(ranks.max()) + 1) < 1000:
+        cuts.append(Truncation(top_k=rank))
+    best: tuple[float, float, Truncation] | None = None
+    for cut in cuts:
+        scaled = logits.values / temperature
+        kept = truncated_support(scaled, cut).weights(scaled) > 0
+        kept[torch.arange(len(kept)), logits.ids] = True  # a token that is cut by a hair says nothing
+        on_kept = replace(logits, values=logits.values.masked_fill(~kept, -torch.inf), head=Head())
+        ((name, logps),) = _temperature(on_kept, target).items()
+        left = distance(logps.numpy(), target)
+        if best is None or left < best[0]:
+            best = (left, float(name.partition(":")[2]), cut)
+    assert best is not None
+    _, temperature, cut = best
+    logps = logits.under(Head(temperature, cut))
+    option = f"top_k {cut.top_k}" if cut.top_k else f"top_p {cut.top_p:g}"
+    return {f"temperature:{temperature:.4g} + truncated_sampling:{option}": logps}
+
+
+TOP_PS = (0.5, 0.8, 0.9, 0.95, 0.98)
+
+
+def truncation_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: Floats) -> dict[str, Tensor]:
+    """Log-probs (N,) under the top-p, top-k and min-p that fit, by ``cause:detail``.
+
+    Under a truncation the change of a log-prob is the log of the kept mass, and top-p keeps a mass of at least its
+    value. Top-k samples no token of rank k or more, min-p none with less than min-p times the largest probability.
+
+    Args:
+        logits: of the tokens under plain scoring.
+        target: (N,) the log-probs to be explained, nats.
+        ranks: (N,) how many tokens are more likely.
+        top_logps: (N,) log-prob of the most likely token.
+    """
+    plain = logits.plain.double().numpy()
+    mass = float(np.exp(np.clip(plain - target, -5, 0)).min())
+    if mass >= 1 - 1e-6:
+        return {}
+    temperature, found = logits.head.temperature, {}
+    cuts = [
+        (f"top_p {p:.4g}", Truncation(top_p=p)) for p in (round(mass, 2), round(mass - 0.005, 3), mass) if 0 < p < 1
+    ]
+    if (rank := int(ranks.max()) + 1) < 1000:
+        cuts.append((f"top_k {rank}", Truncation(top_k=rank)))
+    smallest = float(np.exp((plain - top_logps).min()))
+    cuts += [(f"min_p {p:.4g}", Truncation(min_p=p)) for p in (round(smallest, 2), smallest) if 1e-3 < p < 1]
+    for name, cut in cuts:
+        found[f"truncated_sampling:{name}"] = logits.under(Head(temperature, cut))
+    return found

@@ -1,0 +1,96 @@
+"""Scores completions as a faulty trainer lays them out: padding attended, positions counted with padding, a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trl_offpolicy.diagnosis.attribution.evidence import Floats
+from trl_offpolicy.diagnosis.attribution.heads import Head
+from trl_offpolicy.engines.hf import Ids
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a row is laid out.
+
+    Args:
+        attended: tokens attend the left padding.
+        counted: positions count the left padding, as without ``position_ids``.
+        window: a token sees this many tokens, itself included; None = all before it.
+        pad: id of the padding.
+    """
+
+    attended: bool = False
+    counted: bool = False
+    window: int | None = None
+    pad: int = 0
+
+
+@torch.no_grad()
+def score_in_layout(
+    model: Any, prompt_ids: Ids, completion_ids: Ids, layout: Layout, *, prompt_width: int, head: Head | None = None
+) -> Floats:
+    """Log-probs (B, T) in nats, NaN beyond the end of a completion.
+
+    Args:
+        model: a causal LM.
+        prompt_ids: B prompts, padded on the left to ``prompt_width``.
+        completion_ids: B completions, padded on the right.
+        layout: what differs from the plain layout.
+        prompt_width: length of the longest prompt of the batch that the trainer saw.
+        head: temperature and truncation; None = none.
+    """
+    width = max(len(ids) for ids in completion_ids)
+    out = np.full((len(completion_ids), width), np.nan)
+    device = next(model.parameters()).device
+    for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        padding = max(prompt_width - len(prompt), 0)
+        ids = torch.tensor([[layout.pad] * padding + [*prompt, *completion]])
+        positions = torch.arange(ids.shape[1])
+        if not layout.counted:
+            positions = (positions - padding).clamp(min=0)
+        logits = model(
+            input_ids=ids.to(device),
+            attention_mask=_allowed(ids.shape[1], padding, layout)[None, None].to(device),
+            position_ids=positions[None].to(device),
+            use_cache=False,
+        ).logits[0, padding + len(prompt) - 1 : -1]
+        logps = (head or Head()).logps(logits.cpu())
+        out[row, : len(completion)] = logps.gather(1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
+    return out
+
+
+def _allowed(length: int, padding: int, layout: Layout) -> Tensor:
+    """(L, L) bool: which positions (columns) each position (rows) sees."""
+    place = torch.arange(length)
+    seen = place[None] <= place[:, None]
+    if layout.window is not None:
+        seen &= place[None] > place[:, None] - layout.window
+    if not layout.attended:
+        seen &= (place[None] >= padding) | (place[None] == place[:, None])  # a padding token sees itself: no empty row
+    return seen
+
+
+def layouts(
+    prompt_ids: Ids, completion_ids: Ids, rows: Sequence[int], *, pad_ids: Sequence[int]
+) -> dict[str, tuple[Layout, int]]:
+    """What may be tested on these rows, by ``cause:detail``: the layout, and the width of the prompts."""
+    widest = max(len(ids) for ids in prompt_ids)
+    found: dict[str, tuple[Layout, int]] = {}
+    if any(len(prompt_ids[row]) < widest for row in rows):
+        for pad in dict.fromkeys(pad_ids):
+            found[f"padding:left padding (id {pad}) attended"] = (Layout(attended=True, pad=pad), widest)
+            found[f"padding:left padding (id {pad}) attended and counted in the positions"] = (
+                Layout(attended=True, counted=True, pad=pad), widest
+            )  # fmt: skip
+    longest = max(len(prompt_ids[row]) + len(completion_ids[row]) for row in rows)
+    windows = [size for size in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < longest]
+    for size in windows[-4:]:
+        found[f"model_config:attention window of {size} tokens"] = (Layout(window=size), widest)
+    return found
