@@ -47,7 +47,18 @@ def declared_sides(
             **same,
             "dtype": autocast or dtype,
             "quantization": "none",
-            "dropout": max([0.0, *(one.p for one in model.modules() if isinstance(one, nn.Dropout))]),
+            "dropout": largest_dropout(model),
             "experts": int(experts),
         },
     }
+
+
+def largest_dropout(model: nn.Module) -> float:
+    """The largest dropout probability of a model: of its dropout modules, and of attention that applies its own.
+
+    transformers keeps the latter as a number of the attention module. Switching off ``nn.Dropout`` does not touch it.
+    """
+    shares = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    for module in model.modules():
+        shares += [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+    return max([0.0, *shares])

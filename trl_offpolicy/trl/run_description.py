@@ -13,6 +13,19 @@ from trl_offpolicy.trl.checks import sampling_findings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 
+SETTINGS = (
+    "engine", "bf16", "fp16", "use_cpu", "temperature", "top_p", "top_k", "min_p", "disable_dropout", "num_iterations",
+    "steps_per_generation", "gradient_accumulation_steps", "learning_rate", "loss_type", "async_rollouts",
+)  # fmt: skip
+"""Settings by which the doctor fits its fix to the run."""
+
+
+def settings_of(args: OffPolicyGRPOConfig) -> dict[str, Any]:
+    """The run's :data:`SETTINGS` as plain values, under their names in YAML."""
+    found = {name: getattr(args, name, None) for name in SETTINGS}
+    return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool | dict)}
+
+
 def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> dict[str, Any]:
     """The entries of ``run.json`` that describe the method. The doctor reads them together with the metrics."""
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
@@ -31,6 +44,7 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
         "routing_replay": args.routing_replay,
         "control": repr(args.control_spec),
         "sampling_states": described(findings),
+        "settings": settings_of(args),
         "declared": declared_sides(
             model,
             engine=engine,

@@ -1,0 +1,112 @@
+"""The smallest change of this run's own settings that removes a cause, as text and YAML.
+
+:data:`.causes.CAUSES` has a fix for any run. Where ``run.json`` holds the settings of the run, the fix here names them
+and leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trl_offpolicy.diagnosis.causes import CAUSES
+
+SETTINGS = "settings"
+"""Entry of ``run.json`` with the settings of the run, by their names in YAML."""
+ROUNDED = ("weight_rounding", "quantization")
+LOW = ("bfloat16", "float16", "half", "auto")
+
+
+@dataclass(frozen=True)
+class Fix:
+    """What to change.
+
+    Args:
+        text: in words.
+        yaml: the settings, to be put into the run's ``config.yaml`` in place of those with the same names; may be
+            empty.
+    """
+
+    text: str
+    yaml: str
+
+
+def fix_of(cause: str, info: Mapping[str, Any] | None = None) -> Fix | None:
+    """The fix of a cause for the run that ``info`` describes; None if the cause has none.
+
+    Args:
+        cause: name in :data:`.causes.CAUSES`; any other name has no fix.
+        info: ``run.json``; without its entry ``settings`` the fix is the one for any run.
+    """
+    if cause not in CAUSES:
+        return None
+    settings = (info or {}).get(SETTINGS)
+    found = _FITTED[cause](settings) if settings and cause in _FITTED else None
+    return found or Fix(CAUSES[cause].fix, CAUSES[cause].snippet)
+
+
+def _precision(settings: Mapping[str, Any]) -> Fix | None:
+    """Remove the rounding of the engine's weights or cache; else give both sides the same data type."""
+    engine = dict(settings.get("engine") or {})
+    rounded = {name: engine.pop(name) for name in ROUNDED if engine.get(name)}
+    if str(engine.get("kv_cache_dtype", "auto")) not in ("auto", str(engine.get("dtype"))):
+        rounded["kv_cache_dtype"] = engine.pop("kv_cache_dtype")
+    if rounded:
+        what = " and ".join(f"{name}: {value}" for name, value in rounded.items())
+        return Fix(
+            f"The engine rounds ({what}). Without it both sides hold the same numbers. If the engine must be "
+            "quantised, keep it and correct with truncated token weights (paper/tis).",
+            _yaml("engine", engine),
+        )
+    trainer = _trainer_dtype(settings)
+    if engine.get("dtype", "auto") == trainer:
+        return None
+    before = engine.get("dtype", "auto")
+    return Fix(
+        f"The engine computes in {before} and the trainer in {trainer}. Use {trainer} in the engine.",
+        _yaml("engine", {**engine, "dtype": trainer}),
+    )
+
+
+def _trainer_dtype(settings: Mapping[str, Any]) -> str:
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if settings.get(name):
+            return dtype
+    return str(settings.get("dtype") or "float32")
+
+
+def _dropout(settings: Mapping[str, Any]) -> Fix:
+    adapter = bool(settings.get("lora_dropout"))
+    yaml = "disable_dropout: true\n" + ("lora_dropout: 0.0\n" if adapter else "")
+    text = "Switch dropout off in the model"
+    return Fix(text + (" and in the adapter." if adapter else "."), yaml)
+
+
+def _staleness(settings: Mapping[str, Any]) -> Fix | None:
+    """One optimizer step per generation."""
+    per_generation = int(settings.get("steps_per_generation") or 1)
+    accumulated = int(settings.get("gradient_accumulation_steps") or 1)
+    lines, said = [], []
+    if int(settings.get("num_iterations") or 1) > 1:
+        said.append(f"num_iterations is {settings['num_iterations']}")
+        lines.append("num_iterations: 1")
+    if per_generation > accumulated:
+        said.append(f"{per_generation // accumulated} optimizer steps use one generation")
+        lines.append(f"steps_per_generation: {accumulated}")
+    if not said:
+        return None
+    return Fix(f"{' and '.join(said)}: use each generation once.", "\n".join(lines) + "\n")
+
+
+_FITTED: Mapping[str, Callable[[Mapping[str, Any]], Fix | None]] = {
+    "precision": _precision,
+    "dropout": _dropout,
+    "policy_staleness": _staleness,
+}
+
+
+def _yaml(name: str, value: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump({name: dict(value)}, default_flow_style=None, sort_keys=False, width=200)
