@@ -30,7 +30,11 @@ def test_the_quickstarts_rounding_is_removed_and_nothing_else_changes() -> None:
 
 
 def test_a_mismatched_dtype_becomes_the_trainers() -> None:
-    for trainer, dtype in (({"bf16": True}, "bfloat16"), ({"fp16": True}, "float16"), ({"dtype": "float32"}, "float32")):
+    for trainer, dtype in (
+        ({"bf16": True}, "bfloat16"),
+        ({"fp16": True}, "float16"),
+        ({"dtype": "float32"}, "float32"),
+    ):
         fix = fix_of("precision", {"settings": {"engine": {"dtype": "half", "seed": 1}, **trainer}})
         assert fix is not None and yaml.safe_load(fix.yaml) == {"engine": {"dtype": dtype, "seed": 1}}
 

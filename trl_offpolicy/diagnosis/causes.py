@@ -186,12 +186,15 @@ CAUSES: dict[str, Cause] = {
         "disable_dropout: true   # and lora_dropout: 0.0\n",
     ),
     "misalignment": Cause(
-        "misaligned tokens",
+        "misaligned log-probs",
         "A",
-        "The trainer scores other tokens than were sampled: log-probs shifted by one, or text that was tokenised "
-        "again.",
-        "Decode both sides' ids. The engine's log-probs match the trainer's neighbours, or differ from one token on.",
-        "Train on the ids that the engine returned, never on text tokenised again.",
+        "The engine's numbers are not the log-probs, in nats, of the tokens that the trainer scores: shifted, of "
+        "another row, of text that was tokenised again, of the most likely token, running sums, in another base, or "
+        "clipped.",
+        "Decode both sides' ids and look at a few tokens. A certain token has log-prob 0, and the engine's log-probs "
+        "must match the trainer's in place, not its neighbours'.",
+        "Train on the ids that the engine returned, never on text tokenised again, and pass its log-probs on "
+        "unchanged.",
     ),
     "prompt_difference": Cause(
         "different prompts",
@@ -215,14 +218,6 @@ CAUSES: dict[str, Cause] = {
         "Text that no policy sampled (tool output) counts as trainable. Its sampling log-prob is a placeholder, 0.",
         "Runs of tokens whose sampling log-prob is exactly 0.",
         "Leave tool output out of completion_mask (TRL: tool_mask).",
-    ),
-    "bookkeeping": Cause(
-        "log-probs written down wrongly",
-        "A",
-        "The engine's numbers are not the log-probs of the sampled tokens in nats: another base, running sums, a lower "
-        "bound, probabilities, or those of the most likely token.",
-        "Look at some tokens: a sum over the vocabulary of exp(log-prob) must be 1, and a certain token has 0.",
-        "Pass on what the engine returned for the sampled token, in nats, unchanged.",
     ),
     "model_config": Cause(
         "different model configuration",

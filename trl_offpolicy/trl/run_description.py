@@ -12,7 +12,6 @@ from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.trl.checks import sampling_findings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
-
 SETTINGS = (
     "engine", "bf16", "fp16", "use_cpu", "temperature", "top_p", "top_k", "min_p", "disable_dropout", "num_iterations",
     "steps_per_generation", "gradient_accumulation_steps", "learning_rate", "loss_type", "async_rollouts",

@@ -83,12 +83,12 @@ def test_padding_and_masked_tokens_do_not_count() -> None:
     assert asdict(extract(padded_evidence)) == pytest.approx(asdict(extract(evidence)), rel=1e-9, nan_ok=True)
 
 
-def test_log_probs_in_another_unit_and_clipped_ones_are_bookkeeping() -> None:
+def test_log_probs_in_another_unit_and_clipped_ones_are_misaligned() -> None:
     clean = make("none")
     mu = clean.sampling_per_token_logps
     for wrong in (mu / np.log(2), np.maximum(mu, -3.0)):
         found = attribute(replace(clean, sampling_per_token_logps=wrong))
-        assert found.cause == "bookkeeping"
+        assert found.cause == "misalignment"
 
 
 def test_swapped_rows_are_misaligned() -> None:

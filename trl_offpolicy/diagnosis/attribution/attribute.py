@@ -27,8 +27,6 @@ from trl_offpolicy.diagnosis.attribution.signatures import (
 Basis = Literal["seen", "tested", "declared", "log-probs"]
 REMOVED = 0.25
 """A tested cause is named if it leaves at most this share of the mismatch."""
-MOST = 0.5
-"""Share left up to which the test still removes most of the mismatch: named, with less confidence."""
 REDUCED = 0.7
 """The same for precision, whose simulation reproduces an engine's rounding errors only in part."""
 NAMED = 0.5
@@ -179,8 +177,7 @@ CONFIDENCE = {
     "none": 0.95,
     "unreported_sampling": 0.9,
     # Traces in log-probs that hardly any other cause leaves.
-    "tool_tokens": 0.9,
-    "bookkeeping": 0.85,
+    "tool_tokens": 0.98,
     "misalignment": 0.9,
     "temperature": 0.85,
     "truncated_sampling": 0.85,
@@ -206,7 +203,7 @@ def _of_left(cause: str, left: float) -> float:
         return 0.9
     if cause == "precision" and left <= REDUCED:
         return 0.7
-    return 0.6 if left <= MOST else 0.45 * (1 - left)
+    return 0.45 * (1 - left)  # not named: it explains a part, or fits by chance
 
 
 # --------------------------------------------------------------------------------------------------- what was seen
@@ -341,6 +338,4 @@ def _declared(
         found.append(
             _Answer("precision", 0.6, "16-bit arithmetic is declared, and the differences look like it", "declared")
         )
-    if first == "routing" and (engine.experts or trainer.experts):
-        found.append(_Answer("routing", 0.8, "the model is a mixture of experts", "declared"))
     return found

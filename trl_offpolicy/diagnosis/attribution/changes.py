@@ -60,6 +60,30 @@ def attention_scale(model: Any, factor: float) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def embedding_scale(model: Any, factor: float) -> Iterator[None]:
+    """Embeddings of the input times ``factor``, as some models multiply them."""
+    hook = model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output * factor)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def experts_per_token(model: Any, change: int) -> Iterator[None]:
+    """More or fewer experts per token."""
+    with ExitStack() as stack:
+        for module in _choosers(model):
+            stack.enter_context(_replaced(module, "top_k", module.top_k + change))
+        yield
+
+
+def _choosers(model: Any) -> list[Any]:
+    """Modules that choose experts and know how many."""
+    return [module for module in model.modules() if isinstance(vars(module).get("top_k"), int)]
+
+
 def _rope_modules(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
 
@@ -205,6 +229,17 @@ def head_changes(model: Any) -> dict[str, Inside]:
     return found
 
 
+def expert_changes(model: Any) -> dict[str, Inside]:
+    """One expert more or less per token; empty for a dense model."""
+    count = min((module.top_k for module in _choosers(model)), default=0)
+    found: dict[str, Inside] = {}
+    if count > 1:
+        found[f"model_config:{count - 1} experts per token for {count}"] = partial(experts_per_token, model, -1)
+    if count:
+        found[f"model_config:{count + 1} experts per token for {count}"] = partial(experts_per_token, model, 1)
+    return found
+
+
 Dial = tuple[Callable[[float], AbstractContextManager[Any]], tuple[float, ...], Callable[[float], str]]
 """A setting with one number: its context, values to try first, and its name for people."""
 
@@ -224,7 +259,7 @@ def dials(model: Any) -> dict[str, Dial]:
     if norms := _norms(model):
         now = float(getattr(*norms[0]))
         found["norm epsilon"] = (
-            lambda factor: norm_eps(model, now * factor), (0.1, 10.0, 100.0, 1000.0),
+            lambda factor: norm_eps(model, now * factor), (0.1, 10.0, 100.0, 1e3, 1e4),
             lambda factor: f"norm epsilon {now * factor:.2g} for {now:.2g}",
         )  # fmt: skip
     if _attentions(model):
@@ -232,6 +267,11 @@ def dials(model: Any) -> dict[str, Dial]:
             partial(attention_scale, model), (0.5, 2.0, 0.8, 1.25),
             lambda factor: f"attention scores times {factor:.3g}",
         )  # fmt: skip
+    root = float(model.get_input_embeddings().weight.shape[1]) ** 0.5  # Gemma multiplies by this
+    found["embedding scale"] = (
+        partial(embedding_scale, model), (0.5, 2.0, 0.9, 1.1, root),
+        lambda factor: f"embeddings times {factor:.3g}",
+    )  # fmt: skip
     return found
 
 

@@ -27,8 +27,9 @@ LEAST_DOUBT = 0.05
 EARLY_TOKENS = 3
 LEAST_TOKENS = 50
 """Tokens from which a mean over the batch is judged."""
-FLOAT32_FLOOR, LOW_PRECISION_FLOOR = 1e-6, 5e-3
-"""Largest KL k3 between two scorings that float32 and 16-bit arithmetic explain, nats per token."""
+FLOORS = {"float32": 1e-6, "fp32": 1e-6, "float16": 5e-5, "fp16": 5e-5, "half": 5e-5}
+LARGEST_FLOOR = 5e-3
+"""Largest KL k3 between two scorings that arithmetic explains, nats per token: float32, float16, and bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,15 @@ class Features:
         unit_fit: R^2 of d = s a.
         clipped: share of tokens (a count) at the smallest a.
         forced: share of the k3 at tokens whose a is exactly 0 although the trainer gives them a probability below 1.
-        shift: median |a[t] - b[t + s]| of the best s = +-1 / median |d|, in the rows that disagree.
+        shift: distance between a[t] and b[t + s] of the best s in -3..3 / distance in place, in the rows that disagree.
         onset: share of disagreeing rows that agree up to a token and hardly ever after it.
         disagreeing_rows: share of rows (a count) that hold disagreement well above the noise.
         early: mean square of z in the first three tokens / that in all tokens.
         by_token: correlation of z of equal tokens in different prompt groups (intra-class).
-        swapped: median |a[row] - b[other row]| of the best other row / median |d|, in the rows that disagree.
+        swapped: distance between a and b of the best other row / distance in place, median of the rows that disagree.
+        rewritten: distance between a and the best simple function of b (running sum, probability, other base) /
+            distance in place.
+        rewritten_as: name of that function.
         surprise: mean of -b - H, nats: 0 if the tokens were drawn from the trainer's distribution.
         surprise_z: the same / its standard error over rows; NaN without entropies.
         trusted_floor: the largest noise floor that arithmetic in the declared precision explains, nats per token.
@@ -84,6 +88,8 @@ class Features:
     early: float
     by_token: float
     swapped: float = float("nan")
+    rewritten: float = float("nan")
+    rewritten_as: str = ""
     surprise: float = float("nan")
     surprise_z: float = float("nan")
     trusted_floor: float = float("inf")
@@ -116,6 +122,7 @@ def extract(evidence: TokenEvidence) -> Features:
     rms = float(np.sqrt(np.mean(flat**2))) or 1e-30
     fit, slope = _temperature(evidence, b, d)
     surprise, surprise_z = _surprise(evidence, b)
+    rewritten, rewritten_as = _rewritten(a, evidence.old_per_token_logps, d)
     rows = disagreeing_rows(d, noise)
     z = _scaled(b, d)
     return Features(
@@ -140,6 +147,8 @@ def extract(evidence: TokenEvidence) -> Features:
         early=_early(z),
         by_token=_by_token(z, evidence),
         swapped=_swapped(a, b, d, rows),
+        rewritten=rewritten,
+        rewritten_as=rewritten_as,
         surprise=surprise,
         surprise_z=surprise_z,
         trusted_floor=trusted_floor(evidence),
@@ -154,7 +163,7 @@ def trusted_floor(evidence: TokenEvidence) -> float:
     may compute in 16 bits.
     """
     dtype = None if evidence.trainer is None else evidence.trainer.dtype
-    return FLOAT32_FLOOR if dtype in ("float32", "fp32") else LOW_PRECISION_FLOOR
+    return FLOORS.get(dtype or "", LARGEST_FLOOR)
 
 
 def _both_low(evidence: TokenEvidence) -> bool:
@@ -166,32 +175,30 @@ def _both_low(evidence: TokenEvidence) -> bool:
 
 
 def _surprise(evidence: TokenEvidence, b: Array) -> tuple[float, float]:
-    """Mean of -b - H and its z value, with rows as clusters.
+    """Mean of -b - H and its z value.
 
-    The expected value of -log p of a drawn token is the entropy, whatever the distribution and the context.
+    The expected value of -log p of a drawn token is the entropy, whatever came before. So the sum is a martingale, and
+    tokens of one row count as independent.
     """
     if evidence.entropies is None:
         return float("nan"), float("nan")
     excess = -b - evidence.entropies
-    seen = np.isfinite(excess)
-    count = int(seen.sum())
-    mean = float(excess[seen].mean()) if count else float("nan")
-    error = float(np.sqrt(np.sum(np.where(seen, excess - mean, 0.0).sum(1) ** 2)))
-    if count < LEAST_TOKENS or not error:
+    values = excess[np.isfinite(excess)]
+    if values.size < LEAST_TOKENS or not values.std():
         return float("nan"), float("nan")
-    return mean, mean * count / error
+    mean = float(values.mean())
+    return mean, mean * float(np.sqrt(values.size)) / float(values.std())
 
 
 def _swapped(a: Array, b: Array, d: Array, rows: Array) -> float:
-    """How badly rows that disagree fit another row: near 0 = their log-probs are those of another row."""
+    """How badly rows that disagree fit another row, as a share of the distance in place; near 0 = they are its."""
     lengths = np.isfinite(d).sum(1)
     found = []
     for row in np.flatnonzero(rows):
         others = [r for r in range(len(d)) if r != row and abs(int(lengths[r]) - int(lengths[row])) <= 1]
-        gaps = [np.nanmedian(np.abs(a[row] - b[r])) for r in others if np.isfinite(a[row] - b[r]).sum() >= 3]
-        own = float(np.nanmedian(np.abs(d[row])))
-        if gaps and own > 0:
-            found.append(float(min(gaps)) / own)
+        gaps = [distance(a[row] - b[r]) for r in others if np.isfinite(a[row] - b[r]).sum() >= 3]
+        if gaps and (own := distance(d[row])) > 0:
+            found.append(min(gaps) / own)
     return float(np.median(found)) if found else float("nan")
 
 
@@ -277,13 +284,37 @@ def _temperature(evidence: TokenEvidence, b: Array, d: Array) -> tuple[float, fl
 
 
 def _shift(a: Array, b: Array, d: Array) -> float:
-    """How badly one side fits the other moved by a token: near 0 = it fits, 1 or more = it does not."""
-    if not len(d) or d.shape[1] < 3:
-        return float("nan")
-    moved = (np.abs(a[:, :-1] - b[:, 1:]), np.abs(a[:, 1:] - b[:, :-1]))
-    if not all(np.isfinite(gap).any() for gap in moved):
-        return float("nan")
-    return float(min(np.nanmedian(gap) for gap in moved)) / max(float(np.nanmedian(np.abs(d))), 1e-30)
+    """How badly one side fits the other moved by one to three tokens, as a share of the distance in place.
+
+    Near 0 = it fits, 1 or more = it does not.
+    """
+    width = d.shape[1] if len(d) else 0
+    moved = [
+        pair for step in range(1, min(4, width)) for pair in ((a[:, :-step], b[:, step:]), (a[:, step:], b[:, :-step]))
+    ]
+    gaps = [distance(x - y) for x, y in moved if np.isfinite(x - y).sum() >= 3]
+    return min(gaps) / max(distance(d), 1e-30) if gaps else float("nan")
+
+
+def _rewritten(a: Array, b: Array, d: Array) -> tuple[float, str]:
+    """The best of some functions of b that give a: share of the distance that it leaves, and its name."""
+    running = np.where(np.isfinite(b), np.nancumsum(b, axis=1), np.nan)
+    ways = {
+        "running sums over the tokens": running,
+        "probabilities": np.exp(b),
+        "logarithms of base 2": b / np.log(2),
+        "logarithms of base 10": b / np.log(10),
+        "negative log-probs": -b,
+    }
+    left = {name: distance(a - values) / max(distance(d), 1e-30) for name, values in ways.items()}
+    best = min(left, key=lambda name: left[name])
+    return left[best], best
+
+
+def distance(d: Array) -> float:
+    """Mean of 2 (sqrt(1 + d^2) - 1) over finite entries: d^2 where it is small, 2 |d| where it is large."""
+    values = d[np.isfinite(d)]
+    return float(np.mean(2 * (np.sqrt(1 + values**2) - 1))) if values.size else 0.0
 
 
 def _onset(d: Array, noise: float) -> float:

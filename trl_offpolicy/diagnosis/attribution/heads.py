@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
+from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, distance
 from trl_offpolicy.engines.hf import Head, Ids, completion_logits
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 
@@ -24,6 +25,8 @@ TOGETHER = (0.02, 0.7)
 """Share that temperature or truncation alone leaves, within which they are fitted together."""
 HOPELESS = 0.98
 """Share of the loss that the best value of a grid leaves, above which it is not refined."""
+MOST_BIASES, BETTER = 6, 0.8
+"""Tokens with a bias at most, and the share of the mismatch that one more must go below."""
 CANDIDATES = 20
 """Tokens tested for a bias, the best of a linear fit over the whole vocabulary."""
 
@@ -93,13 +96,9 @@ def logits_of(model: Any, prompt_ids: Ids, completion_ids: Ids, rows: Sequence[i
     return Logits(torch.cat(values), torch.cat(ids), torch.cat(at), torch.cat(places), contexts, head)
 
 
-def distance(x: Any, y: Any) -> float:
-    """Mean of 2 (sqrt(1 + d^2) - 1) over finite entries: d^2 where it is small, 2 |d| where it is large.
-
-    A token of probability 0 counts as a difference of 20 nats.
-    """
-    d = np.clip(np.nan_to_num(np.asarray(x, np.float64) - np.asarray(y, np.float64), nan=0.0), -20.0, 20.0)
-    return float(np.mean(2 * (np.sqrt(1 + d**2) - 1))) if d.size else 0.0
+def _gap(logps: Any, target: Floats) -> float:
+    """:func:`.features.distance` between log-probs; a token of probability 0 counts as a difference of 20 nats."""
+    return distance(np.clip(np.asarray(logps, np.float64) - target, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 Loss = Callable[[float], float]
@@ -142,8 +141,8 @@ def minimise(loss: Loss, grid: Sequence[float], *, neutral: float | None = None,
 def sampling_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: Floats) -> dict[str, Tensor]:
     """Log-probs (N,) under the best temperature, truncation and both; arguments as for :func:`truncation_tests`."""
     found = {**_temperature(logits, target), **_raw(logits), **truncation_tests(logits, target, ranks, top_logps)}
-    left = min(distance(logps.numpy(), target) for logps in found.values())
-    if TOGETHER[0] < left / max(distance(logits.plain.numpy(), target), 1e-30) < TOGETHER[1]:
+    left = min(_gap(logps.numpy(), target) for logps in found.values())
+    if TOGETHER[0] < left / max(_gap(logits.plain.numpy(), target), 1e-30) < TOGETHER[1]:
         found |= both_tests(logits, target, ranks)
     return found
 
@@ -161,14 +160,17 @@ def processor_tests(logits: Logits, target: Floats, *, stop_ids: Iterable[int] =
     found |= _penalties(logits, target)
     found |= _biases(logits, target, tuple(stop_ids))
     found |= _extra_mass(logits, target)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        found[f"precision:logits in {name}"] = logits.chosen(logits.values.to(dtype).float())
+        found[f"precision:log-probs stored in {name}"] = logits.plain.to(dtype).float()
     top = logits.head.logps(logits.values).amax(1)
-    return found | {"bookkeeping:log-prob of the most likely token": top}
+    return found | {"misalignment:log-prob of the most likely token": top}
 
 
 def _fitted(
     make: Callable[[float], Tensor], target: Floats, grid: Sequence[float], *, neutral: float | None = 0.0
 ) -> tuple[float, Tensor]:
-    value = minimise(lambda x: distance(make(x).numpy(), target), grid, neutral=neutral)
+    value = minimise(lambda x: _gap(make(x).numpy(), target), grid, neutral=neutral)
     return value, make(value)
 
 
@@ -222,34 +224,55 @@ def _penalties(logits: Logits, target: Floats) -> dict[str, Tensor]:
 
 
 def _biases(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[str, Tensor]:
-    """A bias on one token, or a ban: the log-prob of other tokens moves by -log(1 + (e^bias - 1) p(token)).
-
-    To first order the change is bias * (1[token chosen] - p(token)). The tokens of the best linear fit are tested
-    exactly.
-    """
+    """Biases on a few tokens, or bans, one after the other while they help."""
     probs = logits.head.logps(logits.values).exp()
-    change = torch.from_numpy(target).float() - logits.plain
+    logps, texts, found = logits.plain, [], {}
+    for _ in range(MOST_BIASES):
+        before = _gap(logps.numpy(), target)
+        text, changed, probs = _bias(probs, logps, logits.ids, target, stop_ids)
+        if _gap(changed.numpy(), target) > BETTER * before:
+            break
+        logps, texts = changed, [*texts, text]
+        found[f"logit_processors:{', '.join(texts)}"] = logps
+    return found
+
+
+def _bias(
+    probs: Tensor, logps: Tensor, ids: Tensor, target: Floats, stop_ids: tuple[int, ...]
+) -> tuple[str, Tensor, Tensor]:
+    """The bias on one token that fits best: in words, the log-probs (N,) and the probabilities (N, V) under it.
+
+    A bias moves the log-prob of other tokens by -log(1 + (e^bias - 1) p(token)). To first order the change is bias *
+    (1[token chosen] - p(token)). The tokens of the best linear fit are tested exactly.
+    """
+    change = torch.from_numpy(target).float() - logps
     count = probs.shape[1]
-    along = torch.zeros(count).index_add_(0, logits.ids, change) - probs.T @ change
-    own = probs.gather(1, logits.ids[:, None]).squeeze(1)
-    square = probs.square().sum(0) + torch.zeros(count).index_add_(0, logits.ids, 1 - 2 * own)
+    along = torch.zeros(count).index_add_(0, ids, change) - probs.T @ change
+    own = probs.gather(1, ids[:, None]).squeeze(1)
+    square = probs.square().sum(0) + torch.zeros(count).index_add_(0, ids, 1 - 2 * own)
     fit = along.square() / square.clamp(min=1e-9)
-    best: tuple[float, str, Tensor] | None = None
+    best: tuple[float, int, float, Tensor] | None = None
     for token in {*fit.topk(min(CANDIDATES, count)).indices.tolist(), *stop_ids}:
-        p, is_chosen = probs[:, token], logits.ids == token
+        p, is_chosen = probs[:, token], ids == token
 
         def biased(bias: float, p: Tensor = p, is_chosen: Tensor = is_chosen) -> Tensor:
-            return logits.plain + bias * is_chosen - torch.log1p(np.expm1(bias) * p)
+            return logps + bias * is_chosen - torch.log1p(np.expm1(bias) * p)
 
-        value, logps = _fitted(biased, target, (-20.0, -5.0, -2.0, -0.5, 0.0, 0.5, 2.0, 5.0, 10.0))
-        left = distance(logps.numpy(), target)
+        value, changed = _fitted(biased, target, (-20.0, -5.0, -2.0, -0.5, 0.0, 0.5, 2.0, 5.0, 10.0))
+        left = _gap(changed.numpy(), target)
         if best is None or left < best[0]:
-            banned = value < -10 and not is_chosen.any()
-            text = f"token {token} banned" if banned else f"bias {value:.3g} on token {token}"
-            if token in stop_ids:
-                text += " (an end of sequence: min_tokens or ignore_eos?)"
-            best = (left, text, logps)
-    return {} if best is None else {f"logit_processors:{best[1]}": best[2]}
+            best = (left, token, value, changed)
+    assert best is not None
+    _, token, value, changed = best
+    text = f"bias {value:.3g} on token {token}"
+    if value < -10 and not (ids == token).any():
+        text = f"token {token} banned"
+    if token in stop_ids:
+        text += " (an end of sequence: min_tokens or ignore_eos?)"
+    scale = 1 + np.expm1(value) * probs[:, token]
+    probs = probs / scale[:, None]
+    probs[:, token] *= float(np.exp(value))
+    return text, changed, probs
 
 
 def _extra_mass(logits: Logits, target: Floats) -> dict[str, Tensor]:
@@ -279,7 +302,7 @@ def both_tests(logits: Logits, target: Floats, ranks: Floats) -> dict[str, Tenso
         kept[torch.arange(len(kept)), logits.ids] = True  # a token that is cut by a hair says nothing
         on_kept = replace(logits, values=logits.values.masked_fill(~kept, -torch.inf), head=Head())
         ((name, logps),) = _temperature(on_kept, target).items()
-        left = distance(logps.numpy(), target)
+        left = _gap(logps.numpy(), target)
         if best is None or left < best[0]:
             best = (left, float(name.partition(":")[2]), cut)
     assert best is not None

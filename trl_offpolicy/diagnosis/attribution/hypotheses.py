@@ -22,14 +22,22 @@ from trl_offpolicy.diagnosis.attribution.changes import (
     adapter_changes,
     cache_changes,
     dials,
+    expert_changes,
     head_changes,
 )
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
-from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, disagreeing_rows, noise_rms, rank_correlation
-from trl_offpolicy.diagnosis.attribution.heads import distance, logits_of, processor_tests, sampling_tests
+from trl_offpolicy.diagnosis.attribution.features import (
+    MAX_LOG_RATIO,
+    disagreeing_rows,
+    distance,
+    noise_rms,
+    rank_correlation,
+)
+from trl_offpolicy.diagnosis.attribution.heads import logits_of, processor_tests, sampling_tests
 from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, score_in_layout
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
+    int8_activations,
     rounded_routers,
     rounded_weights,
     routers,
@@ -42,6 +50,10 @@ from trl_offpolicy.functional.truncated_sampling import Truncation
 Side = Literal["engine", "trainer"]
 REFERENCE = "reference"
 """Name of the plain scoring."""
+OUTLIERS = 0.1
+"""Share of the tokens, those of the largest differences, without which a hypothesis must hold too."""
+LEAST_REST = 1e-3
+"""Share of the mismatch that the other tokens must have to be asked."""
 EXPLAINED = 0.03
 """Share of the mismatch left at which the search stops: nothing else can do much better."""
 PARTIAL = (0.15, 0.85)
@@ -186,19 +198,21 @@ def run_hypotheses(
 def at_fault(evidence: TokenEvidence, reference: Floats) -> Side:
     """The side whose log-probs are further from the plain scoring."""
     use = evidence.observed & np.isfinite(reference)
-    engine = distance(reference[use], evidence.sampling_per_token_logps[use])
-    trainer = distance(reference[use], evidence.old_per_token_logps[use])
+    engine = distance(reference[use] - evidence.sampling_per_token_logps[use])
+    trainer = distance(reference[use] - evidence.old_per_token_logps[use])
     return "trainer" if trainer > engine else "engine"
 
 
 def left_share(evidence: TokenEvidence, name: str) -> float:
     """Share of the mismatch that is left under a tested hypothesis, over the tokens that it was tested on.
 
-    The mismatch is :func:`.heads.distance`: d^2 for small differences, 2 |d| for large ones. A hypothesis on the engine
-    is compared with the engine's log-probs, one on the trainer with the trainer's. Other weights and precisions may
-    also hold only in part (a tenth of an update, rounding half as coarse). Let g be the change of the log-probs under
-    the hypothesis and d = old - mu. Then 1 - R^2 of the fit d = s g counts if it is smaller and s is plausible. R^2 is
-    the smaller one of values and of ranks, so that one token cannot decide.
+    The mismatch is :func:`.features.distance`: d^2 for small differences, 2 |d| for large ones. A hypothesis on the
+    engine is compared with the engine's log-probs, one on the trainer with the trainer's. The share must hold without
+    the tokens of the largest differences as well, so that what fits one token does not explain the batch.
+
+    Other weights and precisions may hold only in part (a tenth of an update, rounding half as coarse). Let g be the
+    change of the log-probs under the hypothesis and d the mismatch. Then 1 - R^2 of the fit d = s g counts if it is
+    smaller and s is plausible. R^2 is the smaller one of values and of ranks.
     """
     values = evidence.tested[name]
     side, cause, *_ = name.split(":")
@@ -209,15 +223,23 @@ def left_share(evidence: TokenEvidence, name: str) -> float:
     if reference is not None:
         other = np.where(np.isfinite(reference[use]), reference[use], other)
     scored = np.where(np.isneginf(values[use]), target - MAX_LOG_RATIO, values[use])
-    whole = distance(other, target)
-    if not use.any() or not whole:
+    if not use.any() or not distance(other - target):
         return float("inf")
-    left = distance(scored, target) / whole
-    if cause in MEMBERS:
-        return min(left, 1 - _fit_in_part(other - scored, other - target, WEIGHTS_SCALE))
-    if cause == "precision":
-        return min(left, 1 - _fit_in_part(other - scored, other - target, PRECISION_SCALE))
+    left = _left(scored - target, other - target, noise_rms(evidence))
+    scales = {"precision": PRECISION_SCALE, **dict.fromkeys(MEMBERS, WEIGHTS_SCALE)}
+    if cause in scales:
+        return min(left, 1 - _fit_in_part(other - scored, other - target, scales[cause]))
     return left
+
+
+def _left(left: Array, whole: Array, noise: float) -> float:
+    """The larger share of all tokens and of all but those with the largest differences, if these are above noise."""
+    share = distance(left) / distance(whole)
+    rest = np.abs(whole) <= np.quantile(np.abs(whole), 1 - OUTLIERS)
+    whole_of_rest = distance(whole[rest])
+    if not rest.any() or whole_of_rest < max(LEAST_REST * distance(whole), 100 * noise**2):
+        return share
+    return max(share, distance(left[rest]) / whole_of_rest)
 
 
 def _fit_in_part(change: Array, d: Array, scale: tuple[float, float]) -> float:
@@ -249,14 +271,14 @@ def _test_bookkeeping(search: _Search) -> None:
     plain, target = search.plain.logps, search.target
     for name, logps in {**_shifts(search, plain), **_swaps(search, plain)}.items():
         search.add(name, logps)
-    search.add("bookkeeping:running sum over the tokens", np.cumsum(plain, axis=1))
-    search.add("bookkeeping:log-probs in base 2", plain / np.log(2))
-    search.add("bookkeeping:log-probs in base 10", plain / np.log(10))
-    search.add("bookkeeping:probabilities in place of log-probs", np.exp(plain))
+    search.add("misalignment:running sum over the tokens", np.cumsum(plain, axis=1))
+    search.add("misalignment:log-probs in base 2", plain / np.log(2))
+    search.add("misalignment:log-probs in base 10", plain / np.log(10))
+    search.add("misalignment:probabilities in place of log-probs", np.exp(plain))
     use = np.isfinite(plain) & np.isfinite(target) & search.evidence.observed
     lowest = float(target[use].min())
     if np.mean(target[use] <= lowest + 1e-9) > 2 / max(use.sum(), 1):  # more than one token at the bound
-        search.add(f"bookkeeping:log-probs clipped at {lowest:.4g}", np.maximum(plain, lowest))
+        search.add(f"misalignment:log-probs clipped at {lowest:.4g}", np.maximum(plain, lowest))
 
 
 def _shifts(search: _Search, reference: Floats) -> dict[str, Floats]:
@@ -355,7 +377,7 @@ def _changes(search: _Search) -> dict[str, _Change]:
         contexts |= adapter_changes(model)
     contexts |= precisions
     if bench.precisions is None:
-        contexts |= {**cache_changes(), **head_changes(model)}
+        contexts |= {**cache_changes(), **head_changes(model), **expert_changes(model)}
     found = {name: _Change(inside) for name, inside in contexts.items()}
     prompts = {**bench.prompts, **prompt_variants(bench.prompt_ids, bench.model)}
     found |= {f"prompt_difference:{detail}": _Change(prompts=ids) for detail, ids in prompts.items()}
@@ -412,8 +434,10 @@ def usual_precisions(model: Any) -> dict[str, Inside]:
         f"precision:{name}": partial(simulated_dtype, model, name) for name in ("bf16", "fp16")
     }
     rounded: dict[str, Inside] = {
-        f"precision:{name} weights": partial(rounded_weights, model, name) for name in ("int8", "fp8", "int4")
+        f"precision:{name} weights": partial(rounded_weights, model, name)
+        for name in ("int8", "fp8", "int4", "bf16", "fp16")
     }
+    rounded["precision:int8 activations"] = partial(int8_activations, model)
     return {**simulated, **rounded}
 
 

@@ -47,6 +47,23 @@ def rounded_activations(model: Any, bits: int) -> Iterator[None]:
 
 
 @contextmanager
+def int8_activations(model: Any) -> Iterator[None]:
+    """A context in which the inputs of linear layers are rounded to int8, with a scale per token."""
+
+    def rounded(_module: Any, inputs: Any) -> Any:
+        scale = inputs[0].abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+        return ((inputs[0] / scale).round() * scale, *inputs[1:])
+
+    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
+    hooks = [module.register_forward_pre_hook(rounded) for module in linears]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def simulated_dtype(model: Any, name: str) -> Iterator[None]:
     """A context in which weights and activations of a float32 model are rounded as in ``bf16`` or ``fp16``."""
     with rounded_weights(model, name), rounded_activations(model, SIGNIFICANT_BITS[name]):

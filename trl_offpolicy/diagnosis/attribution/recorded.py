@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
-from trl_offpolicy.diagnosis.attribution.features import kl_k3, rank_correlation
+from trl_offpolicy.diagnosis.attribution.features import rank_correlation
 from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.run_folder.layout import COMPLETION_IDS, ENTROPIES, GROUP_ID
@@ -18,10 +18,10 @@ from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 MOST_ROWS = 256
 """Completions looked at: the last ones."""
-GREW = 20.0
-"""Times that the mismatch must have grown since the start of the run."""
-SMALL_START = 1e-3
-"""KL k3, nats per token, that it must have begun below."""
+GREW = 4.0
+"""Times the mean |log-ratio| of the steps that agree, above which a step does not."""
+SMALL_START, SMALLEST = 0.02, 1e-5
+"""The steps that agree are below the first, the steps that do not are above the second (mean |log-ratio|, nats)."""
 GROWING, GROWING_RANK = 1.5, 0.5
 """The last third of the steps with a mismatch over the first third, and the rank correlation with the step, from which
 it grows."""
@@ -29,15 +29,19 @@ COMES_AND_GOES = (0.15, 0.85)
 """Share of steps without a mismatch, after the first one with it."""
 LEAST_STEPS = 4
 """Steps with a mismatch from which its course is judged."""
-ALL_ROWS, FEW_TOKENS = 0.7, 0.68
-"""Other weights change every row and most tokens: the least share of rows, and the most that 2 % of tokens may make."""
+ALL_ROWS = 0.7
+"""Least share of rows that disagree: other weights change every row."""
 COURSE_CONFIDENCE = 0.8
 """Share of such answers that are right."""
 _EXTRAS = (COMPLETION_IDS, GROUP_ID, ENTROPIES)
 
 
 def recorded_evidence(
-    rollouts: RecordedRollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
+    rollouts: RecordedRollouts,
+    info: Mapping[str, Any],
+    *,
+    steps: tuple[int, int] | None = None,
+    only: Sequence[int] | None = None,
 ) -> TokenEvidence | None:
     """The last recorded completions as evidence; None if no token has both log-probs.
 
@@ -46,11 +50,13 @@ def recorded_evidence(
         info: ``run.json``; its entry ``declared`` is what both sides declare.
         steps: optimizer steps (first, last) that are judged; None = all. Rollouts are recorded at the step before
             their metrics are logged, so that step counts as well.
+        only: recorded steps to which this is limited, unless none of them is judged.
     """
     wanted = np.unique(rollouts.row)
     if steps is not None:
         wanted = wanted[(rollouts.steps[wanted] >= steps[0] - 1) & (rollouts.steps[wanted] <= steps[1])]
-    wanted = wanted[-MOST_ROWS:]
+    chosen = wanted if only is None else wanted[np.isin(rollouts.steps[wanted], only)]
+    wanted = (chosen if chosen.size else wanted)[-MOST_ROWS:]
     if not wanted.size:
         return None
     token = np.isin(rollouts.row, wanted)
@@ -77,13 +83,14 @@ def attribute_run(
     jump. Weights that do not arrive show as a mismatch of all tokens that begins at nothing and grows with the updates,
     or that comes and goes. This decides only where the tokens themselves do not.
     """
-    evidence = recorded_evidence(rollouts, info, steps=steps)
+    course = course_of(rollouts, steps)
+    evidence = recorded_evidence(rollouts, info, steps=steps, only=None if course is None else course.differing)
     if evidence is None:
         return None
-    found, course = attribute(evidence), course_of(rollouts, steps)
+    found = attribute(evidence)
     if found.cause == "none" or course is None:
         return found
-    whole = found.features.disagreeing_rows >= ALL_ROWS and found.features.top_tokens < FEW_TOKENS
+    whole = found.features.disagreeing_rows >= ALL_ROWS
     if found.cause not in ("unknown", OTHER_WEIGHTS, *DIFFUSE) or not whole:
         return replace(found, reasons=(*found.reasons, course.text))
     if not (course.grows or course.comes_and_goes):
@@ -100,21 +107,24 @@ def attribute_run(
 
 @dataclass(frozen=True)
 class Course:
-    """How the mismatch of a run went, where it began small.
+    """How the mismatch of a run went, where some steps do not have it.
 
     Args:
-        first: KL k3 of the first tenth of the recorded steps, nats per token.
-        last: KL k3 of the judged steps.
-        since: first step with a mismatch well above the first ones.
+        low: mean |log-ratio| of the steps without it (10 % quantile of the steps), nats; one of a token counts as at
+            most a nat.
+        high: the same of the steps with it (90 % quantile).
+        since: first step with it.
         grows: from then on it grows with the steps.
-        comes_and_goes: from then on some steps agree as well as the first ones.
+        comes_and_goes: from then on some steps do not have it.
+        differing: the recorded steps with it.
     """
 
-    first: float
-    last: float
+    low: float
+    high: float
     since: int
     grows: bool
     comes_and_goes: bool
+    differing: tuple[int, ...]
 
     @property
     def text(self) -> str:
@@ -123,33 +133,44 @@ class Course:
         if self.comes_and_goes:
             how = "comes and goes"
         return (
-            f"KL k3 is {self.first:.1e} in the first recorded steps and {self.last:.1e} now; "
+            f"the mean |log-ratio| is {self.low:.1e} nats in some steps and {self.high:.1e} in others; "
             f"since step {self.since} it {how}"
         )
 
 
-def course_of(rollouts: RecordedRollouts, steps: tuple[int, int] | None) -> Course | None:
-    """The course of a mismatch that began small and grew much; None if it was there from the start, or is not there."""
+def course_of(rollouts: RecordedRollouts, steps: tuple[int, int] | None = None) -> Course | None:
+    """The course of a mismatch that some steps do not have; None if all of them have it, or none.
+
+    Args:
+        rollouts: rollouts of the run.
+        steps: optimizer steps (first, last) that are judged; later ones are not looked at.
+    """
     at = rollouts.steps[rollouts.row]
     known = np.unique(at)
-    early = at <= known[(len(known) - 1) // 10]
-    late = np.ones(len(at), bool) if steps is None else (at >= steps[0] - 1) & (at <= steps[1])
-    late &= at > known[len(known) // 2]  # the judged steps may be the whole run: its second half, then
-    if not late.any():
+    if steps is not None:
+        known = known[known <= steps[1]]
+    if len(known) < LEAST_STEPS:
         return None
-    first, last = kl_k3(rollouts.log_ratio[early]), kl_k3(rollouts.log_ratio[late])
-    if not first < min(SMALL_START, last / GREW):
+    # Mean |d| up to a nat: a few tokens that jump do not decide.
+    size = np.minimum(np.abs(rollouts.log_ratio), 1.0)
+    sizes = np.array([float(np.nanmean(size[at == step])) for step in known])
+    low, high = float(np.quantile(sizes, 0.1)), float(np.quantile(sizes, 0.9))
+    if not low < min(SMALL_START, high / GREW):
         return None
-    sizes = np.array([kl_k3(rollouts.log_ratio[at == step]) for step in known])
-    differs = sizes > max(2 * first, last / 100)
+    differs = sizes > max(GREW * low, SMALLEST)
+    if not differs.any():
+        return None
     begin = int(np.argmax(differs))
     after, agree = sizes[begin:], ~differs[begin:]
+    comes_and_goes = len(after) >= LEAST_STEPS and COMES_AND_GOES[0] <= agree.mean() <= COMES_AND_GOES[1]
+    if not begin and not comes_and_goes:
+        return None
     grown = after[~agree]
     third = max(1, len(grown) // 3)
-    grows = len(grown) >= LEAST_STEPS and rank_correlation(np.arange(len(grown)), grown) > GROWING_RANK
+    ranks = rank_correlation(np.arange(len(grown)), grown)
+    grows = len(grown) >= LEAST_STEPS and ranks > GROWING_RANK
     grows = grows and grown[-third:].mean() > GROWING * grown[:third].mean()
-    comes_and_goes = len(after) >= LEAST_STEPS and COMES_AND_GOES[0] <= agree.mean() <= COMES_AND_GOES[1]
-    return Course(first, last, int(known[begin]), bool(grows), bool(comes_and_goes))
+    return Course(low, high, int(known[begin]), bool(grows), bool(comes_and_goes), tuple(known[differs].tolist()))
 
 
 def _declared(info: Mapping[str, Any], side: str) -> Declared | None:

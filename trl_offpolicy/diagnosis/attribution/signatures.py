@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from trl_offpolicy.diagnosis.attribution.features import Features
 from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
@@ -37,8 +39,8 @@ class Limits:
         by_token: correlation of equal tokens above which the weights differ.
         spikes: kurtosis of z up to which it is rounding.
         lean: |mean| / root mean square of d up to which it is: rounding has no direction.
-        swapped: residual in place of another row below which rows are swapped.
-        agreed: KL k3 (nats per token) up to which both sides report the same distribution.
+        exact: share of the distance left below which another place, row or unit fits exactly.
+        agreed: times the size of d that the surprise must have: below it, both sides differ enough to explain it.
         surprise: |mean of -log p - entropy| (nats) above which tokens may have been drawn from another one.
         surprise_z: the same in standard errors.
     """
@@ -61,10 +63,10 @@ class Limits:
     by_token: float = 0.18
     spikes: float = 10.0
     lean: float = 0.15
-    swapped: float = 0.1
-    agreed: float = 1e-3
+    exact: float = 0.05
+    agreed: float = 10.0
     surprise: float = 0.03
-    surprise_z: float = 6.0
+    surprise_z: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,23 @@ def _none(f: Features, limits: Limits) -> Signature:
     """No more than noise. A floor beyond arithmetic is no noise, and 16 bits on both sides are no fault."""
     score = below(f.k3, limits.floor_factor * min(f.floor, f.trusted_floor))
     text = f"KL {f.k3:.2g} nats per token, noise floor {f.floor:.2g}"
-    rounding = f.spikes < limits.spikes and abs(f.drift) < limits.lean and not f.by_token > limits.by_token
-    if f.both_low and rounding:
-        return Signature("none", max(score, below(f.k3, f.trusted_floor)), text + ", 16-bit arithmetic on both sides")
+    if f.both_low and not any(
+        above(value, limit) >= 0.5
+        for value, limit in (
+            (abs(f.drift), 2 * limits.lean),
+            (f.by_token, 2 * limits.by_token),
+            (f.temperature_fit, limits.surprise_fit),
+        )
+    ):
+        score = max(score, below(f.k3, f.trusted_floor))
+        text += ", 16-bit arithmetic on both sides"
     return Signature("none", score, text)
 
 
 def _unreported(f: Features, limits: Limits) -> Signature:
     """The tokens were not drawn from the distribution whose log-probs both sides give."""
-    agreed = f.k3 < limits.agreed and abs(f.surprise) > limits.surprise
+    # A small mismatch k3 ~ d^2 / 2 moves the mean of -log p as well, by about the size of d.
+    agreed = abs(f.surprise) > max(limits.surprise, limits.agreed * float(np.sqrt(2 * f.k3)))
     score = above(abs(f.surprise_z), limits.surprise_z) if agreed else 0.0
     sign = "likelier" if f.surprise < 0 else "less likely"
     text = (
@@ -133,7 +143,7 @@ def _dropout(f: Features, limits: Limits) -> Signature:
 
 def _swapped(f: Features, limits: Limits) -> Signature:
     text = f"the log-probs of rows fit another row ({f.swapped:.2g} of the difference in place)"
-    return Signature("misalignment", below(f.swapped, limits.swapped), text)
+    return Signature("misalignment", below(f.swapped, limits.exact), text)
 
 
 def _tool_tokens(f: Features, limits: Limits) -> Signature:
@@ -143,11 +153,13 @@ def _tool_tokens(f: Features, limits: Limits) -> Signature:
 
 def _arithmetic(f: Features, limits: Limits) -> Signature:
     """Log-probs in another unit, or clipped."""
-    unit = above(f.unit_fit, limits.unit_fit) if f.unit_fit > limits.unit_fit else 0.0
-    if unit:
-        return Signature("bookkeeping", 1.0, "the log-probs differ by a constant factor (another unit?)")
+    if f.rewritten < limits.exact:
+        text = f"the engine's numbers are {f.rewritten_as}, not log-probs of the tokens in nats"
+        return Signature("misalignment", 1.0, text)
+    if f.unit_fit > limits.unit_fit:
+        return Signature("misalignment", 1.0, "the log-probs differ by a constant factor (another unit?)")
     return Signature(
-        "bookkeeping", above(f.clipped, limits.clipped), f"{f.clipped:.0%} of the log-probs at one lower bound"
+        "misalignment", above(f.clipped, limits.clipped), f"{f.clipped:.0%} of the log-probs at one lower bound"
     )
 
 
@@ -157,8 +169,10 @@ def _truncated(f: Features, limits: Limits) -> Signature:
 
 
 def _shifted(f: Features, limits: Limits) -> Signature:
-    text = f"moved by one token the log-probs differ {f.shift:.2g} times as much as in place"
-    return Signature("misalignment", min(below(f.shift, limits.shift), above(f.onset, limits.onset)), text)
+    """Moved rows fit exactly; rows that were tokenised again fit in part, from some token on."""
+    text = f"moved by up to three tokens the log-probs differ {f.shift:.2g} times as much as in place"
+    in_part = min(below(f.shift, limits.shift), above(f.onset, limits.onset))
+    return Signature("misalignment", max(in_part, below(f.shift, limits.exact)), text)
 
 
 def _temperature(f: Features, limits: Limits) -> Signature:
