@@ -229,6 +229,62 @@ def head_changes(model: Any) -> dict[str, Inside]:
     return found
 
 
+@contextmanager
+def without_norms(model: Any) -> Iterator[None]:
+    """Queries and keys without their norms."""
+    hooks = [norm.register_forward_hook(lambda _module, inputs, _output: inputs[0]) for norm in _query_norms(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _query_norms(model: Any) -> list[Any]:
+    return [module for name, module in model.named_modules() if name.endswith(("q_norm", "k_norm"))]
+
+
+@contextmanager
+def without_biases(model: Any) -> Iterator[None]:
+    """Linear layers without their biases."""
+    with ExitStack() as stack:
+        for module in _biased(model):
+            stack.enter_context(_replaced(module, "bias", None))
+        yield
+
+
+def _biased(model: Any) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m.bias is not None]
+
+
+@contextmanager
+def activation(model: Any, name: str) -> Iterator[None]:
+    """Another activation function in the feed-forward layers."""
+    from transformers.activations import ACT2FN
+
+    with ExitStack() as stack:
+        for module in _activated(model):
+            stack.enter_context(_replaced(module, "act_fn", ACT2FN[name]))
+        yield
+
+
+def _activated(model: Any) -> list[Any]:
+    return [module for module in model.modules() if callable(getattr(module, "act_fn", None))]
+
+
+def part_changes(model: Any) -> dict[str, Inside]:
+    """Parts that another implementation may leave out or take for another: norms, biases, the activation function."""
+    found: dict[str, Inside] = {}
+    if _query_norms(model):
+        found["model_config:no norms of queries and keys"] = partial(without_norms, model)
+    if _biased(model):
+        found["model_config:no biases of linear layers"] = partial(without_biases, model)
+    if _activated(model):
+        for name in ("gelu", "gelu_pytorch_tanh", "silu"):
+            found[f"model_config:activation {name}"] = partial(activation, model, name)
+    return found
+
+
 def expert_changes(model: Any) -> dict[str, Inside]:
     """One expert more or less per token; empty for a dense model."""
     count = min((module.top_k for module in _choosers(model)), default=0)

@@ -24,6 +24,7 @@ from trl_offpolicy.diagnosis.attribution.changes import (
     dials,
     expert_changes,
     head_changes,
+    part_changes,
 )
 from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import (
@@ -377,9 +378,9 @@ def _changes(search: _Search) -> dict[str, _Change]:
         contexts |= adapter_changes(model)
     contexts |= precisions
     if bench.precisions is None:
-        contexts |= {**cache_changes(), **head_changes(model), **expert_changes(model)}
+        contexts |= {**cache_changes(), **head_changes(model), **expert_changes(model), **part_changes(model)}
     found = {name: _Change(inside) for name, inside in contexts.items()}
-    prompts = {**bench.prompts, **prompt_variants(bench.prompt_ids, bench.model)}
+    prompts = {**bench.prompts, **prompt_variants(bench.prompt_ids, model, bench.pads)}
     found |= {f"prompt_difference:{detail}": _Change(prompts=ids) for detail, ids in prompts.items()}
     places = layouts(bench.prompt_ids, bench.completion_ids, search.rows, pad_ids=bench.pads)
     return found | {name: _Change(layout=layout) for name, layout in places.items()}
@@ -392,7 +393,7 @@ def _test_forwards(search: _Search) -> None:
             return
 
 
-def prompt_variants(prompt_ids: Ids, model: Any) -> dict[str, list[list[int]]]:
+def prompt_variants(prompt_ids: Ids, model: Any, special_ids: Sequence[int] = ()) -> dict[str, list[list[int]]]:
     """Other prompts that follow from the ids: a token doubled, dropped or added at the ends, the start cut, swaps."""
     rows = [list(ids) for ids in prompt_ids]
     bos = next(iter(_listed(getattr(model.config, "bos_token_id", None))), None)
@@ -404,8 +405,11 @@ def prompt_variants(prompt_ids: Ids, model: Any) -> dict[str, list[list[int]]]:
         "last three tokens missing": [ids[:-3] for ids in rows],
         "last token doubled": [ids + ids[-1:] for ids in rows],
     }
-    if bos is not None:
-        found["a BOS token more"] = [[bos, *ids] for ids in rows]
+    specials = dict.fromkeys(special_ids)
+    for token in specials if bos is None else {bos: None, **specials}:
+        what = "BOS token" if token == bos else f"token {token}"
+        found[f"a {what} more in front"] = [[token, *ids] for ids in rows]
+        found[f"a {what} more at the end"] = [[*ids, token] for ids in rows]
     longest = max(len(ids) for ids in rows)
     for keep in (512, 256, 128, 64, 32, 16, 8):
         if keep < longest:
@@ -454,28 +458,50 @@ def _test_dials(search: _Search) -> None:
 
 def _turn(search: _Search, dial: Dial) -> None:
     context, grid, describe = dial
+    logps: dict[float, Floats] = {0.0: search.plain.logps}
+    left: dict[float, float] = {0.0: 1.0}
 
-    def left(log_factor: float) -> float:
-        factor = float(np.exp(log_factor))
-        name = f"model_config:{describe(factor)}"
-        search.note(name)
-        return search.add(name, _Change(partial(context, factor)).score(search))
+    def tried(x: float) -> float:
+        """Share left at the logarithm ``x`` of the factor."""
+        if x not in left:
+            name = f"model_config:{describe(float(np.exp(x)))}"
+            search.note(name)
+            logps[x] = _Change(partial(context, float(np.exp(x)))).score(search)
+            left[x] = search.add(name, logps[x])
+        return left[x]
 
-    tried = {float(np.log(factor)): left(float(np.log(factor))) for factor in grid}
-    best = min(tried, key=lambda x: tried[x])
-    if not EXPLAINED < tried[best] < PROMISING:
+    for factor in grid:
+        tried(float(np.log(factor)))
+    # A small step gives the direction of the change. How far it goes follows from the mismatch.
+    tried(SMALL_TURN)
+    tried(_predicted((logps[SMALL_TURN] - logps[0.0]) / SMALL_TURN, search.target - logps[0.0]))
+    best = min(left, key=lambda x: left[x])
+    if not EXPLAINED < left[best] < PROMISING:
         return
-    # Golden sections between the neighbours of the best value; no change at all (0) is one of them.
-    known = sorted({**tried, 0.0: 1.0})
+    # Golden sections between the neighbours of the best value.
+    known = sorted(left)
     place = known.index(best)
     low = known[place - 1] if place else 2 * best
     high = known[place + 1] if place + 1 < len(known) else 2 * best
     golden = (np.sqrt(5) - 1) / 2
     for _ in range(5):
         one, two = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, two) if left(one) < left(two) else (one, high)
+        low, high = (low, two) if tried(one) < tried(two) else (one, high)
         if search.solved:
             return
+
+
+def _predicted(direction: Floats, change: Floats) -> float:
+    """The step along ``direction`` that fits ``change`` best, by the median of their ratio where it moves much."""
+    use = np.isfinite(direction) & np.isfinite(change)
+    d, c = direction[use], change[use]
+    much = np.abs(d) >= np.quantile(np.abs(d), 0.5)
+    step = float(np.median(c[much] / np.where(d[much] == 0, 1e-30, d[much])))
+    return float(np.clip(step, -LARGEST_TURN, LARGEST_TURN)) or SMALL_TURN
+
+
+SMALL_TURN, LARGEST_TURN = 0.01, 3.0
+"""Logarithms of the factors: of the small step, and of the largest that may be predicted from it."""
 
 
 # -------------------------------------------------------------------------------------------------- two causes at once
