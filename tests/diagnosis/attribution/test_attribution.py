@@ -23,6 +23,10 @@ SAME = Declared(
 )  # fmt: skip
 
 
+def numbers(evidence: TokenEvidence) -> dict[str, float]:
+    return {name: value for name, value in asdict(extract(evidence)).items() if not isinstance(value, str)}
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("cause", CAUSES)
 def test_clear_traces_are_named_from_log_probs_alone_and_shared_ones_are_unknown(cause: str, seed: int) -> None:
@@ -52,8 +56,7 @@ def test_the_order_of_the_rows_does_not_matter(cause: str) -> None:
     order = np.random.default_rng(0).permutation(ROWS)
     arrays = {name: value[order] for name, value in vars(evidence).items() if isinstance(value, np.ndarray)}
     mixed = replace(evidence, **arrays)
-    one, other = asdict(extract(evidence)), asdict(extract(mixed))
-    assert one == pytest.approx(other, rel=1e-9, nan_ok=True)
+    assert numbers(mixed) == pytest.approx(numbers(evidence), rel=1e-9, nan_ok=True)
     assert attribute(evidence).cause == attribute(mixed).cause
 
 
@@ -80,7 +83,7 @@ def test_padding_and_masked_tokens_do_not_count() -> None:
         if isinstance(value, np.ndarray) and value.ndim == 2
     }
     padded_evidence = replace(evidence, **wide)
-    assert asdict(extract(padded_evidence)) == pytest.approx(asdict(extract(evidence)), rel=1e-9, nan_ok=True)
+    assert numbers(padded_evidence) == pytest.approx(numbers(evidence), rel=1e-9, nan_ok=True)
 
 
 def test_log_probs_in_another_unit_and_clipped_ones_are_misaligned() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
-from trl_offpolicy.diagnosis.attribution.recorded import attribute_run, recorded_evidence
+from trl_offpolicy.diagnosis.attribution.recorded import attribute_run, course_of, recorded_evidence
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.run_folder.rollouts import read_rollouts
 
@@ -80,16 +80,58 @@ def test_a_healthy_run_gets_no_attribution(write_run: Any) -> None:
     assert examine(write_run(quiet, [rows(range(3), lambda x: x / 1.3)])).attribution is None
 
 
-def test_a_mismatch_that_grew_from_nothing_is_blamed_on_weights(write_run: Any) -> None:
-    """The same late tokens: there from the start it is a setting, grown over the run it is weights."""
+def test_a_setting_that_changed_in_the_run_is_named_and_its_step_is_told(write_run: Any) -> None:
     late = rows(range(5, 10), lambda x: x / 1.3)
     grown = read_rollouts(write_run(metrics(10), [rows(range(5), lambda x: x), late]))
-    constant = read_rollouts(write_run(metrics(10), [rows(range(5), lambda x: x / 1.3), late]))
-    assert grown is not None and constant is not None
-    judged = attribute_run(grown, {}, steps=(6, 10))
-    assert judged is not None and judged.cause == "other_weights" and judged.runner_up == "temperature"
+    assert grown is not None
+    found = attribute_run(grown, {}, steps=(6, 10))
+    assert found is not None and found.cause == "temperature"
+    assert any("since step 5 it is there at once" in reason for reason in found.reasons)
+
+
+def drifted(share: float, seed: int = 5) -> Any:
+    """The trainer's logits after ``share`` of an update that depends on the token and the context."""
+    generator = np.random.default_rng(seed)
+    return lambda x: x + share * generator.normal(0, 0.6, 30) + share * generator.normal(0, 0.8, x.shape)
+
+
+def test_weights_that_stop_arriving_show_as_a_mismatch_that_grows(write_run: Any) -> None:
+    exact = [rows(range(6), lambda x: x)]
+    growing = [rows(range(s, s + 1), drifted(0.15 * (s - 5)), seed=s) for s in range(6, 14)]
+    flat = [rows(range(s, s + 1), drifted(0.5), seed=s) for s in range(6, 14)]
     declared = {"declared": {"engine": SAME | {"weight_version": 0}, "trainer": SAME}}
-    synced = attribute_run(grown, declared, steps=(6, 10))
-    assert synced is not None and synced.cause == "stale_weights" and "KL k3 grew from" in " ".join(synced.reasons)
-    steady = attribute_run(constant, {}, steps=(6, 10))
-    assert steady is not None and steady.cause == "temperature"
+    rollouts = read_rollouts(write_run(metrics(14), exact + growing))
+    assert rollouts is not None
+    course = course_of(rollouts)
+    assert course is not None and (course.since, course.grows, course.comes_and_goes) == (6, True, False)
+    for info, cause in ((declared, "stale_weights"), ({}, "other_weights")):
+        found = attribute_run(rollouts, info)
+        assert found is not None and found.cause == cause and "grows with the steps" in found.reasons[0]
+    jumped = read_rollouts(write_run(metrics(14), exact + flat))
+    assert jumped is not None
+    found = attribute_run(jumped, declared)
+    assert found is not None and found.cause == "unknown"  # a change at step 6, and nothing that says which
+    assert any("since step 6 it is there at once: look at what changed" in reason for reason in found.reasons)
+
+
+def test_syncs_that_fail_now_and_then_come_and_go(write_run: Any) -> None:
+    parts = [rows(range(s, s + 1), drifted(0.5 * (s % 2)), seed=s) for s in range(10)]
+    rollouts = read_rollouts(write_run(metrics(10), parts))
+    assert rollouts is not None
+    found = attribute_run(rollouts, {"declared": {"engine": SAME | {"weight_version": 0}, "trainer": SAME}})
+    assert found is not None and found.cause == "stale_weights" and "comes and goes" in found.reasons[0]
+
+
+def test_one_bad_row_from_half_way_on_is_not_blamed_on_weights(write_run: Any) -> None:
+    """Whatever starts late is no sync: a row that was tokenised again leaves the others as they are."""
+    parts = []
+    for step in range(10):
+        part = rows(range(step, step + 1), lambda x: x, seed=step)
+        if step >= 5:
+            old = part[3]["old_per_token_logps"]
+            old[4:] = [value - 2.0 - 0.3 * place for place, value in enumerate(old[4:])]
+        parts.append(part)
+    rollouts = read_rollouts(write_run(metrics(10), parts))
+    assert rollouts is not None
+    found = attribute_run(rollouts, {"declared": {"engine": SAME | {"weight_version": 0}, "trainer": SAME}})
+    assert found is not None and found.cause not in ("stale_weights", "other_weights")

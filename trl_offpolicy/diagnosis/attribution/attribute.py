@@ -317,7 +317,7 @@ def _temperature(features: Features) -> str:
 
 
 def _of_trace(signature: Signature) -> float:
-    return CONFIDENCE.get(signature.cause, 0.4) * min(1.0, 0.6 + 0.8 * (signature.score - 0.5))
+    return CONFIDENCE.get(signature.cause, 0.4) * min(1.0, 0.8 + 0.4 * (signature.score - 0.5))
 
 
 def _declared(

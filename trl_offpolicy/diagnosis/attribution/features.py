@@ -141,7 +141,7 @@ def extract(evidence: TokenEvidence) -> Features:
         unit_fit=_r_squared(flat, log_mu[:, None], centred=False),
         clipped=float(np.mean(log_mu <= log_mu.min() + 1e-9)),
         forced=float(size[(log_mu == 0.0) & (flat < -1e-3)].sum() / max(size.sum(), 1e-60)),
-        shift=_shift(a[rows], b[rows], d[rows]),
+        shift=_shift(a[rows], b[rows], d[rows], noise),
         onset=_onset(d[rows], noise),
         disagreeing_rows=float(rows.sum()) / max(1, int(seen.any(1).sum())),
         early=_early(z),
@@ -283,17 +283,21 @@ def _temperature(evidence: TokenEvidence, b: Array, d: Array) -> tuple[float, fl
     return _r_squared(d[use], x[use][:, None], centred=False), slope
 
 
-def _shift(a: Array, b: Array, d: Array) -> float:
+def _shift(a: Array, b: Array, d: Array, noise: float) -> float:
     """How badly one side fits the other moved by one to three tokens, as a share of the distance in place.
 
-    Near 0 = it fits, 1 or more = it does not.
+    Near 0 = it fits, 1 or more = it does not. Only tokens that disagree in place are compared.
     """
-    width = d.shape[1] if len(d) else 0
-    moved = [
-        pair for step in range(1, min(4, width)) for pair in ((a[:, :-step], b[:, step:]), (a[:, step:], b[:, :-step]))
-    ]
-    gaps = [distance(x - y) for x, y in moved if np.isfinite(x - y).sum() >= 3]
-    return min(gaps) / max(distance(d), 1e-30) if gaps else float("nan")
+    a = np.where(np.abs(d) > 20 * noise, a, np.nan)
+    shares = []
+    for step in range(1, min(4, d.shape[1] if len(d) else 0)):
+        early, late = slice(None, -step), slice(step, None)
+        for here, there in ((early, late), (late, early)):
+            gap = a[:, here] - b[:, there]
+            seen = np.isfinite(gap)
+            if seen.sum() >= 3:
+                shares.append(distance(gap) / max(distance(np.where(seen, d[:, here], np.nan)), 1e-30))
+    return min(shares, default=float("nan"))
 
 
 def _rewritten(a: Array, b: Array, d: Array) -> tuple[float, str]:
