@@ -226,7 +226,8 @@ def _penalties(logits: Logits, target: Floats) -> dict[str, Tensor]:
 def _biases(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[str, Tensor]:
     """Biases on a few tokens, or bans, one after the other while they help."""
     probs = logits.head.logps(logits.values).exp()
-    logps, texts, found = logits.plain, [], {}
+    logps, found = logits.plain, {}
+    texts: list[str] = []
     for _ in range(MOST_BIASES):
         before = _gap(logps.numpy(), target)
         text, changed, probs = _bias(probs, logps, logits.ids, target, stop_ids)

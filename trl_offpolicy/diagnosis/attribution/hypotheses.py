@@ -549,7 +549,8 @@ def _head_of(name: str, head: Head) -> Head | None:
     cause, _, detail = name.partition(":")
     if cause == "truncated_sampling":
         option, value = detail.split()
-        return replace(head, truncation=Truncation(**{option: int(value) if option == "top_k" else float(value)}))
+        options: dict[str, Any] = {option: int(value) if option == "top_k" else float(value)}
+        return replace(head, truncation=Truncation(**options))
     if cause != "temperature":
         return None
     return Head() if "before" in detail else replace(head, temperature=float(detail))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.attribution.heads import Head
-from trl_offpolicy.engines.hf import Ids
+from trl_offpolicy.engines.hf import Head, Ids
 
 
 @dataclass(frozen=True)
