@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trl_offpolicy.checks import check_number, check_positive, check_whole
 from trl_offpolicy.engines.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from trl_offpolicy.engines.interview import Interview
 
 
 class EngineError(RuntimeError):
@@ -136,6 +139,10 @@ class Engine(Protocol):
     @abstractmethod
     def sync_weights(self, version: int) -> SyncReport:
         """Transfer the weights of the bound source. Collective: every rank of the trainer calls it."""
+
+    def interview(self) -> Interview | None:
+        """What can be asked of the engine about itself; None, the default, = nothing."""
+        return None
 
     def close(self) -> None:
         """Free what the engine holds; a second call does nothing. The default frees nothing."""
