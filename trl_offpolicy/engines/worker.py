@@ -125,8 +125,8 @@ def pieces_of(model: torch.nn.Module, wanted: set[str] | None = None) -> Iterato
             seen.add(id(weight))
             whole = _plain(f"{path}.{name}")
             owner = whole.removesuffix(f".{name}")
-            prefix, _, leaf = owner.rpartition(".")
-            parts = [f"{prefix}.{part}.{name}" for part in fused.get(leaf, ())]
+            leaf = owner.rpartition(".")[2]
+            parts = [f"{owner.removesuffix(leaf)}{part}.{name}" for part in fused.get(leaf, ())]
             if wanted is not None and not wanted & {whole, *parts}:
                 continue
             yield from _taken_apart(module, name, whole, parts)
@@ -170,9 +170,9 @@ def adapter_pieces(worker: Any) -> Iterator[Piece]:
     fused = getattr(worker.model_runner.model, "packed_modules_mapping", None) or {}
     for number, adapter in manager.list_adapters().items():
         for module, layer in adapter.loras.items():
-            prefix, _, leaf = module.rpartition(".")
+            leaf = module.rpartition(".")[2]
             several = isinstance(layer.lora_a, list)
-            names = [f"{prefix}.{part}" for part in fused.get(leaf, [leaf])] if several else [module]
+            names = [f"{module.removesuffix(leaf)}{part}" for part in fused.get(leaf, [leaf])] if several else [module]
             ups, downs = (layer.lora_b, layer.lora_a) if several else ([layer.lora_b], [layer.lora_a])
             scalings = layer.scaling if several else [layer.scaling]
             for name, a, b, scaling in zip(names, downs, ups, scalings, strict=False):

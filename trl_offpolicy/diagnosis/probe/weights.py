@@ -351,17 +351,17 @@ def judge(found: Comparison, *, adapted: bool = False, hot: bool = False) -> lis
         return rows + _adapter_rows(found, adapted=adapted, hot=hot, proved=bool(total))
     if found.samples and all(one.is_rounding for one in found.samples):
         what = f"{len(found.differing)} of {total} weights, which differ by no more than rounding"
-        return [*rows, row("weights", count, "equal up to rounding", "", "", equal=True),
-                row("precision", what, f"kept as {found.dtype}", f"kept as {found.kept}", "precision", equal=False)]  # fmt: skip
+        kept = row("precision", what, f"as {found.dtype}", f"as {found.kept}", "precision", equal=False)
+        return [*rows, row("weights", count, "equal up to rounding", "", "", equal=True), kept]
     if found.rounding is not None:
         what = f"rounding of {len(found.differing)} of {total} weights"
         return [*rows, row("weights", what, found.rounding, "none", "precision", equal=False)]
     fitted = None if hot else adapter_scale(found)
     if fitted is not None:
         what = f"share of the adapter in {len(found.differing)} weights"
-        text = "none: the base model" if abs(fitted) < 0.01 else f"{fitted:.3g} times"
-        return [*rows, row("adapter", what, text, "1 time", "wrong_adapter", equal=False),
-                row("weights", count, "equal but for the adapter", "", "", equal=True)]  # fmt: skip
+        text = "none: the base model" if abs(fitted) < 0.01 else f"{fitted:.2g} times"
+        share = row("adapter", what, text, "1 time", "wrong_adapter", equal=False)
+        return [*rows, row("weights", count, "equal but for the adapter", "", "", equal=True), share]
     return [*rows, _difference(found, total), *_adapter_rows(found, adapted=adapted, hot=hot, proved=False)]
 
 

@@ -81,7 +81,8 @@ def _defaults(
     tried = defaults_by_trial(client, model, prompt, mode=settings.get("logprobs_mode"))
     if tried is not None:
         # The folder knows the number, the trial whether the server uses it: it may have been told not to.
-        return {name: (found or {}).get(name, text) for name, text in tried.items()}
+        known = {name: value for name, value in (found or {}).items() if name not in tried}
+        return known | {name: (found or {}).get(name, text) for name, text in tried.items() if text is not None}
     return None if found is None else {**found, **(own.get("override_generation_config") or {})}
 
 

@@ -14,6 +14,8 @@ SHOWN = 20
 LEAST = 0.05
 """Nats below which two answers count as the same: a 16-bit engine repeats itself to about 0.01."""
 
+_FIRST_TOKEN = ("temperature", "top_k", "top_p", "min_p")
+
 Answer = Mapping[str, float]
 
 
@@ -38,19 +40,25 @@ def defaults_by_trial(
     Args:
         client: the server.
         model: name of the model.
-        prompt: token ids; some that are likely to come again, for the penalties.
+        prompt: token ids.
         mode: the server's ``logprobs_mode``; raw ones show nothing of the options.
 
     Returns:
-        What the omission does, in words, by the name of the option; None if that does not show.
+        By the name of each option that could be tried, what its omission does, in words; None = nothing. The penalties
+        on what was generated do not show at a first token. None alone = nothing shows.
     """
     if mode is None or not mode.startswith("processed"):
         return None
+    # With its likely tokens in front of it, a penalty on tokens of the prompt shows among those that are reported.
+    front = [int(token.rpartition(":")[2]) for token in _ask(client, model, prompt)]
+    prompt = [*front, *prompt]
     neutral = _ask(client, model, prompt)
     if not neutral:
         return None
-    found = {}
-    for name in SAMPLING_DEFAULTS:
+    repeated = any(int(token.rpartition(":")[2]) in prompt for token in neutral)
+    tried = [*_FIRST_TOKEN, *(["repetition_penalty"] if repeated else [])]
+    found: dict[str, Any] = dict.fromkeys(tried)
+    for name in tried:
         answer = _ask(client, model, prompt, leave_out=name)
         if answer and (moved := distance(neutral, answer)) >= LEAST:
             effect = f"moves log-probs by up to {moved:.2g} nats" if math.isfinite(moved) else "cuts the distribution"
