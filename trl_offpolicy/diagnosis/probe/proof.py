@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trl_offpolicy.diagnosis.attribution.evidence import Compared
 from trl_offpolicy.diagnosis.probe.asked import Asked, Proof, information, not_compared, row
-from trl_offpolicy.engines.effective import SAMPLING_DEFAULTS, EngineFacts, flat_config
+from trl_offpolicy.engines.effective import (
+    SAMPLING_DEFAULTS,
+    EngineFacts,
+    facts_of_model,
+    flat_config,
+    tokenizer_facts,
+)
 from trl_offpolicy.engines.hf import Head
+from trl_offpolicy.engines.interview import Interview
 
 _UNIMPORTANT = (
     "architectures", "transformers_version", "use_cache", "dtype", "torch_dtype", "initializer_range", "pretraining_tp",
@@ -68,6 +75,36 @@ def compare_facts(engine: EngineFacts, trainer: EngineFacts, asking: Asking | No
         rows += [*_prompts(asking), *_sampling(asking)]
     rows += [*_defaults(engine), *_logprobs_mode(engine, asking)]
     return Proof(tuple(rows))
+
+
+def effective_settings(interview: Interview | None, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What a run's engine really runs with, and how that differs from its trainer, for ``run.json``.
+
+    Args:
+        interview: the run's engine; None = it cannot be asked.
+        model: the trainer's model.
+        tokenizer: the trainer's tokenizer.
+
+    Returns:
+        ``source``, ``engine`` (its settings), ``defaults`` (of requests), ``compared`` (the topics) and ``differences``
+        (rows as :class:`~trl_offpolicy.diagnosis.probe.asked.Asked`); without an engine nothing.
+    """
+    if interview is None:
+        return {}
+    facts = interview.facts()
+    try:
+        trainer = replace(facts_of_model(model), tokenizer=tokenizer_facts(tokenizer))
+    except (AttributeError, TypeError, ValueError) as error:  # a model that is not built as those of transformers
+        return {"source": facts.source, "engine": dict(facts.settings), "compared": [], "why": str(error)}
+    proof = compare_facts(facts, trainer)
+    unequal = [asdict(one) for one in proof.rows if one.outcome in ("different", "no effect")]
+    return {
+        "source": facts.source,
+        "engine": dict(facts.settings),
+        "defaults": None if facts.defaults is None else dict(facts.defaults),
+        "compared": sorted(proof.compared),
+        "differences": unequal,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- precision
