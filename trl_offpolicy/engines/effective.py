@@ -153,7 +153,8 @@ def facts_of_model(model: nn.Module, *, source: str = "transformers in this proc
         model: the model.
         source: see :class:`EngineFacts`.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
     config: Any = getattr(base, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return EngineFacts(
@@ -214,9 +215,9 @@ def _logits(model: Any, config: Any) -> dict[str, Any]:
 
 def _rope(module: Any) -> dict[str, Any]:
     """Cosines and sines as vLLM keeps them: first all cosines, then all sines."""
-    frequencies = module.inv_freq.double().cpu()
+    frequencies: Tensor = module.inv_freq.detach().to("cpu", torch.float64)
     scale = float(getattr(module, "attention_scaling", 1.0) or 1.0)
-    angles = torch.tensor(ROPE_POSITIONS, dtype=torch.float64)[:, None] * frequencies
+    angles = torch.outer(torch.tensor(ROPE_POSITIONS, dtype=torch.float64), frequencies)
     return {"dtype": "float32", "angles": (torch.cat([angles.cos(), angles.sin()], 1) * scale).tolist()}
 
 

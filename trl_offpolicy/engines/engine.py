@@ -5,13 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trl_offpolicy.checks import check_number, check_positive, check_whole
 from trl_offpolicy.engines.weights.source import WeightSource
-
-if TYPE_CHECKING:
-    from trl_offpolicy.engines.interview import Interview
 
 
 class EngineError(RuntimeError):
@@ -119,7 +116,11 @@ class Rollouts:
 
 
 class Engine(Protocol):
-    """Samples completions with weights of a known version. An engine derives from it or just has its methods."""
+    """Samples completions with weights of a known version. An engine derives from it or just has its methods.
+
+    It may also have ``interview()``, which returns an :class:`~trl_offpolicy.engines.interview.Interview`: then a probe
+    compares its weights and settings with the trainer's, and ``run.json`` says what it really runs with.
+    """
 
     version: int | None = None
     """Version of the weights it answers with; None before the first sync."""
@@ -139,10 +140,6 @@ class Engine(Protocol):
     @abstractmethod
     def sync_weights(self, version: int) -> SyncReport:
         """Transfer the weights of the bound source. Collective: every rank of the trainer calls it."""
-
-    def interview(self) -> Interview | None:
-        """What can be asked of the engine about itself; None, the default, = nothing."""
-        return None
 
     def close(self) -> None:
         """Free what the engine holds; a second call does nothing. The default frees nothing."""

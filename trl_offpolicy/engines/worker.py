@@ -154,11 +154,12 @@ def _packed(module: Any) -> Tensor | None:
 
     The kernel itself gives it back: a row of the identity selects a column, and adding zeros rounds nothing.
     """
-    multiply, width = getattr(module, "cpu_linear", None), getattr(module, "input_size_per_partition", None)
+    multiply = getattr(module, "cpu_linear", None)
+    width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     dtype = getattr(module, "params_dtype", module.weight.dtype)
     if multiply is None or width is None or not dtype.is_floating_point:
         return None
-    columns = [multiply(part, module.weight, None) for part in torch.eye(width, dtype=dtype).split(512)]
+    columns = [multiply(part, module.weight, None) for part in torch.split(torch.eye(width, dtype=dtype), 512)]
     return torch.cat(columns).t().contiguous()
 
 

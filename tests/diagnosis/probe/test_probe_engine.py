@@ -9,14 +9,16 @@ import sys
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tiny_models import save_tiny_model
 
+from trl_offpolicy.diagnosis.attribution.evidence import Compared
+
 SCRIPT = Path(__file__).with_name("proof_run.py")
 REAL = Path(__file__).parents[3] / ".cache/SmolLM2-135M-Instruct"
-ALL = "weights adapter model_config precision tokenizer prompts sampling logprobs_mode parallelism".split()
+ALL = sorted(get_args(Compared))
 FAULTS = {
     "stale": ("stale_weights", "all weights (21 of 21 differ)"),
     "partial": ("stale_weights", "layer 1 (9 of 21 differ)"),
@@ -63,7 +65,7 @@ def tiny() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["clean", "adapter_merged"])
 def test_a_clean_pair_is_compared_in_everything_and_equal(name: str) -> None:
-    assert tiny()[name]["seen"] == [] and tiny()[name]["compared"] == sorted(ALL)
+    assert tiny()[name]["seen"] == [] and tiny()[name]["compared"] == ALL
 
 
 @pytest.mark.parametrize("name", list(FAULTS))
@@ -97,7 +99,7 @@ def test_what_the_engine_was_told_and_the_trainer_was_not() -> None:
 def test_the_quickstarts_model() -> None:
     found = run(str(REAL), "clean", "stale", "partial", "adapter_missing", "adapter_halved", "adapter_merged")
     assert found["clean"]["seen"] == found["adapter_merged"]["seen"] == []
-    assert found["clean"]["compared"] == sorted(ALL)
+    assert found["clean"]["compared"] == ALL
     causes = {name: [one["cause"] for one in value["seen"]] for name, value in found.items()}
     assert causes["stale"] == causes["partial"] == ["stale_weights"]
     assert causes["adapter_missing"] == causes["adapter_halved"] == ["wrong_adapter"]

@@ -181,12 +181,13 @@ def _by_layer(label: str, engine: Mapping[str, Any], trainer: Mapping[str, Any],
     if not shared:
         return []
     windows = "window" in label
-    values = {name: tuple(_window(side[name], longest) if windows else side[name] for side in (engine, trainer))
-              for name in shared}  # fmt: skip
-    differing = [name for name, (one, other) in values.items() if not _close(one, other)]
+    if windows:
+        engine, trainer = ({name: _window(side[name], longest) for name in shared} for side in (engine, trainer))
+    differing = [name for name in shared if not _close(engine[name], trainer[name])]
     name = (differing or shared)[0]
     counted = f"{len(differing)} of {len(shared)} differ, e.g. {name}" if differing else f"{len(shared)} layers"
-    return [row("model_config", f"{label} ({counted})", *values[name], "model_config", equal=not differing)]
+    what, equal = f"{label} ({counted})", not differing
+    return [row("model_config", what, engine[name], trainer[name], "model_config", equal=equal)]
 
 
 def _window(value: int | None, longest: int | None) -> int | None:
@@ -203,8 +204,8 @@ def _rope(engine: Mapping[str, Any] | None, trainer: Mapping[str, Any] | None) -
     gap = max(abs(a - b) for one, other in rows for a, b in zip(one, other, strict=True))
     equal = gap <= ROPE_TOLERANCE.get(engine["dtype"], 2e-4)
     what = "angles of the rotary embedding" + ("" if equal else f" (cosines and sines differ by up to {gap:.2g})")
-    texts = [f"theta {theta_of(side['angles'][0]):.4g}" for side in (engine, trainer)]
-    return [row("model_config", what, *texts, "model_config", equal=equal)]
+    one, other = (f"theta {theta_of(side['angles'][0]):.4g}" for side in (engine, trainer))
+    return [row("model_config", what, one, other, "model_config", equal=equal)]
 
 
 def theta_of(angles: Sequence[float]) -> float:

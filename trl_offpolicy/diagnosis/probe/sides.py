@@ -272,8 +272,8 @@ def ask_both(interview: Interview, model: Any, tokenizer: Any, asking: Asking) -
     """
     trainer = replace(facts_of_model(model), tokenizer=tokenizer_facts(tokenizer))
     facts = compare_facts(interview.facts(), trainer, asking)
-    adapters = {request.get("adapter_id") for request in asking.requests} - {None}
-    weights = weight_rows(interview, model, adapter_id=min(adapters, default=None))
+    named = (request.get("adapter_id") for request in asking.requests)
+    weights = weight_rows(interview, model, adapter_id=next((one for one in named if one is not None), None))
     return Proof((*weights, *facts.rows))
 
 

@@ -263,31 +263,34 @@ def _cast(weight: Tensor, piece: Mapping[str, Any], answer: Mapping[str, Any]) -
 def _same(weight: Tensor, piece: Mapping[str, Any], dtype: str) -> bool:
     """True if the values are equal, bit for bit, once rounded to the dtype of the engine's model or of this tensor."""
     kept = _FLOATS[piece["dtype"]]
-    if checksum(weight.to(_FLOATS[dtype]).to(kept)) == piece["checksum"]:
+    wanted = str(piece["checksum"])
+    if checksum(weight.to(_FLOATS[dtype]).to(kept)) == wanted:
         return True
-    return dtype != piece["dtype"] and checksum(weight.to(kept)) == piece["checksum"]
+    return dtype != piece["dtype"] and checksum(weight.to(kept)) == wanted
 
 
 def _sample(
-    found: Comparison, answers: list[dict[str, Any]], stream: Stream, base: Mapping[str, Tensor], names: set[str]
-) -> None:
+    found: Comparison, answers: list[dict[str, Any]], stream: Stream, plain_weights: Mapping[str, Tensor],
+    names: set[str],
+) -> None:  # fmt: skip
     for name, weight in stream():
         for answer in answers if name in names else ():
             piece = answer["pieces"].get(answer["tied"].get(name, name))
             part = None if piece is None or "sample" not in piece else shard(weight, piece, answer)
             if part is None:
                 continue
-            plain = shard(base[name], piece, answer) if name in base else None
+            plain = shard(plain_weights[name], piece, answer) if name in plain_weights else None
             held = _cast(part, piece, answer)
             if checksum(held, ordered=False) == piece["values"]:
                 found.differing.remove(name)
                 found.unread[name] = "the engine keeps the same values in another order"
                 continue
-            values = [np.asarray(sample_of(one)) for one in (held, part, plain) if one is not None]
+            base = None if plain is None else np.asarray(sample_of(plain))
             # The trainer's weights may themselves be rounded, from a checkpoint that the engine holds unrounded.
             narrow = weight.dtype != torch.float32 and str(weight.dtype) != f"torch.{piece['dtype']}"
             ulps = torch.finfo(weight.dtype).eps + torch.finfo(_FLOATS[piece["dtype"]]).eps if narrow else 0.0
-            found.samples.append(Difference(name, np.asarray(piece["sample"]), *values, ulps=ulps / 2))
+            values = [np.asarray(one) for one in (piece["sample"], sample_of(held), sample_of(part))]
+            found.samples.append(Difference(name, values[0], values[1], values[2], base, ulps / 2))
 
 
 @torch.no_grad()
