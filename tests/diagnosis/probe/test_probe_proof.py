@@ -237,3 +237,17 @@ def test_defaults_are_read_from_the_models_folder(tmp_path: Any) -> None:
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.3, "eos_token_id": 2, "top_k": null}')
     assert folder_defaults(tmp_path) == {"repetition_penalty": 1.3}
     assert set(SAMPLING_DEFAULTS) >= {"temperature", "top_p"} and flat_config({"a": {"b": 1}}) == {"a.b": 1}
+
+
+def test_a_run_keeps_what_its_engine_says_and_what_differs(trainer: EngineFacts) -> None:
+    from trl_offpolicy.diagnosis.probe.proof import effective_settings
+    from trl_offpolicy.engines.interview import Interview
+
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    said = replace(trainer, source="an engine", settings={**SETTINGS, "dtype": "bfloat16"}, defaults={"top_p": 0.9})
+    found = effective_settings(Interview("an engine", known=said), model, tokenizer)
+    assert found["engine"]["dtype"] == "bfloat16" and found["defaults"] == {"top_p": 0.9}
+    outcomes = {one["what"].split(" ")[0]: one["outcome"] for one in found["differences"]}
+    assert outcomes == {"dtype": "different", "keys": "different", "top_p": "no effect"}
+    assert "weights" not in found["compared"] and "precision" in found["compared"]
+    assert effective_settings(None, model, tokenizer) == {}
