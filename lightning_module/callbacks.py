@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
 from lightning_module.streams import MicroStep
+from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
@@ -122,6 +123,7 @@ _AUTOCAST = {"bf16": "bfloat16", "16": "float16"}
 def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     """The entries of ``run.json`` that describe the method."""
     preset, engine = module.preset, module.settings["engine"]
+    asked = getattr(module.generation.engine, "interview", None)  # an engine of the user's may not have it
     precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))
     return {
         "model": module.hparams.get("model", ""),
@@ -135,5 +137,8 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
             engine=engine if isinstance(engine, dict) else {},
             autocast=next(precisions, None),
             sampling={name: getattr(module.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+        ),
+        "effective": effective_settings(
+            None if asked is None else asked(), module.policy, module.generation.prompts.tokenizer
         ),
     }

@@ -203,6 +203,7 @@ def test_run_json_and_the_attribution_know(build):
     trainer = build()
     info = run_description(trainer.args, trainer.args.preset, trainer)
     assert info["sampling_states"] == [] and info["declared"]["engine"]["kv_cache"] == "auto"
+    assert info["effective"] == {}  # transformers generates: there is no other engine to ask
     same = {"dtype": "bfloat16", "quantization": "none"}
     said = differences(Declared(**same, kv_cache="fp8"), Declared(**same))["precision"]
     assert said.certain and said.text == "keys and values stored as fp8 in the engine"

@@ -191,6 +191,7 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--max-tokens", type=int, default=32, help="longest completion (default: 32)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the engine (default: 0)")
     parser.add_argument("--no-hypotheses", action="store_true", help="do not test causes with the model (faster)")
+    parser.add_argument("--no-ask", action="store_true", help="do not compare weights and settings of both sides")
     parser.add_argument("--output", type=Path, default=Path("probe"), metavar="DIR", help="default: probe")
     parser.add_argument("--max-kl", type=float, metavar="NATS", help=f"exit with {FOUND} if KL k3 is above")
     parser.add_argument("--min-pearson", type=float, metavar="R", help=f"exit with {FOUND} if Pearson is below")
@@ -281,7 +282,7 @@ def _probe_options(args: argparse.Namespace) -> ProbeOptions:
             raise ValueError(f"--{name.replace('_', '-')} must be a finite number, but got {value}.")
     prompts = () if args.prompts is None else read_prompts(args.prompts)
     given = {name: getattr(args, name) for name in names}
-    return ProbeOptions(**given, prompts=prompts, explain=not args.no_hypotheses)
+    return ProbeOptions(**given, prompts=prompts, explain=not args.no_hypotheses, ask=not args.no_ask)
 
 
 def _broken_limits(result: ProbeResult, *, max_kl: float | None, min_pearson: float | None) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from trl_offpolicy.engines.cpu_experts import forget_expert_kernels
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
+from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
@@ -116,6 +117,10 @@ class ColocateEngine:
         self.version = version
         kind = "memory" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+
+    def interview(self) -> Interview:
+        """Ask the engine what it really runs with."""
+        return interview_llm(self.llm, weight_rounding=self.weight_rounding)
 
     def close(self) -> None:
         """Delete the engine and free its memory."""

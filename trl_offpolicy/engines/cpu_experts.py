@@ -26,7 +26,7 @@ def forget_expert_kernels(model: Any) -> None:
 
 
 class ReloadsExperts:
-    """An extension of vLLM's worker with a reload for its CPU engine."""
+    """A reload for vLLM's CPU engine, as a part of :class:`~trl_offpolicy.engines.worker.WorkerExtension`."""
 
     model_runner: Any
     reload_weights: Any
@@ -35,7 +35,3 @@ class ReloadsExperts:
         """``reload_weights`` with :func:`forget_expert_kernels` before it."""
         forget_expert_kernels(self.model_runner.model)
         self.reload_weights(weights_path=weights_path)
-
-
-EXTENSION = f"{ReloadsExperts.__module__}.{ReloadsExperts.__qualname__}"
-"""``trl-offpolicy serve`` adds this to vLLM's worker (``--worker-extension-cls``) on a machine without a GPU."""

@@ -116,7 +116,11 @@ class Rollouts:
 
 
 class Engine(Protocol):
-    """Samples completions with weights of a known version. An engine derives from it or just has its methods."""
+    """Samples completions with weights of a known version. An engine derives from it or just has its methods.
+
+    It may also have ``interview()``, which returns an :class:`~trl_offpolicy.engines.interview.Interview`: then a probe
+    compares its weights and settings with the trainer's, and ``run.json`` says what it really runs with.
+    """
 
     version: int | None = None
     """Version of the weights it answers with; None before the first sync."""

@@ -24,6 +24,7 @@ from trl.trainer import grpo_trainer
 from trl_offpolicy.engines.colocate import reload_in_process, reset_prefix_cache, score_in_process
 from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
+from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
 from trl_offpolicy.engines.server.engine import ServerEngine
@@ -221,6 +222,12 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         rows = [list(row) for row in ids]
         answer = self.vllm_client.get_sequence_logprobs(rows, prompt_lengths=[1] * len(rows), top_logprobs=1)
         return [[place[0] for place in row] for row in answer["actual_logprobs"]]
+
+    def interview(self) -> Interview | None:
+        """What can be asked of the engine about itself; None on ranks, and in modes, that cannot ask it."""
+        if self.mode == "colocate":
+            return interview_llm(self.llm, weight_rounding=self.settings.weight_rounding)
+        return None if self._server is None else self._server.interview()
 
     # ---------------------------------------------------------------------------------------------------- sampling
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.presets import Preset
 from trl_offpolicy.run_folder.declared import declared_sides
@@ -34,6 +35,7 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
     sampler = f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate"
     findings = sampling_findings(args) if server is None else sampling_findings(args) + server.findings
     precisions = {"bfloat16": args.bf16, "float16": args.fp16}
+    asked = getattr(getattr(trainer, "vllm_generation", None), "interview", None)
     return {
         "model": getattr(config, "_name_or_path", ""),
         **preset.described(),
@@ -51,4 +53,5 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
             tools=bool(trainer.tools),
             sampling={name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
+        "effective": effective_settings(None if asked is None else asked(), model, trainer.processing_class),
     }

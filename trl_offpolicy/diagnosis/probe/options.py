@@ -31,6 +31,7 @@ class ProbeOptions:
         max_tokens: longest completion, in tokens.
         seed: seed of the engine.
         explain: whether to test hypotheses with the model if there is a mismatch.
+        ask: whether to compare weights, settings and requests of both sides, by asking them.
 
     Raises:
         ValueError: a field is not valid; the message names it.
@@ -53,6 +54,7 @@ class ProbeOptions:
     max_tokens: int = 32
     seed: int = 0
     explain: bool = True
+    ask: bool = True
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_tokens"):

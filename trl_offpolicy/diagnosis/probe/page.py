@@ -12,6 +12,7 @@ from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, as_rollouts
 from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.probe.asked import Outcome
 from trl_offpolicy.diagnosis.probe.probe import ProbeResult
 from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
 from trl_offpolicy.run_folder.layout import PROBE_FILE, PROBE_PAGE
@@ -73,6 +74,23 @@ def metric_rows(result: ProbeResult) -> list[tuple[str, str, str]]:
     return [*rows, ("ESS (token), raw weights", format_number(ess), "")]
 
 
+ASKED_TITLES = ("what", "engine", "trainer", "equal?")
+_OUTCOMES: dict[Outcome, str] = {
+    "different": "NO",
+    "not compared": "not compared",
+    "no effect": "no, without effect here",
+    "equal": "yes",
+    "for information": "",
+}
+"""How the outcomes of :class:`~trl_offpolicy.diagnosis.probe.asked.Asked` are shown, in this order."""
+
+
+def asked_rows(result: ProbeResult) -> list[tuple[str, str, str, str]]:
+    """(what, engine, trainer, equal?) of what both sides were asked; differences first."""
+    rows = sorted(result.proof.rows, key=lambda one: list(_OUTCOMES).index(one.outcome))
+    return [(one.what, one.engine, one.trainer, _OUTCOMES[one.outcome]) for one in rows]
+
+
 def breakdown_rows(breakdown: Breakdown) -> list[tuple[str, str, str, str, str]]:
     """(bin, tokens, KL k3, mean |log-ratio|, share of the KL) as text."""
     return [
@@ -105,6 +123,8 @@ def as_dict(result: ProbeResult) -> dict[str, Any]:
         "metrics": dict(result.metrics),
         "attribution": {**asdict(found), **about},
         "recommendation": asdict(result.recommendation),
+        "asked": [asdict(one) for one in result.proof.rows],
+        "not_compared": list(result.proof.not_compared),
         "breakdowns": [asdict(one) for one in result.breakdowns],
         "completions": len(result.completions),
         "tokens": int(result.evidence.observed.sum()),
@@ -136,6 +156,8 @@ def render_probe(result: ProbeResult) -> str:
         runner_up=runner_up,
         observed=OBSERVED[found.level],
         advice=result.recommendation,
+        asked=asked_rows(result),
+        asked_titles=ASKED_TITLES,
         metrics=metric_rows(result),
         breakdown_titles=("", *BREAKDOWN_TITLES),
         breakdowns=[{"title": one.title, "rows": breakdown_rows(one)} for one in result.breakdowns],
@@ -162,6 +184,8 @@ def print_probe(result: ProbeResult, console: Console) -> None:
     console.print(_text_table(("mismatch", "engine / trainer", "trainer / itself"), metric_rows(result)))
     for one in result.breakdowns:
         console.print(_text_table((f"by {one.title}", *BREAKDOWN_TITLES), breakdown_rows(one)))
+    if result.proof.rows:
+        console.print(_text_table(("asked on both sides", *ASKED_TITLES[1:]), asked_rows(result)))
     colour = "green" if result.attribution.cause == "none" else "yellow"
     console.print(f"[bold {colour}]{escape(headline(result))}[/]")
     for reason in result.attribution.reasons:

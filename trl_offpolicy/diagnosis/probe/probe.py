@@ -21,6 +21,7 @@ from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import noise_level
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
+from trl_offpolicy.diagnosis.probe.asked import Proof
 from trl_offpolicy.diagnosis.probe.options import ProbeOptions
 from trl_offpolicy.diagnosis.probe.sides import Sides, open_sides, render_prompts
 from trl_offpolicy.engines.hf import score_completions
@@ -42,6 +43,7 @@ class ProbeResult:
         recommendation: what to do.
         breakdowns: the mismatch by probability, position, length and kind of token.
         completions: text of each completion.
+        proof: what was asked on both sides.
         seconds: wall clock by stage.
     """
 
@@ -52,6 +54,7 @@ class ProbeResult:
     recommendation: Recommendation
     breakdowns: Sequence[Breakdown]
     completions: Sequence[str] = ()
+    proof: Proof = field(default_factory=Proof)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -97,6 +100,7 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
         breakdowns=break_down(evidence, decode=lambda token: str(sides.tokenizer.decode([token])),
                               special=frozenset(sides.tokenizer.all_special_ids)),
         completions=texts,
+        proof=sides.proof,
         seconds=clock.done(),
     )  # fmt: skip
 
@@ -143,6 +147,8 @@ def _score(
         group_ids=np.repeat(np.arange(len(ids) // options.samples), options.samples),
         engine=sides.engine_declares(),
         trainer=sides.trainer_declares(),
+        seen=sides.proof.seen,
+        compared=sides.proof.compared,
     )
 
 

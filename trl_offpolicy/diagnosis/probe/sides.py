@@ -6,17 +6,21 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_offpolicy.diagnosis.attribution.evidence import Declared
+from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared
 from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
+from trl_offpolicy.diagnosis.probe.asked import Proof, row
+from trl_offpolicy.diagnosis.probe.proof import Asking, compare_facts
+from trl_offpolicy.diagnosis.probe.weights import weight_rows
+from trl_offpolicy.engines.effective import EngineFacts, facts_of_model, tokenizer_facts
 from trl_offpolicy.engines.engine import Rollouts, Sampling
 from trl_offpolicy.engines.hf import Head, sample_completions
+from trl_offpolicy.engines.interview import Interview
 
 if TYPE_CHECKING:
     from trl_offpolicy.diagnosis.probe.options import ProbeOptions
@@ -113,6 +117,8 @@ class Sides:
 
     def __init__(self, options: ProbeOptions, model: Any, tokenizer: Any) -> None:
         self.options, self.model, self.tokenizer = options, model, tokenizer
+        self.proof = Proof()
+        """What was asked on both sides; filled by :meth:`sample`."""
         self._experts = int(
             getattr(model.config, "num_experts", 0) or getattr(model.config, "num_local_experts", 0) or 0
         )
@@ -120,13 +126,55 @@ class Sides:
     # -------------------------------------------------------------------------------------------------- sampling
 
     def sample(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        """``samples`` completions of each prompt, prompt-major, with the engine's log-probs."""
+        """``samples`` completions of each prompt, prompt-major, with the engine's log-probs.
+
+        The engine is asked what it is while it runs.
+        """
         if self.options.engine == "hf":
+            if self.options.ask:
+                self.proof = self._of_itself(prompts)
             return self._sample_here(prompts)
         with self._vllm() as engine:
-            rollouts: Rollouts = engine.generate(prompts, self._sampling(), n=self.options.samples)
+            rollouts = self._asked(engine, prompts) if self.options.ask else self._generated(engine, prompts)
         assert rollouts.sampling_per_token_logps is not None
         return rollouts.completion_ids, rollouts.sampling_per_token_logps
+
+    def _generated(self, engine: Any, prompts: list[list[int]]) -> Rollouts:
+        rollouts: Rollouts = engine.generate(prompts, self._sampling(), n=self.options.samples)
+        return rollouts
+
+    def _asked(self, engine: Any, prompts: list[list[int]]) -> Rollouts:
+        """The rollouts; the requests are watched, then weights and settings of both sides compared."""
+        interview: Interview = engine.interview(prompts[0]) if self._remote else engine.interview()
+        with interview.watch() as requests:
+            rollouts = self._generated(engine, prompts)
+        asking = Asking(prompts=prompts, head=self.options.trainer_head, requests=requests)
+        self.proof = ask_both(interview, self.model, self.tokenizer, asking)
+        return rollouts
+
+    @property
+    def _remote(self) -> bool:
+        return self.options.engine.startswith("http")
+
+    def _of_itself(self, prompts: list[list[int]]) -> Proof:
+        """The engine is the trainer's model, in another dtype, rounding and with other sampling options."""
+        o = self.options
+        trainer = self.trainer_facts()
+        settings = {**trainer.settings, "dtype": o.engine_dtype, "logprobs_mode": "processed_logprobs"}
+        sampling = {name: getattr(o, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        requests = [{"prompt_token_ids": ids, "sampling": sampling} for ids in prompts]
+        engine = replace(trainer, source="transformers generate", settings=settings)
+        facts = compare_facts(engine, trainer, Asking(prompts=prompts, head=o.trainer_head, requests=requests))
+        same = [row(topic, str(topic), "the trainer's", "the trainer's", "", equal=True)
+                for topic in _OF_ONE_MODEL]  # fmt: skip
+        if o.weight_rounding is not None:
+            label = "rounding of the linear weights"
+            same.append(row("precision", label, o.weight_rounding, "none", "precision", equal=False))
+        return Proof((*same, *facts.rows))
+
+    def trainer_facts(self) -> EngineFacts:
+        """What the trainer's side says of itself."""
+        return replace(facts_of_model(self.model), tokenizer=tokenizer_facts(self.tokenizer))
 
     def _sampling(self) -> Sampling:
         o = self.options
@@ -137,11 +185,10 @@ class Sides:
         from trl_offpolicy.engines.weights.source import ModelWeights
 
         o = self.options
-        if o.engine != "vllm":
-            from trl_offpolicy.engines.server.engine import ServerEngine
+        if self._remote:
+            from trl_offpolicy.engines.server.reader import ServerReader
 
-            with TemporaryDirectory() as folder:
-                yield ServerEngine(o.engine, folder=folder)
+            yield ServerReader(o.engine)
             return
         from trl_offpolicy.engines.colocate import ColocateEngine
 
@@ -212,6 +259,25 @@ class Sides:
         if self.options.adapter is None:
             return {}
         return {"wrong_adapter:no adapter": self.model.disable_adapter}
+
+
+def ask_both(interview: Interview, model: Any, tokenizer: Any, asking: Asking) -> Proof:
+    """Ask engine and trainer for settings, prompts, sampling and weights, and compare the answers.
+
+    Args:
+        interview: the engine.
+        model: the trainer's model.
+        tokenizer: the trainer's tokenizer.
+        asking: the requests, and what the trainer assumes of them.
+    """
+    trainer = replace(facts_of_model(model), tokenizer=tokenizer_facts(tokenizer))
+    facts = compare_facts(interview.facts(), trainer, asking)
+    named = (request.get("adapter_id") for request in asking.requests)
+    weights = weight_rows(interview, model, adapter_id=next((one for one in named if one is not None), None))
+    return Proof((*weights, *facts.rows))
+
+
+_OF_ONE_MODEL: tuple[Compared, ...] = ("weights", "adapter", "parallelism")
 
 
 def _short_hash(text: str | None) -> str:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from trl_offpolicy.engines.cpu_experts import EXTENSION, ReloadsExperts
 from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, server_arguments
 from trl_offpolicy.engines.server.client import ServerClient
+from trl_offpolicy.engines.worker import EXTENSION, WorkerExtension
 
 RESET_PATIENCE, RESET_PAUSE = 60.0, 0.25  # seconds for all tries together, and between two tries
 
@@ -57,9 +57,9 @@ def require_ready(
 
 
 def reload_method(config: dict[str, Any]) -> str:
-    """The worker's method that loads weights from a folder; `trl-offpolicy serve` adds its own on a CPU."""
+    """The worker's method that loads weights from a folder; `trl-offpolicy serve` adds its own."""
     extension = str((config.get("parallel_config") or {}).get("worker_extension_cls") or "")
-    return ReloadsExperts.reload_experts.__name__ if extension == EXTENSION else "reload_weights"
+    return WorkerExtension.reload_experts.__name__ if extension == EXTENSION else "reload_weights"
 
 
 def reset_prefix_cache(client: ServerClient) -> None:

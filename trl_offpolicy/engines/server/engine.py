@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
+from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.server.answers import sampled_logps, sampled_routes
 from trl_offpolicy.engines.server.checks import reload_method, require_ready, reset_prefix_cache, server_config
 from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
+from trl_offpolicy.engines.server.interview import interview_server
 from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, write_adapter, write_weights
 from trl_offpolicy.engines.weights.source import WeightSource
 
@@ -280,6 +282,11 @@ class ServerEngine:
     def _base_model(self) -> str:
         models = self.client.get("/v1/models")["data"]
         return str(next(model["id"] for model in models if not model.get("parent")))
+
+    def interview(self) -> Interview:
+        """Ask the server what it really runs with."""
+        rounding = self.weight_rounding
+        return interview_server(self.client, self._routes, self.model, weight_rounding=rounding, prompt=[0] * 4)
 
     def close(self) -> None:
         """Delete this run's weight folders; the server is left as it is."""

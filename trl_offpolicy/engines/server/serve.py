@@ -10,11 +10,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trl_offpolicy.engines.cpu_experts import EXTENSION
 from trl_offpolicy.engines.environment import CPU_SERVER_ENVIRONMENT, machine_has_gpu
 from trl_offpolicy.engines.sampling_states import engine_findings, flag_arguments
 from trl_offpolicy.engines.server.client import LOOPBACK
 from trl_offpolicy.engines.weights.lora import LORA_MODULES, served_rank
+from trl_offpolicy.engines.worker import EXTENSION
 
 GUARD = "trl_offpolicy.engines.server.guard.RequireKey"
 
@@ -68,7 +68,7 @@ def command(options: ServeOptions) -> list[str]:
         "--model", options.model, "--host", options.host, "--port", str(options.port),
         "--dtype", checkpoint_dtype(options.model) if options.dtype == "auto" else options.dtype,
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
-        "--served-model-name", "policy",
+        "--served-model-name", "policy", "--worker-extension-cls", EXTENSION,
     ]  # fmt: skip
     if options.max_model_len is not None:
         own += ["--max-model-len", str(options.max_model_len)]
@@ -80,7 +80,7 @@ def command(options: ServeOptions) -> list[str]:
     if machine_has_gpu():
         own += ["--weight-transfer-config", json.dumps({"backend": "nccl"})] if options.gpu_transfer else []
     else:
-        own += ["--enforce-eager", "--worker-extension-cls", EXTENSION]
+        own += ["--enforce-eager"]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *own, *options.extra]
 
 

@@ -1,0 +1,305 @@
+"""What vLLM's worker says of itself: its weights by the trainer's names, its modules' settings, the requests it got.
+
+Each function takes the worker first. In this process they are called through ``LLM.collective_rpc``. On a server they
+are methods of :class:`WorkerExtension`, which ``trl-offpolicy serve`` adds to the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.engines.cpu_experts import ReloadsExperts
+from trl_offpolicy.engines.effective import ROPE_POSITIONS, settings_of
+from trl_offpolicy.engines.weights.summary import checksum, sample_of, summarise
+
+MOST_REQUESTS = 64  # of a watched batch
+_EXPERTS = {"w13_weight": ("gate_proj", "up_proj", "w1", "w3"), "w2_weight": ("down_proj", "w2")}
+"""vLLM's stacked experts, and the matrices of a checkpoint that they are made of."""
+
+
+class WorkerExtension(ReloadsExperts):
+    """An extension of vLLM's worker: a reload for its CPU engine, and answers about itself. All are plain JSON."""
+
+    def offpolicy_weights(self, names: list[str] | None = None, sample: int = 0) -> dict[str, Any]:
+        """See :func:`weights_of`."""
+        return weights_of(self, names, sample)
+
+    def offpolicy_facts(self) -> dict[str, Any]:
+        """See :func:`facts_of`."""
+        return facts_of(self)
+
+    def offpolicy_watch(self, on: bool = True) -> dict[str, Any]:
+        """See :func:`watch_requests`."""
+        return watch_requests(self, on)
+
+
+EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
+"""``trl-offpolicy serve`` adds this to vLLM's worker (``--worker-extension-cls``)."""
+
+
+# --------------------------------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A weight of the engine under the trainer's name.
+
+    Args:
+        name: name in the trainer's checkpoint; of stacked experts, that of the stack.
+        tensor: its values; None if the engine keeps them in a form that cannot be read.
+        ordered: False = in a kernel's layout, so that only its values can be compared, not their places.
+        start: first row of an embedding's shard.
+    """
+
+    name: str
+    tensor: Tensor | None
+    ordered: bool = True
+    start: int | None = None
+
+
+def weights_of(worker: Any, names: Collection[str] | None = None, sample: int = 0) -> dict[str, Any]:
+    """Summaries of the worker's weights.
+
+    Args:
+        worker: vLLM's worker.
+        names: only these; None = all.
+        sample: number of values to read of each weight, beside its checksum, and a checksum without their order.
+
+    Returns:
+        ``pieces`` by name (:func:`~trl_offpolicy.engines.weights.summary.summarise`; None = unreadable), the worker's
+        ``tp_rank`` and ``tp_size``, its model's ``dtype``, and ``tied``: names that share another one's tensor.
+    """
+    model = worker.model_runner.model
+    tied = shared_names(model)
+    parallel = worker.vllm_config.parallel_config
+    pieces: dict[str, Any] = {}
+    for piece in [*pieces_of(model, None if names is None else set(names)), *adapter_pieces(worker)]:
+        if names is not None and piece.name not in names:
+            continue
+        found = None if piece.tensor is None else summarise(piece.tensor, ordered=piece.ordered)
+        if found is not None and piece.tensor is not None:
+            found |= {"ordered": piece.ordered, "start": piece.start}
+            if sample and piece.ordered:
+                found |= {"sample": sample_of(piece.tensor, sample), "values": checksum(piece.tensor, ordered=False)}
+        pieces[piece.name] = found
+    size = int(parallel.tensor_parallel_size)
+    dtype = str(worker.vllm_config.model_config.dtype).removeprefix("torch.")
+    return {"pieces": pieces, "tied": tied, "tp_rank": int(worker.rank) % size, "tp_size": size, "dtype": dtype}
+
+
+def shared_names(model: torch.nn.Module) -> dict[str, str]:
+    """Names of weights that are the same tensor as another one, by that one's name."""
+    first: dict[int, str] = {}
+    shared = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        plain = _plain(name)
+        if id(weight) in first and first[id(weight)] != plain:
+            shared[plain] = first[id(weight)]
+        first.setdefault(id(weight), plain)
+    return shared
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer.", ".")  # vLLM wraps layers that an adapter may touch
+
+
+@torch.no_grad()
+def pieces_of(model: torch.nn.Module, wanted: set[str] | None = None) -> Iterator[Piece]:
+    """The weights of vLLM's model, those that it fuses (qkv_proj, gate_up_proj) taken apart.
+
+    Args:
+        model: vLLM's model.
+        wanted: names in which the caller is interested; layers without any of them are not read.
+    """
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if id(weight) in seen:
+                continue
+            seen.add(id(weight))
+            whole = _plain(f"{path}.{name}")
+            owner = whole.removesuffix(f".{name}")
+            leaf = owner.rpartition(".")[2]
+            parts = [f"{owner.removesuffix(leaf)}{part}.{name}" for part in fused.get(leaf, ())]
+            if wanted is not None and not wanted & {whole, *parts}:
+                continue
+            yield from _taken_apart(module, name, whole, parts)
+
+
+def _taken_apart(module: Any, name: str, whole: str, parts: list[str]) -> Iterator[Piece]:
+    weight = getattr(module, name)
+    tensor = _packed(module) if name == "weight" and not weight.numel() else weight.data
+    if name in _EXPERTS and tensor is not None:
+        yield Piece(whole, tensor, ordered=False)
+        return
+    sizes = list(getattr(module, "output_partition_sizes", ()))
+    if tensor is None or not tensor.numel():
+        yield from (Piece(part, None) for part in parts or [whole])
+    elif len(parts) > 1 and len(parts) == len(sizes) and sum(sizes) == len(tensor):
+        yield from (Piece(part, rows) for part, rows in zip(parts, tensor.split(sizes), strict=True))
+    elif (shard := getattr(module, "shard_indices", None)) is not None and name == "weight":
+        yield Piece(whole, tensor[: shard.num_org_elements], start=int(shard.org_vocab_start_index))
+    else:
+        yield Piece(parts[0] if len(parts) == 1 else whole, tensor)
+
+
+def _packed(module: Any) -> Tensor | None:
+    """The (out, in) matrix that vLLM's CPU engine has packed for its kernel and deleted.
+
+    The kernel itself gives it back: a row of the identity selects a column, and adding zeros rounds nothing.
+    """
+    multiply = getattr(module, "cpu_linear", None)
+    width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
+    dtype = getattr(module, "params_dtype", module.weight.dtype)
+    if multiply is None or width is None or not dtype.is_floating_point:
+        return None
+    columns = [multiply(part, module.weight, None) for part in torch.split(torch.eye(width, dtype=dtype), 512)]
+    return torch.cat(columns).t().contiguous()
+
+
+def adapter_pieces(worker: Any) -> Iterator[Piece]:
+    """The adapters that the worker holds, as ``adapter:ID:MODULE.lora_A`` and ``lora_B`` (times its scaling)."""
+    manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
+    if manager is None:
+        return
+    fused = getattr(worker.model_runner.model, "packed_modules_mapping", None) or {}
+    for number, adapter in manager.list_adapters().items():
+        for module, layer in adapter.loras.items():
+            leaf = module.rpartition(".")[2]
+            several = isinstance(layer.lora_a, list)
+            names = [f"{module.removesuffix(leaf)}{part}" for part in fused.get(leaf, [leaf])] if several else [module]
+            ups, downs = (layer.lora_b, layer.lora_a) if several else ([layer.lora_b], [layer.lora_a])
+            scalings = layer.scaling if several else [layer.scaling]
+            for name, a, b, scaling in zip(names, downs, ups, scalings, strict=False):
+                if a is not None and b is not None:
+                    yield Piece(f"adapter:{number}:{name}.lora_A", a)
+                    yield Piece(f"adapter:{number}:{name}.lora_B", b * scaling)
+
+
+# ----------------------------------------------------------------------------------------------------------- facts
+
+
+def facts_of(worker: Any) -> dict[str, Any]:
+    """Fields of :class:`~trl_offpolicy.engines.effective.EngineFacts`, from the worker's model and configuration."""
+    from vllm import envs
+
+    config = worker.vllm_config
+    text_config = config.model_config.hf_text_config.to_dict()
+    environment = {name: getattr(envs, name, None) for name in ("VLLM_BATCH_INVARIANT",)}
+    return {
+        "settings": settings_of(config, environment) | _of_runner(worker.model_runner),
+        "defaults": dict(config.model_config.get_diff_sampling_param()),
+        "model_config": _json(text_config),
+        "modules": module_facts(worker.model_runner.model),
+    }
+
+
+def _of_runner(runner: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    processors = getattr(getattr(runner, "input_batch", None), "logitsprocs", None)
+    if processors is not None:
+        own = [type(one) for one in processors.all if not type(one).__module__.startswith("vllm.v1.sample")]
+        found["logits_processors"] = [f"{one.__module__}.{one.__qualname__}" for one in own]
+    attention = next((m for m in runner.model.modules() if hasattr(m, "kv_cache_torch_dtype")), None)
+    if attention is not None:
+        found["kv_cache_torch_dtype"] = str(attention.kv_cache_torch_dtype).removeprefix("torch.")
+        backend = getattr(attention, "backend", None)
+        found["attention_backend"] = getattr(backend, "name", None) or str(backend)
+    return found
+
+
+def module_facts(model: torch.nn.Module) -> dict[str, Any]:
+    """Numbers of vLLM's modules that decide the log-probs, by the names that the trainer's modules have.
+
+    See :func:`~trl_offpolicy.engines.effective.facts_of_model`, which says the same of a model of transformers.
+    """
+    norms, scales, windows, caps, ropes = {}, {}, {}, {}, {}
+    logits: dict[str, Any] = {}
+    for path, module in ((_plain(f"{path}."), module) for path, module in model.named_modules()):
+        name, one = path.rstrip("."), _plain_module(module)
+        if (epsilon := getattr(one, "variance_epsilon", getattr(one, "eps", None))) is not None:
+            norms[name] = float(epsilon)
+        if hasattr(one, "impl") and hasattr(one.impl, "scale"):
+            owner = name.removesuffix(".attn")
+            scales[owner] = float(one.impl.scale)
+            windows[owner] = getattr(one, "sliding_window", None)
+            caps[owner] = float(getattr(one.impl, "logits_soft_cap", None) or 0.0)
+        if isinstance(getattr(one, "cos_sin_cache", None), Tensor):
+            ropes[id(one)] = one
+        if hasattr(one, "soft_cap") and hasattr(one, "org_vocab_size"):
+            logits = {"scale": float(one.scale), "soft_cap": float(one.soft_cap or 0.0), "tokens": one.org_vocab_size}
+    (rope,) = ropes.values() if len(ropes) == 1 else (None,)
+    return {
+        "norm_eps": norms,
+        "attention_scale": scales,
+        "attention_window": windows,
+        "attention_soft_cap": caps,
+        "logits": logits,
+        "rope": None if rope is None else _rope(rope.cos_sin_cache),
+    }
+
+
+def _plain_module(module: Any) -> Any:
+    return getattr(module, "base_layer", module)
+
+
+def _rope(cache: Tensor) -> dict[str, Any]:
+    """Cosines and sines at a few positions, with the dtype that they are kept in."""
+    rows = [position for position in ROPE_POSITIONS if position < len(cache)]
+    return {"dtype": str(cache.dtype).removeprefix("torch."), "angles": cache[rows].double().tolist()}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_json(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+# -------------------------------------------------------------------------------------------------------- requests
+
+
+def watch_requests(worker: Any, on: bool = True) -> dict[str, Any]:
+    """Note every new request from now on, or stop it and return ``requests``, at most 64 of them.
+
+    Each is ``prompt_token_ids``, ``sampling`` (the options that are not vLLM's defaults, as the worker got them) and
+    ``adapter`` (the name of the LoRA adapter or None).
+    """
+    runner = worker.model_runner
+    noted: list[dict[str, Any]] = vars(runner).pop("_offpolicy_noted", [])
+    if "execute_model" in vars(runner):
+        del runner.execute_model  # the method of the class shows again
+    if on:
+        runner._offpolicy_noted = noted = []
+        original = runner.execute_model
+
+        def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            noted.extend(map(_request, scheduled.scheduled_new_reqs[: MOST_REQUESTS - len(noted)]))
+            return original(scheduled, *args, **kwargs)
+
+        runner.execute_model = execute_model
+    return {"requests": [] if on else noted}
+
+
+def _request(new: Any) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": list(new.prompt_token_ids or ()),
+        "sampling": {} if new.sampling_params is None else chosen_options(new.sampling_params),
+        "adapter": None if new.lora_request is None else new.lora_request.lora_name,
+        "adapter_id": None if new.lora_request is None else new.lora_request.lora_int_id,
+    }
+
+
+def chosen_options(parameters: Any) -> dict[str, Any]:
+    """The fields of vLLM's ``SamplingParams`` that differ from their defaults."""
+    default = type(parameters)()
+    names = [name for name in parameters.__struct_fields__ if not name.startswith("_")]
+    values = {name: getattr(parameters, name) for name in names}
+    return {name: _json(value) for name, value in values.items() if value != getattr(default, name)}
