@@ -6,13 +6,14 @@ derives the per-sequence quantities. Rows are kept apart because a sequence-leve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._fast import as_float, row_blocks
+from trl_offpolicy.functional._fast import as_float, both, count_true, row_blocks
 from trl_offpolicy.functional._shapes import check_rows, check_tokens
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, exp_of, finite_or_zero, log_ratio
 
@@ -21,6 +22,9 @@ HISTOGRAM_DECADES = (-8.0, 4.0)
 _MAX_EXPONENT = 80.0  # nats; keeps perplexities of garbage log-probs finite
 HIGH_PROB_DIFF = 0.5
 """Largest |p_numerator - p_denominator| of a response from which Yao et al. 2025 call it high."""
+CONFIDENT_LOGP, DISAGREEMENT = math.log(0.5), 2.0
+"""A confident disagreement: the denominator gave the token at least this log-prob (a probability of a half), and the
+numerator is more than this many nats below it."""
 PRODUCT_RANGE = 300.0
 """A response's product of ratios is at most e^300, and 0 below e^-300, so that float64 holds sums of its square."""
 
@@ -90,6 +94,7 @@ _TOKEN_SUMS = (
     "prob_diff_sq",
     "prob_prob_diff",
     "log_ratio_sq",
+    "confident_disagreement",  # 1 where the denominator was confident and the numerator finds the token unlikely
 )
 _ROW_SUMS = (
     "rows",  # sequences with at least one observed token
@@ -183,6 +188,8 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows
         dot(prob_diff, prob_diff),
         dot(prob, prob_diff),
         dot(log_ratios, log_ratios),
+        # 0 outside the observed tokens, where the log-ratio is 0
+        count_true(both(log_ratios < -DISAGREEMENT, logp >= CONFIDENT_LOGP)),
     ]
     maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
     return RatioRows(torch.stack(sums, -1).double(), torch.stack(maxima, -1).double())
