@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._fast import as_float, both, count_true, row_blocks
+from trl_offpolicy.functional._fast import as_float, row_blocks
 from trl_offpolicy.functional._shapes import check_rows, check_tokens
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, exp_of, finite_or_zero, log_ratio
 
@@ -25,6 +25,7 @@ HIGH_PROB_DIFF = 0.5
 CONFIDENT_LOGP, DISAGREEMENT = math.log(0.5), 2.0
 """A confident disagreement: the denominator gave the token at least this log-prob (a probability of a half), and the
 numerator is more than this many nats below it."""
+_DISAGREEING_EXCESS = math.expm1(-DISAGREEMENT)  # rho - 1 at that log-ratio
 PRODUCT_RANGE = 300.0
 """A response's product of ratios is at most e^300, and 0 below e^-300, so that float64 holds sums of its square."""
 
@@ -132,7 +133,9 @@ class RatioRows(NamedTuple):
     maxima: Tensor
 
 
-def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> RatioRows:
+def ratio_rows(
+    ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor, lengths: Tensor | None = None
+) -> RatioRows:
     """One pass over the tokens, in blocks of rows: every row sum that a ratio diagnostic needs.
 
     rho - 1 is exact where the policies nearly agree, so KL k3 of a 1e-4 mismatch is not rounding noise.
@@ -142,6 +145,7 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
             numerator's (B, T) log-probs, from which the log-ratio is made block by block and never held as a whole.
         denominator: (B, T) log-probs of the denominator, nats.
         mask: (B, T) bool, trainable tokens.
+        lengths: (B,) float32, how many ``mask`` has in each row, where that is known.
     """
     check_tokens(mask.shape, ratio=ratio.values if isinstance(ratio, LogRatio) else ratio, denominator=denominator)
     parts = []
@@ -151,13 +155,14 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
             here = LogRatio(ratio.values[block], ratio.observed[block])
         else:
             here = log_ratio(ratio[block], below, inside)
-        parts.append(_block_rows(here, below, inside))
+        trainable = as_float(inside).sum(-1) if lengths is None else lengths[block]
+        parts.append(_block_rows(here, below, trainable))
     if len(parts) == 1:
         return parts[0]
     return RatioRows(torch.cat([part.sums for part in parts]), torch.cat([part.maxima for part in parts]))
 
 
-def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
+def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> RatioRows:
     """The sums of one block. Everything is 0 outside the observed tokens, so no sum needs a mask.
 
     Products are taken by :func:`dot`, which holds no tensor of products. KL k3 and its reverse are not computed by
@@ -173,7 +178,7 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows
     tokens = here.sum(-1)
     sums = [
         tokens,
-        as_float(mask).sum(-1) - tokens,
+        trainable - tokens,
         log_ratios.sum(-1),
         abs_log_ratio.sum(-1),
         excess.sum(-1),
@@ -188,9 +193,9 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows
         dot(prob_diff, prob_diff),
         dot(prob, prob_diff),
         dot(log_ratios, log_ratios),
-        # 0 outside the observed tokens, where the log-ratio is 0
-        count_true(both(log_ratios < -DISAGREEMENT, logp >= CONFIDENT_LOGP)),
     ]
+    # Last and in place, because nothing else reads these two any more. Outside the observed tokens rho - 1 is 0.
+    sums.append(dot(excess.lt_(_DISAGREEING_EXCESS), logp.ge_(CONFIDENT_LOGP)))
     maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
     return RatioRows(torch.stack(sums, -1).double(), torch.stack(maxima, -1).double())
 
