@@ -1,9 +1,9 @@
-"""Updates that the engine cannot see: a float32 trainer at a small learning rate, and what of it a bfloat16 engine holds.
+"""Updates that the engine cannot see: what a bfloat16 engine holds of a float32 trainer at a small learning rate.
 
     python benchmarks/sub_ulp.py [--model FOLDER] [--steps 30] [--seed 0] [--out runs/sub_ulp] [--only NAME ...]
 
-Full fine-tuning (no LoRA) of SmolLM2-135M on one-digit sums with AdamW, vLLM in the trainer's process. Each setting is a
-process of its own, because a process can build one engine. Per setting the table has, over the steps after the first:
+Full fine-tuning (no LoRA) of SmolLM2-135M on one-digit sums with AdamW, vLLM in the trainer's process. Each setting is
+a process of its own, because a process can build one engine. Per setting the table has, over the steps after the first:
 the share of the weight elements that the trainer changed between two syncs, the share of those that differ in the
 engine's precision, how many syncs brought nothing new, KL k3 and mean |log-ratio| at lag 0, and how far a fixed text's
 log-probs moved since the start in the trainer and in the engine (nats a token). The run folders stay in ``--out``.
@@ -157,8 +157,10 @@ def main() -> None:
         with (folder[name] / "log.txt").open("w") as log:
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"}
             subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
-    print("| setting | trainer | engine | lr | changed | visible | syncs with nothing new | KL k3 | mean abs. log-ratio | "
-          "trainer moved | engine moved |")  # fmt: skip
+    print(
+        "| setting | trainer | engine | lr | changed | visible | syncs with nothing new | KL k3 | mean abs. log-ratio "
+        "| trainer moved | engine moved |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name in options.only:
         found, setting = json.loads((folder[name] / SUMMARY).read_text()), SETTINGS[name]

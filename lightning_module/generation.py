@@ -25,7 +25,7 @@ from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.sync import WeightSync, probe_of
-from trl_offpolicy.engines.sync_watch import Precision, WatchedSource
+from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards
@@ -136,7 +136,7 @@ class Generation:
             with models.whole_weights(module.trainer.strategy.model):
                 return engine.sync_weights(version)
 
-        precision = getattr(engine, "precision", Precision())  # an engine of a user may not tell
+        precision = getattr(engine, "precision", UNKNOWN)  # an engine of a user may not tell
         report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
         self._synced = version
         if not self.is_trainer:

@@ -57,7 +57,9 @@ def test_every_lag_has_the_numbers_of_its_tokens(by_token, with_old):
     for name, ratios in table.items():
         rho = [math.exp(one) for one in ratios]
         ess = sum(rho) ** 2 / (len(rho) * sum(one * one for one in rho))
-        got = {key.rpartition("/")[2]: value for key, value in logged.items() if key.startswith(f"offpolicy/lag/{name}/")}
+        got = {
+            key.rpartition("/")[2]: value for key, value in logged.items() if key.startswith(f"offpolicy/lag/{name}/")
+        }
         wanted = {
             "tokens": len(ratios),
             "log_ratio_mean": sum(ratios) / len(ratios),

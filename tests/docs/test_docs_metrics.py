@@ -111,7 +111,9 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * len(RATIO_METRICS) + 5 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 13 + 4 + 10 + len(ROUTING_METRICS)
+    assert len(table()) == 5 * len(RATIO_METRICS) + 5 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 13 + 4 + 10 + len(
+        ROUTING_METRICS
+    )
 
 
 @pytest.mark.parametrize("preset", op.presets.names())
@@ -184,7 +186,7 @@ def test_intervals_are_those_on_the_page():
 
 
 def test_lags_are_those_on_the_page():
-    assert LAG_NAMES == (*map(str, range(9)), "9_or_more")
+    assert (*map(str, range(9)), "9_or_more") == LAG_NAMES
     assert "0 to 8, and\n`9_or_more` for all others" in PAGE
 
 

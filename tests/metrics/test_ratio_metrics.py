@@ -71,7 +71,9 @@ def _of_tokens(tokens):
         "logp_diff_mean": np.mean([abs(x) for x in log_ratios]),
         "logp_diff_std": np.std([abs(x) for x in log_ratios]),
         "logp_diff_max": max(abs(x) for x in log_ratios),
-        "confident_disagreement_fraction": np.mean([x < -2 and p_t >= 0.5 for x, p_t in zip(log_ratios, p, strict=True)]),
+        "confident_disagreement_fraction": np.mean(
+            [x < -2 and p_t >= 0.5 for x, p_t in zip(log_ratios, p, strict=True)]
+        ),
     }
 
 

@@ -133,9 +133,7 @@ class RatioRows(NamedTuple):
     maxima: Tensor
 
 
-def ratio_rows(
-    ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor, lengths: Tensor | None = None
-) -> RatioRows:
+def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor, lengths: Tensor | None = None) -> RatioRows:
     """One pass over the tokens, in blocks of rows: every row sum that a ratio diagnostic needs.
 
     rho - 1 is exact where the policies nearly agree, so KL k3 of a 1e-4 mismatch is not rounding noise.

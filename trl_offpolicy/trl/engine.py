@@ -176,9 +176,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             EngineError: on every rank, if the sync failed on any.
         """
         with self.quiet():
-            self.last_sync = self._sync(
-                self.version, send=self._send, answer=self.score, precision=self._precision()
-            )
+            self.last_sync = self._sync(self.version, send=self._send, answer=self.score, precision=self._precision())
             self._log(self.last_sync)
 
     def _precision(self) -> Precision:
