@@ -1,4 +1,4 @@
-"""The table by version lag: current/sampling of the tokens of each lag, by loops, and what a lag without tokens does."""
+"""The table by version lag: current/sampling of the tokens of each lag, by loops; a lag without tokens is absent."""
 
 import math
 

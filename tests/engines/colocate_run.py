@@ -1,6 +1,7 @@
 """Train a tiny model for three steps with a real vLLM engine in this process; prints one JSON line.
 
-    python tests/engines/colocate_run.py FOLDER [--no-sync | --lost-sync] [--lora] [--transfer T] [--rounding int8] [--dtype D]
+    python tests/engines/colocate_run.py FOLDER [--no-sync | --lost-sync] [--lora] [--transfer T] [--rounding int8]
+        [--dtype D]
 
 A process of its own for each scenario: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its
 first weights, to show that the agreement test can fail; ``--lost-sync`` loses the second sync on its way.

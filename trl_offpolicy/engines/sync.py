@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
-from trl_offpolicy.engines.sync_watch import Precision, SyncWatch
+from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch
 from trl_offpolicy.functional.collective import gather_objects
 
 SYNC_METRICS = ("sync_agreement", "sync_seconds", "sync_bytes", "sync_changed_fraction", "sync_visible_fraction")
@@ -55,7 +55,7 @@ class WeightSync:
         *,
         send: Callable[[int], SyncReport],
         answer: Callable[[Ids], Scores | None],
-        precision: Precision = Precision(),
+        precision: Precision = UNKNOWN,
     ) -> SyncReport:
         """Send the weights of ``version`` and prove them. Called by all ranks.
 

@@ -33,6 +33,9 @@ class Precision(NamedTuple):
     rounding: WeightRounding | None = None
 
 
+UNKNOWN = Precision()
+
+
 class Passed(NamedTuple):
     """What one sync passed on; None = not known.
 
@@ -71,13 +74,13 @@ class SyncWatch:
 
     def __init__(self) -> None:
         self._active = False
-        self._precision = Precision()
+        self._precision = UNKNOWN
         self._own: dict[str, Tensor] = {}
         self._sent: dict[str, Tensor] = {}
         self._sizes: dict[str, int] = {}
         self._last: tuple[dict[str, int], Tensor, Tensor] | None = None
 
-    def begin(self, precision: Precision = Precision()) -> None:
+    def begin(self, precision: Precision = UNKNOWN) -> None:
         """A sync to an engine of this precision begins."""
         self._active, self._precision = True, precision
         self._own, self._sent, self._sizes = {}, {}, {}

@@ -219,8 +219,8 @@ RATIO_DIAGNOSTICS: Mapping[str, Finalizer] = {
     for function in (
         kl_k1, kl_k3, kl_reverse_k3, tv, tv_p95, chi2_token, chi2_token_p95, chi2_sequence, ppl_sampling, ppl_old,
         ppl_ratio, log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min, prob_diff_mean, prob_diff_max,
-        prob_diff_std, prob_pearson, logp_diff_mean, logp_diff_std, logp_diff_max, confident_disagreement_fraction, response_max_mean,
-        response_mean_mean, response_max_prob_diff_mean, response_mean_prob_diff_mean,
+        prob_diff_std, prob_pearson, logp_diff_mean, logp_diff_std, logp_diff_max, confident_disagreement_fraction,
+        response_max_mean, response_mean_mean, response_max_prob_diff_mean, response_mean_prob_diff_mean,
         response_max_prob_diff_above_half, ess_product, nonfinite_fraction,
     )
 }  # fmt: skip
