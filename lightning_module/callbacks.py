@@ -16,6 +16,7 @@ from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
+from trl_offpolicy.run_folder.syncs import append_sync
 from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
 
@@ -60,6 +61,8 @@ class RunFolder(Callback):
         if self._recorder is not None and record is not None:
             self._recorder.add(outputs["step"], **record)
         module: Any = pl_module
+        while self._writer is not None and module.measuring.syncs:
+            append_sync(self._writer.folder, module.measuring.syncs.popleft())
         logs: dict[str, float] = module.step_logs
         if logs is self._written:  # nothing was logged in this step
             return

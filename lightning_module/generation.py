@@ -25,6 +25,7 @@ from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.sync import WeightSync, probe_of
+from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards
@@ -128,15 +129,18 @@ class Generation:
             return
         if self._sync_weights is None:
             self._sync_weights = self._weight_sync(prompt_ids)
+            source = ModelWeights(module.policy, is_main=module.trainer.is_global_zero)
+            engine.bind(WatchedSource(source, self._sync_weights.watch))
 
         def send(version: int) -> SyncReport:
             with models.whole_weights(module.trainer.strategy.model):
                 return engine.sync_weights(version)
 
-        report = self._sync_weights(version, send=send, answer=engine.score)
+        precision = getattr(engine, "precision", UNKNOWN)  # an engine of a user may not tell
+        report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
         self._synced = version
         if not self.is_trainer:
-            module.measuring.add_sync(**report.metrics())
+            module.measuring.add_sync(report)
 
     def _weight_sync(self, prompt_ids: Sequence[Sequence[int]]) -> WeightSync:
         """The sync of this run. It is proved on the first prompts, unless the engine is the trainer's model."""

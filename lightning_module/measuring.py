@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_module.metrics import CompletionMetric
+from trl_offpolicy.engines.engine import SyncReport
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.objective import Objective
@@ -30,6 +32,7 @@ class Measuring:
         self.completions = CompletionMetric(reward_names)
         self.loss = MeanMetric()
         self.means: dict[str, MeanMetric] = {}
+        self.syncs: deque[SyncReport] = deque(maxlen=256)  # those that no run folder has taken
         self._step_loss: Tensor | None = None
         self._step: Tensor | None = None
         self._responses = self.responses = 0
@@ -59,9 +62,10 @@ class Measuring:
         """True if the noise floor was measured since the last logging step."""
         return "noise_floor" in self.stats.groups
 
-    def add_sync(self, **values: float) -> None:
-        """Add the numbers of one weight sync. All ranks pass the same names."""
-        for name, value in values.items():
+    def add_sync(self, report: SyncReport) -> None:
+        """Add one weight sync. On all ranks the same numbers are known."""
+        self.syncs.append(report)
+        for name, value in report.metrics().items():
             self._add_mean(f"{PREFIX}rollout/{name}", value)
 
     def add_reward_metric(self, name: str, value: float) -> None:

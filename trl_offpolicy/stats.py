@@ -39,13 +39,14 @@ class Group(NamedTuple):
     """Diagnostics that share one set of moments.
 
     ``rows`` holds the same moments for each response. The diagnostics named in ``intervals`` get their intervals from
-    them.
+    them. A ``sparse`` group is left out of the logged numbers if its sample is empty (its first sum is 0).
     """
 
     moments: Moments
     finalizers: Mapping[str, Finalizer]
     rows: ClusterRows | None = None
     intervals: tuple[str, ...] = ()
+    sparse: bool = False
 
     def merge(self, other: Group) -> Group:
         """The group of the union of both samples."""
@@ -141,8 +142,14 @@ class Stats(Mapping[str, Stat]):
                 width = half_width_95(group.finalizers[quantity], group.rows.layout, totals)
                 if width is not None:
                     named[f"{PREFIX}{name}/{quantity}_ci95"] = width
-        values: list[float] = torch.stack(list(named.values())).tolist()
-        return dict(zip(named, values, strict=True))
+        sparse = {name: group for name, group in self.groups.items() if group.sparse}
+        counts = [group.moments.sums[0] for group in sparse.values()]
+        values: list[float] = torch.stack([*named.values(), *counts]).tolist()
+        logged = dict(zip(named, values, strict=False))
+        for (name, group), count in zip(sparse.items(), values[len(named) :], strict=True):
+            for quantity in group.finalizers if count == 0 else ():
+                del logged[f"{PREFIX}{name.partition('#')[0]}/{quantity}"]
+        return logged
 
 
 def _gather_rows(groups: dict[str, Group], gather: Callable[[Tensor], Tensor]) -> dict[str, Group]:

@@ -14,6 +14,7 @@ import trl_offpolicy as op
 from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
 from trl_offpolicy.correction.measure import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
 from trl_offpolicy.engines.sync import SYNC_METRICS
+from trl_offpolicy.functional.lags import LAG_NAMES
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
 from trl_offpolicy.metrics import GROUP_METRICS, RATIO_METRICS, ROUTING_METRICS, VALUE_METRICS, WEIGHT_METRICS
@@ -74,9 +75,14 @@ def batch():
 TIS = op.Correction(weight=op.TruncateWeight(max_weight=2.0))
 
 
+def generic(key):
+    """The key with ``<term>`` in place of a keep term's name, and ``<lag>`` in place of a lag."""
+    return re.sub(r"lag/\w+/", "lag/<lag>/", re.sub(r"keep/\w+/", "keep/<term>/", key))
+
+
 @cache
 def emitted():
-    """All keys that can be emitted, with ``<term>`` in place of the keep terms' names."""
+    """All keys that can be emitted."""
     correction = op.Correction(
         weight=op.TruncateWeight(max_weight=2.0),
         keep=(
@@ -95,7 +101,7 @@ def emitted():
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
     by_routing = {f"offpolicy/routing/{name}" for name in ROUTING_METRICS}
-    by_term = {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats}
+    by_term = set(map(generic, stats))
     return by_term | by_engine | by_gradient | by_control | by_routing
 
 
@@ -105,13 +111,15 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * len(RATIO_METRICS) + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 11 + 4 + 10 + len(ROUTING_METRICS)
+    assert len(table()) == 5 * len(RATIO_METRICS) + 5 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 13 + 4 + 10 + len(
+        ROUTING_METRICS
+    )
 
 
 @pytest.mark.parametrize("preset", op.presets.names())
 def test_presets_emit_documented_keys_only(preset):
     objective = op.presets.get(preset).objective
-    keys = {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in objective(batch()).stats}
+    keys = set(map(generic, objective(batch()).stats))
     assert sorted(keys - table().keys()) == []
 
 
@@ -175,6 +183,11 @@ def test_intervals_are_those_on_the_page():
         f"offpolicy/{group}/{name}_ci95" for group in ("mismatch", "staleness", "total") for name in RATIO_INTERVALS
     }
     assert keys == ratios | {f"offpolicy/weight_applied/{name}_ci95" for name in WEIGHT_INTERVALS}
+
+
+def test_lags_are_those_on_the_page():
+    assert (*map(str, range(9)), "9_or_more") == LAG_NAMES
+    assert "0 to 8, and\n`9_or_more` for all others" in PAGE
 
 
 def test_constants_on_the_page():

@@ -1,6 +1,7 @@
 """Train a tiny model for three steps with a real vLLM engine in this process; prints one JSON line.
 
     python tests/engines/colocate_run.py FOLDER [--no-sync | --lost-sync] [--lora] [--transfer T] [--rounding int8]
+        [--dtype D]
 
 A process of its own for each scenario: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its
 first weights, to show that the agreement test can fail; ``--lost-sync`` loses the second sync on its way.
@@ -18,6 +19,7 @@ from peft import LoraConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_models import save_tiny_model, spread, tiny_prompts
 
+from trl_offpolicy.run_folder.syncs import read_syncs
 from trl_offpolicy.trl import engine as trl_engines
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--rounding")
+    parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     model = save_tiny_model(options.folder / "model")
     if options.no_sync:
@@ -50,7 +53,13 @@ def main() -> None:
             return original(llm, weights) if len(calls) == 1 else sum(tensor.nbytes for _, tensor in weights)
 
         trl_engines.reload_in_process = lose_the_second
-    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3, "transfer": options.transfer}
+    engine = {
+        "dtype": options.dtype,
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "seed": 3,
+        "transfer": options.transfer,
+    }
     engine |= {"weight_rounding": options.rounding} if options.rounding else {}
     args = OffPolicyGRPOConfig(
         output_dir=str(options.folder / "run"),
@@ -91,6 +100,7 @@ def main() -> None:
                 "mismatch": [row[MISMATCH] for row in rows if MISMATCH in row],
                 "agreement": [row[AGREEMENT] for row in rows if AGREEMENT in row],
                 "bytes": [row[BYTES] for row in rows if BYTES in row],
+                "syncs": [(sync.changed, sync.visible, sync.checksum) for sync in read_syncs(options.folder / "run")],
                 "moved": moved,
                 "ranks": trainer.accelerator.num_processes,
                 "dtype": str(llm_config.dtype),

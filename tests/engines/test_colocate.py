@@ -46,6 +46,23 @@ def test_without_sync_the_same_run_disagrees() -> None:
     assert min(mismatch[1:]) > 100 * AGREE
 
 
+@pytest.mark.parametrize(
+    ("flags", "least", "most"),
+    [((), 0.9, 1.0), (("--lora",), 0.01, 0.9), (("--lora", "--transfer", "adapter"), 0.1, 1.0)],
+)
+def test_every_sync_is_recorded_with_what_changed(flags: tuple[str, ...], least: float, most: float) -> None:
+    syncs = run(*flags)["syncs"]
+    assert len(syncs) == 3 and syncs[0][0] is None
+    assert all(least < changed <= most for changed, _, _ in syncs[1:])
+    assert all(visible is None for _, visible, _ in syncs)  # float32 on both sides: every change is visible
+    assert len({checksum for _, _, checksum in syncs}) == 3
+
+
+def test_an_engine_of_less_precision_sees_large_steps() -> None:
+    syncs = run("--dtype", "bfloat16")["syncs"]
+    assert all(visible > 0.9 for _, visible, _ in syncs[1:])  # a rate of 0.01: far above the spacing of bfloat16
+
+
 def test_engine_arguments_reach_vllm() -> None:
     result = run()
     assert (result["dtype"], result["max_model_len"], result["enforce_eager"]) == ("torch.float32", 64, True)

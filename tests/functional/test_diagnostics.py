@@ -47,6 +47,7 @@ RATIO = {
     "logp_diff_mean": 5 * L / 3,
     "logp_diff_std": L * math.sqrt(3 - 25 / 9),  # |l| = (2L, L, 2L)
     "logp_diff_max": 2 * L,
+    "confident_disagreement_fraction": 0.0,  # no l below -2: the smallest is -1.39
     "response_max_mean": 2 * L,  # (2L + 2L) / 2
     "response_mean_mean": 1.75 * L,  # (3L/2 + 2L) / 2
     "response_max_prob_diff_mean": 0.375,  # 3/8 and 3/8
@@ -73,6 +74,20 @@ def test_ratio_diagnostic(name):
     assert value.dtype == torch.float64
     assert value.shape == ()
     assert value.item() == pytest.approx(RATIO[name], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "old", "counts"),
+    [(0.5, -2.01, True), (0.5, -1.99, False), (0.49, -3.0, False), (0.99, -3.0, True), (0.99, 3.0, False)],
+)
+def test_a_confident_disagreement_is_a_likely_token_two_nats_below(sampling, old, counts):
+    """Three tokens are observed, one is not; only the first may count."""
+    likely = math.log(sampling)
+    logps = torch.tensor([[likely, -0.1, -5.0, -0.1]])
+    other = torch.tensor([[likely + old, -0.2, -9.0, NAN]])
+    found = ratio_moments(other, logps, torch.ones(1, 4).bool())
+
+    assert RATIO_DIAGNOSTICS["confident_disagreement_fraction"](found).item() == pytest.approx(counts / 3)
 
 
 def test_largest_log_ratio_is_found_on_both_sides():

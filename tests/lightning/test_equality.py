@@ -30,7 +30,7 @@ LARGE_MOMENTS = ("chi2_token", "chi2_sequence", "_ci95", "gradient/signal", "gra
 PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(32)]})
 NOT_COMPARED = {"step", "time", "step_time", "epoch"}
 NOT_COMPARED |= {"offpolicy/rollout/noncanonical_fraction"}  # Lightning has no tools: nothing is tokenised twice
-ENGINE_ONLY = {"offpolicy/rollout/sync_seconds", "offpolicy/rollout/sync_bytes"}
+ENGINE_ONLY = {f"offpolicy/rollout/sync_{name}" for name in ("seconds", "bytes", "changed_fraction")}
 
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's

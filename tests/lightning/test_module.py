@@ -16,6 +16,7 @@ from lightning_runs import OwnMismatch, Watch, data, module, trainer
 from tiny_models import EOS, tiny_prompts
 
 from lightning_module import OffPolicyProgressBar, RunFolder
+from trl_offpolicy.run_folder.syncs import read_syncs, repeated_syncs
 
 
 def fit(folder: Path, ours: Any, prompts: Any = None, *, sizes: Any = None, **flags: Any) -> Watch:
@@ -153,6 +154,17 @@ def test_loggers_and_run_folder_receive_the_same_numbers(tmp_path: Path) -> None
     assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
     hparams = (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text()
     assert "correction: paper/tis" in hparams
+
+
+def test_the_run_folder_lists_every_sync_with_a_checksum(tmp_path: Path) -> None:
+    fit(tmp_path, module(OwnMismatch()), callbacks=[RunFolder(str(tmp_path), report=False)], max_steps=3)
+    syncs = read_syncs(tmp_path)
+    assert [sync.version for sync in syncs] == [0, 1, 2]
+    changed = [sync.changed for sync in syncs]
+    assert changed[0] is None and all(share is not None and 0.5 < share <= 1.0 for share in changed[1:])
+    assert len({sync.checksum for sync in syncs}) == 3 and repeated_syncs(syncs) == ()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("offpolicy/rollout/sync_changed_fraction") for row in rows] == changed
 
 
 def test_the_run_folder_holds_what_the_trl_side_writes(tmp_path: Path) -> None:

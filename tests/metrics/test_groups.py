@@ -6,8 +6,16 @@ import pytest
 import torch
 
 import trl_offpolicy as op
-from trl_offpolicy.metrics import GROUP_METRICS, VALUE_METRICS, KeepDroppedRewardMean, SyncSeconds, TermDroppedFraction
-from trl_offpolicy.metrics.groups import TermMetric
+from trl_offpolicy.metrics import (
+    GROUP_METRICS,
+    VALUE_METRICS,
+    KeepDroppedRewardMean,
+    LagClipFraction,
+    LagTokens,
+    SyncSeconds,
+    TermDroppedFraction,
+)
+from trl_offpolicy.metrics.groups import LagMetric, TermMetric
 from trl_offpolicy.objective.measure import support_stats
 
 BAND = op.RatioBand(level="token", low=0.9, high=1.1)
@@ -39,8 +47,17 @@ def stats(seed):
     return objective(batch(seed)).stats.union(support_stats(outside, batch(seed).mask))
 
 
+LAG = 2
+
+
 def build(cls):
+    if issubclass(cls, LagMetric):
+        return cls(LAG)
     return cls(BAND.name) if issubclass(cls, TermMetric) else cls()
+
+
+def logged_as(key):
+    return "offpolicy/" + key.replace("<term>", BAND.name).replace("<lag>", str(LAG))
 
 
 def test_they_give_the_trainers_numbers_over_several_calls():
@@ -52,9 +69,16 @@ def test_they_give_the_trainers_numbers_over_several_calls():
         metric.update(first)
         metric = pickle.loads(pickle.dumps(metric))
         metric.update(second)
-        assert metric.compute().item() == logged["offpolicy/" + key.replace("<term>", BAND.name)], key
-    moving = [key for key, cls in GROUP_METRICS.items() if logged["offpolicy/" + key.replace("<term>", BAND.name)] > 0]
+        assert metric.compute().item() == logged[logged_as(key)], key
+    moving = [key for key, cls in GROUP_METRICS.items() if logged[logged_as(key)] > 0]
     assert len(moving) > 25
+
+
+def test_high_lags_are_measured_together_and_a_negative_one_is_an_error():
+    assert LagTokens(8).group == "lag/8" and LagTokens(9).group == LagTokens(50).group == "lag/9_or_more"
+    assert LagClipFraction(3).group == "lag/3#clip"
+    with pytest.raises(ValueError, match="lag must be a whole number of at least 0, but got -1"):
+        LagTokens(-1)
 
 
 def test_what_the_stats_do_not_hold_is_named():

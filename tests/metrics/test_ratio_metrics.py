@@ -71,6 +71,9 @@ def _of_tokens(tokens):
         "logp_diff_mean": np.mean([abs(x) for x in log_ratios]),
         "logp_diff_std": np.std([abs(x) for x in log_ratios]),
         "logp_diff_max": max(abs(x) for x in log_ratios),
+        "confident_disagreement_fraction": np.mean(
+            [x < -2 and p_t >= 0.5 for x, p_t in zip(log_ratios, p, strict=True)]
+        ),
     }
 
 
@@ -122,6 +125,8 @@ def sample(seed=0, rows=12, length=40, shift=0.06, spread=0.3):
     sampling = grid(-torch.rand(rows, length, generator=generator) * 3 - 0.05)
     noise = torch.randn(rows, length, generator=generator) * spread
     rowwise = torch.randn(rows, 1, generator=generator) * spread / 4  # responses differ in their mean too
+    sampling[0, -4:] = -0.25  # likely tokens that the trainer finds unlikely: confident disagreements
+    noise[0, -4:] += 3.0
     old = sampling - grid(noise + rowwise + shift)
     lengths = torch.randint(1, length + 1, (rows,), generator=generator)
     mask = torch.arange(length) < lengths[:, None]

@@ -17,9 +17,11 @@ from trl_offpolicy.functional.diagnostics import (
     WEIGHT_DIAGNOSTICS,
     Finalizer,
     fraction,
+    kl_k1,
     kl_k3,
 )
 from trl_offpolicy.functional.intervals import ClusterRows
+from trl_offpolicy.functional.lags import LAG_NAMES, sums_by_lag
 from trl_offpolicy.functional.levels import turn_index
 from trl_offpolicy.functional.log_ratios import LogRatio, excess_of
 from trl_offpolicy.functional.moments import (
@@ -33,6 +35,7 @@ from trl_offpolicy.functional.moments import (
     ratio_rows,
 )
 from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, fold_weight_rows, weight_rows
+from trl_offpolicy.functional.weights import ess_fraction
 from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.types import PolicyBatch
 
@@ -118,6 +121,7 @@ def _ratio_groups(
             groups["total"] = groups["mismatch"]  # old is the current policy: the same numbers
         else:
             groups["total"] = _ratio_group(ratios.rows("current/sampling"), batch)
+            groups.update(_lag_groups(ratios, batch))
     return groups
 
 
@@ -167,6 +171,58 @@ def _ratio_group(rows: RatioRows, batch: PolicyBatch, keep_rows: Tensor | None =
 def _kept_rows(ratio: LogRatio, batch: PolicyBatch, keep_mask: Tensor) -> RatioRows:
     kept = LogRatio(torch.where(keep_mask, ratio.values, 0.0), ratio.observed & keep_mask)
     return ratio_rows(kept, batch.logps("sampling"), keep_mask)
+
+
+# ----------------------------------------------------------------------------------------------------- by version lag
+
+# Of fresh tokens (lag 0) current/sampling is the mismatch of engine and trainer alone. What an older token has beyond
+# that is staleness. So a table by lag tells the two apart where nobody kept the old log-probs.
+
+_LAG = Layout(sums=("tokens", "log_ratio", "abs_log_ratio", "excess", "excess_sq"))
+_LAG_COLUMNS = [ROW_LAYOUT.sums.index(name) for name in _LAG.sums]
+
+
+def _lag_tokens(m: Moments) -> Tensor:
+    """Observed trainable tokens of this lag."""
+    return m["tokens"]
+
+
+def _lag_log_ratio_mean(m: Moments) -> Tensor:
+    """E[l], nats."""
+    return -kl_k1(m)
+
+
+def _lag_ess_token(m: Moments) -> Tensor:
+    """Effective sample size of the tokens' ratios, a fraction in [0, 1]."""
+    total = m["tokens"] + m["excess"]
+    return ess_fraction(total, m["excess_sq"] + 2 * m["excess"] + m["tokens"], m["tokens"])
+
+
+_LAG_DIAGNOSTICS: Mapping[str, Finalizer] = {
+    "tokens": _lag_tokens,
+    "log_ratio_mean": _lag_log_ratio_mean,
+    "logp_diff_mean": RATIO_DIAGNOSTICS["logp_diff_mean"],
+    "ess_token": _lag_ess_token,
+}
+
+
+def _lag_groups(ratios: RatioTable, batch: PolicyBatch) -> dict[str, Group]:
+    """The groups ``lag/<lag>`` of current/sampling, if the versions are known. A lag without tokens is not logged."""
+    lags = batch.version_lags
+    if lags is None:
+        return {}
+    if lags.shape[-1] == 1:  # one version a row: its sums are there already
+        columns = ratios.rows("current/sampling").sums[:, _LAG_COLUMNS].unbind(-1)
+        lags = lags.squeeze(-1)
+    else:
+        values, observed = ratios["current/sampling"]
+        excess = excess_of(values)
+        columns = (observed, values, values.abs(), excess, excess.square())
+    table = sums_by_lag(columns, lags)
+    return {
+        f"lag/{name}": Group(Moments(_LAG, sums, sums.new_empty(0)), _LAG_DIAGNOSTICS, sparse=True)
+        for name, sums in zip(LAG_NAMES, table.unbind(0), strict=True)
+    }
 
 
 # ------------------------------------------------------------------------------------------------ after a tool call
@@ -291,6 +347,7 @@ def _keep_diagnostics(rewards: bool, correct: bool) -> Mapping[str, Finalizer]:
 _KEEP_DIAGNOSTICS = {flags: _keep_diagnostics(*flags) for flags in product((False, True), repeat=2)}
 GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
     "post_tool": (_POST_TOOL, _POST_TOOL_DIAGNOSTICS),
+    "lag/<lag>": (_LAG, _LAG_DIAGNOSTICS),
     "weight#bounds": (_TRUNCATION, _TRUNCATION_DIAGNOSTICS),
     "keep": (_KEEP, _KEEP_DIAGNOSTICS[True, True]),
     "keep/<term>": (_TERM, _TERM_DIAGNOSTICS),

@@ -21,6 +21,7 @@ class RatioTable:
     def __init__(self, batch: PolicyBatch) -> None:
         self._batch = batch
         self._known: dict[tuple[str, str], LogRatio] = {}
+        self._rows: dict[tuple[str, str], RatioRows] = {}
 
     def __getitem__(self, ratio: Ratio) -> LogRatio:
         numerator, denominator = ratio.split("/")
@@ -37,8 +38,12 @@ class RatioTable:
         """Row sums for the diagnostics of ``ratio``. One that no term reads is computed in blocks and not kept."""
         batch = self._batch
         numerator, denominator = (self._measured_as(role) for role in ratio.split("/"))
-        known = self._known.get((numerator, denominator))
-        return ratio_rows(batch.logps(numerator) if known is None else known, batch.logps(denominator), batch.mask)
+        names = (numerator, denominator)
+        if names not in self._rows:
+            known = self._known.get(names)
+            first = batch.logps(numerator) if known is None else known
+            self._rows[names] = ratio_rows(first, batch.logps(denominator), batch.mask, batch.lengths)
+        return self._rows[names]
 
     def inputs(self, ratio: Ratio, mask: Tensor, *, keep: Tensor) -> TermInputs:
         """What a term on ``ratio`` sees when it measures ``mask`` and ``keep`` is still in the loss."""

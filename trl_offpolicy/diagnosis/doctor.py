@@ -11,6 +11,7 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution
 from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
 from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.lags import LAG_TITLES, LagTable, lag_table
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
@@ -39,6 +40,7 @@ class Examination:
         attribution: likely cause of an engine mismatch, from the recorded tokens; None if there is no mismatch or no
             token was recorded.
         remarks: sentences on other frameworks' metric names that differ slightly from this kit's.
+        by_lag: log-ratios, ESS and clips of the judged steps by version lag; None = none were logged.
     """
 
     metrics: Path
@@ -49,6 +51,7 @@ class Examination:
     opinions: tuple[Opinion, ...]
     attribution: Attribution | None
     remarks: tuple[str, ...] = ()
+    by_lag: LagTable | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that was found as plain values, for JSON."""
@@ -63,6 +66,7 @@ class Examination:
             "dropped_by_length": lengths,
             "opinions": [asdict(one) for one in self.opinions],
             "attribution": attribution,
+            "by_lag": None if self.by_lag is None else self.by_lag.as_dict(),
         }
 
 
@@ -121,6 +125,7 @@ def judge(
         opinions=opinions,
         attribution=_attribution(found, rollouts, info),
         remarks=log.remarks,
+        by_lag=lag_table(log, found.steps),
     )
 
 
@@ -147,6 +152,8 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
     if seen.attribution is not None:
         out.print("[bold]why engine and trainer differ[/], from the recorded tokens")
         _print_fields(out, describe_attribution(seen.attribution))
+    if seen.by_lag is not None and seen.by_lag.stale:
+        _print_lags(out, seen.by_lag)
     for one in seen.antipatterns:
         out.print(f"[yellow]anti-pattern[/] [bold]{escape(one.name)}[/]")
         _print_fields(out, {"seen": one.seen, "instead": one.instead})
@@ -194,6 +201,20 @@ def _print_finding(out: Console, finding: Finding) -> None:
     )
     fields = {"seen": finding.symptom, "means": about.meaning, "check": about.confirm, "fix": about.fix}
     _print_fields(out, fields | {"yaml": about.snippet.rstrip()})
+
+
+def _print_lags(out: Console, table: LagTable) -> None:
+    """Print the table by version lag; with fresh tokens alone it would say what the metrics say."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in LAG_TITLES:
+        grid.add_column(justify="right")
+    for cells in (LAG_TITLES, *(row.cells for row in table.rows)):
+        grid.add_row(*cells)
+    out.print("[bold]by version lag[/], current policy against the one that sampled")
+    out.print(grid)
+    out.print(f"{table.text}\n")
 
 
 def _print_fields(out: Console, fields: dict[str, str]) -> None:

@@ -13,8 +13,9 @@ from trl_offpolicy.engines.cpu_experts import forget_expert_kernels
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.interview import Interview, interview_llm
-from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
+from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import WeightSource
 
@@ -122,11 +123,23 @@ class ColocateEngine:
         """Ask the engine what it really runs with."""
         return interview_llm(self.llm, weight_rounding=self.weight_rounding)
 
+    @property
+    def precision(self) -> Precision:
+        """How the engine holds its weights."""
+        rounding = None if self.weight_rounding is None else parse_rounding(self.weight_rounding)
+        return Precision(held_dtype(self.llm), rounding)
+
     def close(self) -> None:
         """Delete the engine and free its memory."""
         if self.adapters is not None:
             self.adapters.close()
         self.llm = None
+
+
+def held_dtype(llm: Any) -> torch.dtype | None:
+    """The dtype of the weights of an engine in this process; None if a kernel holds them quantised."""
+    config = llm.llm_engine.vllm_config.model_config
+    return torch_dtype(config.dtype) if config.quantization is None else None
 
 
 @torch.no_grad()

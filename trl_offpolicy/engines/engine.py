@@ -173,6 +173,12 @@ class SyncReport:
         bytes: number of bytes sent.
         seconds: wall clock time of the transfer.
         agreement: exp(-distance) of the engine's and the trainer's log-probs on a probe; None = they were not compared.
+        changed: share of the weight elements that the trainer changed since the sync before; None at the first one.
+        visible: share of the changed elements whose change the engine's precision can hold; None = every one, or not
+            known (:class:`~trl_offpolicy.engines.sync_watch.Passed`).
+        checksum: of the weights as the engine holds them; the same one twice means that nothing new was sent.
+        trainer_dtype: precision of the trainer's weights, e.g. "float32".
+        engine_dtype: precision of the engine's.
     """
 
     version: int
@@ -180,8 +186,19 @@ class SyncReport:
     bytes: int
     seconds: float
     agreement: float | None = None
+    changed: float | None = None
+    visible: float | None = None
+    checksum: str | None = None
+    trainer_dtype: str | None = None
+    engine_dtype: str | None = None
 
     def metrics(self) -> dict[str, float]:
-        """The numbers that a trainer logs, by their names under ``offpolicy/rollout/``."""
-        values = {"sync_seconds": self.seconds, "sync_bytes": float(self.bytes)}
-        return values if self.agreement is None else {**values, "sync_agreement": self.agreement}
+        """The numbers that a trainer logs, by their names under ``offpolicy/rollout/``; without those not known."""
+        measured = {
+            "sync_seconds": self.seconds,
+            "sync_bytes": float(self.bytes),
+            "sync_agreement": self.agreement,
+            "sync_changed_fraction": self.changed,
+            "sync_visible_fraction": self.visible,
+        }
+        return {name: value for name, value in measured.items() if value is not None}

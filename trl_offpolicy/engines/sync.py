@@ -1,6 +1,7 @@
 """A sync sends the weights, proves that they arrived, and reports both, in the same way for every engine and trainer.
 
-The proof is a fixed probe of a few tokens that trainer and engine score after every sync.
+The proof is a fixed probe of a few tokens that trainer and engine score after every sync. A :class:`SyncWatch` looks at
+the weights as they pass, and tells how much of the update the engine's precision can hold.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
+from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch
 from trl_offpolicy.functional.collective import gather_objects
 
-SYNC_METRICS = ("sync_agreement", "sync_seconds", "sync_bytes")
+SYNC_METRICS = ("sync_agreement", "sync_seconds", "sync_bytes", "sync_changed_fraction", "sync_visible_fraction")
 """``rollout/*`` keys that a trainer logs at every sync: :meth:`~trl_offpolicy.engines.engine.SyncReport.metrics`."""
 PROBE_ROWS, PROBE_TOKENS = 4, 48
 
@@ -30,6 +32,8 @@ class WeightSync:
         score: the trainer's log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence. Called by all ranks.
         without_adapter: context in which the trainer's model has no adapter, to recognise an engine that lacks it;
             None = there is no adapter.
+
+    Whoever sends the weights lets them pass ``watch``; otherwise nothing is known of them but the proof.
     """
 
     def __init__(
@@ -43,9 +47,15 @@ class WeightSync:
             raise ValueError("probe and score must be given together, but got one of them.")
         self._probe, self._score, self._without_adapter = probe, score, without_adapter
         self._check = SyncCheck()
+        self.watch = SyncWatch()
 
     def __call__(
-        self, version: int, *, send: Callable[[int], SyncReport], answer: Callable[[Ids], Scores | None]
+        self,
+        version: int,
+        *,
+        send: Callable[[int], SyncReport],
+        answer: Callable[[Ids], Scores | None],
+        precision: Precision = UNKNOWN,
     ) -> SyncReport:
         """Send the weights of ``version`` and prove them. Called by all ranks.
 
@@ -53,13 +63,16 @@ class WeightSync:
             version: version of the trainer's present weights.
             send: an engine's ``sync_weights``.
             answer: the engine's ``score``; None on a rank that does not talk to the engine.
+            precision: in which the engine holds its weights.
 
         Raises:
             EngineError: on every rank, if the engine of any rank did not take the weights.
             SyncError: on every rank, if the engine of any rank does not answer with the weights that it got.
         """
+        self.watch.begin(precision)
         with raised_on_all_ranks():
             report = send(version)
+        report = replace(report, **self.watch.end()._asdict())
         if self._probe is None:
             return report
         with raised_on_all_ranks():

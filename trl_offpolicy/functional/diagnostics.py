@@ -171,6 +171,11 @@ def logp_diff_max(m: Moments) -> Tensor:
     return torch.maximum(_maximum(m, "log_ratio_max"), _maximum(m, "log_ratio_min_negated"))
 
 
+def confident_disagreement_fraction(m: Moments) -> Tensor:
+    """Share of the tokens with p_denominator >= 0.5 and l < -2: the sampler was sure, and the numerator is not."""
+    return _mean(m, "confident_disagreement")
+
+
 def response_max_mean(m: Moments) -> Tensor:
     """Mean over responses of the response's largest |l|, nats."""
     return _mean(m, "row_max_abs_log_ratio", "rows")
@@ -214,8 +219,8 @@ RATIO_DIAGNOSTICS: Mapping[str, Finalizer] = {
     for function in (
         kl_k1, kl_k3, kl_reverse_k3, tv, tv_p95, chi2_token, chi2_token_p95, chi2_sequence, ppl_sampling, ppl_old,
         ppl_ratio, log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min, prob_diff_mean, prob_diff_max,
-        prob_diff_std, prob_pearson, logp_diff_mean, logp_diff_std, logp_diff_max, response_max_mean,
-        response_mean_mean, response_max_prob_diff_mean, response_mean_prob_diff_mean,
+        prob_diff_std, prob_pearson, logp_diff_mean, logp_diff_std, logp_diff_max, confident_disagreement_fraction,
+        response_max_mean, response_mean_mean, response_max_prob_diff_mean, response_mean_prob_diff_mean,
         response_max_prob_diff_above_half, ess_product, nonfinite_fraction,
     )
 }  # fmt: skip

@@ -6,6 +6,7 @@ derives the per-sequence quantities. Rows are kept apart because a sequence-leve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,10 @@ HISTOGRAM_DECADES = (-8.0, 4.0)
 _MAX_EXPONENT = 80.0  # nats; keeps perplexities of garbage log-probs finite
 HIGH_PROB_DIFF = 0.5
 """Largest |p_numerator - p_denominator| of a response from which Yao et al. 2025 call it high."""
+CONFIDENT_LOGP, DISAGREEMENT = math.log(0.5), 2.0
+"""A confident disagreement: the denominator gave the token at least this log-prob (a probability of a half), and the
+numerator is more than this many nats below it."""
+_DISAGREEING_EXCESS = math.expm1(-DISAGREEMENT)  # rho - 1 at that log-ratio
 PRODUCT_RANGE = 300.0
 """A response's product of ratios is at most e^300, and 0 below e^-300, so that float64 holds sums of its square."""
 
@@ -90,6 +95,7 @@ _TOKEN_SUMS = (
     "prob_diff_sq",
     "prob_prob_diff",
     "log_ratio_sq",
+    "confident_disagreement",  # 1 where the denominator was confident and the numerator finds the token unlikely
 )
 _ROW_SUMS = (
     "rows",  # sequences with at least one observed token
@@ -127,7 +133,7 @@ class RatioRows(NamedTuple):
     maxima: Tensor
 
 
-def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> RatioRows:
+def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor, lengths: Tensor | None = None) -> RatioRows:
     """One pass over the tokens, in blocks of rows: every row sum that a ratio diagnostic needs.
 
     rho - 1 is exact where the policies nearly agree, so KL k3 of a 1e-4 mismatch is not rounding noise.
@@ -137,6 +143,7 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
             numerator's (B, T) log-probs, from which the log-ratio is made block by block and never held as a whole.
         denominator: (B, T) log-probs of the denominator, nats.
         mask: (B, T) bool, trainable tokens.
+        lengths: (B,) float32, how many ``mask`` has in each row, where that is known.
     """
     check_tokens(mask.shape, ratio=ratio.values if isinstance(ratio, LogRatio) else ratio, denominator=denominator)
     parts = []
@@ -146,13 +153,14 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor) -> R
             here = LogRatio(ratio.values[block], ratio.observed[block])
         else:
             here = log_ratio(ratio[block], below, inside)
-        parts.append(_block_rows(here, below, inside))
+        trainable = as_float(inside).sum(-1) if lengths is None else lengths[block]
+        parts.append(_block_rows(here, below, trainable))
     if len(parts) == 1:
         return parts[0]
     return RatioRows(torch.cat([part.sums for part in parts]), torch.cat([part.maxima for part in parts]))
 
 
-def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows:
+def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> RatioRows:
     """The sums of one block. Everything is 0 outside the observed tokens, so no sum needs a mask.
 
     Products are taken by :func:`dot`, which holds no tensor of products. KL k3 and its reverse are not computed by
@@ -168,7 +176,7 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows
     tokens = here.sum(-1)
     sums = [
         tokens,
-        as_float(mask).sum(-1) - tokens,
+        trainable - tokens,
         log_ratios.sum(-1),
         abs_log_ratio.sum(-1),
         excess.sum(-1),
@@ -184,6 +192,8 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, mask: Tensor) -> RatioRows
         dot(prob, prob_diff),
         dot(log_ratios, log_ratios),
     ]
+    # Last and in place, because nothing else reads these two any more. Outside the observed tokens rho - 1 is 0.
+    sums.append(dot(excess.lt_(_DISAGREEING_EXCESS), logp.ge_(CONFIDENT_LOGP)))
     maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
     return RatioRows(torch.stack(sums, -1).double(), torch.stack(maxima, -1).double())
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trl_offpolicy.checks import check_whole
 from trl_offpolicy.correction import measure as correction_measure
 from trl_offpolicy.functional.diagnostics import Finalizer
+from trl_offpolicy.functional.lags import LAG_NAMES, MOST_LAGS
 from trl_offpolicy.functional.moments import Layout
 from trl_offpolicy.metrics.base import MomentMetric, classes_in, derived
 from trl_offpolicy.objective import measure as objective_measure
@@ -64,12 +66,36 @@ class TermMetric(GroupMetric):
         self.group = f"keep/{term}"
 
 
+class LagMetric(GroupMetric):
+    """Base of the diagnostics of one version lag.
+
+    Args:
+        lag: 0, 1, ...; 9 and more are measured together.
+
+    Raises:
+        ValueError: ``lag`` is negative.
+    """
+
+    part: str
+
+    def __init__(self, lag: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_whole("lag", lag, least=0)
+        self.group = f"lag/{LAG_NAMES[min(lag, MOST_LAGS)]}{self.part}"
+
+
 def _of(group: str, name: str, quantity: str, *, better: bool | None = None) -> type[GroupMetric]:
     layout, finalizers = GROUPS[group]
-    base = TermMetric if "<term>" in group else GroupMetric
-    key = f"{group.partition('#')[0]}/{quantity}"
-    return derived(base, name, key, finalizers[quantity], __name__, better=better, group=group, layout=layout)
+    base = next((base for mark, base in _BASES.items() if mark in group), GroupMetric)
+    below, mark, part = group.partition("#")
+    own = {"part": mark + part} if base is LagMetric else {}
+    return derived(
+        base, name, f"{below}/{quantity}", finalizers[quantity], __name__,
+        better=better, group=group, layout=layout, **own,
+    )  # fmt: skip
 
+
+_BASES: Mapping[str, type[GroupMetric]] = {"<term>": TermMetric, "<lag>": LagMetric}
 
 PostToolKLK1 = _of("post_tool", "PostToolKLK1", "kl_k1", better=False)
 PostToolKLK3 = _of("post_tool", "PostToolKLK3", "kl_k3", better=False)
@@ -87,6 +113,12 @@ VersionLagMax = _of("rollout#lag", "VersionLagMax", "version_lag_max", better=Fa
 CrossVersionFraction = _of("rollout#versions", "CrossVersionFraction", "cross_version_fraction", better=False)
 RewardReweighted = _of("rollout#reward", "RewardReweighted", "reward_reweighted", better=True)
 OutsideFraction = _of("rollout#support", "OutsideFraction", "outside_fraction", better=False)
+
+LagTokens = _of("lag/<lag>", "LagTokens", "tokens")
+LagLogRatioMean = _of("lag/<lag>", "LagLogRatioMean", "log_ratio_mean")
+LagLogpDiffMean = _of("lag/<lag>", "LagLogpDiffMean", "logp_diff_mean", better=False)
+LagESSToken = _of("lag/<lag>", "LagESSToken", "ess_token", better=True)
+LagClipFraction = _of("lag/<lag>#clip", "LagClipFraction", "clip_fraction", better=False)
 
 KeepDroppedTokenFraction = _of("keep", "KeepDroppedTokenFraction", "dropped_token_fraction", better=False)
 KeepDroppedSequenceFraction = _of("keep", "KeepDroppedSequenceFraction", "dropped_sequence_fraction", better=False)

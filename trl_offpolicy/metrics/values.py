@@ -49,6 +49,8 @@ def _value(name: str, key: str, *, better: bool | None = False) -> type[ValueMet
 SyncAgreement = _value("SyncAgreement", "rollout/sync_agreement", better=True)
 SyncSeconds = _value("SyncSeconds", "rollout/sync_seconds")
 SyncBytes = _value("SyncBytes", "rollout/sync_bytes")
+SyncChangedFraction = _value("SyncChangedFraction", "rollout/sync_changed_fraction", better=None)
+SyncVisibleFraction = _value("SyncVisibleFraction", "rollout/sync_visible_fraction", better=True)
 WaitSeconds = _value("WaitSeconds", "rollout/wait_seconds")
 RetokenisedFraction = _value("RetokenisedFraction", "rollout/retokenised_fraction")
 NoncanonicalFraction = _value("NoncanonicalFraction", "rollout/noncanonical_fraction")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.diagnostics import Finalizer, fraction
+from trl_offpolicy.functional.lags import LAG_NAMES, sums_by_lag
 from trl_offpolicy.functional.moments import Layout, Moments, moments
 from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.stats import PREFIX, Group, Stats
@@ -56,6 +57,7 @@ GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
             "gate_mean": fraction("gate", "units"),
         },
     ),
+    "lag/<lag>#clip": (Layout(sums=("units", "clipped")), {"clip_fraction": fraction("clipped", "units")}),
     "rollout": (Layout(sums=("responses", "tokens")), {"response_length_mean": fraction("tokens", "responses")}),
     "rollout#lag": (
         Layout(sums=("tokens", "lag"), maxima=("lag_max",)),
@@ -141,7 +143,26 @@ def loss_stats(batch: PolicyBatch, parts: LossParts) -> Stats:
     count = unit.sum(-1).clamp(min=1)
     low_rows = torch.where(tokens > 0, low.sum(-1) / count, torch.inf)
     high_rows = torch.where(tokens > 0, high.sum(-1) / count, -torch.inf)
-    return Stats({"loss": _group("loss", sums, [_largest(-low_rows), _largest(high_rows)])})
+    groups = {"loss": _group("loss", sums, [_largest(-low_rows), _largest(high_rows)])}
+    return Stats(groups | _clip_by_lag(batch, unit, low | high))
+
+
+def _clip_by_lag(batch: PolicyBatch, unit: Tensor, clipped: Tensor) -> dict[str, Group]:
+    """The groups ``lag/<lag>#clip``, if the versions are known. A response counts at its largest lag."""
+    lags = batch.version_lags
+    if lags is None:
+        return {}
+    if lags.shape[-1] == 1:  # one version a row
+        unit, clipped = unit.sum(-1), clipped.sum(-1)
+        lags = lags.squeeze(-1)
+    elif unit.shape[-1] == 1 and batch.mask.shape[-1] > 1:
+        lags = torch.where(batch.mask, lags, 0).amax(-1, keepdim=True)
+    layout, finalizers = GROUPS["lag/<lag>#clip"]
+    table = sums_by_lag([unit, clipped], lags)
+    return {
+        f"lag/{name}#clip": Group(Moments(layout, sums, sums.new_empty(0)), finalizers, sparse=True)
+        for name, sums in zip(LAG_NAMES, table.unbind(0), strict=True)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------- rollouts

@@ -64,6 +64,7 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
     elif resumed_step > 0:
         for name in (layout.METRICS_FILE, layout.ACTIONS_FILE):
             _cut_lines(folder / name, resumed_step)
+        _cut_lines(folder / layout.SYNCS_FILE, resumed_step - 1)  # the weights of the checkpoint are sent again
         # part N was sampled after N optimizer steps, so a run that continues from there samples it again
         for part in (folder / layout.ROLLOUTS_FILE).glob(layout.ROLLOUT_PARTS):
             if layout.step_of_part(part) >= resumed_step:

@@ -21,7 +21,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_offpolicy.engines.colocate import reload_in_process, reset_prefix_cache, score_in_process
+from trl_offpolicy.engines.colocate import held_dtype, reload_in_process, reset_prefix_cache, score_in_process
 from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.interview import Interview, interview_llm
@@ -30,6 +30,7 @@ from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, Rout
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.sync import WeightSync, raised_on_all_ranks
+from trl_offpolicy.engines.sync_watch import Precision
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
 from trl_offpolicy.trl.rebinding import rebound
@@ -161,6 +162,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         named = super()._iter_named_params() if self._is_fsdp1 else ModelWeights(self.model).merged()
+        named = self._sync.watch.passing(named)
         rounding = self.settings.weight_rounding if self.mode == "colocate" else None
         return named if rounding is None else round_weights(named, rounding)
 
@@ -175,8 +177,14 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             EngineError: on every rank, if the sync failed on any.
         """
         with self.quiet():
-            self.last_sync = self._sync(self.version, send=self._send, answer=self.score)
+            self.last_sync = self._sync(self.version, send=self._send, answer=self.score, precision=self._precision())
             self._log(self.last_sync)
+
+    def _precision(self) -> Precision:
+        """How the engine holds its weights; not known of TRL's server, nor on a rank that does not talk to one."""
+        if self.mode == "colocate":
+            return Precision(held_dtype(self.llm), self.settings.weight_rounding)
+        return Precision() if self._server is None else self._server.precision
 
     def _send(self, version: int) -> SyncReport:
         start = time.monotonic()
@@ -302,7 +310,7 @@ class TrainerWeights:
 
     def adapter(self) -> Adapter | None:
         """The LoRA adapter, if it is all that is trained; None otherwise."""
-        return ModelWeights(self._engine.model).adapter()
+        return self._engine._sync.watch.adapter(ModelWeights(self._engine.model).adapter())
 
 
 class WithAdapter:

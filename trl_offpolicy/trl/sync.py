@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trl import GRPOTrainer
 
 from trl_offpolicy.engines.engine import EngineError, SyncReport
 from trl_offpolicy.engines.sync import WeightSync, probe_of
+from trl_offpolicy.run_folder.syncs import append_sync
 from trl_offpolicy.trl.engine import TRLEngine
 from trl_offpolicy.trl.scoring import sequence_logps
 
@@ -30,6 +32,8 @@ def prove_syncs(trainer: GRPOTrainer) -> None:
         metrics = trainer._metrics["train" if trainer.model.training else "eval"]
         for name, value in report.metrics().items():
             metrics[f"offpolicy/rollout/{name}"].append(value)
+        if trainer.accelerator.is_main_process and Path(trainer.args.output_dir).is_dir():
+            append_sync(trainer.args.output_dir, report)
 
     engine.prove(_weight_sync(trainer, engine), log=log, step=lambda: int(trainer.state.global_step))
 

@@ -75,6 +75,35 @@ def test_old_logps_alone_are_enough_evidence_without_entropies(write_run: Any) -
     assert attribute(evidence).cause == "none"
 
 
+def test_version_lags_and_turns_are_passed_on(write_run: Any) -> None:
+    """Tool output splits a response into two turns; a lag is the step less the version that sampled."""
+    part = rows(range(3, 5), lambda x: x, count=4)
+    for place, row in enumerate(part):
+        row["completion_mask"] = [True] * 5 + [False] * 3 + [True] * 12
+        row["policy_version"] = row["step"] - place % 3
+    rollouts = read_rollouts(write_run(metrics(5), [part]))
+    assert rollouts is not None
+    evidence = recorded_evidence(rollouts, {})
+    assert evidence is not None and evidence.turns is not None and evidence.version_lags is not None
+    assert evidence.turns[0].tolist() == [0] * 5 + [-1] * 3 + [1] * 12
+    assert [lags.tolist() for lags in evidence.version_lags] == [[place % 3] * 20 for place in range(8)]
+    for row in part:  # a version for each token wins
+        row["policy_versions"] = [row["step"] - 1] * 10 + [row["step"]] * 10
+    rollouts = read_rollouts(write_run(metrics(5), [part]))
+    assert rollouts is not None
+    evidence = recorded_evidence(rollouts, {})
+    assert evidence is not None and evidence.version_lags is not None
+    assert evidence.version_lags[3].tolist() == [1] * 10 + [0] * 10
+
+
+def test_without_versions_no_lag_is_made_up(write_run: Any) -> None:
+    rollouts = read_rollouts(write_run(metrics(2), [rows(range(2), lambda x: x)]))
+    assert rollouts is not None
+    evidence = recorded_evidence(rollouts, {})
+    assert evidence is not None and evidence.version_lags is None
+    assert evidence.turns is not None and set(evidence.turns.flatten().tolist()) == {0}
+
+
 def test_a_healthy_run_gets_no_attribution(write_run: Any) -> None:
     quiet = [{**row, "offpolicy/mismatch/kl_k3": 0.001} for row in metrics(3)]
     assert examine(write_run(quiet, [rows(range(3), lambda x: x / 1.3)])).attribution is None

@@ -118,6 +118,10 @@ class TokenEvidence:
         entropies: (B, T) entropy of the trainer's distribution, nats.
         token_ids: (B, T) token ids.
         group_ids: (B,) number of the prompt group.
+        version_lags: (B, T) weight versions between the policy that sampled a token and the trainer that scored it; -1
+            outside the completions.
+        turns: (B, T) which turn of the response a token belongs to, from 0; tool output lies between two turns. -1
+            outside the trainable tokens.
         engine: what the engine declares; None = nothing.
         trainer: what the trainer declares; None = nothing.
         tested: log-probs (B, T) of the same tokens under hypotheses, by ``cause:detail``; NaN = not scored.
@@ -135,6 +139,8 @@ class TokenEvidence:
     entropies: Floats | None = None
     token_ids: Array | None = None
     group_ids: Array | None = None
+    version_lags: Array | None = None
+    turns: Array | None = None
     engine: Declared | None = None
     trainer: Declared | None = None
     tested: Mapping[str, Floats] = field(default_factory=dict)

@@ -13,7 +13,14 @@ from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import rank_correlation
 from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS
 from trl_offpolicy.diagnosis.causes import CAUSES
-from trl_offpolicy.run_folder.layout import COMPLETION_IDS, ENTROPIES, GROUP_ID
+from trl_offpolicy.run_folder.layout import (
+    COMPLETION_IDS,
+    COMPLETION_MASK,
+    ENTROPIES,
+    GROUP_ID,
+    POLICY_VERSION,
+    POLICY_VERSIONS,
+)
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 MOST_ROWS = 256
@@ -33,7 +40,7 @@ ALL_ROWS = 0.7
 """Least share of rows that disagree: other weights change every row."""
 COURSE_CONFIDENCE = 0.8
 """Share of such answers that are right."""
-_EXTRAS = (COMPLETION_IDS, GROUP_ID, ENTROPIES)
+_EXTRAS = (COMPLETION_IDS, COMPLETION_MASK, GROUP_ID, ENTROPIES, POLICY_VERSION, POLICY_VERSIONS)
 
 
 def recorded_evidence(
@@ -188,7 +195,7 @@ def _scattered(values: Any, row: Any, position: Any, shape: tuple[int, int]) -> 
 
 
 def _extras(rollouts: RecordedRollouts, wanted: Any, shape: tuple[int, int]) -> dict[str, Any]:
-    """Those of token ids, prompt groups and entropies that every row has."""
+    """Those of token ids, prompt groups, entropies, version lags and turns that every row has."""
     records = fetch_rows(rollouts, wanted.tolist(), _EXTRAS)
     columns = {name: [records[int(row)][name] for row in wanted] for name in _EXTRAS}
     known = {name: values for name, values in columns.items() if all(value is not None for value in values)}
@@ -200,4 +207,21 @@ def _extras(rollouts: RecordedRollouts, wanted: Any, shape: tuple[int, int]) -> 
         extras["group_ids"] = np.asarray(known[GROUP_ID], np.int64)
     if ENTROPIES in known:
         extras["entropies"] = padded([row[: shape[1]] for row in known[ENTROPIES]], width=shape[1])
+    if COMPLETION_MASK in known:
+        extras["turns"] = _turns([row[: shape[1]] for row in known[COMPLETION_MASK]], shape[1])
+        lengths = [len(row) for row in known[COMPLETION_MASK]]
+        versions = known.get(POLICY_VERSIONS)
+        if versions is None and POLICY_VERSION in known:
+            pairs = zip(known[POLICY_VERSION], lengths, strict=True)
+            versions = [[version] * length for version, length in pairs]
+        if versions is not None:
+            lags = [rollouts.steps[row] - np.asarray(one, np.int64) for row, one in zip(wanted, versions, strict=True)]
+            extras["version_lags"] = padded([lag[: shape[1]] for lag in lags], width=shape[1], fill=-1).astype(np.int64)
     return extras
+
+
+def _turns(masks: list[list[bool]], width: int) -> Any:
+    """(B, T) turn of each trainable token: tokens that the policy did not sample end a turn; -1 on those."""
+    mask = padded(masks, width=width, fill=0.0).astype(bool)
+    begins = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+    return np.where(mask, begins.cumsum(axis=1) - 1, -1)

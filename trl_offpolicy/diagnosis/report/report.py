@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_offpolicy.diagnosis.doctor import describe_attribution, judge
+from trl_offpolicy.diagnosis.lags import LAG_TITLES, lag_table
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.examples import Decode, example_completions, top_tokens
 from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
@@ -61,6 +62,8 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
         summary=summary,
         column_titles=("quantity", "correction", *column_titles(summary)),
         caption=table_caption(summary),
+        by_lag=lag_table(log),
+        lag_titles=LAG_TITLES,
         step_figures=draw_step_figures(log),
         **_rollout_values(rollouts, decode),
     )

@@ -13,11 +13,12 @@ from typing import Any, Literal, get_args
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
-from trl_offpolicy.engines.rounding import round_weights
+from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.server.answers import sampled_logps, sampled_routes
 from trl_offpolicy.engines.server.checks import reload_method, require_ready, reset_prefix_cache, server_config
 from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
 from trl_offpolicy.engines.server.interview import interview_server
+from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, write_adapter, write_weights
 from trl_offpolicy.engines.weights.source import WeightSource
 
@@ -82,6 +83,8 @@ class ServerEngine:
         config = server_config(self.client, self._routes)
         self.findings = require_ready(self.client, config, return_routing=return_routing)
         self._reload_method = reload_method(config)
+        model = config.get("model_config") or {}
+        self._dtype = torch_dtype(model.get("dtype")) if model.get("quantization") is None else None
 
     def bind(self, source: WeightSource) -> None:
         """Set the source whose weights :meth:`sync_weights` takes."""
@@ -201,6 +204,12 @@ class ServerEngine:
             self._tidy(target, previous)
         kind = "folder" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+
+    @property
+    def precision(self) -> Precision:
+        """How the server holds its weights."""
+        rounding = None if self.weight_rounding is None else parse_rounding(self.weight_rounding)
+        return Precision(self._dtype, rounding)
 
     @property
     def takes_adapter(self) -> bool:
