@@ -1,7 +1,7 @@
 """The numeric rules of the sources: what each says, a log on either side of its limit, and the verdict.
 
-``draw_diagnosis.py`` writes the tables of docs/diagnosis.md from it, and ``tests/diagnosis/verdict/test_sources.py`` asks
-the doctor for the verdict of each log.
+``draw_diagnosis.py`` writes the tables of docs/diagnosis.md from it, and ``tests/diagnosis/verdict/test_sources.py``
+asks the doctor for the verdict of each log.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ RULES = (
     one(LIU, "Pearson below 0.95: the engine is at fault", "pearson_broken", _PEARSON, 0.955, 0.94, _BROKEN, _OFF),
     one(LIU, "KL below 0.02: nothing is wrong", "kl_healthy", _KL, 0.019, 0.022, _OFF),
     one(LIU, "KL above 0.05 at equal weights: the engine is at fault", "kl_high", _KL, 0.048, 0.053, _BROKEN, _OFF),
-    one(LIU, "perplexity ratio far from 1", "log_ppl_high", "mismatch/log_ppl_diff", 0.09, 0.12, "engine_mismatch warning"),
+    one(LIU, "perplexity ratio far from 1", "log_ppl_high", "mismatch/log_ppl_diff", 0.09, 0.12,
+        "engine_mismatch warning"),
     one(LIU, "perplexity ratio below 1: a systematic gap", "ppl_ratio_low", "mismatch/ppl_ratio", 0.995, 0.97, _OFF),
     one(LIU, "the largest probability difference is not averaged away", "prob_diff_high", "mismatch/prob_diff_max",
         0.45, 0.6, "engine_mismatch warning"),
@@ -98,8 +99,8 @@ RULES = (
     Rule(LIU, "proxy3_pure_noise rises after weights are switched on", ("noise_rising",),
          {_NOISE: (1.0, 2.0), _WEIGHTED: (None, 1.0)}, {_NOISE: (1.0, 10.0), _WEIGHTED: (None, 1.0)},
          "weight_variance warning", steps=40),
-    Rule(LIU, "proxy3_pure_noise inflates over training", ("noise_rising",), {_NOISE: (1.0, 2.0)}, {_NOISE: (1.0, 10.0)},
-         "weight_variance notice", steps=40),
+    Rule(LIU, "proxy3_pure_noise inflates over training", ("noise_rising",), {_NOISE: (1.0, 2.0)},
+         {_NOISE: (1.0, 10.0)}, "weight_variance notice", steps=40),
     Rule(LIU, "clip fraction above 0.2", ("clip_high",), {"loss/clip_region_fraction": 0.19},
          {"loss/clip_region_fraction": 0.22}, "clip_saturation notice"),
     Rule(LIU, "... and rising", ("clip_rising",), {"loss/clip_region_fraction": (0.3, 0.31)},
@@ -109,7 +110,8 @@ RULES = (
     one(LIU, "total variation moderate, chi-square low: token weights or geometric rejection", "tv_moderate",
         "mismatch/tv", 0.075, 0.09, "token_drift notice"),
     Rule(LIU, "collapse: the reward falls by 30 % and does not recover in 100 updates",
-         ("reward_drop", "reward_drop_steps"), {"reward": (1.0, 0.8)}, {"reward": (1.0, 0.6)}, "collapse warning", steps=300),
+         ("reward_drop", "reward_drop_steps"), {"reward": (1.0, 0.8)}, {"reward": (1.0, 0.6)}, "collapse warning",
+         steps=300),
     Rule(LIU, "collapse: a gradient norm ten times its rolling median, then a falling reward", ("gradient_spike",),
          {"grad_norm": (1.0, 1.0, 1.0, 1.0, 1.0, 8.0, 1.0, 1.0), "reward": (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.9)},
          {"grad_norm": (1.0, 1.0, 1.0, 1.0, 1.0, 12.0, 1.0, 1.0), "reward": (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.9)},
@@ -147,8 +149,8 @@ RULES = (
 ELSEWHERE = (
     (LIU, "total variation and chi-square both low, moderate and low, low and high, both high",
      "`verdict/sga.py`: nothing, token weights or geometric rejection, truncation or masks by response, repair"),
-    (LIU, "no correction is needed below a total variation of 1e-4 (95th percentile), a sequence chi-square of 0.1 and a "
-     "flip rate of 0.001 (conjecture 4)", "anti-pattern; `tv_budget`, `chi2_budget`, `expert_flip_high`"),
+    (LIU, "no correction is needed below a total variation of 1e-4 (95th percentile), a sequence chi-square of 0.1 "
+     "and a flip rate of 0.001 (conjecture 4)", "anti-pattern; `tv_budget`, `chi2_budget`, `expert_flip_high`"),
     (LIU, "lag of at most 50 times the sequence ESS for losses that regress on the lagged policy (conjecture 5)",
      "anti-pattern, for `OAPL`; `lag_per_ess`"),
     (LIU, "five diagnostic mistakes, and the length trap", "anti-patterns; `length_trap`"),

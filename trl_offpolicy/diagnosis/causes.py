@@ -70,7 +70,7 @@ CAUSES: dict[str, Cause] = {
         "ESS below 0.5, or chi2_token above 1, or gradient/noise rising after weights were switched on.",
         "Filter before reweighting: a token band gives weight 0 outside [0.5, 5]. If it drops more than 10 to 25 %, "
         "fix the system instead: less lag, more syncs, the precision.",
-        "offpolicy: verl/decoupled_token_icepop\n",
+        "offpolicy: paper/icepop   # weight 0 outside 0.5 to 5\n",
     ),
     "rejection_limit": Cause(
         "rejection at its limit",

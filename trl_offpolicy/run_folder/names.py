@@ -134,7 +134,7 @@ _SKYRL = {
     "*/is_ratio_max": (Name("weight/max", beside=_TOKEN_TIS),),
     "*/tis_token_clip_high_ratio": (Name("weight/truncated_fraction"),),
     "*/tis_seq_clip_high_ratio": (Name("weight/truncated_fraction"),),
-    "*/token_mask_ratio": (Name("keep/ratio_band_token/dropped_fraction"),),
+    "*/token_mask_ratio": (Name("keep/ratio_band_token/dropped_fraction", without=_OUTLIERS),),
     "*/outlier_seq_masked_ratio": (Name("keep/outlier_veto/dropped_fraction"),),
     "*/geo_sequence_mask_masked_ratio": (
         Name("keep/dropped_sequence_fraction", without=_OUTLIERS),

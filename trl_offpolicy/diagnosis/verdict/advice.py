@@ -1,8 +1,8 @@
 """One configuration for all findings, in the keys of the framework that logged them.
 
 Each cause asks for a change of a few things: correction, precision, steps per generation, learning rate. Two findings
-may ask for different values of one thing. Then the more severe one decides (of equal ones the one that comes first in the
-tree, because a system is repaired before its drift is corrected), and the other is kept for later.
+may ask for different values of one thing. Then the more severe one decides (of equal ones the one that comes first in
+the tree, because a system is repaired before its drift is corrected), and the other is kept for later.
 """
 
 from __future__ import annotations
