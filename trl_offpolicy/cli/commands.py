@@ -73,6 +73,7 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument(
         "--with", dest="others", metavar="PACKAGE", action="append", default=[], help="ask rldoctor or rlprobe as well"
     )
+    parser.add_argument("--export-rlprobe", metavar="DIR", help="also write the metrics as a run folder of rlprobe")
     parser.add_argument(
         "--loss", metavar="NAME", help="policy loss of another framework's run, in its words: some metrics need it"
     )
@@ -99,6 +100,10 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
             print(json.dumps(seen.as_dict(), indent=2))
         else:
             print_examination(seen)
+        if args.export_rlprobe:
+            from trl_offpolicy.diagnosis.other_doctors import export_rlprobe
+
+            print(f"for rlprobe: {export_rlprobe(args.run_dir, args.export_rlprobe)}", file=sys.stderr)
         return _status(seen.diagnosis.verdict, args.fail_on)
 
     return run
