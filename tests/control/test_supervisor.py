@@ -43,7 +43,7 @@ def play(watcher: Supervisor, rows: list[dict[str, Any]], *, through_json: bool 
 
 
 def test_a_finding_is_said_when_it_is_new_and_again_after_a_window_without() -> None:
-    """The verdict looks at 20 rows: means, and the smallest correlation."""
+    """The verdict looks at 20 rows: means, and a low quantile of the correlation."""
     outcomes = play(supervisor(), [GOOD] * 2 + [BAD] * 3 + [GOOD] * 60 + [BAD] * 2)
     said = [(place + 1, line) for place, outcome in enumerate(outcomes) for line in outcome.lines]
     assert said[0] == (1, "step 1: ok  KL k3 1.00e-04 nats a token") or "ok  KL k3" in said[0][1]

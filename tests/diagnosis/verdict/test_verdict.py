@@ -158,7 +158,9 @@ def test_only_the_mean_of_the_log_ratio_bounds_the_kl() -> None:
     assert open_.verdict == "not judged" and open_.line() == (
         "not judged  KL k3 lies between 0.000199 and 0.2480 nats per token"
     )
-    assert diagnose(only(logp_diff_mean=0.02)).verdict == "not judged"
+    assert diagnose(only(logp_diff_mean=0.02)).line() == (
+        "not judged  KL k3 is at least 0.000199 nats per token, and nothing bounds it from above"
+    )
 
 
 def test_a_sync_that_rounds_most_of_a_step_away() -> None:
@@ -166,6 +168,11 @@ def test_a_sync_that_rounds_most_of_a_step_away() -> None:
     assert SYNC_ROUNDING.taken({"rollout/sync_visible_fraction": 0.15}, limits)
     assert not SYNC_ROUNDING.taken({"rollout/sync_visible_fraction": 0.6}, limits)
     assert (SYNC_ROUNDING in TREE) == ("sync_rounding" in CAUSES)
+
+
+def test_a_negative_kl_within_its_interval_is_chance() -> None:
+    assert causes(log(mismatch__kl_k1=-0.004)) == [("engine_mismatch", "notice")]
+    assert causes(log(mismatch__kl_k1=-0.004, mismatch__kl_k1_ci95=0.005)) == []
 
 
 def test_an_entropy_of_zero_was_not_measured() -> None:

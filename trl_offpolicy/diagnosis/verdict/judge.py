@@ -94,17 +94,22 @@ class Diagnosis:
     def line(self) -> str:
         """One line for a terminal: the first finding and how many more there are, or "ok" with the KL."""
         if self.verdict == NOT_JUDGED:
-            high = self.readings.get("atmost/mismatch/kl_k3")
-            if high is None:
-                return f"{NOT_JUDGED}  no distance between sampler and trainer was logged"
-            low = format_number(self.readings["atleast/mismatch/kl_k3"])
-            return f"{NOT_JUDGED}  KL k3 lies between {low} and {format_number(high)} nats per token"
+            return f"{NOT_JUDGED}  {self._open()}"
         if not self.findings:
             key = next(key for key in _SHOWN if key in self.readings)
             return f"ok  {_SHOWN[key].format(format_number(self.readings[key]))}"
         first = self.findings[0]
         more = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
         return f"{first.severity}  {first.about.title}: {first.symptom}{more}"
+
+    def _open(self) -> str:
+        """Why agreement could not be judged."""
+        low, high = (self.readings.get(f"{side}/mismatch/kl_k3") for side in ("atleast", "atmost"))
+        if low is None:
+            return "no distance between sampler and trainer was logged"
+        if high is None:
+            return f"KL k3 is at least {format_number(low)} nats per token, and nothing bounds it from above"
+        return f"KL k3 lies between {format_number(low)} and {format_number(high)} nats per token"
 
     def as_dict(self) -> dict[str, Any]:
         """Verdict, findings and readings as plain values, for JSON."""

@@ -150,7 +150,9 @@ def _distances(found: Readings, last: Sequence[Row], thresholds: Thresholds) -> 
         extra |= _interval_of(found, variation, "drift/tv")
     for group in _RATIOS:
         extra |= _only_others(found, group)
-        k1 = _values(last, f"{PREFIX}{group}/kl_k1")
+        key = f"{PREFIX}{group}/kl_k1"
+        # the upper end of each step's interval: of few tokens a negative mean is chance
+        k1 = [row[key] + row.get(f"{key}{INTERVAL}", 0.0) for row in last if math.isfinite(row.get(key, math.nan))]
         if len(k1) >= FEWEST:
             extra[f"negative/{group}/kl_k1"] = sum(value < -thresholds.k1_negative for value in k1) / len(k1)
     return extra
