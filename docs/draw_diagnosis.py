@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import source_rules
 from drawing import Pictures, write
 from drawing import picture as register
 from matplotlib.axes import Axes
@@ -119,6 +120,23 @@ def threshold_table() -> str:
     return table(("threshold", "default", "meaning", "source"), rows)
 
 
+def rules_table() -> str:
+    """Every numeric rule of the sources that a log shows, with what the doctor says beyond its limit."""
+    limits = Thresholds()
+    rows = []
+    for one in source_rules.RULES:
+        read = [key for key in one.beyond if one.inside.get(key) != one.beyond[key]]
+        shown = ", ".join(f"`{name}` {getattr(limits, name):g}" for name in one.limits)
+        rows.append((one.source, one.rule, ", ".join(f"`{key}`" for key in read), shown, one.verdict))
+    head = ("source", "rule", "read from", "limit", "beyond it")
+    elsewhere = table(("source", "rule", "read by"), source_rules.ELSEWHERE)
+    unread = table(("source", "rule", "why nothing reads it"), source_rules.UNREAD)
+    return (
+        f"{table(head, rows)}\n\nWhat something else than the tree reads:\n\n{elsewhere}\n\n"
+        f"What nothing reads:\n\n{unread}"
+    )
+
+
 def example(cause: str) -> str:
     """What was injected, where, and what the kit said of it."""
     if cause not in EXAMPLES:
@@ -145,7 +163,7 @@ def cause_sections() -> str:
     return "\n\n".join(parts)
 
 
-MAPS = {"thresholds": threshold_table, "causes": cause_sections}
+MAPS = {"thresholds": threshold_table, "causes": cause_sections, "rules": rules_table}
 
 
 def main() -> None:

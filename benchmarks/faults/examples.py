@@ -97,10 +97,36 @@ RUNS = {
         "rollouts 8 generations behind, clipped", train.Setting(train.PLAIN, lag=8, learning_rate=1e-3)
     ),
     "length_surge": Run("a reward for every token", train.SETTINGS["length_hack"], generations=30),
+    "sequence_variance": Run(
+        "engine's weights rounded to INT3, capped token weights", train.Setting(train.TIS, bits=3, learning_rate=5e-4)
+    ),
+    "biased_reward": Run(
+        "engine's weights rounded to INT2, uncapped weights of whole responses",
+        train.Setting(
+            op.Objective(
+                policy_loss=op.losses.PPOClip(),
+                correction=op.Correction(weight=op.RawWeight(level="sequence")),
+            ),
+            bits=2,
+            learning_rate=5e-4,
+        ),
+        generations=20,
+    ),
+    "collapse": Run(
+        "rollouts 16 generations behind, nothing is clipped",
+        train.Setting(train.NO_CLIP, bits=8, lag=16, learning_rate=1e-3),
+        generations=100,
+    ),
     "nonfinite": Run(
         "engine returns no log-prob for one token in fifty", train.Setting(train.PLAIN), 10, lost_tokens=True
     ),
 }
+
+
+QUICKSTART = "entropy_collapse"
+"""The cause that the end of the quickstart shows: its task is learned, and nothing new is sampled."""
+LAST_STEPS = 5
+"""Logged steps of it that are judged."""
 
 
 def of_case(case: Case, cause: str, injected: str) -> dict[str, Any]:
@@ -141,6 +167,17 @@ def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
     }
 
 
+def of_quickstart(folder: Path) -> dict[str, Any]:
+    """What ``doctor --window 5`` says of a finished quickstart (``make quickstart``)."""
+    findings = examine(folder, window=LAST_STEPS).diagnosis.findings
+    return {
+        "where": "SmolLM2-135M in vLLM",
+        "injected": f"nothing: the quickstart once its sums are learned, its last {LAST_STEPS} logged steps",
+        "said": [f"{CAUSES[one.cause].title} ({one.severity}): {one.symptom}" for one in findings],
+        "right": QUICKSTART in [one.cause for one in findings],
+    }
+
+
 @contextmanager
 def losing_tokens() -> Iterator[None]:
     """NaN for every fiftieth sampling log-prob."""
@@ -164,7 +201,8 @@ def _nothing() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", help="cases of run.py")
-    parser.add_argument("--only", nargs="+", default=[], choices=list(RUNS), metavar="CAUSE")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*RUNS, QUICKSTART], metavar="CAUSE")
+    parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), help="its run folder")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -175,6 +213,8 @@ def main() -> None:
     for cause, (world, name, injected) in ({} if args.only else CASES).items():
         (path,) = (args.folder / "report").glob(f"{world}-{SEED}-*{name.replace(' ', '_')}.npz")
         found[cause] = of_case(load_case(path), cause, injected)
+    if not args.only or QUICKSTART in args.only:
+        found[QUICKSTART] = of_quickstart(args.quickstart)
     start = Sorter()
     warm_start(start, steps=train.WARM_UP_STEPS, generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ def test_a_faulty_run_gets_cause_fix_and_snippet(write_run: Any, capsys: pytest.
     assert main(["doctor", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "verdict: critical" in out and "engine mismatch (branch A, since step 1)" in out
-    assert "correlation of the two probabilities 0.9000 (limit 0.9500)" in out and "dtype: float16" in out
+    assert "correlation of the two probabilities 0.9000 (10 % quantile of 12" in out and "dtype: float16" in out
 
 
 def test_json_says_the_same(write_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,12 +99,15 @@ def test_what_depends_on_the_loss_is_left_out_until_it_is_named(
     path.write_text("\n".join(json.dumps({"step": s, "data": {"actor/pg_clipfrac": 0.4}}) for s in range(1, 9)))
     assert main(["doctor", str(path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "verdict: ok" in out and "actor/pg_clipfrac is left out: what it counts depends on the policy loss" in out
+    assert (
+        "verdict: not judged" in out
+        and "actor/pg_clipfrac is left out: what it counts depends on the policy loss" in out
+    )
     assert main(["doctor", str(path), "--loss", "vanilla"]) == 0
     out = capsys.readouterr().out
     assert "saturated clip" in out and "left out" not in out
     assert main(["doctor", str(path), "--loss", "cispo"]) == 0
-    assert "verdict: ok" in capsys.readouterr().out
+    assert "verdict: not judged" in capsys.readouterr().out
     assert main(["doctor", str(path), "--loss", "ppo-clip"]) == 2
     assert "loss must be among" in capsys.readouterr().err
 
@@ -179,7 +182,7 @@ def test_no_length_trap_where_every_length_is_dropped_alike(write_run: Any) -> N
 
 
 def test_second_opinions_of_the_real_packages(write_run: Any) -> None:
-    """Entropy falling to nothing is not ours to see; rldoctor and rlprobe read our rows and see it."""
+    """Entropy falling to nothing: rldoctor and rlprobe get our rows and see it, as this kit does."""
     pytest.importorskip("rl_doctor")
     pytest.importorskip("rlprobe")
     falling = [
@@ -187,10 +190,123 @@ def test_second_opinions_of_the_real_packages(write_run: Any) -> None:
         for step, row in enumerate(rows({"offpolicy/mismatch/kl_k3": 0.001}, steps=120))
     ]
     seen = examine(write_run(falling), others=("rldoctor", "rlprobe"))
-    assert seen.diagnosis.verdict == "ok"
+    assert [one.cause for one in seen.diagnosis.findings] == ["entropy_collapse"]
     ours, theirs = seen.opinions
     assert ours.package == "rldoctor" and any("ntropy" in title for _, title, _ in ours.findings)
     assert theirs.package == "rlprobe" and any("ENTROPY_COLLAPSE" in title for _, title, _ in theirs.findings)
+
+
+def test_rlprobe_reads_what_is_exported_and_not_the_run_folder(
+    write_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rlprobe")
+    from rlprobe.doctor.engine import diagnose as rlprobe_diagnose
+
+    falling = [
+        {**row, "entropy": 4.0 * math.exp(-step / 15), "loss": 0.0, "reward_std": 0.1, "grad_norm": 1.0}
+        for step, row in enumerate(rows({"offpolicy/mismatch/kl_k3": 0.001}, steps=120))
+    ]
+    folder, exported = write_run(falling), tmp_path / "for_rlprobe"
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
+        rlprobe_diagnose(folder)
+    assert main(["doctor", str(folder), "--export-rlprobe", str(exported)]) == 0
+    assert str(exported) in capsys.readouterr().err
+    found = rlprobe_diagnose(exported)
+    assert "ENTROPY_COLLAPSE" in [one.signature_id for one in found]
+    (direct,) = examine(folder, others=("rlprobe",)).opinions
+    assert [title.split(":")[0] for _, title, _ in direct.findings] == [one.signature_id for one in found]
+
+
+STOCK_TRL = {
+    "sampling/sampling_logp_difference/mean": 1.7,
+    "sampling/sampling_logp_difference/max": 12.0,
+    "sampling/importance_sampling_ratio/mean": 0.21,
+    "sampling/importance_sampling_ratio/min": 0.0,
+    "sampling/importance_sampling_ratio/max": 2.9,
+    "clip_ratio/region_mean": 0.0,
+    "completions/mean_length": 200.0,
+    "entropy": 0.6,
+    "reward": 0.3,
+}
+
+
+def trainer_state(folder: Path, metrics: dict[str, float]) -> Path:
+    path = folder / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": [{"step": step, **metrics} for step in range(1, 21)]}))
+    return path
+
+
+def test_stock_trl_with_a_broken_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mean |log-ratio| of 1.7 and mean weight 0.21: at least 0.88 nats of KL, and the fix in GRPOConfig's fields."""
+    path = trainer_state(tmp_path, STOCK_TRL)
+    seen = examine(path)
+    (finding,) = seen.diagnosis.findings
+    assert (finding.cause, finding.severity) == ("engine_mismatch", "critical")
+    assert finding.symptom.startswith(
+        "KL k3 at equal weights, at least 0.8827 (bound from the means of 20 steps; limit"
+    )
+    assert seen.advice is not None and seen.advice.where.startswith("GRPOConfig")
+    assert seen.advice.yaml == "vllm_importance_sampling_correction: false\nbf16: false\nfp16: true"
+    assert main(["doctor", str(path), "--fail-on", "notice"]) == 3
+    assert "vllm_importance_sampling_correction" in capsys.readouterr().out
+    # the mean weight alone is a finding too, and a run without any of it is not judged
+    only = {key: value for key, value in STOCK_TRL.items() if "logp_difference" not in key}
+    (finding,) = examine(trainer_state(tmp_path, only)).diagnosis.findings
+    assert finding.evidence == {"off/weight_mean": pytest.approx(0.79)}
+
+
+def test_not_judged_has_an_exit_status_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = trainer_state(tmp_path, {"reward": 0.3, "clip_ratio/region_mean": 0.0, "entropy": 0.6})
+    assert examine(path).diagnosis.verdict == "not judged"
+    assert main(["doctor", str(path)]) == 0
+    assert "verdict: not judged  no distance between sampler and trainer was logged" in capsys.readouterr().out
+    assert [main(["doctor", str(path), "--fail-on", severity]) for severity in ("notice", "critical")] == [4, 4]
+    capsys.readouterr()
+    assert main(["doctor", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "not judged"
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    assert "with 4 if the verdict is 'not judged'" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found", "key"),
+    [
+        ({"policy/rollout_train_logprobs_abs_diff_max": 9.0, "policy/rollout_train_logprobs_abs_diff_mean": 0.02},
+         ("engine_mismatch", "warning"), "trainer.algorithm.off_policy_correction.tis_ratio_type"),
+        ({"actor/ppo_kl": 0.08}, ("policy_staleness", "warning"), "actor_rollout_ref.actor.ppo_epochs"),
+        ({"train/ppo_kl": 0.08}, ("policy_staleness", "warning"), "num_steps_per_rollout"),
+        ({"train/train_rollout_logprob_abs_diff": 0.5}, ("engine_mismatch", "critical"), "use_tis"),
+        ({"policy/loss_metrics/token_mask_ratio": 0.4}, ("correction_limit", "critical"),
+         "trainer.algorithm.off_policy_correction.tis_ratio_type"),
+        ({"rollout_corr/rollout_is_oob_ratio": 0.4}, ("correction_limit", "critical"),
+         "algorithm.rollout_correction.rollout_is"),
+        ({"rollout_corr/kl": 0.08}, ("engine_mismatch", "critical"), "actor_rollout_ref.rollout.dtype"),
+    ],
+)  # fmt: skip
+def test_what_only_others_log_is_judged_and_mended_in_their_keys(
+    tmp_path: Path, metrics: dict[str, float], found: tuple[str, str], key: str
+) -> None:
+    import yaml
+
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(json.dumps({"step": step, **metrics}) for step in range(1, 9)))
+    seen = examine(path)
+    assert [(one.cause, one.severity) for one in seen.diagnosis.findings] == [found]
+    assert seen.advice is not None
+    place = yaml.safe_load(seen.advice.yaml)
+    for part in key.split("."):
+        assert part in place, (key, seen.advice.yaml)
+        place = place[part]
+
+
+def test_the_findings_of_one_run_get_one_configuration(write_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stale = {"offpolicy/staleness/kl_k3": 0.2, "offpolicy/mismatch/chi2_token": 0.5, "offpolicy/mismatch/tv": 0.2}
+    assert main(["doctor", str(write_run(rows(MISMATCH | stale)))]) == 0
+    out = capsys.readouterr().out
+    assert out.count("yaml ") == 1 and out.count("offpolicy: measure") == 1
+    assert "later" in out and "policy staleness: offpolicy: paper/geometric-mask" in out
+    assert "bias and variance: total variation 0.2000, token chi-square 0.5000." in out
 
 
 def test_a_package_that_is_missing_is_named(

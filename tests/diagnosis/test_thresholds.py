@@ -16,7 +16,8 @@ from trl_offpolicy.control.spec import CONTROLLERS
 from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
 from trl_offpolicy.diagnosis.verdict.antipatterns import find_antipatterns
 from trl_offpolicy.diagnosis.verdict.judge import diagnose
-from trl_offpolicy.diagnosis.verdict.tree import APPLIED_ESS, TREE
+from trl_offpolicy.diagnosis.verdict.sga import sga_cell
+from trl_offpolicy.diagnosis.verdict.tree import APPLIED_ESS, SYNC_ROUNDING, TREE
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 HEALTHY = {
@@ -61,7 +62,7 @@ def verdict(metric: str, *, sign: float = 1.0, **others: float) -> Answer:
 
 
 def at_floor(value: float, limits: Thresholds) -> set[str]:
-    return findings(log_of([{"mismatch/kl_k3": 0.06, "noise_floor/kl_k3": 0.06 / value}] * 12), limits)
+    return findings(log_of([{"mismatch/kl_k3": 0.03, "noise_floor/kl_k3": 0.03 / value}] * 12), limits)
 
 
 def rising_clip(value: float, limits: Thresholds) -> set[str]:
@@ -124,12 +125,99 @@ def guard_at_jump(value: float, limits: Thresholds) -> bool:
     return guard_acts(jump_of_the_length(value + 4), limits)
 
 
+def spread(metric: str, *values: float, steps: int = 12) -> MetricsLog:
+    """The values one after the other over the steps; names of the trainers themselves have no prefix."""
+    rows = log_of([{}] * steps).rows
+    key = metric if metric in ("reward", "grad_norm") else f"offpolicy/{metric}"
+    return MetricsLog(tuple({**row, key: values[place * len(values) // steps]} for place, row in enumerate(rows)))
+
+
+def negative_k1(value: float, limits: Thresholds) -> set[str]:
+    """Of a thousand steps that share has a negative KL k1."""
+    rows = [{"staleness/kl_k1": -0.01 if step < 1000 * value else 0.01} for step in range(1000)]
+    return {f"{one.cause} {one.severity}" for one in diagnose(log_of(rows), limits, window=1000).findings}
+
+
+def rising_noise(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("gradient/noise", 1.0, value, steps=40), limits)
+
+
+def noise_of_weights(value: float, limits: Thresholds) -> set[str]:
+    """Weights are switched on in the middle, and the noise with them."""
+    rows = spread("gradient/noise", 1.0, value, steps=40).rows
+    weighted = tuple({**row, "offpolicy/weight_applied/mean": 1.0} for row in rows[20:])
+    return findings(MetricsLog((*rows[:20], *weighted)), limits)
+
+
+def remedy(metric: str, **others: float) -> Answer:
+    rest = {f"total/{name}": value for name, value in others.items()}
+
+    def answer(value: float, limits: Thresholds) -> Any:
+        cell = sga_cell(rest | {f"total/{metric}": value}, limits)
+        return None if cell is None else cell.remedy
+
+    return answer
+
+
+def falling_entropy(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("loss/entropy", 0.1, 0.1 * value), limits)
+
+
+def reward_gap(value: float, limits: Thresholds) -> set[str]:
+    rows = spread("reward", 1.0).rows
+    return findings(
+        MetricsLog(tuple({**row, "offpolicy/rollout/reward_reweighted": 1 - value} for row in rows)), limits
+    )
+
+
+def queue_lag(value: float, limits: Thresholds) -> set[str]:
+    lags = {"rollout/version_lag_mean": value, "rollout/version_lag_max": value}
+    return findings(log_of([lags] * 12), limits)
+
+
+def reward_drop(value: float, limits: Thresholds) -> set[str]:
+    return findings(spread("reward", 1.0, 1 - value, steps=300), limits)
+
+
+def drop_since(value: float, limits: Thresholds) -> set[str]:
+    """The reward halves so long ago that the best mean over 20 steps of the last ``value`` steps is a third lower."""
+    rows = log_of([{}] * 300).rows
+    return findings(
+        MetricsLog(tuple({**row, "reward": 1.0 if row["step"] <= 289 - value else 0.5} for row in rows)), limits
+    )
+
+
+def gradient_spike(value: float, limits: Thresholds) -> set[str]:
+    rows = spread("grad_norm", 1.0, 1.0, 1.0, 1.0, 1.0, value, 1.0, 1.0, steps=48).rows
+    return findings(MetricsLog(tuple({**row, "reward": 1.0 if row["step"] < 37 else 0.9} for row in rows)), limits)
+
+
+def sync_rounds(value: float, limits: Thresholds) -> bool:
+    return bool(SYNC_ROUNDING.taken({"rollout/sync_visible_fraction": value}, limits))
+
+
+def lag_of_oapl(value: float, limits: Thresholds) -> list[str]:
+    readings = {"rollout/version_lag_max": value * 0.5, "total/ess_sequence": 0.5}
+    info = {"objective": "Objective(policy_loss=OAPL(beta=1.0))"}
+    return [one.name for one in find_antipatterns(readings, info, limits)]
+
+
+NO_NEED = "correction of what already agrees"
+AGREEING = {"mismatch__tv_p95": 1e-5, "mismatch__chi2_sequence": 0.01, "weight_applied__mean": 1.0}
+
+
+def without(name: str) -> dict[str, float]:
+    return {key: value for key, value in AGREEING.items() if key != name}
+
+
 ESS = next(one.metric for step in TREE for one in step.any_of if one.threshold == "ess_healthy")
 CHI2, PEARSON = "mismatch/chi2_token", "mismatch/prob_pearson"
 DROPPED, TOKENS = "keep/dropped_sequence_fraction", "keep/dropped_token_fraction"
 BROKEN, OFF = {"engine_mismatch critical"}, {"engine_mismatch notice"}
 VARIANCE, REJECT, BEYOND = {"weight_variance critical"}, {"rejection_limit warning"}, {"correction_limit critical"}
 SURGE = {"length_surge critical"}
+FAR, STALE, VERY_STALE = {"engine_mismatch warning"}, {"policy_staleness notice"}, {"policy_staleness warning"}
+VARIES, COLLAPSE = {"weight_variance notice"}, {"collapse warning"}
 WALKS: dict[str, tuple[Walk, ...]] = {
     "pearson_healthy": (Walk(verdict(PEARSON), OFF, set()),),
     "pearson_broken": (
@@ -139,11 +227,13 @@ WALKS: dict[str, tuple[Walk, ...]] = {
     ),
     "kl_healthy": (
         Walk(verdict("mismatch/kl_k3"), set(), OFF),
-        Walk(verdict("staleness/kl_k3"), set(), {"policy_staleness notice"}),
+        Walk(verdict("staleness/kl_k3"), set(), STALE),
+        Walk(verdict("noise_floor/kl_k3"), set(), {"dropout warning"}),
     ),
     "kl_high": (
         Walk(verdict("mismatch/kl_k3"), OFF, BROKEN),
-        Walk(verdict("staleness/kl_k3"), {"policy_staleness notice"}, {"policy_staleness warning"}),
+        Walk(verdict("staleness/kl_k3"), STALE, VERY_STALE),
+        Walk(verdict("noise_floor/kl_k3"), {"dropout warning"}, {"dropout critical"}),
     ),
     "log_ppl_high": tuple(
         Walk(verdict("mismatch/log_ppl_diff", sign=sign), set(), {"engine_mismatch warning"}) for sign in (1.0, -1.0)
@@ -158,7 +248,7 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(level("chi2"), 0, 1),
     ),
     "chi2_high": (Walk(verdict(CHI2), {"token_drift warning"}, VARIANCE),),
-    "chi2_sequence_high": (Walk(verdict("mismatch/chi2_sequence"), set(), {"weight_variance notice"}),),
+    "chi2_sequence_high": (Walk(verdict("mismatch/chi2_sequence"), set(), {"sequence_variance notice"}),),
     "chi2_reject": (
         Walk(verdict(CHI2), VARIANCE, VARIANCE | REJECT),
         Walk(verdict("total/chi2_token"), VARIANCE, VARIANCE | REJECT),
@@ -191,7 +281,7 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(lambda value, limits: findings(jump_of_the_length(value), limits), SURGE, set()),
         Walk(guard_at_jump, True, False),
     ),
-    "floor_factor": (Walk(at_floor, set(), BROKEN),),
+    "floor_factor": (Walk(at_floor, set(), OFF),),
     "logp_diff_spike": (
         Walk(habits("mismatch/logp_diff_max", mismatch__kl_k3=0.01), [], ["largest difference averaged away"]),
     ),
@@ -199,6 +289,38 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(habits("post_tool/kl_k3_ratio", post_tool__kl_k3=0.03), [], ["mismatch after tool calls averaged away"]),
     ),
     "length_trap": (Walk(length_trap, [], ["length trap"]),),
+    "ppl_ratio_low": (Walk(verdict("mismatch/ppl_ratio"), OFF, set()),),
+    "logp_diff_outlier": (Walk(verdict("mismatch/logp_diff_max"), set(), FAR),),
+    "k1_negative": (Walk(verdict("staleness/kl_k1", sign=-1.0), set(), OFF),),
+    "k1_negative_share": (Walk(negative_k1, set(), OFF),),
+    "weight_off": (Walk(lambda value, limits: verdict("weight/mean")(1 + value, limits), set(), OFF),),
+    "noise_rising": (
+        Walk(rising_noise, set(), VARIES),
+        Walk(noise_of_weights, set(), {"weight_variance warning"}),
+    ),
+    "tv_moderate": (
+        Walk(verdict("mismatch/tv"), set(), {"token_drift notice"}),
+        Walk(remedy("tv", chi2_token=0.1), "nothing", "token"),
+    ),
+    "entropy_low": (Walk(verdict("loss/entropy"), {"entropy_collapse notice"}, set()),),
+    "entropy_falling": (Walk(falling_entropy, {"entropy_collapse warning"}, {"entropy_collapse notice"}),),
+    "reward_gap": (Walk(reward_gap, set(), {"biased_reward notice"}),),
+    "lag_high": (Walk(verdict("rollout/version_lag_max"), set(), STALE),),
+    "lag_uncorrected": (Walk(queue_lag, set(), VERY_STALE),),
+    "cosine_high": (Walk(verdict("gradient/cosine_previous"), set(), STALE),),
+    "flip_high": (Walk(verdict("routing/flip_fraction"), set(), {"routing warning"}),),
+    "expert_flip_high": (
+        Walk(verdict("routing/expert_flip_mean"), set(), {"routing notice"}),
+        Walk(habits("routing/expert_flip_mean", **AGREEING), [NO_NEED], []),
+    ),
+    "reward_drop": (Walk(reward_drop, set(), COLLAPSE),),
+    "reward_drop_steps": (Walk(drop_since, set(), COLLAPSE),),
+    "gradient_spike": (Walk(gradient_spike, set(), COLLAPSE),),
+    "confident_high": (Walk(verdict("mismatch/confident_disagreement_fraction"), set(), OFF),),
+    "sync_visible_low": (Walk(sync_rounds, True, False),),
+    "tv_budget": (Walk(habits("mismatch/tv_p95", **without("mismatch__tv_p95")), [NO_NEED], []),),
+    "chi2_budget": (Walk(habits("mismatch/chi2_sequence", **without("mismatch__chi2_sequence")), [NO_NEED], []),),
+    "lag_per_ess": (Walk(lag_of_oapl, [], ["more lag than the sample size bears"]),),
 }
 """Threshold -> what it decides. One that decides nothing has no place among the documented ones."""
 

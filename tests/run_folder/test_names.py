@@ -310,6 +310,7 @@ def _skyrl() -> list[Case]:
         metrics = ours(b, keep=(op.RatioBand(level=level, low=1 / half, high=half),))
         out = float(((ratio < 1 / half) | (ratio > half)).float().mean())
         cases.append(Case(f"policy/loss_metrics/{name}_sequence_mask_masked_ratio", out, *_of(metrics, kept)))
+    cases += _skyrl_masks(b)
     gap = (b.sampling - b.old).abs()[b.mask]
     for end, value in (("mean", gap.mean()), ("std", gap.std(correction=0)), ("max", gap.max())):
         name = f"mismatch/logp_diff_{end}"
@@ -317,6 +318,38 @@ def _skyrl() -> list[Case]:
     for key in ("policy/loss_metrics/clip_ratio", "policy/clip_ratio", "policy/ppo_clip_ratio"):
         for loss in ("regular", "dual_clip"):
             cases.append(Case(key, b.mean(surrogate_clipped(b, b.now - b.old)), *_of(token, region), loss))
+    return cases
+
+
+def _skyrl_masks(b: Batch) -> list[Case]:
+    """SkyRL's masks, each on what the earlier ones left: outliers or tokens first, then whole responses."""
+    log_ratio, veto = b.old - b.sampling, op.OutlierVeto(low=0.6, high=1.8)
+    rho = log_ratio.exp()
+    vetoed = (((rho < 0.6) | (rho > 1.8)) & b.mask).any(1)
+    by_token = ((rho < LOW) | (rho > HIGH)) & b.mask
+    shares = {"outlier_seq": float(vetoed.float().mean()), "token_mask": float(by_token.sum() / b.mask.sum())}
+    only = {
+        "outlier_seq": (ours(b, keep=(veto,), measure_on="remaining"), "outlier_veto"),
+        "token_mask": (ours(b, keep=(op.RatioBand(level="token", low=LOW, high=HIGH),)), "ratio_band_token"),
+    }
+    keys = {"outlier_seq": "outlier_seq_masked_ratio", "token_mask": "token_mask_ratio"}
+    cases = [
+        Case(f"policy/loss_metrics/{keys[name]}", shares[name], *_of(metrics, f"keep/{term}/dropped_fraction"))
+        for name, (metrics, term) in only.items()
+    ]
+    left = b.mask & ~vetoed.unsqueeze(1)
+    total = (log_ratio * left).sum(1)
+    geometric, product = (total / left.sum(1).clamp(min=1)).exp(), total.exp()
+    for name, ratio, level, half in (("geo", geometric, "sequence_mean", 1.1), ("product", product, "sequence", 2.0)):
+        metrics = ours(b, keep=(veto, op.RatioBand(level=level, low=1 / half, high=half)), measure_on="remaining")
+        cases.append(
+            Case(
+                f"policy/loss_metrics/{name}_sequence_mask_masked_ratio",
+                float(((ratio < 1 / half) | (ratio > half)).float().mean()),
+                *_of(metrics, f"keep/ratio_band_{level}/dropped_fraction"),
+                row=("policy/loss_metrics/outlier_seq_masked_ratio",),
+            )
+        )
     return cases
 
 
@@ -472,11 +505,16 @@ def test_means_over_responses_are_remarked_on() -> None:
 
 
 def test_what_the_loss_decides_is_left_out_without_it() -> None:
-    keys = ["actor/pg_clipfrac", "actor/ppo_kl", "policy/loss_metrics/clip_ratio", "train/pg_clipfrac"]
+    keys = ["actor/pg_clipfrac", "policy/loss_metrics/clip_ratio", "train/pg_clipfrac"]
     for key in keys:
         assert translate({key: 0.3}) == {key: 0.3}
         assert f"{key} is left out" in " ".join(remarks([key]))
     assert remarks(["actor/pg_clipfrac"], "cispo") == ()
+    # what it is under nearly every loss is assumed, and said
+    assert translate({"actor/ppo_kl": 0.3})["offpolicy/staleness/kl_k1"] == 0.3
+    assert "actor/ppo_kl is read as staleness/kl_k1" in " ".join(remarks(["actor/ppo_kl"]))
+    assert "offpolicy/staleness/kl_k1" not in translate({"actor/ppo_kl": 0.3}, "bypass_mode")
+    assert "is read as" not in " ".join(remarks(["actor/ppo_kl"], "vanilla"))
     with pytest.raises(ValueError, match=r"loss must be among .*vanilla.*, but got 'ppo_clip'"):
         translate({}, "ppo_clip")
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trl_offpolicy.diagnosis.probe.options import ProbeOptions
     from trl_offpolicy.diagnosis.probe.probe import ProbeResult
     from trl_offpolicy.diagnosis.thresholds import Thresholds
+    from trl_offpolicy.diagnosis.verdict.tree import Severity, Verdict
 
 Runner = Callable[[argparse.Namespace], int]
 Command = Callable[[argparse.ArgumentParser], Runner]
@@ -30,6 +31,8 @@ BAD_INPUT = 2
 MISSING_PACKAGE = 1
 FOUND = 3
 """Exit status if a limit of ``--fail-on``, ``--max-kl`` or ``--min-pearson`` is crossed."""
+NOT_JUDGED = 4
+"""Exit status of ``doctor --fail-on`` if the log holds nothing from which engine and trainer can be compared."""
 
 
 def report(parser: argparse.ArgumentParser) -> Runner:
@@ -70,19 +73,21 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument(
         "--with", dest="others", metavar="PACKAGE", action="append", default=[], help="ask rldoctor or rlprobe as well"
     )
+    parser.add_argument("--export-rlprobe", metavar="DIR", help="also write the metrics as a run folder of rlprobe")
     parser.add_argument(
         "--loss", metavar="NAME", help="policy loss of another framework's run, in its words: some metrics need it"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--fail-on", choices=("notice", "warning", "critical"), help=f"exit with {FOUND} from this severity on"
+        "--fail-on",
+        choices=("notice", "warning", "critical"),
+        help=f"exit with {FOUND} from this severity on, with {NOT_JUDGED} if the verdict is 'not judged'",
     )
 
     def run(args: argparse.Namespace) -> int:
         import json
 
         from trl_offpolicy.diagnosis.doctor import examine, print_examination
-        from trl_offpolicy.diagnosis.verdict.tree import SEVERITIES
 
         if "help" in args.threshold:
             _print_thresholds()
@@ -95,10 +100,24 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
             print(json.dumps(seen.as_dict(), indent=2))
         else:
             print_examination(seen)
-        reached = SEVERITIES.index(seen.diagnosis.verdict)
-        return FOUND if args.fail_on and reached >= SEVERITIES.index(args.fail_on) else 0
+        if args.export_rlprobe:
+            from trl_offpolicy.diagnosis.other_doctors import export_rlprobe
+
+            print(f"for rlprobe: {export_rlprobe(args.run_dir, args.export_rlprobe)}", file=sys.stderr)
+        return _status(seen.diagnosis.verdict, args.fail_on)
 
     return run
+
+
+def _status(verdict: Verdict, fail_on: Severity | None) -> int:
+    """Exit status of ``doctor``; without ``--fail-on`` always 0."""
+    from trl_offpolicy.diagnosis.verdict.tree import SEVERITIES
+
+    if fail_on is None:
+        return 0
+    if verdict == "not judged":
+        return NOT_JUDGED
+    return FOUND if SEVERITIES.index(verdict) >= SEVERITIES.index(fail_on) else 0
 
 
 def demo(parser: argparse.ArgumentParser) -> Runner:

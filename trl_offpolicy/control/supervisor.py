@@ -16,7 +16,7 @@ from trl_offpolicy.control.escalation import CORRECTION_LEVEL, LEVELS
 from trl_offpolicy.control.risk import collapse_risk
 from trl_offpolicy.control.spec import ControlSpec
 from trl_offpolicy.diagnosis.verdict.judge import LENGTHS, WINDOW, Diagnosis, diagnose
-from trl_offpolicy.diagnosis.verdict.tree import SEVERITIES
+from trl_offpolicy.diagnosis.verdict.tree import NOT_JUDGED, SEVERITIES
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, STEP
 from trl_offpolicy.run_folder.run_data import MetricsLog
 from trl_offpolicy.stats import PREFIX
@@ -31,8 +31,9 @@ LENGTH_SURGE = f"{PREFIX}rollout/length_surge"
 
 _WHOLE_ROWS = WINDOW + 5
 """Rows that are kept whole: those that a verdict reads, and a few more."""
-_FOR_LONG = (STEP, *LENGTHS, "grad_norm")
-"""The numbers that older rows keep: lengths of ``length_window`` steps ago, and gradient norms to compare with."""
+_FOR_LONG = (STEP, *LENGTHS, "grad_norm", "reward", f"{PREFIX}gradient/noise", f"{PREFIX}weight_applied/mean")
+"""The numbers that older rows keep: what the verdict compares with ``length_window`` steps ago or with a baseline (the
+mean weight tells under which correction the noise was measured)."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class Supervisor:
             actions = (*(action for action in actions if action.what != "stop"), stop)
         in_force = self.settings(state)
         metrics = {
-            "verdict": float(SEVERITIES.index(diagnosis.verdict)),
+            # -1: nothing was logged from which engine and trainer can be compared
+            "verdict": -1.0 if diagnosis.verdict == NOT_JUDGED else float(SEVERITIES.index(diagnosis.verdict)),
             "collapse_risk": risk.score,
             **{f"risk_{name}": value for name, value in risk.parts.items()},
             **self._settings_logged(state, in_force),

@@ -70,7 +70,7 @@ CAUSES: dict[str, Cause] = {
         "ESS below 0.5, or chi2_token above 1, or gradient/noise rising after weights were switched on.",
         "Filter before reweighting: a token band gives weight 0 outside [0.5, 5]. If it drops more than 10 to 25 %, "
         "fix the system instead: less lag, more syncs, the precision.",
-        "offpolicy: verl/decoupled_token_icepop\n",
+        "offpolicy: paper/icepop   # weight 0 outside 0.5 to 5\n",
     ),
     "rejection_limit": Cause(
         "rejection at its limit",
@@ -121,6 +121,43 @@ CAUSES: dict[str, Cause] = {
         "Look for tokens that the engine cannot score (NaN) or gives probability 0 (a mask or grammar that the "
         "trainer does not apply). Drop them until then.",
         "offpolicy: {preset: paper/tis, correction: {nonfinite: drop}}\n",
+    ),
+    "sequence_variance": Cause(
+        "variance of whole sequences",
+        "D",
+        "Tokens agree, but the products of their ratios over whole responses do not: a correction by response has few "
+        "effective samples. Token weights are not concerned.",
+        "chi2_sequence above 10, or ess_sequence of mismatch/ or total/ below 0.5, while chi2_token is small.",
+        "Do not weight by products of whole responses. Truncate or mask by response instead, with the geometric mean, "
+        "which does not depend on the length.",
+        "offpolicy: skyrl/geometric-mask   # geometric mean in 0.99 to 1.01\n",
+    ),
+    "biased_reward": Cause(
+        "reward of another policy",
+        "A",
+        "The logged reward is that of the policy that sampled. Reweighted to the trainer's policy it is another one. "
+        "So the curve shows the engine's progress, not the model's (Yao et al. 2025).",
+        "reward against rollout/reward_reweighted. An evaluation with the trainer's weights decides.",
+        "Judge the run by evaluations, not by the logged reward, and remove what makes engine and trainer differ.",
+    ),
+    "entropy_collapse": Cause(
+        "entropy collapse",
+        "F",
+        "The distribution of the next token is close to one-hot, so nothing new is sampled. Quantised rollouts without "
+        "a correction end there, and truncated weights reverse it (Yao et al. 2025).",
+        "loss/entropy below 0.2 and falling. A task that is solved has a low entropy too: look at the reward.",
+        "If engine and trainer differ, correct with truncated token weights. Otherwise smaller updates, or an entropy "
+        "bonus.",
+        "offpolicy: paper/tis\n",
+    ),
+    "collapse": Cause(
+        "collapse",
+        "F",
+        "The reward has fallen by almost a third and did not recover in 100 steps, or it fell after a gradient ten "
+        "times as large as usual.",
+        "The reward against its best, and grad_norm. A harder part of the data set looks the same.",
+        "Go back to a checkpoint from before, and halve the learning rate. The other findings say what drove it.",
+        "learning_rate: 5.0e-7   # half of yours\n",
     ),
     # ------------------------------------------------------------------------- faults that the attribution tells apart
     "temperature": Cause(

@@ -12,10 +12,13 @@ from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.lags import LAG_TITLES, LagTable, lag_table
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.verdict.advice import Advice, advise
 from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
 from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
+from trl_offpolicy.diagnosis.verdict.sga import Cell
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _WIDTH = 100
-COLOURS = {"ok": "green", "notice": "cyan", "warning": "yellow", "critical": "red"}
+COLOURS = {"not judged": "magenta", "ok": "green", "notice": "cyan", "warning": "yellow", "critical": "red"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Examination:
             token was recorded.
         remarks: sentences on other frameworks' metric names that differ slightly from this kit's.
         by_lag: log-ratios, ESS and clips of the judged steps by version lag; None = none were logged.
+        advice: one configuration for all findings, in the keys of the framework that logged them; None = no finding.
     """
 
     metrics: Path
@@ -52,6 +56,7 @@ class Examination:
     attribution: Attribution | None
     remarks: tuple[str, ...] = ()
     by_lag: LagTable | None = None
+    advice: Advice | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that was found as plain values, for JSON."""
@@ -67,6 +72,7 @@ class Examination:
             "opinions": [asdict(one) for one in self.opinions],
             "attribution": attribution,
             "by_lag": None if self.by_lag is None else self.by_lag.as_dict(),
+            "advice": None if self.advice is None else asdict(self.advice),
         }
 
 
@@ -116,6 +122,7 @@ def judge(
 ) -> Examination:
     """:func:`examine` on files that were read already."""
     found = diagnose(log, thresholds, window=window)
+    attribution = _attribution(found, rollouts, info)
     return Examination(
         metrics=path,
         frameworks=log.frameworks,
@@ -123,10 +130,19 @@ def judge(
         antipatterns=find_antipatterns(found.readings, info, thresholds, rollouts),
         lengths=None if rollouts is None else length_shares(rollouts),
         opinions=opinions,
-        attribution=_attribution(found, rollouts, info),
+        attribution=attribution,
         remarks=log.remarks,
         by_lag=lag_table(log, found.steps),
+        advice=_advice(found, attribution, log.frameworks),
     )
+
+
+def _advice(found: Diagnosis, attribution: Attribution | None, frameworks: Sequence[str]) -> Advice | None:
+    """One configuration for the findings. A cause that the tokens name takes the place of "engine mismatch"."""
+    causes = [one.cause for one in found.findings]
+    if attribution is not None and attribution.cause in CAUSES:
+        causes = [attribution.cause if one == "engine_mismatch" else one for one in causes]
+    return advise(causes, frameworks) if causes else None
 
 
 def _attribution(found: Diagnosis, rollouts: RecordedRollouts | None, info: Mapping[str, Any]) -> Attribution | None:
@@ -136,7 +152,7 @@ def _attribution(found: Diagnosis, rollouts: RecordedRollouts | None, info: Mapp
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:
-    """Print the verdict, findings with fix and snippet, anti-patterns, and what could not be judged."""
+    """Print the verdict, findings with their fix, one configuration, anti-patterns, and what could not be judged."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -149,11 +165,16 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
     out.print(f"verdict: [bold {COLOURS[found.verdict]}]{found.verdict}[/]  {escape(_headline(found))}\n")
     for finding in found.findings:
         _print_finding(out, finding)
+    if found.cell is not None and found.findings:
+        out.print(f"[bold]bias and variance[/]: {escape(describe_cell(found.cell))}\n")
     if seen.attribution is not None:
         out.print("[bold]why engine and trainer differ[/], from the recorded tokens")
         _print_fields(out, describe_attribution(seen.attribution))
     if seen.by_lag is not None and seen.by_lag.stale:
         _print_lags(out, seen.by_lag)
+    if seen.advice is not None and (seen.advice.yaml or seen.advice.later):
+        out.print(f"[bold]settings[/] for all findings ({escape(seen.advice.where)})")
+        _print_fields(out, {"yaml": seen.advice.yaml, "later": "\n".join(seen.advice.later)})
     for one in seen.antipatterns:
         out.print(f"[yellow]anti-pattern[/] [bold]{escape(one.name)}[/]")
         _print_fields(out, {"seen": one.seen, "instead": one.instead})
@@ -181,7 +202,15 @@ def describe_attribution(found: Attribution) -> dict[str, str]:
     }
     if about is None:
         return fields
-    return fields | {"check": about.confirm, "fix": about.fix, "yaml": about.snippet.rstrip()}
+    return fields | {"check": about.confirm, "fix": about.fix}
+
+
+def describe_cell(cell: Cell) -> str:
+    """Total variation and chi-square with what they ask for together."""
+    sequence = "" if cell.chi2_sequence is None else f", of whole sequences {format_number(cell.chi2_sequence)}"
+    return (
+        f"total variation {format_number(cell.tv)}, token chi-square {format_number(cell.chi2)}{sequence}. {cell.text}"
+    )
 
 
 def _headline(found: Diagnosis) -> str:
@@ -200,7 +229,7 @@ def _print_finding(out: Console, finding: Finding) -> None:
         f"(branch {about.branch}{since})"
     )
     fields = {"seen": finding.symptom, "means": about.meaning, "check": about.confirm, "fix": about.fix}
-    _print_fields(out, fields | {"yaml": about.snippet.rstrip()})
+    _print_fields(out, fields)
 
 
 def _print_lags(out: Console, table: LagTable) -> None:

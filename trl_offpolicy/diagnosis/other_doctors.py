@@ -1,18 +1,20 @@
-"""Second opinions of packages that judge what this kit does not (entropy, reward hacking, dead groups, length).
+"""Second opinions of packages that judge what this kit does not (reward hacking, dead groups, throughput).
 
-``rldoctor`` reads ``metrics.jsonl`` as it is. ``rlprobe`` has another file format, so its detectors get the same rows
-in memory.
+``rldoctor`` reads ``metrics.jsonl`` as it is. ``rlprobe`` reads only its own run folders (``manifest.json`` and
+``steps.parquet``), so its detectors get the same rows in memory, and :func:`export_rlprobe` writes such a folder.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics
+from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
 
 _RLPROBE_FIELDS = {
     "reward": "reward_mean",
@@ -31,6 +33,10 @@ _RLPROBE_FIELDS = {
     "completions/clipped_ratio": "truncation_rate",
     "step_time": "step_time_s",
 }
+
+
+_RLPROBE_SCHEMA = 1
+"""Version of rlprobe's file format (0.1.0)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,43 @@ def rlprobe(run_dir: str | Path) -> Opinion:
     ]
     headline = f"{len(findings)} finding(s)" if findings else "No findings."
     return Opinion("rlprobe", headline, tuple(findings))
+
+
+def export_rlprobe(run_dir: str | Path, folder: str | Path) -> Path:
+    """Write the run's metrics as a folder that ``rlprobe doctor``, ``report`` and ``diff`` read. rlprobe is not needed.
+
+    Args:
+        run_dir: a run folder or a metrics file.
+        folder: where to write ``manifest.json`` and ``steps.parquet``; files of these names are replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: there are no metrics.
+        ValueError: there is no training row.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = metrics_file(run_dir)
+    rows, info = _rlprobe_rows(read_metrics(path)), read_run_info(path.parent)
+    manifest = {
+        "schema_version": _RLPROBE_SCHEMA,
+        "run_id": path.parent.resolve().name,
+        "created_at": datetime.fromtimestamp(path.stat().st_mtime, tz=UTC).isoformat(),
+        "algorithm": "grpo",
+        "model_name": info.get("model"),
+        "environment": dict(info.get("versions") or {}),
+        "notes": "exported by trl-offpolicy",
+    }
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "manifest.json").write_text(json.dumps(manifest, indent=2, default=str) + "\n")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = pa.Table.from_pydict({name: [row.get(name) for row in rows] for name in columns})
+    pq.write_table(table, target / "steps.parquet")
+    return target
 
 
 OTHER_DOCTORS: Mapping[str, Callable[[str | Path], Opinion]] = {"rldoctor": rldoctor, "rlprobe": rlprobe}

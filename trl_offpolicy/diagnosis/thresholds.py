@@ -9,6 +9,13 @@ from typing import Any
 TREE = "Liu 2026, Off-Policy Drift in LLM RL, decision tree"
 ESCALATION = "Liu 2026, Off-Policy Drift in LLM RL, when to escalate from RS to IS to systems fix"
 YAO = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+CONJECTURES = "Liu 2026, Off-Policy Drift in LLM RL, open problems"
+DIAGNOSTICS = "Liu 2026, Off-Policy Drift in LLM RL, diagnostics; the number is this kit's"
+SGA = "Li and Liu 2025, When Speed Kills Stability; the number is this kit's (Pinsker at a KL of 0.01 to 0.02)"
+YAO_OURS = f"{YAO}; the number is this kit's"
+AREAL = "Fu et al. 2025, AReaL: the largest staleness that matched synchronous training, in steps"
+SKYRL = "SkyRL documentation, Off policy correction, outlier mask"
+GAC = "Xu et al. 2026, GAC; the number is this kit's"
 OURS = "this kit"
 
 SAME_POLICY_KL = 1e-10
@@ -58,6 +65,43 @@ class Thresholds:
     length_trap: float = _number(
         2.0, "times as often dropped: the longest quarter of responses against the shortest, or the reverse", OURS
     )
+    ppl_ratio_low: float = _number(
+        0.99,
+        "perplexity ratio below which the gap is systematic (any below 1, less 0.01 for chance)",
+        DIAGNOSTICS,
+    )
+    logp_diff_outlier: float = _number(4.605, "largest |log-ratio|: a factor of 100", SKYRL)
+    k1_negative: float = _number(0.001, "nats below 0 from which a step's KL k1 counts as negative", OURS)
+    k1_negative_share: float = _number(0.5, "share of the steps with a negative KL k1 that is frequent", YAO_OURS)
+    weight_off: float = _number(0.2, "|mean weight - 1| that is far from 0", DIAGNOSTICS)
+    noise_rising: float = _number(3.0, "gradient noise of the window over that before, or before weights", DIAGNOSTICS)
+    tv_moderate: float = _number(0.08, "total variation from which token weights are biased without a correction", SGA)
+    entropy_low: float = _number(0.2, "entropy of the next token (nats) below which it has collapsed", YAO)
+    entropy_falling: float = _number(0.95, "last half of the window over its first half that counts as falling", OURS)
+    reward_gap: float = _number(
+        0.1, "difference between the engine's reward and the trainer's, as a share of the larger", YAO_OURS
+    )
+    lag_high: float = _number(8.0, "oldest token, in optimizer steps", AREAL)
+    lag_uncorrected: float = _number(
+        3.0, "optimizer steps by which a queue may hold back rollouts that nothing corrects (4 collapsed)", AREAL
+    )
+    cosine_high: float = _number(0.3, "cosine of successive gradients, near 0 without staleness", GAC)
+    flip_high: float = _number(0.1, "share of a token's layers whose set of experts differs", OURS)
+    expert_flip_high: float = _number(1e-3, "mean rate at which an expert is chosen by one side only", CONJECTURES)
+    reward_drop: float = _number(0.3, "fall of the reward from its best that is a collapse", CONJECTURES)
+    reward_drop_steps: float = _number(100.0, "optimizer steps without recovery that make it one", CONJECTURES)
+    gradient_spike: float = _number(10.0, "gradient norm over its median before, if the reward falls", CONJECTURES)
+    confident_high: float = _number(
+        0.005, "share of tokens that the engine gives at least half and the trainer 2 nats less, at lag 0", OURS
+    )
+    sync_visible_low: float = _number(0.5, "share of the changed weights that survive the engine's rounding", OURS)
+    tv_budget: float = _number(
+        1e-4, "95th percentile of total variation by response that needs no correction", CONJECTURES
+    )
+    chi2_budget: float = _number(0.1, "sequence chi-square that needs no correction", CONJECTURES)
+    lag_per_ess: float = _number(
+        50.0, "tolerable lag over the sequence ESS, for losses that regress on it", CONJECTURES
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -79,6 +123,7 @@ _ORDERED = (
     ("chi2_reject", "chi2_systems"),
     ("ess_broken", "ess_healthy"),
     ("dropped_high", "dropped_broken"),
+    ("logp_diff_spike", "logp_diff_outlier"),
 )
 
 
@@ -126,3 +171,14 @@ def limits_of(cls: type, limits: Thresholds) -> dict[str, Any]:
 def _values(metadata: Mapping[str, Any], limits: Thresholds) -> Any:
     found = tuple(metadata["to"](getattr(limits, name)) for name in metadata["thresholds"])
     return found if len(found) > 1 else found[0]
+
+
+def short_source(name: str) -> str:
+    """Author and year of a threshold's source, for a line of text.
+
+    Example:
+        >>> short_source("kl_high"), short_source("floor_factor")
+        ('Liu 2026', 'this kit')
+    """
+    (one,) = (one for one in fields(Thresholds) if one.name == name)
+    return str(one.metadata["source"]).split(",")[0].split(";")[0]

@@ -27,6 +27,7 @@ class Name:
         but: does not hold under these policy losses.
         beside: holds only in a row that also has this key (``*`` = anything).
         without: holds only in a row that does not have this key.
+        assumed: holds also if the policy loss is not known, because it does so under nearly all of them.
     """
 
     ours: str
@@ -34,10 +35,12 @@ class Name:
     but: tuple[str, ...] = ()
     beside: str = ""
     without: str = ""
+    assumed: bool = False
 
     def holds(self, keys: Collection[str], loss: str | None) -> bool:
         """True if the translation holds in a row with these keys, under this policy loss (None = unknown)."""
-        if (self.losses and loss not in self.losses) or loss in self.but:
+        taken = not self.losses or loss in self.losses or (self.assumed and loss is None)
+        if not taken or loss in self.but:
             return False
         if self.without and _any_fits(keys, self.without):
             return False
@@ -75,6 +78,8 @@ _MISMATCH = {
 }
 _VERL_MISMATCH = {**_MISMATCH, **{f"log_ppl_diff_{end}": f"log_ppl_diff_{end}" for end in ("max", "min")}}
 _OOB = "rollout_corr/rollout_is_oob_ratio"
+ZEROED = _OOB
+"""verl's name of the share of weights that a band sets to 0; only a band logs it."""
 _NORMALIZED = "rollout_corr/rollout_is_batch_norm_factor"
 
 _VERL: dict[str, tuple[Name, ...]] = {
@@ -101,7 +106,7 @@ _VERL: dict[str, tuple[Name, ...]] = {
     "training/rollout_actor_probs_pearson_corr": (Name("mismatch/prob_pearson"),),
     "actor/pg_clipfrac": (Name("loss/clip_region_fraction", losses=("vanilla", "dppo_tv", "dppo_kl", "bypass_mode")),),
     "actor/ppo_kl": (
-        Name("staleness/kl_k1", losses=_KL_IS_MEAN),
+        Name("staleness/kl_k1", losses=_KL_IS_MEAN, assumed=True),
         Name("staleness/logp_diff_mean", losses=("kl_cov",)),
         Name("total/kl_k1", losses=_BYPASS),
     ),
@@ -129,8 +134,16 @@ _SKYRL = {
     "*/is_ratio_max": (Name("weight/max", beside=_TOKEN_TIS),),
     "*/tis_token_clip_high_ratio": (Name("weight/truncated_fraction"),),
     "*/tis_seq_clip_high_ratio": (Name("weight/truncated_fraction"),),
-    "*/geo_sequence_mask_masked_ratio": (Name("keep/dropped_sequence_fraction", without=_OUTLIERS),),
-    "*/product_sequence_mask_masked_ratio": (Name("keep/dropped_sequence_fraction", without=_OUTLIERS),),
+    "*/token_mask_ratio": (Name("keep/ratio_band_token/dropped_fraction", without=_OUTLIERS),),
+    "*/outlier_seq_masked_ratio": (Name("keep/outlier_veto/dropped_fraction"),),
+    "*/geo_sequence_mask_masked_ratio": (
+        Name("keep/dropped_sequence_fraction", without=_OUTLIERS),
+        Name("keep/ratio_band_sequence_mean/dropped_fraction"),
+    ),
+    "*/product_sequence_mask_masked_ratio": (
+        Name("keep/dropped_sequence_fraction", without=_OUTLIERS),
+        Name("keep/ratio_band_sequence/dropped_fraction"),
+    ),
     "policy/loss_metrics/clip_ratio": _SKYRL_CLIP,
     "policy/clip_ratio": _SKYRL_CLIP,
     "policy/ppo_clip_ratio": _SKYRL_CLIP,
@@ -156,6 +169,9 @@ NAMES: Mapping[str, Mapping[str, tuple[Name, ...]]] = MappingProxyType(
     {"verl": _VERL, "TRL": _TRL, "SkyRL": _SKYRL, "slime": _SLIME}
 )
 """Framework -> its name -> ours, with conditions. ``*/name`` means any prefix or none."""
+
+OTHER_WEIGHT_MEANS = ("sampling/importance_sampling_ratio/mean",)
+"""Means of weights over tokens or over responses, which the log does not tell: not ours, but 1 in either case."""
 
 _ACTOR = "up to verl 0.7 the actor logs current/sampling over it, averaged over the updates of a batch"
 _BY_RESPONSE = "the mean over responses of their means over tokens; ours is the mean over all tokens"
@@ -222,6 +238,10 @@ def remarks(keys: Iterable[str], loss: str | None = None) -> tuple[str, ...]:
     left_out = []
     for key in sorted(names):
         note = _lookup(key, NOTES)
+        if loss is None and (read_as := next((name.ours for name in _candidates(key) if name.assumed), "")):
+            left_out.append(
+                f"{key} is read as {read_as}: so it is under most policy losses, and which it is is not known."
+            )
         if any(_ours(key, names, loss)):
             noted.setdefault(note, []).append(key)
         elif loss is None and any(name.losses for name in _candidates(key)):

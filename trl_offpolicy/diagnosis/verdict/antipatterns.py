@@ -1,7 +1,8 @@
 """Warns of habits that hide a fault or make it worse.
 
 The first five are those of Liu 2026, "Off-Policy Drift in LLM RL", sidebar "five common diagnostic mistakes"; the
-length trap is its failure mode of that name (Liu et al. 2025). The one about tools is this kit's.
+length trap is its failure mode of that name (Liu et al. 2025). Two are conjectures 4 and 5 of its open problems. The
+one about tools is this kit's.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def find_antipatterns(
         _surge_without_guard(readings, info, thresholds),
         _maximum_behind_the_mean(readings, thresholds),
         _tools_behind_the_mean(readings, thresholds),
+        _correction_of_nothing(readings, thresholds),
+        _lag_beyond_the_law(readings, info, thresholds),
         None if rollouts is None else _length_trap(rollouts, info, thresholds),
     )
     return tuple(one for one in found if one is not None)
@@ -150,6 +153,40 @@ def _tools_behind_the_mean(readings: Readings, thresholds: Thresholds) -> AntiPa
         f"After tool output KL k3 is {after:.2g} nats, {times:.1f} times that before it "
         f"(limit {thresholds.post_tool_ratio:g}).",
         "Look at rollout/retokenised_fraction first; then cap weights by turn (offpolicy: paper/turn-is).",
+    )
+
+
+def _correction_of_nothing(readings: Readings, thresholds: Thresholds) -> AntiPattern | None:
+    """Conjecture 4 of the source: within this budget a correction gains less than 0.3 %."""
+    tv, chi2 = readings.get("mismatch/tv_p95"), readings.get("mismatch/chi2_sequence")
+    flips = readings.get("routing/expert_flip_mean", 0.0)
+    corrected = readings.get("weight_applied/mean", readings.get("keep/dropped_token_fraction"))
+    if tv is None or chi2 is None or corrected is None:
+        return None
+    if tv >= thresholds.tv_budget or chi2 >= thresholds.chi2_budget or flips >= thresholds.expert_flip_high:
+        return None
+    if max(readings.get("staleness/kl_k3", 0.0), readings.get("lagged/kl_k3", 0.0)) > thresholds.kl_healthy:
+        return None
+    return AntiPattern(
+        "correction of what already agrees",
+        f"Total variation by response is {tv:.1g} at the 95th percentile (limit {thresholds.tv_budget:g}) and the "
+        f"sequence chi-square {chi2:.1g} (limit {thresholds.chi2_budget:g}), and a correction is on.",
+        "It can gain next to nothing (a conjecture of Liu 2026): offpolicy: measure does the same.",
+    )
+
+
+def _lag_beyond_the_law(readings: Readings, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
+    """Conjecture 5 of the source, for losses that take the lagged policy as their reference."""
+    lag, ess = readings.get("rollout/version_lag_max"), readings.get("total/ess_sequence")
+    if "OAPL" not in str(info.get("objective", "")) or lag is None or ess is None:
+        return None
+    if lag <= thresholds.lag_per_ess * ess:
+        return None
+    return AntiPattern(
+        "more lag than the sample size bears",
+        f"Tokens are up to {lag:g} optimizer steps old at a sequence ESS of {ess:.2f} "
+        f"(limit {thresholds.lag_per_ess:g} times the ESS, a conjecture of Liu 2026).",
+        "Shorten the queue until the lag is below it, or make smaller updates.",
     )
 
 

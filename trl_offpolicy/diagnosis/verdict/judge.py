@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trl_offpolicy.diagnosis.causes import CAUSES, Cause
 from trl_offpolicy.diagnosis.numbers import format_number
-from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.thresholds import Thresholds, short_source
+from trl_offpolicy.diagnosis.verdict.readings import LENGTHS, read, statistic
+from trl_offpolicy.diagnosis.verdict.sga import Cell, sga_cell
 from trl_offpolicy.diagnosis.verdict.tree import (
-    APPLIED_ESS,
     INTERVAL,
+    NOT_JUDGED,
     SEVERITIES,
     TREE,
     Readings,
     Severity,
     Symptom,
+    Verdict,
 )
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 WINDOW = 20
 """Number of last logged steps that a verdict reads."""
-LENGTHS = ("offpolicy/rollout/response_length_mean", "completions/mean_length")
-_EXTREMES = {"_max": max, "_min": min, "prob_pearson": min}
+__all__ = ["LENGTHS", "WINDOW", "Diagnosis", "Finding", "diagnose", "read"]
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,41 @@ class Diagnosis:
         steps: (first, last) logged step that was judged; None if there is none.
         readings: the numbers that were judged.
         unknown: what could not be judged because nothing was logged for it.
+        cell: what bias and variance ask for together; None if total variation or chi-square was not logged.
     """
 
     findings: tuple[Finding, ...]
     steps: tuple[int, int] | None
     readings: dict[str, float]
     unknown: tuple[str, ...] = ()
+    cell: Cell | None = None
 
     @property
-    def verdict(self) -> Severity:
-        """The worst severity; ``ok`` if nothing was found."""
+    def verdict(self) -> Verdict:
+        """The worst severity. If nothing was found: ``ok``, or ``not judged`` if agreement could not be judged."""
+        if not self.findings and AGREEMENT in self.unknown:
+            return NOT_JUDGED
         return max((one.severity for one in self.findings), key=SEVERITIES.index, default="ok")
 
     def line(self) -> str:
         """One line for a terminal: the first finding and how many more there are, or "ok" with the KL."""
+        if self.verdict == NOT_JUDGED:
+            return f"{NOT_JUDGED}  {self._open()}"
         if not self.findings:
-            distance = self.readings.get("mismatch/kl_k3", self.readings.get("total/kl_k3"))
-            if distance is None:
-                return "ok?  no distance between sampler and trainer was logged"
-            return f"ok  KL k3 {format_number(distance)} nats per token"
+            key = next(key for key in _SHOWN if key in self.readings)
+            return f"ok  {_SHOWN[key].format(format_number(self.readings[key]))}"
         first = self.findings[0]
         more = f" (+{len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
         return f"{first.severity}  {first.about.title}: {first.symptom}{more}"
+
+    def _open(self) -> str:
+        """Why agreement could not be judged."""
+        low, high = (self.readings.get(f"{side}/mismatch/kl_k3") for side in ("atleast", "atmost"))
+        if low is None:
+            return "no distance between sampler and trainer was logged"
+        if high is None:
+            return f"KL k3 is at least {format_number(low)} nats per token, and nothing bounds it from above"
+        return f"KL k3 lies between {format_number(low)} and {format_number(high)} nats per token"
 
     def as_dict(self) -> dict[str, Any]:
         """Verdict, findings and readings as plain values, for JSON."""
@@ -117,6 +130,7 @@ class Diagnosis:
                 for one in self.findings
             ],
             "unknown": list(self.unknown),
+            "bias_and_variance": None if self.cell is None else asdict(self.cell),
             "readings": self.readings,
         }
 
@@ -139,89 +153,20 @@ def diagnose(log: MetricsLog, thresholds: Thresholds | None = None, *, window: i
         symptoms = step.taken(readings, limits)
         if symptoms:
             evidence = {one.metric: readings[one.metric] for one in symptoms}
-            text = "; ".join(_sentence(one, readings, limits) for one in symptoms)
+            text = "; ".join(_sentence(one, readings, limits, len(log.rows[-window:])) for one in symptoms)
             findings.append(Finding(step.cause, step.severity, text, evidence, _since(log, symptoms[0], limits)))
     findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
-    return Diagnosis(tuple(findings), _span(log, window), dict(readings), _unknown(readings))
+    cell = sga_cell(readings, limits)
+    return Diagnosis(tuple(findings), _span(log, window), dict(readings), _unknown(readings, limits), cell)
 
 
-def read(rows: Sequence[dict[str, float]], window: int, thresholds: Thresholds) -> Readings:
-    """The readings of the tree: means over the last ``window`` rows, and numbers derived from them.
-
-    Maxima give the largest value of the rows; minima and ``prob_pearson`` give the smallest.
-    """
-    last = rows[-window:]
-    names = {key for row in last for key in row if key.startswith("offpolicy/")}
-    found = _intervals(last, [name for name in names if name.endswith(INTERVAL)])
-    for name in names:
-        if name.endswith(INTERVAL):
-            continue
-        values = [row[name] for row in last if math.isfinite(row.get(name, math.nan))]
-        if values:
-            reduce = next((how for end, how in _EXTREMES.items() if name.endswith(end)), _mean)
-            found[name.removeprefix("offpolicy/")] = float(reduce(values))
-    return found | _derived(found, last) | _surge(rows, thresholds)
-
-
-def _intervals(rows: Sequence[dict[str, float]], names: Sequence[str]) -> dict[str, float]:
-    """Half-widths of the means, with rows taken as independent. Left out unless each row with a value has one."""
-    found = {}
-    for name in names:
-        rows_with = [row for row in rows if math.isfinite(row.get(name.removesuffix(INTERVAL), math.nan))]
-        widths = [row.get(name, math.nan) for row in rows_with]
-        if widths and all(map(math.isfinite, widths)):
-            found[name.removeprefix("offpolicy/")] = math.sqrt(math.fsum(w**2 for w in widths)) / len(widths)
-    return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _derived(found: Readings, rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    extra: dict[str, float] = {}
-    floor, distance = found.get("noise_floor/kl_k3"), found.get("mismatch/kl_k3")
-    if floor is not None and distance is not None and floor > 0:
-        extra["floor/kl_k3"] = distance / floor
-    if "mismatch/log_ppl_diff" in found:
-        extra["mismatch/-log_ppl_diff"] = -found["mismatch/log_ppl_diff"]
-    if found.get("rollout/version_lag_mean", 0.0) > 0 and "total/kl_k3" in found:
-        extra["lagged/kl_k3"] = found["total/kl_k3"]
-    if found.get("keep/dropped_token_fraction", 0.0) > 0:
-        applied = min((key for key in APPLIED_ESS if key in found), key=found.__getitem__, default="")
-        extra |= {f"rejecting/ess{end}": found[applied + end] for end in ("", INTERVAL) if applied + end in found}
-    clip = "offpolicy/loss/clip_region_fraction"
-    values = [row[clip] for row in rows if math.isfinite(row.get(clip, math.nan))]
-    half = len(values) // 2
-    if half and _mean(values[:half]) > 0:
-        extra["rising/loss/clip_region_fraction"] = _mean(values[half:]) / _mean(values[:half])
-    return extra
-
-
-def _surge(rows: Sequence[dict[str, float]], thresholds: Thresholds) -> dict[str, float]:
-    """``rollout/length_surge`` as logged, else the length now over that of ``length_window`` steps before.
-
-    Both lengths are means of five logged steps. A run that is shorter than the window is measured from its start, once
-    it has ten steps.
-    """
-    if any("offpolicy/rollout/length_surge" in row for row in rows[-1:]):
-        return {}  # the run's control has already measured it
-    key = next((name for name in LENGTHS if any(name in row for row in rows)), None)
-    lengths = [(row["step"], row[key]) for row in rows if key and math.isfinite(row.get(key, math.nan))]
-    if len(lengths) < 10:
-        return {}
-    start = lengths[-1][0] - thresholds.length_window
-    # the first row inside the window, but early enough that the five rows from it on are not among the last five
-    first = min(next(i for i, (step, _) in enumerate(lengths) if step >= start), len(lengths) - 10)
-    before, now = _mean([v for _, v in lengths[first : first + 5]]), _mean([v for _, v in lengths[-5:]])
-    return {"rollout/length_surge": now / before} if before > 0 else {}
-
-
-def _sentence(symptom: Symptom, readings: Readings, thresholds: Thresholds) -> str:
+def _sentence(symptom: Symptom, readings: Readings, thresholds: Thresholds, steps: int) -> str:
+    """Value with its interval, the statistic of the window, the limit and where it comes from."""
     limit, value = format_number(symptom.limit(thresholds)), format_number(readings[symptom.metric])
-    half_width = readings.get(f"{symptom.metric}{INTERVAL}")
-    interval = "" if half_width is None else f" ± {half_width:.1g}"
-    return f"{symptom.label} {value}{interval} (limit {limit})"
+    half_width = readings.get(f"{symptom.metric}{INTERVAL}", 0.0)
+    interval = f" ± {half_width:.1g}" if half_width > 0 else ""
+    source = "" if isinstance(symptom.threshold, float) else f", {short_source(symptom.threshold)}"
+    return f"{symptom.label} {value}{interval} ({statistic(symptom.metric, steps)}; limit {limit}{source})"
 
 
 def _since(log: MetricsLog, symptom: Symptom, thresholds: Thresholds) -> int | None:
@@ -242,18 +187,36 @@ def _span(log: MetricsLog, window: int) -> tuple[int, int] | None:
     return (steps[0], steps[-1]) if steps else None
 
 
+AGREEMENT = "agreement of engine and trainer"
+_SHOWN = {
+    "mismatch/kl_k3": "KL k3 {} nats per token",
+    "total/kl_k3": "KL k3 of current/sampling {} nats per token",
+    "alone/mismatch/kl_k1": "KL k1 {} nats per token",
+    "alone/total/kl_k1": "KL k1 of current/sampling {} nats per token",
+    "mismatch/prob_pearson": "correlation of the two probabilities {}",
+    "total/prob_pearson": "correlation of the two probabilities {}",
+    "mismatch/chi2_token": "token chi-square {}",
+    "total/chi2_token": "token chi-square of current/sampling {}",
+    "atmost/mismatch/kl_k3": "KL k3 at most {} nats per token",
+}
+"""Distances between sampler and trainer, of which one must be known to say "ok", and their names for people."""
 _JUDGED = {
-    "agreement of engine and trainer": ("mismatch/kl_k3", "mismatch/prob_pearson"),
     "noise floor": ("noise_floor/kl_k3",),
-    "staleness": ("staleness/kl_k3", "total/kl_k3"),
+    "staleness": ("staleness/kl_k3", "total/kl_k3", "alone/staleness/kl_k1", "alone/total/kl_k1"),
     "effective sample size": (
         *("mismatch/ess_sequence", "total/ess_sequence"),
         *("weight_applied/ess_token", "weight/ess_token"),
     ),
     "clipping": ("loss/clip_region_fraction",),
     "response length": ("rollout/length_surge",),
+    "entropy": ("measured/entropy",),
 }
 
 
-def _unknown(readings: Readings) -> tuple[str, ...]:
-    return tuple(name for name, metrics in _JUDGED.items() if not any(one in readings for one in metrics))
+def _unknown(readings: Readings, thresholds: Thresholds) -> tuple[str, ...]:
+    missing = tuple(name for name, metrics in _JUDGED.items() if not any(one in readings for one in metrics))
+    known = set(_SHOWN) & readings.keys()
+    # an upper bound that is too high to call the run healthy decides nothing
+    if readings.get("atmost/mismatch/kl_k3", 0.0) > thresholds.kl_healthy:
+        known -= {"atmost/mismatch/kl_k3"}
+    return missing if known else (AGREEMENT, *missing)

@@ -11,16 +11,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 
 Severity = Literal["ok", "notice", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "notice", "warning", "critical")
+NOT_JUDGED: Literal["not judged"] = "not judged"
+Verdict = Literal["not judged", "ok", "notice", "warning", "critical"]
+"""A severity, or that no distance between sampler and trainer was logged and nothing else was found."""
 Readings = Mapping[str, float]
-"""Metric name without ``offpolicy/`` -> value over the window that is judged; finite. Beside the logged ones:
-``rising/<metric>`` (last half over first half of the window), ``floor/kl_k3`` (times the noise floor),
-``lagged/kl_k3`` (only under version lag) and ``rejecting/ess`` (only where something is dropped);
-``<metric>_ci95`` is the half-width of the 95 % interval of that value."""
+"""Metric name without ``offpolicy/`` -> value over the window that is judged; finite. ``<metric>_ci95`` is the
+half-width of the 95 % interval of that value. Beside the logged ones there are numbers that follow from them:
+
+- ``rising/<metric>``, ``falling/<metric>``: last half of the window over its first half;
+- ``floor/kl_k3``: times the noise floor; ``lagged/kl_k3``: of current/sampling, only under version lag;
+- ``alone/<ratio>/kl_k1``, ``atleast/<ratio>/kl_k3``, ``atmost/<ratio>/kl_k3``: where KL k3 was not logged, KL k1, or
+  bounds of k3 from the mean and the largest |log-ratio|; ``negative/<ratio>/kl_k1``: share of steps with a negative k1;
+- ``drift/tv``: total variation of current/sampling, else of old/sampling;
+- ``rejecting/ess``: only where something is dropped; ``one_term/dropped_fraction``: if only single terms were logged;
+  ``zeroed/weight``, ``capped/weight``: share of weights outside a band, at a cap; ``off/weight_mean``: |mean - 1|;
+- ``queue/version_lag``: lag beyond that of several steps on one generation; ``uncorrected/version_lag``: the same, only
+  where nothing is weighted or dropped; ``late/gradient_cosine``: the cosine, only under such a lag;
+- ``growth/gradient_noise``: over what it was; ``weighted/gradient_noise``: over what it was without weights;
+- ``measured/entropy``: over the steps that measured it; ``gap/reward``: engine's against trainer's;
+  ``collapse/reward_drop``, ``collapse/gradient_spike``."""
 INTERVAL = "_ci95"
+CONFIDENT = "mismatch/confident_disagreement_fraction"
+"""Share of tokens that the engine gave at least half and the trainer more than 2 nats less, at version lag 0."""
 APPLIED_ESS = ("weight_applied/ess_token", "weight_applied/ess_sequence")
 """``rejecting/ess``, where anything is dropped, is the smallest of these. Not that of the products over responses
 (``kept/ess_sequence``): a mean ratio of 1.01, which a geometric mask lets pass, is a product of e^4 over 400 tokens."""
@@ -73,6 +90,7 @@ class Step:
 
 _PEARSON, _KL = "mismatch/prob_pearson", "mismatch/kl_k3"
 _AT_FLOOR = Symptom("floor/kl_k3", "<", "floor_factor", "KL k3 over its noise floor")
+_NOISY = Symptom("noise_floor/kl_k3", ">", "kl_high", "KL k3 of the trainer against itself")
 _ESS_LOW = Symptom("weight_applied/ess_token", "<", "ess_healthy", "ESS of the applied token weights")
 _ESS_LOW_SEQUENCE = Symptom("weight_applied/ess_sequence", "<", "ess_healthy", "ESS of the responses' applied weights")
 _CHI2_HIGH = Symptom("mismatch/chi2_token", ">", "chi2_high", "token chi-square")
@@ -87,67 +105,93 @@ _BEYOND = (
     Symptom("total/chi2_token", ">", "chi2_systems", "token chi-square of current/sampling"),
     Symptom("keep/dropped_sequence_fraction", ">", "dropped_broken", "share of responses dropped"),
     Symptom("keep/dropped_token_fraction", ">", "dropped_broken", "share of tokens dropped"),
+    Symptom("one_term/dropped_fraction", ">", "dropped_broken", "share dropped by one term"),
+    Symptom("zeroed/weight", ">", "dropped_broken", "share of weights that a band set to 0"),
     Symptom("rejecting/ess", "<", "ess_broken", "ESS under rejection"),
 )
 _ENGINE = (
     Symptom(_PEARSON, "<", "pearson_broken", "correlation of the two probabilities"),
     Symptom(_KL, ">", "kl_high", "KL k3 at equal weights"),
+    Symptom("alone/mismatch/kl_k1", ">", "kl_high", "KL k1 at equal weights"),
+    Symptom("atleast/mismatch/kl_k3", ">", "kl_high", "KL k3 at equal weights, at least"),
 )
+_ENGINE_FAR = (
+    Symptom("mismatch/log_ppl_diff", ">", "log_ppl_high", "log perplexity ratio"),
+    Symptom("mismatch/-log_ppl_diff", ">", "log_ppl_high", "negative log perplexity ratio"),
+    Symptom("mismatch/prob_diff_max", ">", "prob_diff_high", "largest difference of a token's probabilities"),
+    Symptom("mismatch/logp_diff_max", ">", "logp_diff_outlier", "largest |log-ratio| of a token"),
+)
+_STALE = (
+    Symptom("staleness/kl_k3", ">", "kl_high", "KL k3 between the sampling and the current weights"),
+    Symptom("lagged/kl_k3", ">", "kl_high", "KL k3 of current/sampling under version lag"),
+    Symptom("alone/staleness/kl_k1", ">", "kl_high", "KL k1 between the sampling and the current weights"),
+    Symptom("alone/total/kl_k1", ">", "kl_high", "KL k1 of current/sampling"),
+    Symptom("atleast/staleness/kl_k3", ">", "kl_high", "KL k3 between the sampling and the current weights, at least"),
+    Symptom("uncorrected/version_lag", ">", "lag_uncorrected", "lag of a queue that nothing corrects"),
+    Symptom("late/gradient_cosine", ">", "cosine_high", "cosine of successive gradients under lag"),
+)
+_NOISE_OF_WEIGHTS = Symptom("weighted/gradient_noise", ">", "noise_rising", "gradient noise over that without weights")
+_FLIPS = Symptom("routing/flip_fraction", ">", "flip_high", "share of routed token-layers with other experts")
+_ENTROPY = Symptom("measured/entropy", "<", "entropy_low", "entropy of the next token")
+_ENTROPY_FALLS = Symptom("falling/loss/entropy", "<", "entropy_falling", "its last half over its first half")
+_CLIP = Symptom("loss/clip_region_fraction", ">", "clip_high", "share of clipped units")
+_CLIP_RISES = Symptom("rising/loss/clip_region_fraction", ">", "clip_rising", "its last half over its first half")
 
-TREE: tuple[Step, ...] = (
-    Step(
-        "nonfinite",
-        "warning",
-        (Symptom("mismatch/nonfinite_fraction", ">", 0.0, "share of tokens without a finite log-ratio"),),
-    ),
+_ENGINE_STEPS = (
     # 1. agreement of rollout and trainer at the same weights
     Step("engine_mismatch", "critical", _ENGINE, unless=(_AT_FLOOR,)),
-    Step(
-        "engine_mismatch",
-        "warning",
-        (
-            Symptom("mismatch/log_ppl_diff", ">", "log_ppl_high", "log perplexity ratio"),
-            Symptom("mismatch/-log_ppl_diff", ">", "log_ppl_high", "negative log perplexity ratio"),
-            Symptom("mismatch/prob_diff_max", ">", "prob_diff_high", "largest difference of a token's probabilities"),
-        ),
-        unless=(_AT_FLOOR, *_ENGINE),
-    ),
+    Step("engine_mismatch", "warning", _ENGINE_FAR, unless=(_AT_FLOOR, *_ENGINE)),
     Step(
         "engine_mismatch",
         "notice",
         (
             Symptom(_PEARSON, "<", "pearson_healthy", "correlation of the two probabilities"),
             Symptom(_KL, ">", "kl_healthy", "KL k3 at equal weights"),
+            Symptom("alone/mismatch/kl_k1", ">", "kl_healthy", "KL k1 at equal weights"),
+            Symptom("atleast/mismatch/kl_k3", ">", "kl_healthy", "KL k3 at equal weights, at least"),
+            Symptom("mismatch/ppl_ratio", "<", "ppl_ratio_low", "perplexity ratio, which chance puts above 1"),
+            Symptom("negative/mismatch/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
+            Symptom("negative/staleness/kl_k1", ">", "k1_negative_share", "share of steps with a negative KL k1"),
+            Symptom("off/weight_mean", ">", "weight_off", "distance of the mean weight from 1"),
+            Symptom(CONFIDENT, ">", "confident_high", "share of tokens that the engine is sure of and the trainer not"),
         ),
-        unless=(
-            _AT_FLOOR,
-            *_ENGINE,
-            Symptom("mismatch/prob_diff_max", ">", "prob_diff_high", ""),
-            Symptom("mismatch/log_ppl_diff", ">", "log_ppl_high", ""),
-            Symptom("mismatch/-log_ppl_diff", ">", "log_ppl_high", ""),
-        ),
+        unless=(_AT_FLOOR, *_ENGINE, *_ENGINE_FAR),
     ),
-    # 2. agreement is sane: how far the weights have moved since
+    # the trainer against itself: a floor that is a fault of its own, which would hide all others
+    Step("dropout", "critical", (_NOISY,)),
     Step(
-        "policy_staleness",
+        "dropout",
         "warning",
-        (
-            Symptom("staleness/kl_k3", ">", "kl_high", "KL k3 between the sampling and the current weights"),
-            Symptom("lagged/kl_k3", ">", "kl_high", "KL k3 of current/sampling under version lag"),
-        ),
+        (Symptom("noise_floor/kl_k3", ">", "kl_healthy", "KL k3 of the trainer against itself"),),
+        unless=(_NOISY,),
     ),
+    Step("routing", "warning", (_FLIPS,)),
+    Step(
+        "routing",
+        "notice",
+        (Symptom("routing/expert_flip_mean", ">", "expert_flip_high", "mean rate at which an expert differs"),),
+        unless=(_FLIPS,),
+    ),
+    Step("biased_reward", "notice", (Symptom("gap/reward", ">", "reward_gap", "logged reward against the trainer's"),)),
+)
+_STALENESS_STEPS = (
+    # 2. agreement is sane: how far the weights have moved since
+    Step("policy_staleness", "warning", _STALE),
     Step(
         "policy_staleness",
         "notice",
         (
             Symptom("staleness/kl_k3", ">", "kl_healthy", "KL k3 between the sampling and the current weights"),
             Symptom("lagged/kl_k3", ">", "kl_healthy", "KL k3 of current/sampling under version lag"),
+            Symptom("alone/staleness/kl_k1", ">", "kl_healthy", "KL k1 between the sampling and the current weights"),
+            Symptom("alone/total/kl_k1", ">", "kl_healthy", "KL k1 of current/sampling"),
+            Symptom("rollout/version_lag_max", ">", "lag_high", "age of the oldest token in optimizer steps"),
+            Symptom("gradient/cosine_previous", ">", "cosine_high", "cosine of successive gradients"),
         ),
-        unless=(
-            Symptom("staleness/kl_k3", ">", "kl_high", ""),
-            Symptom("lagged/kl_k3", ">", "kl_high", ""),
-        ),
+        unless=_STALE,
     ),
+)
+_DRIFT_STEPS = (
     # 3. drift exists: what it does to the weights
     Step(
         "token_drift",
@@ -158,6 +202,16 @@ TREE: tuple[Step, ...] = (
         ),
         unless=_VARIANCE,
     ),
+    Step(
+        "token_drift",
+        "notice",
+        (Symptom("drift/tv", ">", "tv_moderate", "total variation"),),
+        unless=(
+            *_VARIANCE,
+            Symptom("mismatch/chi2_token", ">", "chi2_moderate", ""),
+            Symptom("total/chi2_token", ">", "chi2_moderate", ""),
+        ),
+    ),
     # escalation: rejection alone, with token weights, then nothing but a fix of the system
     Step(
         "rejection_limit",
@@ -167,13 +221,25 @@ TREE: tuple[Step, ...] = (
             Symptom("total/chi2_token", ">", "chi2_reject", "token chi-square of current/sampling"),
             Symptom("keep/dropped_sequence_fraction", ">", "dropped_high", "share of responses dropped"),
             Symptom("keep/dropped_token_fraction", ">", "dropped_high", "share of tokens dropped"),
+            Symptom("one_term/dropped_fraction", ">", "dropped_high", "share dropped by one term"),
+            Symptom("zeroed/weight", ">", "dropped_high", "share of weights that a band set to 0"),
         ),
         unless=_BEYOND,
     ),
     Step("correction_limit", "critical", _BEYOND),
     Step("weight_variance", "critical", _VARIANCE, unless=_BEYOND),
+    Step("weight_variance", "warning", (_NOISE_OF_WEIGHTS,), unless=(*_VARIANCE, *_BEYOND)),
     Step(
         "weight_variance",
+        "notice",
+        (
+            Symptom("growth/gradient_noise", ">", "noise_rising", "gradient noise over what it was"),
+            Symptom("capped/weight", ">", "dropped_high", "share of weights at the cap"),
+        ),
+        unless=(*_VARIANCE, _NOISE_OF_WEIGHTS),
+    ),
+    Step(
+        "sequence_variance",
         "notice",
         (
             Symptom("mismatch/chi2_sequence", ">", "chi2_sequence_high", "chi-square of whole sequences"),
@@ -182,22 +248,51 @@ TREE: tuple[Step, ...] = (
         ),
         unless=_VARIANCE,
     ),
-    # 4. loss mechanics
-    Step(
-        "clip_saturation",
-        "warning",
-        (Symptom("loss/clip_region_fraction", ">", "clip_high", "share of clipped units"),),
-        all_of=(Symptom("rising/loss/clip_region_fraction", ">", "clip_rising", "its last half over its first half"),),
-    ),
-    Step(
-        "clip_saturation",
-        "notice",
-        (Symptom("loss/clip_region_fraction", ">", "clip_high", "share of clipped units"),),
-        unless=(Symptom("rising/loss/clip_region_fraction", ">", "clip_rising", ""),),
-    ),
+)
+_LOSS_STEPS = (
+    # 4. loss mechanics, and what is left of the policy
+    Step("clip_saturation", "warning", (_CLIP,), all_of=(_CLIP_RISES,)),
+    Step("clip_saturation", "notice", (_CLIP,), unless=(_CLIP_RISES,)),
     Step(
         "length_surge",
         "critical",
         (Symptom("rollout/length_surge", ">", "length_surge", "response length over that of 100 steps before"),),
     ),
+    Step("entropy_collapse", "warning", (_ENTROPY,), all_of=(_ENTROPY_FALLS,)),
+    Step("entropy_collapse", "notice", (_ENTROPY,), unless=(_ENTROPY_FALLS,)),
+    Step(
+        "collapse",
+        "warning",
+        (
+            Symptom("collapse/reward_drop", ">", "reward_drop", "fall of the reward from its best"),
+            Symptom("collapse/gradient_spike", ">", "gradient_spike", "gradient norm over the median before it"),
+        ),
+    ),
+)
+
+SYNC_ROUNDING = Step(
+    "sync_rounding",
+    "warning",
+    (
+        Symptom(
+            "rollout/sync_visible_fraction",
+            "<",
+            "sync_visible_low",
+            "share of the changed weights that the engine's rounding lets through",
+        ),
+    ),
+)
+"""An engine that never sees most of a step: the trainer moves weights by less than the engine's precision resolves."""
+
+TREE: tuple[Step, ...] = (
+    Step(
+        "nonfinite",
+        "warning",
+        (Symptom("mismatch/nonfinite_fraction", ">", 0.0, "share of tokens without a finite log-ratio"),),
+    ),
+    *_ENGINE_STEPS,
+    *((SYNC_ROUNDING,) if SYNC_ROUNDING.cause in CAUSES else ()),
+    *_STALENESS_STEPS,
+    *_DRIFT_STEPS,
+    *_LOSS_STEPS,
 )

@@ -1,0 +1,127 @@
+"""One configuration for all findings: valid in the framework it is for, and never two values of one thing."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.verdict.advice import _CORRECTIONS, ASKED, THEIRS, advise
+from trl_offpolicy.diagnosis.verdict.tree import TREE
+from trl_offpolicy.presets import from_skyrl, from_slime, from_trl, from_verl
+
+
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def correction_of(framework: str, settings: Mapping[str, Any]) -> Any:
+    """The preset that the framework's own options make, read by the kit's reader of that framework."""
+    if framework == "verl":
+        return from_verl(**settings["algorithm"]["rollout_correction"])
+    if framework == "SkyRL":
+        return from_skyrl(**settings["trainer"]["algorithm"]["off_policy_correction"])
+    if framework == "slime":
+        return from_slime(**{key: value for key, value in settings.items() if key != "get_mismatch_metrics"})
+    return from_trl(**settings)
+
+
+@pytest.mark.parametrize("framework", THEIRS)
+@pytest.mark.parametrize("thing", _CORRECTIONS)
+def test_each_correction_is_what_it_says_in_their_options(framework: str, thing: Any) -> None:
+    cause = next(cause for cause, things in ASKED.items() if thing in things)
+    found = yaml.safe_load(advise([cause], [framework]).yaml)
+    others = [one for one in ASKED[cause] if one not in _CORRECTIONS]
+    drop = {key for one in others for key in THEIRS[framework][one]}
+    if framework in ("slime", "TRL"):
+        found = {key: value for key, value in found.items() if key not in drop}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        preset = correction_of(framework, found)
+    weights, keep = preset.correction.weights, preset.correction.keep
+    if thing == "measure":
+        assert not weights and not keep
+    if thing in ("token", "tis"):
+        (weight,) = weights
+        assert weight.level == "token" and weight.max_weight == 2.0
+    if thing in ("token", "geometric"):
+        (term,) = keep
+        if framework == "TRL":  # no geometric mask there: the one-sided one of the same width
+            assert term.max_divergence == 0.01
+        else:  # verl's band is one of -log rho
+            bounds = [value if value > 0.5 else math.exp(value) for value in (term.low, term.high)]
+            assert term.level == "sequence_mean" and sorted(bounds) == pytest.approx([0.99, 1.01], rel=1e-3)
+    if thing == "geometric" and framework != "slime":  # slime's weight is the geometric mean itself, 0.99 to 1.01
+        assert not weights
+    if thing == "band":
+        bounds = [one for one in (*weights, *keep) if getattr(one, "low", None) is not None]
+        low, high = bounds[0].low, bounds[0].high
+        assert len(bounds) == 1 and sorted((low, high)) in ([0.2, 2.0], [0.5, 5.0])
+
+
+@pytest.mark.parametrize("framework", THEIRS)
+def test_two_findings_never_get_two_corrections(framework: str) -> None:
+    """Every pair in both orders: the first one's correction is whole, the second one's is named for later."""
+    for first, second in permutations(ASKED, 2):
+        found = advise([first, second], [framework])
+        settings = leaves(yaml.safe_load(found.yaml) or {})
+        wants = [next((one for one in ASKED[cause] if one in _CORRECTIONS), None) for cause in (first, second)]
+        wanted = [one for one in wants if one is not None]
+        if wanted:
+            expected = THEIRS[framework][wanted[0]]
+            assert {key: settings[key] for key in expected} == dict(expected), (first, second)
+        assert bool(found.later) == (len(set(wanted)) == 2), (first, second)
+        if found.later:
+            assert found.later[0].startswith(CAUSES[second].title)
+
+
+def test_stock_trl_takes_the_settings(tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    for cause in ASKED:
+        settings = yaml.safe_load(advise([cause], ["TRL"]).yaml) or {}
+        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{"bf16": False, **settings, "fp16": False})
+        for key, value in settings.items():
+            assert key == "fp16" or getattr(args, key) == value
+
+
+@pytest.mark.parametrize("first", [one.cause for one in TREE])
+def test_our_own_settings_load_together(first: str, tmp_path: Path) -> None:
+    from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
+
+    for second in dict.fromkeys(one.cause for one in TREE):
+        found = advise([first, second])
+        settings = yaml.safe_load(found.yaml) or {}
+        for key, value in (yaml.safe_load(CAUSES[first].snippet) or {}).items():
+            if isinstance(value, dict):
+                assert value.items() <= settings[key].items()
+            else:
+                assert settings[key] == value
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args = OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+            assert resolve_preset(args).objective is not None
+
+
+def test_the_more_severe_finding_decides_and_the_other_waits() -> None:
+    found = advise(["engine_mismatch", "policy_staleness"])
+    assert yaml.safe_load(found.yaml) == {"offpolicy": "measure", "engine": {"dtype": "float16"}, "num_iterations": 1}
+    assert found.later == ("policy staleness: offpolicy: paper/geometric-mask",)
+    same = advise(["rejection_limit", "policy_staleness"])
+    assert same.later == () and yaml.safe_load(same.yaml)["offpolicy"] == "paper/geometric-mask"
+    maps = advise(["precision", "stale_weights"])
+    assert yaml.safe_load(maps.yaml) == {
+        "engine": {"dtype": "float16", "check_sync": True},
+        "offpolicy": "paper/tis",
+    }
+    assert advise([]).yaml == "" and advise(["misalignment"]).yaml == ""

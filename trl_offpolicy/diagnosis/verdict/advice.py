@@ -1,0 +1,272 @@
+"""One configuration for all findings, in the keys of the framework that logged them.
+
+Each cause asks for a change of a few things: correction, precision, steps per generation, learning rate. Two findings
+may ask for different values of one thing. Then the more severe one decides (of equal ones the one that comes first in
+the tree, because a system is repaired before its drift is corrected), and the other is kept for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from trl_offpolicy.diagnosis.causes import CAUSES
+
+OURS = "trl-offpolicy"
+Thing = Literal["measure", "token", "geometric", "band", "tis", "dtype", "steps", "rate", "routing"]
+Settings = Mapping[str, Any]
+_CORRECTIONS: tuple[Thing, ...] = ("measure", "token", "geometric", "band", "tis")
+"""What contradicts each other: at most one of them can be set."""
+
+ASKED: Mapping[str, tuple[Thing, ...]] = MappingProxyType(
+    {
+        "engine_mismatch": ("measure", "dtype"),
+        "policy_staleness": ("steps", "token"),
+        "token_drift": ("geometric",),
+        "weight_variance": ("band",),
+        "sequence_variance": ("geometric",),
+        "rejection_limit": ("token",),
+        "correction_limit": ("measure", "steps"),
+        "clip_saturation": ("steps", "rate"),
+        "length_surge": ("rate", "geometric"),
+        "entropy_collapse": ("tis",),
+        "collapse": ("rate",),
+        "routing": ("routing", "band"),
+    }
+)
+"""Cause -> what it asks another framework for. A cause that is missing has no setting there, only its fix in words."""
+
+_VERL_CORRECTION, _VERL_ACTOR, _VERL_ROLLOUT = (
+    "algorithm.rollout_correction", "actor_rollout_ref.actor", "actor_rollout_ref.rollout",
+)  # fmt: skip
+_SKYRL_CORRECTION = "trainer.algorithm.off_policy_correction"
+_TRL_CORRECTION = "vllm_importance_sampling"
+
+
+def _under(prefix: str, **values: object) -> dict[str, object]:
+    return {f"{prefix}.{key}": value for key, value in values.items()}
+
+
+_VERL_LOGPS = _under(_VERL_ROLLOUT, calculate_log_probs=True)
+_VERL: dict[Thing, Settings] = {
+    "measure": {**_under(_VERL_CORRECTION, rollout_is=None, rollout_rs=None), **_VERL_LOGPS},
+    "token": {
+        **_under(
+            _VERL_CORRECTION,
+            rollout_is="token",
+            rollout_is_threshold=2.0,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold="0.99_1.01",
+        ),
+        **_VERL_LOGPS,
+    },
+    "geometric": {
+        **_under(_VERL_CORRECTION, rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.99_1.01"),
+        **_VERL_LOGPS,
+    },
+    "band": {
+        **_under(_VERL_CORRECTION, rollout_is="token", rollout_is_threshold="0.5_5.0", rollout_rs=None),
+        **_VERL_LOGPS,
+    },
+    "tis": {
+        **_under(_VERL_CORRECTION, rollout_is="token", rollout_is_threshold=2.0, rollout_rs=None),
+        **_VERL_LOGPS,
+    },
+    "dtype": {f"{_VERL_ACTOR}.fsdp_config.dtype": "float16", f"{_VERL_ROLLOUT}.dtype": "float16"},
+    "steps": {f"{_VERL_ACTOR}.ppo_epochs": 1},
+    "rate": {f"{_VERL_ACTOR}.optim.lr": 5e-7},
+    "routing": {
+        f"{_VERL_ACTOR}.router_replay.mode": "R3",
+        f"{_VERL_ROLLOUT}.enable_rollout_routing_replay": True,
+    },
+}
+_GEOMETRIC = {"sequence_mask_metric": "geometric", "geo_mask_low": 0.99, "geo_mask_high": 1.01}
+_SKYRL: dict[Thing, Settings] = {
+    "measure": _under(_SKYRL_CORRECTION, tis_ratio_type=None, sequence_mask_metric=None),
+    "token": _under(_SKYRL_CORRECTION, tis_ratio_type="token", token_tis_ratio_clip_high=2.0, **_GEOMETRIC),
+    "geometric": _under(_SKYRL_CORRECTION, tis_ratio_type=None, **_GEOMETRIC),
+    "band": _under(
+        _SKYRL_CORRECTION,
+        tis_ratio_type="token",
+        token_tis_ratio_clip_high=5.0,
+        token_mask_is_threshold_low=0.5,
+        token_mask_is_threshold_high=5.0,
+    ),
+    "tis": _under(_SKYRL_CORRECTION, tis_ratio_type="token", token_tis_ratio_clip_high=2.0),
+    "dtype": {"trainer.bf16": False, "generator.inference_engine.model_dtype": "float32"},
+    "steps": {"trainer.update_epochs_per_batch": 1, "trainer.fully_async.max_staleness_steps": 1},
+    "rate": {"trainer.policy.optimizer_config.lr": 5e-7},
+    "routing": {
+        "trainer.policy.megatron_config.moe_enable_routing_replay": True,
+        "generator.inference_engine.enable_return_routed_experts": True,
+    },
+}
+_MIS = {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0}
+_SLIME: dict[Thing, Settings] = {
+    "measure": {"use_tis": False, "get_mismatch_metrics": True},
+    "token": {**_MIS, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01},
+    "geometric": {
+        "use_tis": True,
+        "use_rs": False,
+        "tis_level": "geometric",
+        "tis_mode": "mask",
+        "tis_lower_bound": 0.99,
+        "tis_upper_bound": 1.01,
+    },
+    "band": {
+        "use_tis": True,
+        "use_rs": False,
+        "tis_level": "token",
+        "tis_mode": "mask",
+        "tis_lower_bound": 0.5,
+        "tis_upper_bound": 5.0,
+    },
+    "tis": {**_MIS, "use_rs": False},
+    "dtype": {"fp16": True},
+    "steps": {"num_steps_per_rollout": 1, "update_weights_interval": 1},
+    "rate": {"lr": 5e-7},
+    "routing": {"use_rollout_routing_replay": True},
+}
+_TRL: dict[Thing, Settings] = {
+    "measure": {f"{_TRL_CORRECTION}_correction": False},
+    "token": {
+        f"{_TRL_CORRECTION}_correction": True,
+        f"{_TRL_CORRECTION}_mode": "token_truncate",
+        f"{_TRL_CORRECTION}_clip_max": 2.0,
+        "off_policy_mask_threshold": 0.01,
+    },
+    "geometric": {f"{_TRL_CORRECTION}_correction": False, "off_policy_mask_threshold": 0.01},
+    "band": {
+        f"{_TRL_CORRECTION}_correction": True,
+        f"{_TRL_CORRECTION}_mode": "token_mask",
+        f"{_TRL_CORRECTION}_clip_min": 0.5,
+        f"{_TRL_CORRECTION}_clip_max": 5.0,
+    },
+    "tis": {
+        f"{_TRL_CORRECTION}_correction": True,
+        f"{_TRL_CORRECTION}_mode": "token_truncate",
+        f"{_TRL_CORRECTION}_clip_max": 2.0,
+    },
+    "dtype": {"bf16": False, "fp16": True},
+    "steps": {"num_iterations": 1},
+    "rate": {"learning_rate": 5e-7},
+    "routing": {},
+}
+THEIRS: Mapping[str, Mapping[Thing, Settings]] = MappingProxyType(
+    {"verl": _VERL, "SkyRL": _SKYRL, "slime": _SLIME, "TRL": _TRL}
+)
+"""Framework -> what is asked for -> its own keys. Read from verl 0.9.1, SkyRL and slime of August 2026, TRL 1.16."""
+WHERE: Mapping[str, str] = MappingProxyType(
+    {
+        OURS: "config.yaml",
+        "verl": "verl's configuration",
+        "SkyRL": "SkyRL's configuration",
+        "slime": "slime's --custom-config-path file, with its mis.py as --custom-tis-function-path; fp16 as a flag",
+        "TRL": "GRPOConfig; TRL has no two-sided geometric mask, its off_policy_mask_threshold is the nearest",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One configuration.
+
+    Args:
+        where: the file or object that takes it.
+        yaml: the settings; empty if no finding has any.
+        later: what contradicts them and can only come after, one sentence each.
+    """
+
+    where: str
+    yaml: str
+    later: tuple[str, ...] = ()
+
+
+def advise(causes: Sequence[str], frameworks: Sequence[str] = ()) -> Advice:
+    """The settings that these causes ask for together.
+
+    Args:
+        causes: keys of :data:`~trl_offpolicy.diagnosis.causes.CAUSES`, the most urgent first.
+        frameworks: whose log it was, the main one first, as in
+            :class:`~trl_offpolicy.run_folder.run_data.MetricsLog`.
+
+    Example:
+        >>> print(advise(["policy_staleness", "engine_mismatch"], ["verl"]).later[0])
+        engine mismatch: algorithm.rollout_correction.rollout_is: null, algorithm.rollout_correction.rollout_rs: null
+        >>> print(advise(["clip_saturation"], ["slime"]).yaml)
+        num_steps_per_rollout: 1
+        update_weights_interval: 1
+        lr: 5.0e-07
+    """
+    unique = list(dict.fromkeys(causes))
+    framework = frameworks[0] if frameworks and frameworks[0] in THEIRS else OURS
+    if framework == OURS:
+        return _ours(unique)
+    taken: dict[str, object] = {}
+    corrected, later = "", []
+    for cause in unique:
+        for thing in ASKED.get(cause, ()):
+            settings = THEIRS[framework][thing]
+            if thing in _CORRECTIONS and corrected not in ("", thing):
+                later.append(_sentence(cause, {key: v for key, v in settings.items() if taken.get(key, ...) != v}))
+                continue
+            corrected = thing if thing in _CORRECTIONS else corrected
+            taken |= settings
+    return Advice(WHERE[framework], _dump(_nested(taken)), tuple(later))
+
+
+def _ours(causes: Iterable[str]) -> Advice:
+    """The causes' own snippets, line by line; ``engine: {...}`` is put together, any other key is set once."""
+    import yaml
+
+    lines: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    later = []
+    for cause in causes:
+        for line in CAUSES[cause].snippet.splitlines():
+            settings = yaml.safe_load(line) or {}
+            for key, value in settings.items():
+                if key not in values:
+                    lines[key], values[key] = line, value
+                elif _joined(values[key], value) is not None:
+                    values[key] = _joined(values[key], value)
+                    lines[key] = f"{key}: {_flow(values[key])}"
+                elif values[key] != value:
+                    later.append(_sentence(cause, {key: value}))
+    return Advice(WHERE[OURS], "\n".join(lines.values()), tuple(later))
+
+
+def _joined(one: Any, other: Any) -> dict[str, Any] | None:
+    """Both maps as one, if no key has two values; None if they cannot be joined or are the same."""
+    if not isinstance(one, dict) or not isinstance(other, dict) or one == other:
+        return None
+    return {**one, **other} if all(one[key] == other[key] for key in one.keys() & other.keys()) else None
+
+
+def _sentence(cause: str, settings: Settings) -> str:
+    return f"{CAUSES[cause].title}: {', '.join(f'{key}: {_flow(value)}' for key, value in settings.items())}"
+
+
+def _flow(value: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False)).removesuffix("...\n").strip()
+
+
+def _nested(settings: Settings) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        *folders, last = key.split(".")
+        place = nested
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = value
+    return nested
+
+
+def _dump(settings: Mapping[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(dict(settings), sort_keys=False)).strip() if settings else ""
