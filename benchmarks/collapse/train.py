@@ -47,6 +47,8 @@ class Setting:
         bits: to which the sampler's weights are rounded at every sync; None = not at all.
         learning_rate: of Adam.
         lag: generations by which the sampler's weights are behind; -1 = it is never synced.
+        noticed: whether the trainer knows the weights that sampled. If not, it takes its own for them, as where a sync
+            fails unseen: old log-probs are those of the learner as the generation begins.
         onset: generation from which on ``bits`` and ``lag`` hold; before it the sampler has the learner's weights.
         warm_up: generations over which the learning rate rises from 0.
         length_bonus: reward a token beside the task's: the reward that is hacked.
@@ -56,6 +58,7 @@ class Setting:
     bits: int | None = None
     learning_rate: float = 1e-4
     lag: int = 0
+    noticed: bool = True
     onset: int = 0
     warm_up: int = 0
     length_bonus: float = 0.0
@@ -77,15 +80,12 @@ SETTINGS = {
     "never_synced": Setting(NO_CLIP, bits=8, lag=-1, learning_rate=5e-4),
     "lag8_fast": Setting(NO_CLIP, bits=8, lag=8, learning_rate=1e-3),
     "length_hack": Setting(PLAIN, learning_rate=3e-4, length_bonus=0.15),
-    # healthy until the fault begins, at generation 20
-    "queue_grows": Setting(NO_CLIP, bits=8, lag=8, learning_rate=5e-4, onset=20),
-    "queue_grows_slow": Setting(NO_CLIP, bits=8, lag=8, learning_rate=3e-4, onset=20),
     "gpg": Setting(NO_CLIP, bits=8, learning_rate=3e-4),
-    "sync_stops": Setting(NO_CLIP, bits=8, lag=-1, learning_rate=3e-4, onset=20),
-    "int3_later": Setting(PPO_IS, bits=3, onset=20),
-    "int3_plain": Setting(PLAIN, bits=3, onset=20),
-    "int3_gpg": Setting(NO_CLIP, bits=3, onset=20),
-    "int2_plain": Setting(PLAIN, bits=2, onset=20),
+    # healthy until the fault begins, at generation 10: a queue that grows, weights that arrive later and later without
+    # the trainer knowing, and rounding
+    "queue_grows": Setting(NO_CLIP, bits=8, lag=8, learning_rate=3e-4, onset=10),
+    "late_weights": Setting(NO_CLIP, bits=8, lag=8, learning_rate=3e-4, noticed=False, onset=10),
+    "int3_later": Setting(PPO_IS, bits=3, onset=10),
 }
 
 
@@ -141,7 +141,7 @@ def generation(
     task = reward(answers)
     rewards = task + setting.length_bonus * answers.mask.sum(1)
     with torch.no_grad():
-        old = token_logps(behind, answers.ids)
+        old = token_logps(behind if setting.noticed else model, answers.ids)
     advantages = group_advantages(rewards, GENERATIONS)
     rollouts = Rollouts(answers, old, rewards, advantages, group_size=GENERATIONS)
     stats, norm = learn(model, optimizer, objective, rollouts, MINIBATCHES, generator)
