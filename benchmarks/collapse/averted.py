@@ -34,7 +34,13 @@ LAST = 10
 """Logged rows at the end of a run whose mean is its reward."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Student's t, two-sided 95 %, by number of pairs."""
-GENERATIONS = 60
+GENERATIONS, HEALTHY_GENERATIONS = 60, 40
+SIGNALS = {
+    "chi2_token": {"pearson": -1.0, "ess_low": 1e-300},
+    "ess": {"pearson": -1.0, "chi2": [1e9, 2e9, 3e9]},
+    "pearson": {"chi2": [1e9, 2e9, 3e9], "ess_low": 1e-300},
+}
+"""An escalation that listens to one signal only."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +54,23 @@ class Case:
 CASES = {
     "ess_step": Case("queue_grows", {"controllers": {"ess_step": {}}}),
     "risk": Case("queue_grows", "stop"),
-    "escalation": Case("int3_later", {"controllers": {"escalation": {"low": 0.9, "high": 1.1, "systems": "warn"}}}),
+    # the band of the source, 0.99 to 1.01, is for long responses: of 11 tokens it drops most in a healthy run
+    "escalation": Case("late_weights", {"controllers": {"escalation": {"low": 0.9, "high": 1.1, "systems": "warn"}}}),
 }
 HEALTHY = ("float", "gpg", "int4", "int4_tis", "lag2_tis")
 WATCHED = {"controllers": ["length_guard", "ess_step", "escalation"]}
 """``control`` of the healthy runs. Not ``resync``: here nothing is sent, so there is nothing to send again."""
 
 
-def run(folder: Path, setting: str, seed: int, start: Any, control: Any = None) -> None:
+def run(
+    folder: Path, setting: str, seed: int, start: Any, control: Any = None, *, generations: int = GENERATIONS
+) -> None:
     """One run, unless its folder has a finished one."""
     done = folder / "seconds"
     if done.is_file():
         return
     began = time.monotonic()
-    train(SETTINGS[setting], seed, steps=GENERATIONS, start=start, folder=folder, control=control)
+    train(SETTINGS[setting], seed, steps=generations, start=start, folder=folder, control=control)
     done.write_text(f"{time.monotonic() - began:.1f}\n")
     print(f"{folder.parent.name}/{folder.name}: {time.monotonic() - began:.0f} s", flush=True)
 
@@ -76,7 +85,8 @@ def run_all(out: Path, seeds: Sequence[int], only: Sequence[str]) -> None:
                 run(out / "without" / f"{case.setting}-{seed}", case.setting, seed, start)
                 run(out / name / f"{case.setting}-{seed}", case.setting, seed, start, case.control)
         for setting in HEALTHY if "healthy" in only else ():
-            run(out / "healthy" / f"{setting}-{seed}", setting, seed, start, WATCHED)
+            folder = out / "healthy" / f"{setting}-{seed}"
+            run(folder, setting, seed, start, WATCHED, generations=HEALTHY_GENERATIONS)
 
 
 # -------------------------------------------------------------------------------------------------------- the report
@@ -113,6 +123,21 @@ def pair(out: Path, name: str, case: Case, seed: int) -> dict[str, Any]:
         "same_before_first_action": same,
         "first_line": actions[0].line() if actions else "",
     }
+
+
+def asks_first(log: MetricsLog) -> dict[str, int | None]:
+    """The step at which an escalation would act on the rows of an uncontrolled run, by the signal it listens to."""
+    found: dict[str, int | None] = {}
+    for name, options in SIGNALS.items():
+        spec = parse_control({"controllers": {"escalation": options}})
+        assert spec is not None
+        watcher = Supervisor(spec)
+        state, steps = watcher.start(), []
+        for row in log.rows:
+            state, outcome = watcher.observe(state, int(row["step"]), row)
+            steps += [action.step for action in outcome.actions]
+        found[name] = min(steps, default=None)
+    return found
 
 
 def healthy_run(folder: Path) -> dict[str, Any]:
@@ -156,6 +181,9 @@ def report(out: Path) -> dict[str, Any]:
             "collapsed_with": sum(one["collapse_with"] is not None for one in pairs),
             "pairs": pairs,
         }
+        if name == "escalation":
+            logs = {seed: read_metrics(out / "without" / f"{case.setting}-{seed}") for seed in seeds}
+            cases[name]["asks_first"] = {str(seed): asks_first(log) for seed, log in logs.items()}
     healthy = [healthy_run(path.parent) for path in sorted(out.glob("healthy/*/seconds"))]
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=HERE
@@ -165,6 +193,7 @@ def report(out: Path) -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "torch": torch.__version__,
         "generations": GENERATIONS,
+        "healthy_generations": HEALTHY_GENERATIONS,
         "cases": cases,
         "healthy": healthy,
     }

@@ -173,8 +173,9 @@ def test_a_systems_fix_stops_the_run(build: Build) -> None:
 
 
 def test_ess_scales_the_step(build: Build) -> None:
-    """The scale of a step is the root of the ESS that the step before logged."""
-    spec = {"policy": "act", "controllers": {"ess_step": {"resolution": 1e-6}}}
+    """As in VCPO: the scale of a step is the root of the ESS that the step before logged."""
+    products = {"metric": "offpolicy/total/ess_sequence", "base": 1.0, "resolution": 1e-6}
+    spec = {"policy": "act", "controllers": {"ess_step": products}}
     trainer = build(Engine(noise=1.0), control=spec, offpolicy="paper/tis", max_steps=3)
     trainer.train()
     for row in records(trainer):
