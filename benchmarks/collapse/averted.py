@@ -24,7 +24,7 @@ import torch
 from collapse_step import collapse_step
 from train import SETTINGS, train, warmed_up
 
-from trl_offpolicy.control import Supervisor, parse_control, read_actions
+from trl_offpolicy.control import Action, Supervisor, parse_control, read_actions
 from trl_offpolicy.diagnosis import MetricsLog, read_metrics
 from trl_offpolicy.run_folder.layout import ACTIONS_FILE, METRICS_FILE
 
@@ -58,6 +58,8 @@ CASES = {
     "escalation": Case("late_weights", {"controllers": {"escalation": {"low": 0.9, "high": 1.1, "systems": "warn"}}}),
 }
 HEALTHY = ("float", "gpg", "int4", "int4_tis", "lag2_tis")
+VCPO = {"metric": "offpolicy/total/ess_sequence", "base": 1.0}
+"""``ess_step`` as it was before: it follows the ESS of the products over whole responses."""
 WATCHED = {"controllers": ["length_guard", "ess_step", "escalation"]}
 """``control`` of the healthy runs. Not ``resync``: here nothing is sent, so there is nothing to send again."""
 
@@ -125,37 +127,33 @@ def pair(out: Path, name: str, case: Case, seed: int) -> dict[str, Any]:
     }
 
 
+def replayed(log: MetricsLog, control: Any) -> list[Action]:
+    """What controllers would do on the rows of a run in which they did nothing."""
+    spec = parse_control(control)
+    assert spec is not None
+    watcher = Supervisor(spec)
+    state, actions = watcher.start(), []
+    for row in log.rows:
+        state, outcome = watcher.observe(state, int(row["step"]), row)
+        actions += outcome.actions
+    return actions
+
+
 def asks_first(log: MetricsLog) -> dict[str, int | None]:
     """The step at which an escalation would act on the rows of an uncontrolled run, by the signal it listens to."""
-    found: dict[str, int | None] = {}
-    for name, options in SIGNALS.items():
-        spec = parse_control({"controllers": {"escalation": options}})
-        assert spec is not None
-        watcher = Supervisor(spec)
-        state, steps = watcher.start(), []
-        for row in log.rows:
-            state, outcome = watcher.observe(state, int(row["step"]), row)
-            steps += [action.step for action in outcome.actions]
-        found[name] = min(steps, default=None)
-    return found
+    asked = {name: replayed(log, {"controllers": {"escalation": options}}) for name, options in SIGNALS.items()}
+    return {name: min((action.step for action in actions), default=None) for name, actions in asked.items()}
 
 
 def healthy_run(folder: Path) -> dict[str, Any]:
     """A healthy run: actions of the controllers, whether policy ``stop`` would have ended it, its largest risk."""
     log = read_metrics(folder)
-    spec = parse_control("stop")
-    assert spec is not None
-    watcher = Supervisor(spec)
-    state, stops, risk = watcher.start(), 0, 0.0
-    for row in log.rows:
-        state, outcome = watcher.observe(state, int(row["step"]), row)
-        stops += bool(outcome.stop)
-        risk = max(risk, outcome.metrics["offpolicy/control/collapse_risk"])
     return {
         "run": folder.name,
         "actions": [action.line() for action in read_actions(folder / ACTIONS_FILE)],
-        "stops": stops,
-        "largest_risk": risk,
+        "stops": len(replayed(log, "stop")),
+        "largest_risk": max(log.series("offpolicy/control/collapse_risk").values),
+        "actions_of_vcpo": len(replayed(log, {"controllers": {"ess_step": VCPO}})),
         "collapse": collapse_step(log, REWARD),
         "reward": ending(log),
     }
@@ -246,7 +244,9 @@ def main() -> None:
         )
         print(f"{case['collapsed_with']} of {len(case['pairs'])}")
     acted = [one for one in results["healthy"] if one["actions"] or one["stops"]]
-    print(f"healthy: {len(acted)} of {len(results['healthy'])} runs with an action or a stop")
+    followed = [one for one in results["healthy"] if one["actions_of_vcpo"]]
+    print(f"healthy: {len(acted)} of {len(results['healthy'])} runs with an action or a stop;", end=" ")
+    print(f"following the ESS of whole products: {len(followed)}")
 
 
 if __name__ == "__main__":
