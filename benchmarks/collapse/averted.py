@@ -30,7 +30,7 @@ from trl_offpolicy.run_folder.layout import ACTIONS_FILE, METRICS_FILE
 
 HERE = Path(__file__).resolve().parent
 REWARD = "learner_reward"
-LAST = 10
+LAST = 5
 """Logged rows at the end of a run whose mean is its reward."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Student's t, two-sided 95 %, by number of pairs."""
