@@ -94,9 +94,10 @@ def run_all(out: Path, seeds: Sequence[int], only: Sequence[str]) -> None:
 # -------------------------------------------------------------------------------------------------------- the report
 
 
-def ending(log: MetricsLog) -> float:
-    """Mean reward of the learner itself over the last rows."""
-    return mean(log.series(REWARD).values[-LAST:])
+def ending(log: MetricsLog, generations: int = GENERATIONS) -> float:
+    """Mean reward of the learner itself over the last rows; of a run that control ended, that of its checkpoint."""
+    rewards = log.series(REWARD).values
+    return mean(rewards[-LAST:]) if len(rewards) == generations else rewards[-1]
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -155,7 +156,7 @@ def healthy_run(folder: Path) -> dict[str, Any]:
         "largest_risk": max(log.series("offpolicy/control/collapse_risk").values),
         "actions_of_vcpo": len(replayed(log, {"controllers": {"ess_step": VCPO}})),
         "collapse": collapse_step(log, REWARD),
-        "reward": ending(log),
+        "reward": ending(log, HEALTHY_GENERATIONS),
     }
 
 
