@@ -1,6 +1,6 @@
 """Do the controllers avert a collapse, and do they leave healthy runs alone?
 
-    python benchmarks/collapse/averted.py RUNS [--seeds 11 12 13 14 15] [--only ess_step ...]   # about 1 h on one core
+    python benchmarks/collapse/averted.py RUNS [--seeds 11 12 13 14 15] [--only ess_step ...]   # a quarter of an hour on an idle core
     python benchmarks/collapse/averted.py RUNS --report                                         # results.json, figure
 
 Every case is a pair of runs from one seed, without and with a controller; before its first action both are the same,
