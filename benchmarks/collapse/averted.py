@@ -1,11 +1,12 @@
 """Do the controllers avert a collapse, and do they leave healthy runs alone?
 
-    python benchmarks/collapse/averted.py RUNS [--seeds 11 12 13 14 15] [--only ess_step ...]   # a quarter of an hour on an idle core
-    python benchmarks/collapse/averted.py RUNS --report                                         # results.json, figure
+    python benchmarks/collapse/averted.py RUNS [--seeds 11 12 13 14 15] [--only ess_step ...]
+    python benchmarks/collapse/averted.py RUNS --report      # writes results.json and averted.svg
 
-Every case is a pair of runs from one seed, without and with a controller; before its first action both are the same,
-number by number. ``healthy`` runs have all controllers at once. Each run ends as ``RUNS/<case>/<setting>-<seed>``; a
-run that is there is not repeated. ``--report`` computes everything from what the runs logged.
+The runs take a quarter of an hour on an idle core. Every case is a pair of runs from one seed, without and with a
+controller. Before its first action both are the same, number by number. ``healthy`` runs have all controllers at once.
+Each run ends as ``RUNS/<case>/<setting>-<seed>``; a run that is there is not repeated.
+``--report`` computes everything from what the runs logged.
 """
 
 from __future__ import annotations
