@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_module.callbacks import run_folder
 from trl_offpolicy.control import LearningRateScale, parse_control
-from trl_offpolicy.control.session import ControlSession, lacking
+from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Control:
             broadcast=lambda row: module.trainer.strategy.broadcast(row),
             base=base,
             correct=correct,
+            admits=admitted_by(module.objective),
             resync=lambda: module.generation.forget_sync(),
         )
 

@@ -123,7 +123,8 @@ class Stats(Mapping[str, Stat]):
         seen = self.groups.get("mismatch") if stale else None
         if seen is None or bool(seen.moments["tokens"] + seen.moments["nonfinite"] > 0):
             return self
-        return Stats({name: group for name, group in self.groups.items() if name not in ("mismatch", "kept")})
+        unmeasured = ("mismatch", "kept")
+        return Stats({name: group for name, group in self.groups.items() if name.partition("#")[0] not in unmeasured})
 
     def compute(self) -> dict[str, float]:
         """All values as floats, with a single transfer to the host, then the intervals as ``<key>_ci95``.

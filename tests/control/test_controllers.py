@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 import trl_offpolicy as op
 from trl_offpolicy.control import Action, Escalation, ESSStep, LengthGuard, Resync, append_actions, read_actions
+from trl_offpolicy.control.session import admitted_by
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 LENGTH = "offpolicy/rollout/response_length_mean"
@@ -79,29 +82,91 @@ def test_a_guard_that_cannot_work_is_refused(options: dict[str, Any], message: s
 # ----------------------------------------------------------------------------------------------------------- ESS step
 
 
-def ess(*values: float) -> list[dict[str, float]]:
-    return [{"step": step, "offpolicy/total/ess_sequence": value} for step, value in enumerate(values, 1)]
+TOTAL = "offpolicy/total/ess_sequence"
 
 
-def test_the_step_follows_the_root_of_the_ess() -> None:
-    """VCPO: sqrt(min(1, ESS / base))."""
-    assert play(ESSStep(), ess(0.25))[0].scale == pytest.approx(0.5)
-    assert play(ESSStep(rule="linear"), ess(0.25))[0].scale == pytest.approx(0.25)
-    assert play(ESSStep(base=0.5), ess(0.25))[0].scale == pytest.approx(0.5**0.5)
-    state, actions = play(ESSStep(), ess(0.25, 0.26, 1.0, 1.0))
+def drift(*variances: float, group: str = "staleness", **other: float) -> list[dict[str, float]]:
+    """Rows with the variance of the log products per token: the ESS of 16 tokens is exp(-16 D)."""
+    shared = {f"offpolicy/{key.replace('__', '/')}": value for key, value in other.items()}
+    key = f"offpolicy/{group}/product_variance"
+    return [{"step": step, key: value, **shared} for step, value in enumerate(variances, 1)]
+
+
+def of_ess(*shares: float) -> list[float]:
+    """The variances that give these ESS."""
+    return [-math.log(share) / 16 for share in shares]
+
+
+def scales(rows: list[dict[str, float]], **options: Any) -> list[float]:
+    return [round(action.after, 4) for action in play(ESSStep(**options), rows)[1]]
+
+
+def test_the_learning_rate_falls_while_the_ess_is_below_the_base_and_no_further_than_the_floor() -> None:
+    """From the third row on, by sqrt(ESS / 0.5) a row."""
+    assert scales(drift(*of_ess(0.51, 0.51, 0.51, 0.51))) == []
+    assert scales(drift(*of_ess(0.32, 0.32))) == []  # two rows say nothing
+    assert scales(drift(*of_ess(0.32, 0.32, 0.32, 0.32))) == [0.8, 0.64]
+    assert scales(drift(*of_ess(0.32, 0.32, 0.32)), rule="linear") == [0.64]
+    assert scales(drift(*of_ess(*[1e-6] * 9))) == [0.5, 0.25, 0.125, 0.0625]
+    assert scales(drift(*of_ess(0.9, 0.9, 1e-6, 0.9, 0.9, 0.9))) == []  # one odd row is not the median
+
+
+def test_it_comes_back_step_by_step_and_to_exactly_one() -> None:
+    rows = drift(*of_ess(*[0.08] * 3, *[0.9] * 60))
+    state, actions = play(ESSStep(calm=4, back=1.5), rows)
+    assert state.scale == 1.0 and actions[-1].after == 1.0
+    lowered = [action for action in actions if action.after < action.before]
+    raised = [action for action in actions if action.after > action.before]
+    assert len(lowered) == 3 and len(raised) == 6
+    gaps = [after.step - before.step for before, after in pairwise(raised)]
+    assert gaps == [4] * 5
+
+
+def test_only_drift_by_training_counts() -> None:
+    """A learning rate changes current/old. What the engine differs by is there at any learning rate."""
+    bad = of_ess(*[0.08] * 3)
+    assert scales(drift(*bad)) == [0.5]
+    assert scales(drift(*bad, group="mismatch")) == []
+    assert scales(drift(*bad, group="total")) == [0.5]  # with lag and without old log-probs
+    same = [
+        {**one, **other} for one, other in zip(drift(*bad, group="total"), drift(*bad, group="mismatch"), strict=True)
+    ]
+    assert scales(same) == []  # all of it is mismatch
+    (excess,) = of_ess(0.32)
+    assert scales(drift(*[0.1 + excess] * 3, group="total", mismatch__product_variance=0.1)) == [0.8]
+    assert scales(drift(*bad, group="total", staleness__product_variance=0.001)) == []
+    assert play(ESSStep(), [*drift(*bad), {"step": 4}])[1][-1].step == 3  # not logged: as it was
+
+
+def test_a_log_without_the_variance_gives_it_from_the_products() -> None:
+    """ESS^(1 / length) is the ESS of a token."""
+    share = 0.32 ** (100 / 16)
+    rows = [{"step": step, "offpolicy/staleness/ess_sequence": share, LENGTH: 100.0} for step in (1, 2, 3)]
+    assert scales(rows) == [0.8]
+    assert scales([{key: value for key, value in row.items() if key != LENGTH} for row in rows]) == []
+
+
+def test_vcpo_follows_a_named_metric_up_and_down() -> None:
+    """sqrt(min(1, ESS / base)), of the newest row."""
+    rows = [{"step": step, TOTAL: value} for step, value in enumerate((0.25, 0.26, 1.0, 1.0), 1)]
+    state, actions = play(ESSStep(metric=TOTAL, base=1.0), rows)
     assert state.scale == 1.0 and [(a.step, a.after) for a in actions] == [(1, 0.5), (3, 1.0)]  # 0.26: too little
-    assert play(ESSStep(), ess(0.0))[0].scale == 1 / 16
-    assert play(ESSStep(), [*ess(0.25), {"step": 2}])[1][-1].step == 1  # not logged: as it was
+    assert scales(rows[:1], metric=TOTAL, base=0.5) == [0.7071]
+    assert scales(rows[:1], metric=TOTAL, base=1.0, rule="linear") == [0.25]
+    assert scales([{"step": 1, TOTAL: 0.0}], metric=TOTAL) == [0.0625]
 
 
-def test_the_ess_is_of_products_whatever_the_weights_are() -> None:
-    """current/sampling first, else old/sampling; the mean weight of a response only by name."""
-    mismatch, applied = "offpolicy/mismatch/ess_sequence", "offpolicy/weight/ess_sequence"
-    (row,) = ess(0.25)
-    assert play(ESSStep(), [{**row, mismatch: 0.81, applied: 1.0}])[0].scale == pytest.approx(0.5)
-    assert play(ESSStep(), [{"step": 1, mismatch: 0.81, applied: 1.0}])[0].scale == pytest.approx(0.9)
-    assert play(ESSStep(), [{"step": 1, applied: 0.25}])[1] == []
-    assert play(ESSStep(metric=applied), [{"step": 1, applied: 0.25}])[0].scale == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"back": 1.0}, "back must be above 1, but got 1.0"),
+        ({"calm": 0}, "calm must be a whole number of at least 1, but got 0"),
+        ({"base": 1.5}, "base must be at most 1, but got 1.5"),
+    ],
+)
+def test_a_step_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ESSStep(**options)
 
 
 def test_an_unknown_rule_is_named() -> None:
@@ -146,7 +211,24 @@ def test_what_rejection_drops_counts_under_rejection_only() -> None:
     assert levels(*[mismatch(0.4)] * 2, *[mismatch(0.4, **most)] * 4) == [1, 2, 3]
     for low in ({"weight_applied__ess_sequence": 0.2}, {"weight_applied__ess_token": 0.2}):
         assert levels(*[mismatch(0.4)] * 2, *[mismatch(0.4, **low)] * 4) == [1, 2, 3]
-    assert levels(*[mismatch(0.4, kept__ess_sequence=0.02)] * 8) == [1]  # products over long responses always are
+    assert levels(*[mismatch(0.4, kept__ess_sequence=0.02)] * 8) == [1]  # of long responses, which are always low
+    for variance, reached in ((0.074, [1]), (0.077, [1, 2, 3])):  # an ESS of 0.306 and 0.292: the limit is 0.3
+        assert levels(*[mismatch(0.4)] * 2, *[mismatch(0.4, kept__product_variance=variance)] * 4) == reached
+
+
+def test_a_low_ess_of_sequences_asks_for_rejection_and_stays_until_the_drift_is_halved() -> None:
+    """Limit 0.5: a variance of 0.0433 a token. Going down at a power of one half: 0.0217."""
+
+    def row(variance: float) -> dict[str, float]:
+        return mismatch(0.1, mismatch__product_variance=variance)
+
+    assert levels(*[row(0.042)] * 6) == [] and levels(*[row(0.045)] * 6) == [1]
+    assert levels(*[row(0.045)] * 2, *[row(0.023)] * 9) == [1]
+    assert levels(*[row(0.045)] * 2, *[row(0.020)] * 9) == [1, 0]
+    action = play(LADDER, at_steps(*[row(0.1)] * 2))[1][0]
+    assert "ESS of 16 tokens 0.20 below 0.5 in 2 readings" in action.why
+    only_total = {"offpolicy/total/chi2_token": 0.1, "offpolicy/total/product_variance": 0.1}
+    assert levels(*[only_total] * 6) == [1]
 
 
 def test_a_low_pearson_goes_all_the_way() -> None:
@@ -177,6 +259,16 @@ def test_the_ladder_adds_to_the_configured_correction() -> None:
     assert LADDER.ladder(tis)[2].weights == tis.weights  # one weight on old/sampling, not two
     masked = op.Correction(keep=(op.RatioBand(level="sequence_mean", low=0.9, high=1.1),))
     assert LADDER.ladder(masked)[1] is masked
+
+
+def test_a_level_that_the_loss_refuses_is_the_one_below_it() -> None:
+    """PPO-IS holds current/sampling: a weight on old/sampling would count that factor twice, and raises."""
+    own_ratio = op.Objective(policy_loss=op.losses.PPOIS(), correction=op.Correction())
+    base, rejecting, both = LADDER.ladder(op.Correction(), admitted_by(own_ratio))
+    assert rejecting.keep and both is rejecting
+    clipped = op.Objective(policy_loss=op.losses.PPOClip(), correction=op.Correction())
+    assert LADDER.ladder(op.Correction(), admitted_by(clipped)) == LADDER.ladder(op.Correction())
+    assert LADDER.ladder(base, lambda correction: False) == (base, base, base)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +324,7 @@ def test_the_probe_is_compared_with_the_first_sync() -> None:
     ("controller", "rows"),
     [
         (GUARD, lengths(10, 10, 10, 10, 13, 13, 13, 17, *[17] * 8)),
-        (ESSStep(), ess(0.25, 0.3, 1.0)),
+        (ESSStep(calm=2), drift(*of_ess(*[0.25] * 4, *[1.0] * 9))),
         (LADDER, at_steps(*[mismatch(3.0)] * 4, *[mismatch(0.1)] * 6)),
         (AGAIN, at_steps(BAD, BAD, GOOD, GOOD, BAD, BAD)),
     ],

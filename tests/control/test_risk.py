@@ -74,10 +74,24 @@ def test_runs_that_do_not_are_left_alone(name: str) -> None:
     ("part", "high", "low"),
     [
         ("chi2", {"mismatch__chi2_token_p95": 2.0}, {"mismatch__chi2_token_p95": 0.3}),
-        ("ess", {"mismatch__ess_sequence": 0.09}, {"mismatch__ess_sequence": 0.5}),
-        ("ess", {"total__ess_sequence": 0.09}, {"total__ess_sequence": 0.5, "mismatch__ess_sequence": 0.09}),
-        ("ess", {"mismatch__chi2_sequence": 11.0}, {"mismatch__chi2_sequence": 1.0}),
-        ("ess", {"total__chi2_sequence": 11.0}, {"weight_applied__ess_sequence": 0.09}),  # means of token weights
+        # exp(-16 D): 0.09 and 0.5
+        ("ess", {"mismatch__product_variance": 0.1505}, {"mismatch__product_variance": 0.0433}),
+        (
+            "ess",
+            {"total__product_variance": 0.1505, "total__ess_sequence": 1.0},
+            {"total__product_variance": 0.04, "total__ess_sequence": 1.0, "mismatch__product_variance": 0.2},
+        ),
+        (
+            "ess",
+            {"staleness__product_variance": 0.1505, "weight_applied__ess_sequence": 1.0},
+            {"mismatch__product_variance": 0.2, "weight_applied__ess_sequence": 0.09},  # the weights correct it
+        ),
+        # products over whole responses, of an earlier log: long ones are low under any mismatch
+        (
+            "ess",
+            {"mismatch__ess_sequence": 0.09, "completions/mean_length": 16.0},
+            {"mismatch__ess_sequence": 0.01, "completions/mean_length": 1000.0},
+        ),
         ("clip", {"loss__clip_region_fraction": 0.6}, {"loss__clip_region_fraction": 0.2}),
         ("clip", {"clip_ratio/region_mean": 0.6}, {"clip_ratio/region_mean": 0.2}),
         ("length", {"rollout__response_length_mean": [10.0] * 15 + [15.0] * 5}, {"completions/mean_length": 10.0}),
@@ -92,7 +106,7 @@ def test_runs_that_do_not_are_left_alone(name: str) -> None:
 def test_each_part_alone(part: str, high: dict[str, object], low: dict[str, object]) -> None:
     raised, level = collapse_risk(log(20, **high)), collapse_risk(log(20, **low))
     assert raised.parts[part] == pytest.approx(1.0, abs=0.01)
-    assert raised.score == pytest.approx(0.4 if part == "ess" else 1.0, abs=0.01)
+    assert raised.score == pytest.approx(1.0, abs=0.01)
     assert level.parts[part] == 0.0 and level.score == 0.0
     assert tuple(raised.parts) == PARTS
 

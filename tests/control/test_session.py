@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import trl_offpolicy as op
 from trl_offpolicy.control import parse_control, read_actions
-from trl_offpolicy.control.session import ControlSession, lacking
+from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.run_folder.writer import append_metrics
 
 GUARD = {"controllers": {"length_guard": {"window": 2}}}
@@ -114,6 +115,19 @@ def test_levels_of_an_escalation_are_taken_into_use_and_a_checkpoint_brings_them
     assert again.corrections == [both] and resumed.state == session.state
     resumed.load_state_dict({})  # anew
     assert again.corrections[-1] is base and not resumed.state.rows
+
+
+def test_a_level_that_the_loss_refuses_does_not_end_the_run() -> None:
+    """Level 2 adds a weight on old/sampling, which the ratio of PPO-IS holds already: the objective raises."""
+    objective = op.Objective(policy_loss=op.losses.PPOIS(), correction=op.Correction())
+    lent = Lent()
+    session = lent.session(ESCALATION, base=objective.correction, admits=admitted_by(objective))
+    for step in (1, 2):
+        observe(session, step, {**HEALTHY, CHI2: 1e9})
+    assert session.state.controllers["escalation"].level == 2
+    assert [bool(used.weights) for used in lent.corrections] == [False, False]
+    for used in lent.corrections:
+        replace(objective, correction=used)  # does not raise
 
 
 def test_a_resync_is_asked_for_and_then_a_stop() -> None:

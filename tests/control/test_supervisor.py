@@ -22,6 +22,7 @@ from trl_offpolicy.control.supervisor import _WHOLE_ROWS
 from trl_offpolicy.diagnosis.verdict.judge import diagnose
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
+TOTAL = "offpolicy/total/ess_sequence"
 GOOD = {"loss": 0.1, "offpolicy/mismatch/kl_k3": 1e-4, "offpolicy/mismatch/prob_pearson": 0.999}
 BAD = {"loss": 0.1, "offpolicy/mismatch/kl_k3": 0.5, "offpolicy/mismatch/prob_pearson": 0.8}
 
@@ -84,7 +85,7 @@ def test_a_high_risk_alone_ends_a_run_too() -> None:
 
 
 def test_the_scales_of_two_controllers_multiply() -> None:
-    spec = {"controllers": {"length_guard": {"window": 2}, "ess_step": {}}}
+    spec = {"controllers": {"length_guard": {"window": 2}, "ess_step": {"metric": TOTAL, "base": 1.0}}}
     rows = [{"offpolicy/total/ess_sequence": 0.25, "completions/mean_length": n} for n in (10.0, 10.0, 20.0)]
     outcomes = play(supervisor(spec), rows)
     assert [outcome.learning_rate_scale for outcome in outcomes] == [0.5, 0.5, 0.25]
@@ -92,26 +93,35 @@ def test_the_scales_of_two_controllers_multiply() -> None:
     assert any("length_guard" in line for line in outcomes[2].lines)
 
 
-@pytest.mark.parametrize(("sd", "scale", "risk"), [(0.05, 0.7, 0.1), (0.1, 0.5, 0.5), (0.3, 0.2, 0.99)])
-def test_products_of_small_ratios_are_seen_under_token_weights(sd: float, scale: float, risk: float) -> None:
-    """64 x 512 under the default preset: each token is fine, but few responses would count as wholes."""
-    logged = op.presets.get("paper/tis").correction(mismatched(sd)).stats.compute()
-    assert logged["offpolicy/weight_applied/ess_sequence"] > 0.999 and logged["offpolicy/mismatch/chi2_token"] < 0.3
-    outcome = play(supervisor({"controllers": {"ess_step": {}}}), [logged] * 3)[-1]
-    share = logged["offpolicy/total/ess_sequence"]
-    assert outcome.learning_rate_scale == pytest.approx(share**0.5) and share**0.5 < scale
-    assert outcome.metrics["offpolicy/control/risk_ess"] >= risk
+@pytest.mark.parametrize("length", [64, 512, 4096])
+@pytest.mark.parametrize(("sd", "ess"), [(0.02, 0.99), (0.1, 0.85), (0.3, 0.24), (0.5, 0.02)])
+def test_the_length_of_the_responses_moves_neither_the_scale_nor_the_risk(sd: float, ess: float, length: int) -> None:
+    """Log-ratios of one size. The ESS of whole products falls from 0.97 to 1 / 64 in this table, and stays there."""
+    logged = op.presets.get("paper/tis").correction(drifted(sd, length)).stats.compute()
+    assert logged["offpolicy/staleness/product_variance"] == pytest.approx(sd**2, rel=0.6)
+    if sd >= 0.1 and length == 4096:
+        assert logged[TOTAL] < 0.05
+    outcomes = play(supervisor({"controllers": {"ess_step": {}}}), [logged] * 3)
+    low = ess < 0.5
+    assert (outcomes[-1].learning_rate_scale < 0.9) == low
+    assert (outcomes[-1].metrics["offpolicy/control/risk_ess"] > 0.3) == low
+    assert (outcomes[-1].metrics["offpolicy/control/collapse_risk"] > 0.3) == low
+
+
+def test_the_tree_still_says_that_few_responses_would_count_as_wholes() -> None:
+    logged = op.presets.get("paper/tis").correction(drifted(0.1, 512)).stats.compute()
     diagnosis = diagnose(MetricsLog(tuple({"step": step, **logged} for step in (1.0, 2.0, 3.0))))
     assert ("sequence_variance", "notice") in [(one.cause, one.severity) for one in diagnosis.findings]
 
 
-def mismatched(sd: float) -> op.PolicyBatch:
-    """Log-ratios of engine and trainer from N(0, sd^2)."""
-    sampling = torch.full((64, 512), -1.0)
+def drifted(sd: float, length: int) -> op.PolicyBatch:
+    """64 responses; log-ratios of the current and the sampling weights from N(-sd^2 / 2, sd^2), as E[rho] = 1 asks."""
+    sampling = torch.full((64, length), -1.0)
     return op.PolicyBatch(
-        per_token_logps=sampling + sd * torch.randn(64, 512, generator=torch.Generator().manual_seed(0)),
+        per_token_logps=sampling - sd**2 / 2 + sd * torch.randn(64, length, generator=torch.Generator().manual_seed(0)),
+        old_per_token_logps=sampling,
         sampling_per_token_logps=sampling,
-        completion_mask=torch.ones(64, 512).bool(),
+        completion_mask=torch.ones(64, length).bool(),
         advantages=torch.zeros(64),
     )
 
@@ -123,7 +133,7 @@ def test_the_state_is_all_it_has() -> None:
     for place in range(120):
         row = {**(BAD if 30 <= place < 35 else GOOD), "completions/mean_length": 10.0 + (place > 90) * 5.0}
         row |= {"offpolicy/mismatch/chi2_token": 0.4 if place % 50 > 30 else 0.01, "offpolicy/mismatch/kl_k3_ci95": 1.0}
-        rows.append({**row, "offpolicy/total/ess_sequence": 0.9 - 0.4 * (place % 7 == 0), "grad_norm": 1.0})
+        rows.append({**row, "offpolicy/total/product_variance": 0.1 * (place % 40 > 30), "grad_norm": 1.0})
     plain, through = play(supervisor(spec), rows), play(supervisor(spec), rows, through_json=True)
     assert plain == through
     assert {action.controller for outcome in plain for action in outcome.actions} == {

@@ -64,7 +64,7 @@ def test_each_ratio_group_has_every_diagnostic():
 
     for group in ("mismatch", "staleness", "total", "kept"):
         names = {key.removeprefix(f"offpolicy/{group}/") for key in stats if key.startswith(f"offpolicy/{group}/")}
-        assert names == set(RATIO_DIAGNOSTICS)
+        assert names == {*RATIO_DIAGNOSTICS, "product_variance"}
 
 
 RATIOS = [[2.0, 8.0], [0.5, 1.0]]  # products 16 and 1/2

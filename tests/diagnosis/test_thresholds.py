@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from trl_offpolicy.control import Escalation, LengthGuard, Resync, parse_control
+from trl_offpolicy.control import Escalation, ESSStep, LengthGuard, Resync, parse_control
 from trl_offpolicy.control.escalation import Signals
 from trl_offpolicy.control.spec import CONTROLLERS
 from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
@@ -103,6 +104,13 @@ def level(signal: str, *, at: int = 1) -> Answer:
         return int(controller("escalation", limits).demand(quiet._replace(**{signal: value}), at, 1.0)[0])
 
     return answer
+
+
+def ess_lowers(value: float, limits: Thresholds) -> bool:
+    """Whether the learning rate is lowered at this ESS of 16 tokens."""
+    item = replace(controller("ess_step", limits), resolution=1e-6)
+    log = log_of([{"staleness/product_variance": -math.log(value) / 16}] * 3)
+    return item.step(item.start(), log, log.steps[-1])[1] is not None
 
 
 def resync_is_off(value: float, limits: Thresholds) -> bool:
@@ -259,7 +267,11 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(verdict("total/chi2_token"), VARIANCE | REJECT, BEYOND),
         Walk(level("chi2"), 2, 3),
     ),
-    "ess_healthy": (Walk(verdict(ESS), VARIANCE, set()),),
+    "ess_healthy": (
+        Walk(verdict(ESS), VARIANCE, set()),
+        Walk(level("ess_before"), 1, 0),
+        Walk(ess_lowers, True, False),
+    ),
     "ess_broken": (
         *(Walk(verdict(key, keep__dropped_token_fraction=0.05), BEYOND, VARIANCE) for key in APPLIED_ESS),
         Walk(level("ess"), 3, 0),
@@ -343,7 +355,8 @@ def test_the_answer_changes_at_the_threshold(name: str) -> None:
 
 def test_controllers_have_no_numbers_of_their_own() -> None:
     """Their defaults are the thresholds; what a configuration says of the thresholds holds for them too."""
-    assert Escalation() == Escalation(chi2=(0.3, 2.0, 4.0), dropped=(0.1, 0.25), ess=0.3, pearson=0.95)
+    assert Escalation() == Escalation(chi2=(0.3, 2.0, 4.0), dropped=(0.1, 0.25), ess=0.3, ess_low=0.5, pearson=0.95)
+    assert ESSStep().base == 0.5
     assert Resync().pearson == 0.95 and (LengthGuard().surge, LengthGuard().window) == (1.2, 100)
     for cls in CONTROLLERS.values():
         assert limits_of(cls, Thresholds()) == {

@@ -17,7 +17,14 @@ from trl_offpolicy.engines.sync import SYNC_METRICS
 from trl_offpolicy.functional.lags import LAG_NAMES
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.functional.moments import HISTOGRAM_BINS, HISTOGRAM_DECADES
-from trl_offpolicy.metrics import GROUP_METRICS, RATIO_METRICS, ROUTING_METRICS, VALUE_METRICS, WEIGHT_METRICS
+from trl_offpolicy.metrics import (
+    GROUP_METRICS,
+    RATIO_METRICS,
+    ROUTING_METRICS,
+    VALUE_METRICS,
+    WEIGHT_METRICS,
+    ProductVariance,
+)
 from trl_offpolicy.objective.measure import GRADIENT_METRICS
 from trl_offpolicy.rollouts.ahead.queue import AHEAD_METRICS
 from trl_offpolicy.rollouts.token_ids import TOKEN_ID_METRICS
@@ -111,7 +118,7 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * len(RATIO_METRICS) + 5 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 13 + 4 + 10 + len(
+    assert len(table()) == 5 * len(RATIO_METRICS) + 5 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 13 + 4 + 10 + 4 + len(
         ROUTING_METRICS
     )
 
@@ -138,6 +145,7 @@ def classes():
     found = {f"offpolicy/{key}": cls for key, cls in {**GROUP_METRICS, **VALUE_METRICS}.items()}
     ratios = ("mismatch", "kept", "staleness", "total", "noise_floor")
     tables = [(group, RATIO_METRICS) for group in ratios]
+    tables += [(group, {"product_variance": ProductVariance}) for group in ratios[:-1]]
     tables += [("weight", WEIGHT_METRICS), ("weight_applied", WEIGHT_METRICS), ("routing", ROUTING_METRICS)]
     return found | {f"offpolicy/{group}/{name}": cls for group, of in tables for name, cls in of.items()}
 

@@ -163,6 +163,18 @@ def test_escalation_changes_the_correction_in_use_and_comes_back(build: Build) -
     assert trainer.objective.correction == op.presets.get("measure").correction
 
 
+def test_a_level_that_the_loss_refuses_is_left_out(build: Build) -> None:
+    """PPO-IS holds current/sampling itself. Token TIS on old/sampling beside it is an error of the objective."""
+    spec = {"policy": "act", "controllers": {"escalation": {**ESCALATION, "low": 0.5, "high": 2.0}}}
+    loss = {"objective": {"policy_loss": {"type": "ppo_is"}}}
+    trainer = build(Engine(noise=0.3), offpolicy=loss, control=spec, max_steps=4)
+    trainer.train()
+    rows = records(trainer)
+    assert [row["offpolicy/control/correction_level"] for row in rows] == [1, 2, 2, 2]
+    assert ["offpolicy/keep/dropped_sequence_fraction" in row for row in rows] == [False, True, True, True]
+    assert not any("offpolicy/weight_applied/ess_sequence" in row for row in rows)
+
+
 def test_a_systems_fix_stops_the_run(build: Build) -> None:
     spec = {"policy": "act", "controllers": {"escalation": {"patience": 1}}}
     trainer = build(Engine(noise=2.0), offpolicy="measure", control=spec, max_steps=6)
@@ -173,8 +185,9 @@ def test_a_systems_fix_stops_the_run(build: Build) -> None:
 
 
 def test_ess_scales_the_step(build: Build) -> None:
-    """The scale of a step is the root of the ESS that the step before logged."""
-    spec = {"policy": "act", "controllers": {"ess_step": {"resolution": 1e-6}}}
+    """As in VCPO: the scale of a step is the root of the ESS that the step before logged."""
+    products = {"metric": "offpolicy/total/ess_sequence", "base": 1.0, "resolution": 1e-6}
+    spec = {"policy": "act", "controllers": {"ess_step": products}}
     trainer = build(Engine(noise=1.0), control=spec, offpolicy="paper/tis", max_steps=3)
     trainer.train()
     for row in records(trainer):

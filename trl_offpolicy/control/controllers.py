@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from trl_offpolicy.checks import check_choice, check_fraction, check_positive, check_proper_fraction, check_whole
 from trl_offpolicy.control.actions import Action
+from trl_offpolicy.control.ess import PIECE, recent_ess, training_drift
 from trl_offpolicy.diagnosis.thresholds import limit
 from trl_offpolicy.diagnosis.verdict.judge import LENGTHS
 from trl_offpolicy.run_folder.run_data import MetricsLog
@@ -120,44 +121,57 @@ def length_now_and_before(log: MetricsLog, step: int, window: int) -> tuple[floa
     return now, earlier[-1] if earlier and earlier[-1] > 0 else None
 
 
-ESS_KEYS = ("offpolicy/total/ess_sequence", "offpolicy/mismatch/ess_sequence")
-"""Keys of the ESS of ratio products over whole responses: of current/sampling, else of old/sampling."""
-
-
 @dataclass(frozen=True)
 class ScaleState:
-    """The current ``scale`` of the learning rate."""
+    """The current ``scale`` of the learning rate, and how many readings in a row would allow a higher one."""
 
     scale: float = 1.0
+    calm: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ESSStep:
-    """Scale the learning rate with the effective sample size: sqrt(min(1, ESS / base)), or without the root.
+    """Lower the learning rate while the effective sample size is below a base; raise it again once it is not.
 
-    The scale of a step comes from the logging step before it. VCPO uses the ESS of the step itself, but then the loss
-    would have to wait for the device. Changes below ``resolution`` are not made.
+    A reading is one logging step. While the ESS is below ``base``, each reading multiplies the scale by
+    sqrt(ESS / base), by at least 1/2. After ``calm`` readings in a row at or above it, the scale is multiplied by
+    ``back``, up to 1. So a scale that keeps the drift at the base is found and held. (The drift answers to the learning
+    rate only after a lag. A scale that follows the ESS jumps back to 1 as soon as the drift is gone, and the drift
+    returns: in ``benchmarks/collapse`` that loses most of the reward.)
+
+    The ESS is that of the drift which training itself makes (:func:`~trl_offpolicy.control.ess.training_drift`), over
+    pieces of 16 tokens in the log domain (:func:`~trl_offpolicy.control.ess.piece_ess`), of the median of the last 5
+    logged rows. So the length of the responses does not move it, nor does a mismatch of the engine, which no learning
+    rate changes. Changes below ``resolution`` are not made.
 
     Args:
-        rule: ``sqrt`` (for Adam and similar optimizers) or ``linear``.
-        base: ESS, as a share of the responses, from which on the learning rate is not scaled; VCPO uses 1.
-        metric: key of the ESS, a share of the responses. None takes the first of :data:`ESS_KEYS` that was logged: as
-            in VCPO the ESS of products over whole responses, before any cap, whatever the correction weights.
+        rule: ``sqrt`` (for Adam and similar optimizers) or ``linear``, which omits the root.
+        base: ESS from which on the learning rate is not scaled; default: ``ess_healthy`` of the diagnosis.
+        metric: key of a logged ESS to read instead, its newest value as it is. The scale then follows it up and down:
+            sqrt(min(1, ESS / base)). VCPO itself is ``{metric: offpolicy/total/ess_sequence, base: 1}``, the products
+            over whole responses.
         resolution: smallest relative change.
         smallest: the scale never goes below it.
+        calm: readings in a row before the scale is raised.
+        back: factor by which it is raised.
 
     Raises:
         ValueError: a value is out of range.
 
     Reference: Huang et al. 2026, "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv 2602.17616)
-    and its code (``ess_scaling`` with ``scaling_rule: sqrt``, ``base_ess_ratio: 1``, ``use_clipped: false``).
+    and its code (``ess_scaling`` with ``scaling_rule: sqrt``, ``base_ess_ratio: 1``, ``use_clipped: false``). VCPO uses
+    the ESS of the step itself, but then the loss would have to wait for the device: here the scale of a step comes from
+    the logged rows before it. Pieces, median, the base of 0.5 and the slow way back are this kit's: with VCPO's numbers
+    every healthy run of ``benchmarks/collapse`` is slowed down.
     """
 
     rule: str = "sqrt"
-    base: float = 1.0
+    base: float = limit("ess_healthy")
     metric: str | None = None
     resolution: float = 0.05
     smallest: float = 1 / 16
+    calm: int = 10
+    back: float = 1.25
     name: ClassVar[str] = "ess_step"
     setting: ClassVar[str] = LEARNING_RATE_SCALE
 
@@ -166,24 +180,42 @@ class ESSStep:
         if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
             raise TypeError(f"metric must be None or the name of a logged metric, but got {self.metric!r}.")
         check_fraction(base=self.base, smallest=self.smallest)
-        check_positive(resolution=self.resolution)
+        check_positive(resolution=self.resolution, back=self.back)
+        check_whole("calm", self.calm, least=1)
+        if self.back <= 1:
+            raise ValueError(f"back must be above 1, but got {self.back}.")
 
     def start(self) -> ScaleState:
         """The whole learning rate (scale 1)."""
         return ScaleState()
 
     def step(self, state: ScaleState, log: MetricsLog, step: int) -> tuple[ScaleState, Action | None]:
-        """Move to the scale that the newest ESS gives, if it differs by more than ``resolution``."""
-        metric = self.metric or log.first_logged(ESS_KEYS)
-        if metric is None:
+        """Lower or raise the scale by the newest ESS, if the change is at least ``resolution``."""
+        ess, name = self._reading(log, step)
+        if ess is None:
             return state, None
-        steps, values, _ = log.series(metric)
-        if not steps or steps[-1] != step:
-            return state, None
-        share = min(1.0, max(values[-1], 0.0) / self.base)
-        wanted = share**0.5 if self.rule == "sqrt" else share
+        share = min(1.0, max(ess, 0.0) / self.base)
+        factor = share**0.5 if self.rule == "sqrt" else share
+        state = replace(state, calm=state.calm + 1 if factor == 1.0 else 0)
+        wanted = factor if self.metric is not None else self._held(state, factor)
         scale = max(wanted, self.smallest)
         if abs(scale / state.scale - 1) < self.resolution:
             return state, None
-        why = f"{metric} is {values[-1]:.3f}"
-        return replace(state, scale=scale), Action(step, self.name, self.setting, state.scale, scale, why)
+        action = Action(step, self.name, self.setting, state.scale, scale, f"{name} is {ess:.3f}")
+        return ScaleState(scale), action
+
+    def _held(self, state: ScaleState, factor: float) -> float:
+        """The scale that keeps the drift at the base: lowered at once, raised step by step."""
+        if factor < 1.0:
+            return state.scale * max(factor, 0.5)
+        if state.calm < self.calm:
+            return state.scale
+        raised = state.scale * self.back
+        return 1.0 if raised * (1 + self.resolution) >= 1.0 else raised  # the rest to 1 would be too small a change
+
+    def _reading(self, log: MetricsLog, step: int) -> tuple[float | None, str]:
+        """The ESS at ``step`` (None = not known), and what it is called."""
+        if self.metric is None:
+            return recent_ess(training_drift(log), step), f"the ESS of {PIECE} tokens, of the drift by training,"
+        steps, values, _ = log.series(self.metric)
+        return (values[-1] if steps and steps[-1] == step else None), self.metric

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from trl_offpolicy.checks import (
     check_within,
 )
 from trl_offpolicy.control.actions import Action
+from trl_offpolicy.control.ess import PIECE, latest
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import RatioBand, TruncateWeight
 from trl_offpolicy.diagnosis.thresholds import limit
@@ -25,12 +27,17 @@ LEVELS = ("as configured", "geometric rejection", "geometric rejection and token
 
 
 class Signals(NamedTuple):
-    """The numbers of a logging step that escalation reads; None = not logged."""
+    """The numbers of a logging step that escalation reads; None = not logged.
+
+    ``ess`` is the smallest of the applied weights' ESS and of the ESS of what the keep terms left; ``ess_before`` is
+    the ESS before any correction. Both are of products over 16 tokens (:mod:`trl_offpolicy.control.ess`).
+    """
 
     chi2: float | None
     pearson: float | None
     ess: float | None
     dropped: float | None
+    ess_before: float | None = None
 
     @classmethod
     def of(cls, log: MetricsLog, step: int) -> Signals:
@@ -42,12 +49,13 @@ class Signals(NamedTuple):
             found = row.get(f"offpolicy/{key}")
             return None if found is None or found != found else found
 
-        ess = [share for share in map(value, APPLIED_ESS) if share is not None]
+        found = (*map(value, APPLIED_ESS), latest(last, ["kept"]) if row else None)
         return cls(
-            value(f"{group}/chi2_token"),
-            value(f"{group}/prob_pearson"),
-            min(ess, default=None),
-            value("keep/dropped_sequence_fraction"),
+            chi2=value(f"{group}/chi2_token"),
+            pearson=value(f"{group}/prob_pearson"),
+            ess=min((share for share in found if share is not None), default=None),
+            dropped=value("keep/dropped_sequence_fraction"),
+            ess_before=latest(last, [group]) if row else None,
         )
 
 
@@ -66,43 +74,49 @@ class Escalation:
 
     A reading is one logging step. It asks for
 
-    - level 1 (geometric rejection) if chi2_token is above ``chi2[0]``;
+    - level 1 (geometric rejection) if chi2_token is above ``chi2[0]``, or the ESS before any correction is below
+      ``ess_low``;
     - level 2 (also token TIS) if chi2_token is above ``chi2[1]``, or rejection drops more than ``dropped[0]``;
     - level 3 (systems fix) if chi2_token is above ``chi2[2]``, if more than ``dropped[1]`` is dropped or the ESS is
       below ``ess`` under rejection, or if the Pearson correlation is below ``pearson``.
 
+    The ESS before a correction is that of products over 16 tokens (:func:`~trl_offpolicy.control.ess.piece_ess`). The
+    one under rejection is the smallest of that of the kept tokens and those of the applied weights.
+
     The dropped fraction and the ESS count from level 1 on, not under the configured correction alone. After
     ``patience`` such readings in a row the level goes up by one. It goes down by one after ``calm`` readings in a row
-    that would not ask for it even with ``chi2`` scaled by ``relax``. Level 3 stops the run with a checkpoint
-    (``systems="stop"``), or only reports it (``"warn"``).
+    that would not ask for it even with ``chi2`` scaled by ``relax`` and ``ess_low`` raised to the power of ``relax``.
+    Level 3 stops the run with a checkpoint (``systems="stop"``), or only reports it (``"warn"``).
 
-    The defaults of ``chi2``, ``dropped``, ``ess`` and ``pearson`` are those of
+    The defaults of ``chi2``, ``dropped``, ``ess``, ``ess_low`` and ``pearson`` are those of
     :class:`~trl_offpolicy.diagnosis.thresholds.Thresholds`; in a configuration they are those of
     ``control.thresholds``.
 
     Args:
         chi2: three limits of ``mismatch/chi2_token``, which no correction changes.
         dropped: two limits of ``keep/dropped_sequence_fraction``.
-        ess: limit of the applied weights' ESS, the smaller of ``weight_applied/ess_token`` and ``ess_sequence``.
+        ess: limit of the ESS under rejection.
+        ess_low: limit of the ESS before any correction.
         pearson: limit of ``mismatch/prob_pearson``; -1 = no limit.
         low: lower bound of the geometric mask.
         high: upper bound of the geometric mask.
         max_weight: cap of token TIS.
         patience: readings in a row before the level goes up.
         calm: readings in a row before the level goes down.
-        relax: factor below 1 on ``chi2`` when going down (hysteresis).
+        relax: factor below 1 on ``chi2`` and on the logarithm of ``ess_low`` when going down (hysteresis).
         systems: what level 3 does.
 
     Raises:
         ValueError: a value is out of range.
 
-    Reference: Liu 2026, "Off-Policy Drift in LLM RL", "When to escalate from RS to IS to systems fix", and cause C for
-    the first step. The hysteresis is this kit's addition.
+    Reference: Liu 2026, "Off-Policy Drift in LLM RL", "When to escalate from RS to IS to systems fix", and causes C
+    and D for the first step. The pieces of 16 tokens and the hysteresis are this kit's additions.
     """
 
     chi2: tuple[float, float, float] = limit("chi2_moderate", "chi2_reject", "chi2_systems")
     dropped: tuple[float, float] = limit("dropped_high", "dropped_broken")
     ess: float = limit("ess_broken")
+    ess_low: float = limit("ess_healthy")
     pearson: float = limit("pearson_broken")
     low: float = 0.99
     high: float = 1.01
@@ -120,7 +134,7 @@ class Escalation:
             object.__setattr__(self, field, tuple(getattr(self, field)))
         for share in self.dropped:
             check_fraction(dropped=share)
-        check_fraction(ess=self.ess)
+        check_fraction(ess=self.ess, ess_low=self.ess_low)
         check_within("pearson", self.pearson, -1, 1)
         check_proper_fraction(relax=self.relax)
         check_positive(low=self.low, high=self.high)
@@ -135,15 +149,25 @@ class Escalation:
         band = RatioBand(level="sequence_mean", low=self.low, high=self.high)
         return band, TruncateWeight(level="token", max_weight=self.max_weight)
 
-    def ladder(self, base: Correction) -> tuple[Correction, ...]:
-        """The corrections of levels 0, 1 and 2. A level that adds nothing is the same as the one below it."""
+    def ladder(
+        self, base: Correction, admits: Callable[[Correction], bool] = lambda correction: True
+    ) -> tuple[Correction, ...]:
+        """The corrections of levels 0, 1 and 2. A level that adds nothing is the same as the one below it.
+
+        Args:
+            base: the configured correction.
+            admits: whether the run's loss takes a correction. One that it refuses is not added: a loss whose own ratio
+                is current/sampling takes no weight on old/sampling, which would count that factor twice.
+        """
         # a term that the configured correction already has in another form is not added again
         band, weight = self.terms
         masked = any(isinstance(term, RatioBand) and term.level == "sequence_mean" for term in base.keep)
         rejecting = base if masked else replace(base, keep=(*base.keep, band))
         weighted = any("sampling" in item.ratio for item in base.weights)
         both = rejecting if weighted else replace(rejecting, weight=(*base.weights, weight))
-        return base, rejecting, both
+        if not admits(rejecting):
+            return base, base, base
+        return base, rejecting, both if admits(both) else rejecting
 
     def start(self) -> EscalationState:
         """Level 0, the configured correction, with no readings counted."""
@@ -171,13 +195,16 @@ class Escalation:
 
     def demand(self, signals: Signals, level: int, relax: float) -> tuple[int, str]:
         """The level that a reading asks for, and the reason, with ``chi2`` scaled by ``relax``."""
-        chi2, pearson, ess, dropped = signals
+        chi2, pearson, ess, dropped, ess_before = signals
         rejecting = level > 0  # what the configured correction alone drops is no reason to escalate
         asked = [(0, "")]
         if chi2 is not None:
             for number, threshold in enumerate(self.chi2, 1):
                 if chi2 > threshold * relax:
                     asked.append((number, f"chi2_token {chi2:.3g} above {threshold:g}"))
+        # the ESS is exp(-n D): a factor on the variance D is a power of the ESS
+        if ess_before is not None and ess_before < self.ess_low**relax:
+            asked.append((1, f"ESS of {PIECE} tokens {ess_before:.2f} below {self.ess_low:g}"))
         if rejecting and dropped is not None:
             for number, threshold in enumerate(self.dropped, 2):
                 if dropped > threshold:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from trl_offpolicy.control.controllers import ESS_KEYS
+from trl_offpolicy.control.ess import recent_ess, variances
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.judge import LENGTHS
 from trl_offpolicy.run_folder.run_data import MetricsLog
@@ -20,9 +20,6 @@ BASELINE = 50
 ENOUGH = 10
 """Fewest rows of a baseline; with fewer, nothing is compared with it."""
 PARTS = ("chi2", "ess", "clip", "length", "gradient")
-ESS_SHARE = 0.4
-"""How much of the ESS part counts. Products over thousands of tokens leave few effective samples under any mismatch:
-alone it must not reach the 0.5 at which ``control: stop`` ends a run, but together with another part it may."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,7 @@ class Risk:
     """The score, and its parts by name. A part whose metrics were not logged is 0.
 
     Args:
-        score: 1 - product over the parts of (1 - part): one alarm is enough, several add up. The ESS part counts at
-            most ``ESS_SHARE``.
+        score: 1 - product over the parts of (1 - part): one alarm is enough, several add up.
         parts: each in [0, 1].
     """
 
@@ -47,8 +43,8 @@ def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk
 
     - chi2: 95th percentile of the responses' chi-square, of the drift that no weight corrects (``staleness`` if
       weights are applied, else ``total``, else ``mismatch``), from ``chi2_moderate`` to ``chi2_reject``;
-    - ess: 1 / ESS of the products of the responses' ratios (``total``, else ``mismatch``), from 1 / ``ess_healthy`` to
-      1 / ``ess_broken`` squared. If the ESS was not logged, 1 + chi2_sequence, which is equal for many responses;
+    - ess: 1 / ESS of the products over 16 tokens, in the log domain (:func:`~trl_offpolicy.control.ess.piece_ess`), of
+      the same drift, from 1 / ``ess_healthy`` to 1 / ``ess_broken`` squared;
     - clip: share of clipped units, from ``clip_high`` to three times that;
     - length: the mean response length over that of ``length_window`` steps ago (in a shorter run: of its start), up or
       down, from ``length_surge`` to its square; or, from a change by 5 % on, its distance from the median of the 50
@@ -70,9 +66,8 @@ def collapse_risk(log: MetricsLog, thresholds: Thresholds | None = None) -> Risk
         "length": _length(log, limits),
         "gradient": _gradient(log),
     }
-    counted = {**parts, "ess": ESS_SHARE * parts["ess"]}
     # as if each part were the probability of an independent cause of collapse
-    return Risk(1.0 - math.prod(1.0 - part for part in counted.values()), parts)
+    return Risk(1.0 - math.prod(1.0 - part for part in parts.values()), parts)
 
 
 def ramp(value: float, low: float, high: float) -> float:
@@ -92,27 +87,24 @@ def _now(values: Sequence[float]) -> float | None:
     return median(values[-RECENT:]) if len(values) >= 3 else None
 
 
-def _chi2(log: MetricsLog, limits: Thresholds) -> float:
+def _uncorrected(log: MetricsLog, quantity: str) -> str:
+    """The ratio group of the drift that no weight corrects."""
     # applied weights cancel the drift from the sampler to old; the drift from old to current is left
     if log.has(f"{PREFIX}weight_applied/ess_sequence"):
-        group = "staleness"
-    else:
-        group = "total" if log.has(f"{PREFIX}total/chi2_token") else "mismatch"
-    now = _now(log.series(f"{PREFIX}{group}/chi2_token_p95").values)
+        return "staleness"
+    return "total" if log.has(f"{PREFIX}total/{quantity}") else "mismatch"
+
+
+def _chi2(log: MetricsLog, limits: Thresholds) -> float:
+    now = _now(log.series(f"{PREFIX}{_uncorrected(log, 'chi2_token')}/chi2_token_p95").values)
     return 0.0 if now is None else ramp(now, limits.chi2_moderate, limits.chi2_reject)
 
 
 def _ess(log: MetricsLog, limits: Thresholds) -> float:
-    key = log.first_logged(ESS_KEYS)
-    if key is not None:
-        now = _now(log.series(key).values)
-        inverse = None if now is None else 1 / max(now, 1e-6)
-    else:  # a log of an earlier version, or of another framework: E[rho^2] = 1 + chi2 is 1 / ESS for many responses
-        key = log.first_logged([f"{PREFIX}total/chi2_sequence", f"{PREFIX}mismatch/chi2_sequence"])
-        now = None if key is None else _now(log.series(key).values)
-        inverse = None if now is None else 1 + max(now, 0.0)
-    # whole only far below the limit: products over whole responses have a small ESS under any mismatch
-    return 0.0 if inverse is None else ramp(inverse, 1 / limits.ess_healthy, 1 / limits.ess_broken**2)
+    found = variances(log, _uncorrected(log, "ess_sequence"))
+    share = recent_ess(found, max(found, default=0))
+    # whole only far below the limit, so that the alarm does not hang on one threshold
+    return 0.0 if share is None else ramp(1 / max(share, 1e-12), 1 / limits.ess_healthy, 1 / limits.ess_broken**2)
 
 
 def _clip(log: MetricsLog, limits: Thresholds) -> float:

@@ -20,6 +20,7 @@ from trl_offpolicy.control.spec import ControlSpec
 from trl_offpolicy.control.supervisor import ControlState, Outcome, Supervisor
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.objective.measure import gradient_variance
+from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.run_folder.layout import ACTIONS_FILE, METRICS_FILE, STEP
 from trl_offpolicy.run_folder.run_data import read_metrics
 from trl_offpolicy.stats import PREFIX
@@ -36,6 +37,7 @@ class ControlSession:
         broadcast: returns the main rank's row on every rank; all ranks call it.
         base: the configured correction, which is level 0 of an escalation.
         correct: puts a correction into use, unless it is in use already; None = the trainer takes no correction.
+        admits: whether the objective takes a correction; see :func:`admitted_by`.
         resync: makes the next generation wait for another sync.
     """
 
@@ -47,6 +49,7 @@ class ControlSession:
         broadcast: Callable[[dict[str, Any]], dict[str, Any]],
         base: Correction | None = None,
         correct: Callable[[Correction], None] | None = None,
+        admits: Callable[[Correction], bool] = lambda correction: True,
         resync: Callable[[], None] | None = None,
     ) -> None:
         self.spec = spec
@@ -55,7 +58,7 @@ class ControlSession:
         """Why the run should end with a checkpoint, by the last row; empty = it should not."""
         self._supervisor = Supervisor(spec)
         self._say, self._broadcast, self._correct, self._resync = say, broadcast, correct, resync
-        self._ladder = () if spec.escalation is None else spec.escalation.ladder(base or Correction())
+        self._ladder = () if spec.escalation is None else spec.escalation.ladder(base or Correction(), admits)
         self._records: Path | None = None
         self._begin_anew()
 
@@ -142,6 +145,19 @@ class ControlSession:
             self._correct(self._ladder[outcome.correction_level])
         if outcome.resync and self._resync is not None:
             self._resync()
+
+
+def admitted_by(objective: Objective) -> Callable[[Correction], bool]:
+    """Whether ``objective`` takes a correction in place of its own, e.g. no weight that its loss holds already."""
+
+    def admits(correction: Correction) -> bool:
+        try:
+            replace(objective, correction=correction)
+        except ValueError:
+            return False
+        return True
+
+    return admits
 
 
 def lacking(

@@ -34,6 +34,7 @@ from trl_offpolicy.functional.moments import (
     ratio_row_moments,
     ratio_rows,
 )
+from trl_offpolicy.functional.sequence_ess import PRODUCT_DIAGNOSTICS, PRODUCT_LAYOUT, product_moments
 from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, fold_weight_rows, weight_rows
 from trl_offpolicy.functional.weights import ess_fraction
 from trl_offpolicy.stats import Group, Stats
@@ -116,11 +117,14 @@ def _ratio_groups(
         groups.update(_mismatch_groups(batch, ratios, evidence, wanted))
     if has_old and "staleness" in wanted:
         groups["staleness"] = _ratio_group(ratios.rows("current/old"), batch)
+        groups["staleness#products"] = _product_group(ratios.rows("current/old"))
     if has_sampling and "total" in wanted:
         if not has_old and "mismatch" in groups and batch.version_lags is None:
             groups["total"] = groups["mismatch"]  # old is the current policy: the same numbers
+            groups["total#products"] = groups["mismatch#products"]
         else:
             groups["total"] = _ratio_group(ratios.rows("current/sampling"), batch)
+            groups["total#products"] = _product_group(ratios.rows("current/sampling"))
             groups.update(_lag_groups(ratios, batch))
     return groups
 
@@ -134,6 +138,7 @@ def _mismatch_groups(
     rows = ratios.rows("old/sampling")
     if "mismatch" in wanted:
         groups["mismatch"] = _ratio_group(rows, batch, fresh)
+        groups["mismatch#products"] = _product_group(rows, fresh)
         if batch.turn_ids is not None:
             groups["post_tool"] = _post_tool_group(ratios["old/sampling"], batch.mask, batch.turn_ids, fresh)
     if "kept" in wanted:
@@ -144,6 +149,7 @@ def _mismatch_groups(
         else:  # whole rows were dropped: leave them out of the sums by row, without a second pass over the tokens
             keep_rows = kept if fresh is None else kept & fresh
         groups["kept"] = Group(fold_ratio_rows(rows, keep_rows), RATIO_DIAGNOSTICS)
+        groups["kept#products"] = _product_group(rows, keep_rows)
     return groups
 
 
@@ -166,6 +172,10 @@ def _ratio_group(rows: RatioRows, batch: PolicyBatch, keep_rows: Tensor | None =
         values = torch.where(keep_rows.unsqueeze(-1), values, 0.0)
     clusters = ClusterRows(ROW_LAYOUT, values, batch.group_ids)
     return Group(moments, RATIO_DIAGNOSTICS, clusters, RATIO_INTERVALS)
+
+
+def _product_group(rows: RatioRows, keep_rows: Tensor | None = None) -> Group:
+    return Group(product_moments(rows, keep_rows), PRODUCT_DIAGNOSTICS)
 
 
 def _kept_rows(ratio: LogRatio, batch: PolicyBatch, keep_mask: Tensor) -> RatioRows:
@@ -346,6 +356,7 @@ def _keep_diagnostics(rewards: bool, correct: bool) -> Mapping[str, Finalizer]:
 
 _KEEP_DIAGNOSTICS = {flags: _keep_diagnostics(*flags) for flags in product((False, True), repeat=2)}
 GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
+    "mismatch#products": (PRODUCT_LAYOUT, PRODUCT_DIAGNOSTICS),
     "post_tool": (_POST_TOOL, _POST_TOOL_DIAGNOSTICS),
     "lag/<lag>": (_LAG, _LAG_DIAGNOSTICS),
     "weight#bounds": (_TRUNCATION, _TRUNCATION_DIAGNOSTICS),

@@ -97,6 +97,8 @@ def _of(group: str, name: str, quantity: str, *, better: bool | None = None) -> 
 
 _BASES: Mapping[str, type[GroupMetric]] = {"<term>": TermMetric, "<lag>": LagMetric}
 
+ProductVariance = _of("mismatch#products", "ProductVariance", "product_variance", better=False)
+
 PostToolKLK1 = _of("post_tool", "PostToolKLK1", "kl_k1", better=False)
 PostToolKLK3 = _of("post_tool", "PostToolKLK3", "kl_k3", better=False)
 PostToolChi2Token = _of("post_tool", "PostToolChi2Token", "chi2_token", better=False)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_offpolicy.control import ControlSpec, ControlState
-from trl_offpolicy.control.session import ControlSession, lacking
+from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
 
 
@@ -23,7 +23,7 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         spec: the parsed ``control`` field.
-        **lent: ``base``, ``correct`` and ``resync`` of the session; a stock trainer has none of them.
+        **lent: ``base``, ``correct``, ``admits`` and ``resync`` of the session; a stock trainer has none of them.
     """
 
     def __init__(self, spec: ControlSpec, **lent: Any) -> None:
@@ -126,7 +126,9 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
         needs_whole_batch=trainer._stages is not None and trainer._stages.early is not None,
         resync_needs="" if trainer.use_vllm else "vLLM",
     )
-    callback = ControlCallback(spec.without(missing), base=base, correct=correct, resync=resync)
+    callback = ControlCallback(
+        spec.without(missing), base=base, correct=correct, admits=admitted_by(trainer.objective), resync=resync
+    )
     watch(trainer, callback)
     return callback
 
