@@ -31,6 +31,9 @@ w = W it is 0 in expectation, and in a batch the mass that the batch has not see
 Where all products are lost M is near 1 for every weight on tokens. The *missed mass of tokens* then tells them apart:
 the same with the token's own ratio rho_t in the place of W. It is the bias that is left with the prefixes as given.
 
+In a batch O is at most 1, and 1 is replaced by O + E mean_t min((W - w_t)+, 1) if that is more. Of log-probs that are
+really the sampler's it is not, but for noise. Products far above 1 throughout show that something else is wrong.
+
 Every response counts once, however long it is: only then is the mean of W known. What is assumed: A is a function of
 the response (a group's baseline moves with the other responses of the group, which is ignored), and mu can sample what
 pi can (else E W < 1, and the mass that mu cannot sample counts as missed).
@@ -61,6 +64,7 @@ ESTIMATOR_LAYOUT = Layout(
         "weight",  # w, 0 where dropped
         "weight_sq",
         "overlap",  # min(w, W)
+        "excess",  # min((W - w)+, 1)
         "power",  # A^2 w^2
         "ratio",  # rho_t
         "token_overlap",  # min(w, rho_t)
@@ -79,7 +83,7 @@ def estimator_rows(log_ratios: Tensor, weights: Tensor, mask: Tensor, advantages
         advantages: (B, T) or (B, 1).
 
     Returns:
-        Sums (B, 8) float64 in the order of :data:`ESTIMATOR_LAYOUT`, and (B, 1) the largest |A|. 0 for an empty row.
+        Sums (B, 9) float64 in the order of :data:`ESTIMATOR_LAYOUT`, and (B, 1) the largest |A|. 0 for an empty row.
 
     Example:
         >>> rho = torch.tensor([[0.5, 1.0]])
@@ -106,8 +110,9 @@ def _block(log_ratios: Tensor, weights: Tensor, mask: Tensor, advantages: Tensor
     used = torch.where(mask, weights, 0.0)
     ratio = ratio_of(inside) * here
     size = torch.where(mask, advantages.float(), 0.0)
-    columns = (used, used.square(), torch.minimum(used, product), (size * used).square(), ratio)
-    columns = (*columns, torch.minimum(used, ratio))
+    excess = (product - used).clamp(0.0, 1.0) * here
+    overlap, token_overlap = torch.minimum(used, product), torch.minimum(used, ratio)
+    columns = (used, used.square(), overlap, excess, (size * used).square(), ratio, token_overlap)
     means = torch.cat([column.sum(-1, keepdim=True) for column in columns], -1).double() / tokens.clamp(min=1.0)
     sums = torch.cat([tokens, (tokens > 0).float()], -1).double()
     return torch.cat([sums, means], -1), size.abs().amax(-1, keepdim=True).double()
@@ -121,15 +126,21 @@ def _mean(m: Moments, name: str) -> Tensor:
     return m[name] / m["rows"].clamp(min=1.0)
 
 
-def signed_missed(m: Moments) -> Tensor:
-    """:func:`missed` before it is cut at 0: the noise of a batch may put it below. Intervals are made from it."""
-    weight = _mean(m, "weight")
-    return torch.maximum(weight, torch.ones_like(weight)) - _mean(m, "overlap")
+def _overlap_and_mass(m: Moments) -> tuple[Tensor, Tensor]:
+    """O, at most 1; and the target's mass E W, which is 1 or, if the batch says so, more."""
+    overlap, excess = _mean(m, "overlap"), _mean(m, "excess")
+    return overlap.clamp(max=1.0), (overlap + excess).clamp(min=1.0)
+
+
+def unmatched(m: Moments) -> Tensor:
+    """1 - E min(w, W): what :func:`missed` is where weights and products have their expected sums; for its interval."""
+    return 1 - _mean(m, "overlap")
 
 
 def missed(m: Moments) -> Tensor:
-    """max(1, E w) - E min(w, W), at least 0: the share of the target's mass that the weights miss."""
-    return torch.where(m["rows"] > 0, signed_missed(m).clamp(min=0.0), 0.0)
+    """max(1, E w) - E min(w, W): the share of the target's mass that the weights miss."""
+    overlap, mass = _overlap_and_mass(m)
+    return torch.where(m["rows"] > 0, torch.maximum(_mean(m, "weight"), mass) - overlap, 0.0)
 
 
 def missed_token(m: Moments) -> Tensor:
@@ -149,7 +160,8 @@ def ess(m: Moments) -> Tensor:
 
 def bias_bound(m: Moments) -> Tensor:
     """sqrt(2) max|A| (E w + 1 - 2 E min(w, W)), at least 0: no bias of the gradient at the logits is longer."""
-    distance = _mean(m, "weight") + 1 - 2 * _mean(m, "overlap")
+    overlap, mass = _overlap_and_mass(m)
+    distance = _mean(m, "weight") + mass - 2 * overlap
     largest = m["advantage_max"].clamp(min=0.0)  # minus infinity without rows
     return torch.where(m["rows"] > 0, SCORE_NORM * largest * distance.clamp(min=0.0), 0.0)
 
