@@ -12,6 +12,7 @@ import torch
 
 import trl_offpolicy as op
 from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
+from trl_offpolicy.control.auto import AUTO_METRICS, CANDIDATE_METRICS
 from trl_offpolicy.correction.measure import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
 from trl_offpolicy.engines.sync import SYNC_METRICS
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
@@ -71,6 +72,8 @@ def batch():
     )
 
 
+OF_AUTO = {f"offpolicy/auto/{name}" for name in AUTO_METRICS}
+OF_AUTO |= {f"offpolicy/auto/<candidate>/{name}" for name in CANDIDATE_METRICS}
 TIS = op.Correction(weight=op.TruncateWeight(max_weight=2.0))
 
 
@@ -94,6 +97,7 @@ def emitted():
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
+    by_control |= OF_AUTO
     by_routing = {f"offpolicy/routing/{name}" for name in ROUTING_METRICS}
     by_term = {re.sub(r"keep/\w+/", "keep/<term>/", key) for key in stats}
     return by_term | by_engine | by_gradient | by_control | by_routing
@@ -106,6 +110,7 @@ def test_every_emitted_key_is_on_the_page():
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
     weights = 2 * 6 + 3 + 6
+    weights += len(OF_AUTO)
     assert len(table()) == 5 * len(RATIO_METRICS) + 6 + 2 + weights + 4 + 3 + 12 + 11 + 4 + 10 + len(ROUTING_METRICS)
 
 
@@ -122,8 +127,8 @@ def test_every_row_is_complete():
         assert all(row.values()), key
 
 
-WITHOUT_CLASS = {LENGTH_SURGE} | {f"offpolicy/control/{name}" for name in CONTROL_METRICS}
-"""Made from rows that are logged already."""
+WITHOUT_CLASS = {LENGTH_SURGE} | {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | OF_AUTO
+"""Made from rows that are logged already, or once for each generation batch."""
 
 
 def classes():
@@ -138,7 +143,7 @@ def classes():
 def test_every_key_has_its_class_or_is_named_as_one_without():
     shown = {key: row["class"].strip("`") for key, row in table().items()}
     assert shown == dict.fromkeys(WITHOUT_CLASS, "-") | {key: cls.__name__ for key, cls in classes().items()}
-    assert "(`control/*` and\n`rollout/length_surge`)" in PAGE
+    assert "(`control/*`,\n`auto/*` and `rollout/length_surge`)" in PAGE
 
 
 def test_sources_are_listed():

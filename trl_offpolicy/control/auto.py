@@ -10,8 +10,9 @@ mass that each *misses* (its bias), and the effective sample size that it leaves
 
 The first generation batch decides at once, before its loss. Later a candidate takes over only if it has been better
 than the one in use in ``patience`` generations in a row, each time by ``margin``; at once only if the ESS of the one in
-use falls below half of the floor. The numbers of all ranks are gathered and evaluated on the CPU, so that every rank
-decides the same.
+use falls below half of the floor. Of several such candidates the best takes over. A correction that has become idle,
+because engine and trainer agree again, stays: there is nothing to gain by a change. The numbers of all ranks are
+gathered and evaluated on the CPU, so that every rank decides the same.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def _candidate(spec: Mapping[str, Any], base: Correction, preset: Preset) -> Can
 class Estimate:
     """What a generation says about a candidate: the numbers of :mod:`trl_offpolicy.correction.comparing`.
 
-    ``missed_ci95`` and ``ess_ci95`` are half widths of 95 % intervals by prompt group, ``ess_error`` is the standard error
-    of the ESS. They are 0 with fewer than two groups.
+    ``missed_ci95`` and ``ess_ci95`` are half widths of 95 % intervals by prompt group, and ``ess_error`` is the ESS's
+    standard error. All are 0 with fewer than two groups.
     """
 
     name: str
@@ -155,11 +156,12 @@ class AutoRule:
         sure = one.ess if in_use else one.ess - one.ess_error
         return sure >= self.options.ess_floor and (limit is None or one.second_moment <= limit)
 
-    def best(self, found: Sequence[Estimate], in_use: int | None = None) -> int:
-        """The number of the candidate that the estimates favour."""
-        usable = [i for i, one in enumerate(found) if self.holds(one, in_use=i == in_use)]
+    def best(self, found: Sequence[Estimate], among: Sequence[int] | None = None) -> int:
+        """The number of the candidate that the estimates favour; ``among`` None = of all."""
+        numbers = range(len(found)) if among is None else among
+        usable = [i for i in numbers if self.holds(found[i], in_use=False)]
         if not usable:
-            return max(range(len(found)), key=lambda i: (found[i].ess, -i))
+            return max(numbers, key=lambda i: (found[i].ess, -i))
         least = min(found[i].missed for i in usable)
         tolerance = self.options.tolerance
         if least <= tolerance:  # no bias to speak of: the least variance
@@ -192,12 +194,13 @@ class AutoRule:
         old = found[state.choice]
         streaks = state.better if len(state.better) == len(found) else (0,) * len(found)
         better = tuple(count + 1 if self.is_better(one, old) else 0 for one, count in zip(found, streaks, strict=True))
-        wanted = self.best(found, state.choice)
         urgent = old.ess < self.options.ess_floor / 2
-        enough = better[wanted] >= (1 if urgent else self.options.patience)
-        if wanted == state.choice or not enough:
+        needed = 1 if urgent else self.options.patience
+        lasting = [i for i, count in enumerate(better) if count >= needed]
+        if not lasting:
             return replace(state, better=better), ""
-        why = f"{better[wanted]} generations in a row: {self._why(found[wanted])}; before {old.text()}"
+        wanted = self.best(found, lasting)
+        why = f"better in {better[wanted]} generations in a row: {self._why(found[wanted])}; before {old.text()}"
         return AutoState(wanted, state.revisions + 1, (0,) * len(found)), why
 
     def _why(self, one: Estimate) -> str:
