@@ -199,8 +199,13 @@ def test_cut_mass_is_what_cap_band_and_mask_take():
     assert found["none"].cut_mass == 0.0 and found["sequence_is"].cut_mass == 0.0
 
 
-def test_the_candidates_measure_what_the_loss_reports_of_them():
+@pytest.mark.parametrize("centre", ["aligned", "old_per_token_logps", "proximal_per_token_logps"])
+def test_the_candidates_measure_what_the_loss_reports_of_them(centre):
+    """Both take the ratio that the weights take, also where the current policy has moved on."""
     data = batch(0.3, rows=16)
+    if centre != "aligned":
+        moved = data.per_token_logps + 0.5 * torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+        data = replace(data, **{"per_token_logps": moved, centre: data.per_token_logps})
     session = AutoSession(auto_preset())
     stats = compare({one.name: one.correction for one in session.candidates}, data, prefix="auto")
     for one in session.candidates:
@@ -208,6 +213,21 @@ def test_the_candidates_measure_what_the_loss_reports_of_them():
         for name in ("missed", "missed_token", "second_moment", "ess"):
             expected = float(own[f"estimator/{name}"])
             assert float(stats[f"auto/{one.name}/{name}"]) == pytest.approx(expected, rel=1e-6), (one.name, name)
+
+
+def test_bounds_of_a_weight_on_the_current_policy_are_against_the_current_policy():
+    data = batch(0.3, rows=16)
+    moved = data.per_token_logps + 0.1
+    whole = op.RawWeight(level="sequence", ratio="current/sampling")
+    aged = replace(data, per_token_logps=moved, old_per_token_logps=data.per_token_logps)
+    objective = op.Objective(policy_loss=op.losses.GPG(), correction=op.Correction(weight=whole))
+    product = (moved - data.sampling_per_token_logps).sum(-1).double().exp()
+    # the raw product misses nothing but what the mean of the batch says: far from 1 here
+    mean = float(product.mean())
+    expected = max(mean, 1.0) - min(mean, 1.0)
+    assert expected > 0.5
+    assert float(objective(aged).stats["estimator/missed"]) == pytest.approx(expected, rel=1e-4)
+    assert not [key for key in op.Objective(mode="bypass")(aged).stats if "/estimator/" in key]
 
 
 def test_splitting_a_generation_changes_nothing():

@@ -219,7 +219,8 @@ def estimator_stats(batch: PolicyBatch, weights: Tensor, keep_mask: Tensor, *, t
         batch: the micro-batch.
         weights: (B, T) applied importance weights.
         keep_mask: (B, T) bool; dropped tokens have weight 0.
-        target: role of the policy whose gradient is wanted, ``old`` or ``current``; the sampler is ``sampling``.
+        target: role of the policy whose gradient is wanted, the numerator of the correction's weights: ``old``,
+            ``proximal`` or ``current``. The sampler is ``sampling``.
 
     Returns:
         Empty if the batch does not know what the sampling policy was.

@@ -258,7 +258,11 @@ class Objective:
         if not self._weighs_the_loss:
             return stats
         read = set() if self.correction is None else {weight.ratio for weight in self.correction.weights}
-        target = "current" if any("current" in ratio for ratio in read) else "old"
+        # the numerator of the weights, as the table of ratios resolves it
+        centred = batch.old_per_token_logps is None and batch.proximal_per_token_logps is not None
+        target = "proximal" if centred else "old"
+        if any("current" in ratio for ratio in read):
+            target = "current"
         return stats.union(estimator_stats(batch, corrected.weights, corrected.keep_mask, target=target))
 
     @property
