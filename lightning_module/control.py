@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_module.callbacks import run_folder
 from trl_offpolicy.control import LearningRateScale, parse_control
+from trl_offpolicy.control.auto import CHOSEN_BY_AUTO
 from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
 
@@ -67,6 +68,8 @@ class Control:
             needs_whole_batch=module.stages.early is not None,
             resync_needs="an engine with weights of its own" if own else "",
         )
+        if module.preset.auto is not None:
+            missing["escalation"] = CHOSEN_BY_AUTO
         return ControlSession(
             self.spec.without(missing),
             say=partial(print, flush=True),

@@ -196,6 +196,7 @@ class Generation:
     def micro_batch(self, step: MicroStep) -> dict[str, Any]:
         """The rows of this micro-step. Samples first if its generation batch is new."""
         if self._buffer is None or self._buffer.generation != step.generation:
+            self._module.auto.end_generation(self._module)
             self._buffer = RolloutBuffer.split(step.generation, self._generate(step), step.plan)
         self._position = step.position + 1
         self._window = step.plan.window
@@ -219,6 +220,7 @@ class Generation:
         rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
         self._count_tokens(rows)
         self._decide(rows, sampled, step)
+        module.auto.judge_first(module, rows, step.plan.micro_batch_size)
         if module.objective.kl is not None:
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
         return rows

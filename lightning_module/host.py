@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
+from lightning_module.auto import AutoCorrection
 from lightning_module.measuring import Measuring
 from lightning_module.rewards import Rewards
 from trl_offpolicy.engines.engine import Sampling
@@ -24,6 +25,7 @@ class Host(Protocol):
     sampling: Sampling
     rewards: Rewards
     measuring: Measuring
+    auto: AutoCorrection
     objective: Objective
     """The loss. Assigning another objective changes the loss from the next micro-batch on."""
     stages: Stages

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_module import models
+from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
 from lightning_module.control import Control
 from lightning_module.engines import check_sampling, engine_type
@@ -23,6 +24,7 @@ from lightning_module.rewards import Rewards
 from lightning_module.spec import hyperparameters, resolve
 from lightning_module.streams import HeldOut, MicroStep
 from lightning_module.validation import Validation
+from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
@@ -43,7 +45,7 @@ class OffPolicyGRPOModule(LightningModule):
         model: folder or Hub name of a causal LM, or a loaded one.
         reward_funcs: functions with TRL's signature, or their import paths ``package.module:name``; one or several.
         correction: see :func:`lightning_module.spec.resolve`: a preset's name, a mapping or a ``Correction``. None =
-            ``paper/tis``, or ``measure`` where the engine is the trainer itself.
+            ``paper/tis``, or ``measure`` where the engine is the trainer itself. ``auto`` chooses by the batches.
         objective: fields of the objective to change, or an ``Objective``.
         advantages: estimator, its name or mapping; None = TRL's.
         engine: ``transformers``, ``vllm`` (in this process), ``server``; ``{type: ..., **arguments}``; or an engine.
@@ -101,7 +103,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.preset = resolve(
             correction, objective, advantages, default="measure" if kind == "transformers" else "paper/tis"
         )
-        self.objective = self.preset.objective
+        self.objective = starting_preset(self.preset).objective
         fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
@@ -113,6 +115,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.validation = Validation(self, self.generation)
         self.strict_loading = adapter is None
         self.control = Control(control)
+        self.auto = AutoCorrection(self.preset)
         self.policy = None
         self.step_logs: dict[str, float] = {}
         """Numbers of the last logging step, for callbacks."""
@@ -160,7 +163,9 @@ class OffPolicyGRPOModule(LightningModule):
 
     def on_train_start(self) -> None:
         """After a resume, restore the rollouts in use and the random state of the checkpoint."""
-        self.control.start(self, {} if self._restored is None else self._restored.get("control", {}))
+        restored = self._restored or {}
+        self.auto.start(self, restored.get("auto", {}))
+        self.control.start(self, restored.get("control", {}))
         if self._restored is not None:
             self.generation.load_state_dict(self._restored)
             self._restored = None
@@ -181,6 +186,7 @@ class OffPolicyGRPOModule(LightningModule):
         inputs = self.generation.micro_batch(batch)
         scores = self.score(inputs)
         policy = policy_batch(inputs, scores.logps, version=self.trainer.global_step, entropies=scores.entropies)
+        self.auto.observe(batch, policy)
         result = self.stages.late(policy, self._reduction(batch, inputs, batch_idx))
         if result.average is not None:
             inputs["past_average"] = result.average  # the next pass over these rows reads it
@@ -250,6 +256,7 @@ class OffPolicyGRPOModule(LightningModule):
         }
         if "reward" in logs:  # as TRL does: only if completions were sampled
             logs["num_tokens"] = float(self.generation.num_tokens)
+        logs |= self.auto.metrics()
         logs |= self.control.observe(self, logs)
         self.step_logs = logs
         self.log_dict(logs, on_step=True, on_epoch=False, batch_size=1)
@@ -269,7 +276,8 @@ class OffPolicyGRPOModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters, controllers, rollouts in use and random states. With an adapter, drop the frozen weights."""
-        checkpoint[_STATE] = {**self.generation.state_dict(), "control": self.control.state_dict()}
+        states = {"control": self.control.state_dict(), "auto": self.auto.state_dict()}
+        checkpoint[_STATE] = {**self.generation.state_dict(), **states}
         alone = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)  # others save in another format
         if self.settings["adapter"] is not None and alone:
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}

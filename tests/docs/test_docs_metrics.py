@@ -12,6 +12,7 @@ import torch
 
 import trl_offpolicy as op
 from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
+from trl_offpolicy.control.auto import AUTO_METRICS, CANDIDATE_METRICS
 from trl_offpolicy.correction.measure import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
 from trl_offpolicy.engines.sync import SYNC_METRICS
 from trl_offpolicy.functional.lags import LAG_NAMES
@@ -79,6 +80,8 @@ def batch():
     )
 
 
+OF_AUTO = {f"offpolicy/auto/{name}" for name in AUTO_METRICS}
+OF_AUTO |= {f"offpolicy/auto/<candidate>/{name}" for name in CANDIDATE_METRICS}
 TIS = op.Correction(weight=op.TruncateWeight(max_weight=2.0))
 
 
@@ -107,6 +110,7 @@ def emitted():
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
+    by_control |= OF_AUTO
     by_routing = {f"offpolicy/routing/{name}" for name in ROUTING_METRICS}
     by_term = set(map(generic, stats))
     return by_term | by_engine | by_gradient | by_control | by_routing
@@ -118,9 +122,10 @@ def test_every_emitted_key_is_on_the_page():
 
 def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
-    assert len(table()) == 5 * len(RATIO_METRICS) + 5 + 6 + 2 + 2 * 6 + 2 + 4 + 3 + 12 + 13 + 4 + 10 + 4 + len(
-        ROUTING_METRICS
-    )
+    weights = 2 * 6 + 3 + 6
+    weights += len(OF_AUTO)
+    rest = 6 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4
+    assert len(table()) == 5 * len(RATIO_METRICS) + 5 + rest + len(ROUTING_METRICS)
 
 
 @pytest.mark.parametrize("preset", op.presets.names())
@@ -136,8 +141,8 @@ def test_every_row_is_complete():
         assert all(row.values()), key
 
 
-WITHOUT_CLASS = {LENGTH_SURGE} | {f"offpolicy/control/{name}" for name in CONTROL_METRICS}
-"""Made from rows that are logged already."""
+WITHOUT_CLASS = {LENGTH_SURGE} | {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | OF_AUTO
+"""Made from rows that are logged already, or once for each generation batch."""
 
 
 def classes():
@@ -153,7 +158,7 @@ def classes():
 def test_every_key_has_its_class_or_is_named_as_one_without():
     shown = {key: row["class"].strip("`") for key, row in table().items()}
     assert shown == dict.fromkeys(WITHOUT_CLASS, "-") | {key: cls.__name__ for key, cls in classes().items()}
-    assert "(`control/*` and\n`rollout/length_surge`)" in PAGE
+    assert "(`control/*`,\n`auto/*` and `rollout/length_surge`)" in PAGE
 
 
 def test_sources_are_listed():

@@ -268,6 +268,14 @@ class Correction:
             sequence_weights=applied if applied.shape[-1] == 1 else None,
         )
 
+    def decide(self, batch: PolicyBatch, ratios: RatioTable) -> tuple[Tensor, WeightsUsed | None]:
+        """The keep mask (B, T) and the weights (None = 1) alone, without diagnostics; ``ratios`` are of ``batch``."""
+        base = self._usable(batch, ratios)
+        _, keep = self._keep(batch, ratios, base)
+        keep_mask = both(base, keep)
+        measured = base if self.measure_on == "original" else keep_mask
+        return keep_mask, self._weigh(ratios, measured, keep, batch.mask, keep_mask)
+
     def _usable(self, batch: PolicyBatch, ratios: RatioTable) -> Tensor:
         """The trainable tokens, without the unobserved ones under ``nonfinite="drop"``."""
         if self.nonfinite == "neutral":

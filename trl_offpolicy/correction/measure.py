@@ -291,10 +291,11 @@ def _post_tool_group(ratio: LogRatio, mask: Tensor, turn_ids: Tensor, rows: Tens
 
 # ----------------------------------------------------------------------------------------------------------- weights
 
-_TRUNCATION = Layout(sums=("units", "truncated", "normalizer", "batches"))
+_TRUNCATION = Layout(sums=("units", "truncated", "normalizer", "batches", "raw_mass", "cut_mass"))
 _TRUNCATION_DIAGNOSTICS: Mapping[str, Finalizer] = {
     "truncated_fraction": fraction("truncated", "units"),
     "normalizer": fraction("normalizer", "batches"),
+    "cut_mass": fraction("cut_mass", "raw_mass"),
 }
 
 
@@ -319,14 +320,22 @@ def _weight_groups(batch: PolicyBatch, evidence: Evidence, used: WeightsUsed) ->
 
 
 def _truncation_moments(batch: PolicyBatch, used: WeightsUsed) -> Moments:
-    """How many weights differ from their ratio, in the unit of the weights: tokens, or sequences with a token."""
+    """How many weights differ from their ratio and by how much, in the unit of the weights: tokens, or sequences."""
     by_row = used.raw.shape[-1] == 1 and batch.mask.shape[-1] > 1
     units = (batch.lengths > 0).float() if by_row else batch.lengths
     changed = torch.zeros_like(used.raw, dtype=torch.bool) if used.shaped else used.raw != used.bounded
     truncated = changed.squeeze(-1) * units if by_row else count_true(both(changed, batch.mask))
+    # The mass that caps and bands take away. A floor adds mass to other units, which makes up for none of it.
+    counted = (batch.lengths > 0).unsqueeze(-1) if by_row else batch.mask
+    raw, cut = (torch.where(counted, part, 0.0).sum() for part in (used.raw, _cut(used)))
     one = torch.ones((), device=batch.mask.device)
     normalizer = one if used.normalizer is None else used.normalizer
-    return moments(_TRUNCATION, [units.sum(), truncated.sum(), normalizer, one])
+    return moments(_TRUNCATION, [units.sum(), truncated.sum(), normalizer, one, raw, cut])
+
+
+def _cut(used: WeightsUsed) -> Tensor:
+    """How much each weight is below its ratio, at least 0; 0 for shapes, which differ from it by design."""
+    return torch.zeros_like(used.raw) if used.shaped else (used.raw - used.bounded).clamp(min=0.0)
 
 
 # ------------------------------------------------------------------------------------------------- what was dropped

@@ -108,6 +108,14 @@ PostToolTokenFraction = _of("post_tool", "PostToolTokenFraction", "token_fractio
 
 WeightTruncatedFraction = _of("weight#bounds", "WeightTruncatedFraction", "truncated_fraction", better=False)
 WeightNormalizer = _of("weight#bounds", "WeightNormalizer", "normalizer")
+WeightCutMass = _of("weight#bounds", "WeightCutMass", "cut_mass", better=False)
+
+EstimatorMissed = _of("estimator", "EstimatorMissed", "missed", better=False)
+EstimatorMissedToken = _of("estimator", "EstimatorMissedToken", "missed_token", better=False)
+EstimatorSecondMoment = _of("estimator", "EstimatorSecondMoment", "second_moment")
+EstimatorESS = _of("estimator", "EstimatorESS", "ess", better=True)
+EstimatorBiasBound = _of("estimator", "EstimatorBiasBound", "bias_bound", better=False)
+EstimatorVarianceBound = _of("estimator", "EstimatorVarianceBound", "variance_bound", better=False)
 
 ResponseLengthMean = _of("rollout", "ResponseLengthMean", "response_length_mean")
 VersionLagMean = _of("rollout#lag", "VersionLagMean", "version_lag_mean", better=False)

@@ -111,24 +111,26 @@ class Stateful(Protocol):
         """Continue from the values of :meth:`state_dict`."""
 
 
-def save_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> None:
-    """Write the coefficient (if it moves) and the state of the control (if it has one) into a checkpoint."""
+def save_state(folder: Path, kl: KLPenalty | None, **parts: Stateful | None) -> None:
+    """Write the coefficient (if it moves) and the states of other ``parts`` (if they have one) into a checkpoint."""
     state: dict[str, Any] = {} if kl is None or not adapts(kl) else {"kl": kl.state_dict()}
-    if control is not None and (controlled := control.state_dict()):
-        state["control"] = controlled
+    for name, part in parts.items():
+        if part is not None and (known := part.state_dict()):
+            state[name] = known
     if state:
         (folder / STATE_FILE).write_text(json.dumps(state))
 
 
-def load_state(folder: Path, kl: KLPenalty | None, control: Stateful | None = None) -> KLPenalty | None:
+def load_state(folder: Path, kl: KLPenalty | None, **parts: Stateful | None) -> KLPenalty | None:
     """The penalty with the coefficient of a checkpoint, or as configured, with a warning, if the checkpoint has none.
 
-    ``control`` continues from its state in the checkpoint, if there is one.
+    Each of ``parts`` continues from its state in the checkpoint, if :func:`save_state` wrote one under its name.
     """
     file = folder / STATE_FILE
     saved: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    if control is not None and "control" in saved:
-        control.load_state_dict(saved["control"])
+    for name, part in parts.items():
+        if part is not None and name in saved:
+            part.load_state_dict(saved[name])
     if kl is None or not adapts(kl):
         return kl
     if "kl" not in saved:

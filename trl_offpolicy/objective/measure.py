@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional.diagnostics import Finalizer, fraction
+from trl_offpolicy.functional.estimator import ESTIMATOR_DIAGNOSTICS, ESTIMATOR_LAYOUT, estimator_rows
 from trl_offpolicy.functional.lags import LAG_NAMES, sums_by_lag
+from trl_offpolicy.functional.log_ratios import log_ratio
 from trl_offpolicy.functional.moments import Layout, Moments, moments
 from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.stats import PREFIX, Group, Stats
@@ -73,6 +75,7 @@ GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
     ),
     "rollout#support": (Layout(sums=("tokens", "outside")), {"outside_fraction": fraction("outside", "tokens")}),
     "gradient": (Layout(sums=("responses", "power")), {"power": fraction("power", "responses")}),
+    "estimator": (ESTIMATOR_LAYOUT, ESTIMATOR_DIAGNOSTICS),
 }  # fmt: skip
 """Names of the moments and finalisers, by group; ``rollout#support`` is made by :func:`support_stats`."""
 
@@ -224,6 +227,35 @@ def _reward(rewards: Tensor, mask: Tensor, weights: Tensor, counts: Tensor) -> G
 
 def _row_mean(values: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
     return torch.where(mask, values.float(), 0.0).sum(-1) / counts.clamp(min=1)
+
+
+# ------------------------------------------------------------------------------------ bounds of bias and of variance
+
+
+@torch.no_grad()
+def estimator_stats(batch: PolicyBatch, weights: Tensor, keep_mask: Tensor, *, target: str) -> Stats:
+    """``estimator/*``: bounds of the bias and the variance of the weighted gradient, from this batch.
+
+    Args:
+        batch: the micro-batch.
+        weights: (B, T) applied importance weights.
+        keep_mask: (B, T) bool; dropped tokens have weight 0.
+        target: role of the policy whose gradient is wanted, the numerator of the correction's weights: ``old``,
+            ``proximal`` or ``current``. The sampler is ``sampling``.
+
+    Returns:
+        Empty if the batch does not know what the sampling policy was.
+
+    Reference: :mod:`trl_offpolicy.functional.estimator`.
+    """
+    if batch.sampling_per_token_logps is None:
+        return Stats({})
+    ratio = log_ratio(batch.logps(target), batch.logps("sampling"), batch.mask)
+    used = torch.where(keep_mask, weights, 0.0)
+    sums, tops = estimator_rows(ratio.values, used, batch.mask, batch.token_advantages)
+    top = tops.amax(0) if len(tops) else tops.new_zeros(1)
+    found = Moments(ESTIMATOR_LAYOUT, sums.sum(0), top)
+    return Stats({"estimator": Group(found, ESTIMATOR_DIAGNOSTICS)})
 
 
 # ----------------------------------------------------------------------------------------- gradient variance by proxy

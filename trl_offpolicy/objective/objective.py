@@ -16,7 +16,7 @@ from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import log_ratio, ratio_of
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.losses import LossInputs, PolicyLoss, PPOClip
-from trl_offpolicy.objective.measure import LossParts, gradient_stats, loss_stats, rollout_stats
+from trl_offpolicy.objective.measure import LossParts, estimator_stats, gradient_stats, loss_stats, rollout_stats
 from trl_offpolicy.objective.proximal import Average, AveragedProximal, Proximal, RecomputedProximal
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import (
@@ -252,10 +252,23 @@ class Objective:
         shift = log_ratio(batch.logps("proximal"), batch.logps("old"), batch.mask).values
         return shift if loss.level == "token" else aggregate(shift, batch.mask, loss.level)
 
-    @staticmethod
-    def _stats(batch: PolicyBatch, corrected: CorrectionOutput, parts: LossParts) -> Stats:
+    def _stats(self, batch: PolicyBatch, corrected: CorrectionOutput, parts: LossParts) -> Stats:
         stats = corrected.stats.union(loss_stats(batch, parts)).union(rollout_stats(batch, corrected.weights))
-        return stats.union(gradient_stats(batch, corrected.weights, corrected.keep_mask))
+        stats = stats.union(gradient_stats(batch, corrected.weights, corrected.keep_mask))
+        if not self._weighs_the_loss:
+            return stats
+        read = set() if self.correction is None else {weight.ratio for weight in self.correction.weights}
+        # the numerator of the weights, as the table of ratios resolves it
+        centred = batch.old_per_token_logps is None and batch.proximal_per_token_logps is not None
+        target = "proximal" if centred else "old"
+        if any("current" in ratio for ratio in read):
+            target = "current"
+        return stats.union(estimator_stats(batch, corrected.weights, corrected.keep_mask, target=target))
+
+    @property
+    def _weighs_the_loss(self) -> bool:
+        """True if the correction alone carries the shift from the sampler, as a factor of the loss."""
+        return self.mode == "decoupled" and not self._loss_reads_sampling and self.policy_loss.weight_use == "multiply"
 
     def _centred(self, batch: PolicyBatch) -> tuple[PolicyBatch, Average | None]:
         """The batch with the proximal log-probs, and the average from which the next step on its rows continues."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trl_offpolicy.checks import near
+from trl_offpolicy.presets.auto import AUTO
 from trl_offpolicy.presets.catalog import PRESETS, get, groups, names
 from trl_offpolicy.presets.diff import Difference, diff
 from trl_offpolicy.presets.frameworks.areal import from_areal
@@ -19,7 +20,7 @@ from trl_offpolicy.presets.frameworks.skyrl import from_skyrl
 from trl_offpolicy.presets.frameworks.slime import from_slime
 from trl_offpolicy.presets.frameworks.trl import from_trl
 from trl_offpolicy.presets.frameworks.verl.translate import from_verl
-from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.presets.preset import Preset, auto_preset
 from trl_offpolicy.presets.text import mapping_text, settings_text
 
 __all__ = [
@@ -69,6 +70,8 @@ def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
     if unknown := [key for key in spec if key not in MAPPING_KEYS]:
         raise ValueError(f"{where}.{unknown[0]} must be one of {list(MAPPING_KEYS)}.{near(unknown[0], MAPPING_KEYS)}")
     framework, options = spec.get("framework"), spec.get("options") or {}
+    if framework is None and spec.get("preset") == AUTO:
+        return auto_preset(**options)
     if framework is None:
         return get(spec.get("preset") or "measure", **options)
     if spec.get("preset") is not None:

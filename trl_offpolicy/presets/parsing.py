@@ -63,7 +63,7 @@ def plain_method(spec: Any) -> Any:
     if not isinstance(spec, Preset):
         return plain(spec)
     written = {
-        "preset": "measure",
+        **({"preset": "measure"} if spec.auto is None else {"preset": spec.name, "options": plain(spec.auto)}),
         "correction": {} if spec.correction is None else plain(spec.correction),
         "objective": plain(replace(spec.objective, correction=None)),
     }

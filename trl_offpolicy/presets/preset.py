@@ -10,6 +10,8 @@ from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objective.advantages import AdvantageEstimator
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.parts import build
+from trl_offpolicy.presets.auto import AUTO, AutoOptions
 from trl_offpolicy.presets.text import formula_of
 
 
@@ -27,6 +29,8 @@ class Preset:
         source_clamp: nats at which the source clamps log-ratios before ``exp``; None = it does not. This kit always
             clamps at 20, which only a ratio beyond e^20 = 4.9e8 (or below its inverse) can tell apart.
         advantages: the estimator; None = the method names none, so the advantages are the trainer's own.
+        auto: the options by which the trainer chooses the correction while it trains; ``correction`` then holds what
+            all of the candidates share. None = the correction is that of the objective.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Preset:
     notes: str
     source_clamp: float | None = LOG_RATIO_CLAMP
     advantages: AdvantageEstimator | None = None
+    auto: AutoOptions | None = None
 
     @property
     def correction(self) -> Correction | None:
@@ -55,13 +60,17 @@ class Preset:
 
     def described(self) -> dict[str, str]:
         """The method for ``run.json`` and the model card, with the formula of the present objective."""
-        return {
+        described = {
             "preset": self.name,
             "citation": self.citation,
             "formula": formula_of(self.objective),
             "correction": repr(self.correction),
             "objective": repr(replace(self.objective, correction=None)),
         }
+        if self.auto is not None:
+            described |= {"formula": self.formula, "correction": "chosen while training: see actions.jsonl"}
+            described |= {"candidates": ", ".join(one["name"] for one in self.auto.candidates)}
+        return described
 
 
 def make_preset(
@@ -96,6 +105,28 @@ def make_preset(
         notes=notes,
         source_clamp=source_clamp,
         advantages=advantages,
+    )
+
+
+def auto_preset(**options: Any) -> Preset:
+    """The preset of ``offpolicy: auto``: a correction without terms, and the options of the choice.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+
+    Example:
+        >>> auto_preset(ess_floor=0.3).auto.ess_floor
+        0.3
+    """
+    made: AutoOptions = build(AutoOptions, options, where=f"{AUTO}.options")
+    return Preset(
+        name=AUTO,
+        objective=Objective(correction=Correction()),
+        requires=("sampling_per_token_logps",),
+        citation="-",
+        formula="of the corrections whose variance holds, the one that misses the least of the target",
+        notes="Chosen from the first generation batch, revised while training.",
+        auto=made,
     )
 
 

@@ -11,6 +11,7 @@ from trl import GRPOConfig
 
 from trl_offpolicy import presets
 from trl_offpolicy.control import ControlSpec, parse_control
+from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import OffPolicySequenceMask
 from trl_offpolicy.objective.advantages import AdvantageEstimator
@@ -51,7 +52,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them); or a mapping
             ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``; with ``framework: verl`` (skyrl,
             slime, areal, openrlhf) in place of ``preset``, ``options`` are that framework's own. ``advantages: rloo``
-            (or ``{type: grpo, scale: none}``) replaces TRL's advantages. Or an object: a ``Preset``, a
+            (or ``{type: grpo, scale: none}``) replaces TRL's advantages. ``auto`` chooses among corrections by the
+            batches (:mod:`trl_offpolicy.control.auto`). Or an object: a ``Preset``, a
             ``Correction``, or an ``Objective``, which defines the whole loss (TRL's loss fields then keep their
             defaults). Default: ``paper/tis`` with vLLM, ``measure`` (diagnostics only) without.
         engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
@@ -175,7 +177,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             )
         check_replay(self)
         parse_control(self.control)
-        objective = resolve_preset(self).objective  # a wrong option fails here, not after the model is loaded
+        # a wrong option fails here, not after the model is loaded
+        objective = starting_preset(resolve_preset(self)).objective
         if (ahead := AsyncSettings.parse(self.async_rollouts)) is not None:
             check_config(self, ahead, objective)
         if objective.kl is not None and self.beta == 0.0:  # type: ignore[has-type]

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_offpolicy.control import ControlSpec, ControlState
+from trl_offpolicy.control.auto import CHOSEN_BY_AUTO
 from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
 
@@ -126,6 +127,8 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
         needs_whole_batch=trainer._stages is not None and trainer._stages.early is not None,
         resync_needs="" if trainer.use_vllm else "vLLM",
     )
+    if trainer._auto is not None:
+        missing["escalation"] = CHOSEN_BY_AUTO
     callback = ControlCallback(
         spec.without(missing), base=base, correct=correct, admits=admitted_by(trainer.objective), resync=resync
     )

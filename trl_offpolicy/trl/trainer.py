@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.diagnosis.report.model_card import write_card
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import StepWindow, adapts, load_state, next_kl, save_state
@@ -33,6 +34,7 @@ from trl_offpolicy.rollouts.token_ids import TokenIdCheck
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.ahead import sample_ahead
+from trl_offpolicy.trl.auto import choose_correction, judge_first
 from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
 from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stages_of
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
@@ -66,9 +68,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise TypeError(f"args must be an OffPolicyGRPOConfig, but got {type(args).__name__}.")
         has_rollout_func = kwargs.get("rollout_func") is not None
         preset = resolve_preset(args, has_rollout_func=has_rollout_func)
-        self.objective: Objective = preset.objective
+        starting = starting_preset(preset)
+        self.objective: Objective = starting.objective
         check_before_loading(args, self.objective, kwargs)
-        self._stages = stages_of(args, preset)
+        self._stages = stages_of(args, starting)
         has_sampler = args.use_vllm or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
@@ -88,11 +91,18 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
             self.add_callback(ShortProgressCallback)
         record_run(self, run_description(args, preset, self), report=args.write_report)
+        self._auto = choose_correction(self, preset)  # None: the correction is the configured one
         self._control = supervise(self, args.control_spec, has_sampler=has_sampler)
 
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _first_pass(self) -> bool:
+        """True on the first pass over a generation batch."""
+        window = self.args.steps_per_generation * self.num_iterations
+        return bool(self._step % window < self.args.steps_per_generation)
 
     # ---------------------------------------------------------------------------------------------- generation batch
 
@@ -108,6 +118,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return super().get_batch_samples(items, num_batches, device)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._auto is not None and self.model.training:
+            self._auto.end_generation(self.state.global_step)
         aligned = as_if_aligned(self.args) if self._leave_out_old or self._old_here else nullcontext()
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
@@ -120,6 +132,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._ahead.complete(output)
         if self._stages is not None:
             self._decide(output, self._stages, self._mode)
+        if self._auto is not None and self._auto.undecided and self.model.training:
+            judge_first(self, self._auto, output)
         return output
 
     def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
@@ -188,6 +202,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             policy_mask=self._high_entropy_mask(inputs, entropies),
         )
         reduction = self._reduction(inputs, mode)
+        if self._auto is not None and mode == "train" and self._first_pass:
+            self._auto.observe(batch)
         result = self._current_objective()(batch, reduction)
         if result.average is not None:
             inputs["past_average"] = result.average  # the dict is TRL's buffer: it comes back with its rows
@@ -266,8 +282,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _record(self, inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput, mode: str) -> None:
         """Record each rollout once, on the first pass over its generation batch."""
-        window = self.args.steps_per_generation * self.num_iterations
-        if self._recorder is None or mode != "train" or self._step % window >= self.args.steps_per_generation:
+        if self._recorder is None or mode != "train" or not self._first_pass:
             return
         self._recorder.add(self.state.global_step, **batches.recorded_rows(inputs, batch, result))
 
@@ -276,7 +291,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mode = self._mode
         if (stats := self._stats.pop(mode, None)) is not None:
             values = stats.all_reduce(self.accelerator.gather).measured(stale=self._ahead is not None).compute()
-            for key, value in {**values, **trl_names(self.objective, values)}.items():
+            chosen = self._auto.metrics() if self._auto is not None and mode == "train" else {}
+            for key, value in {**values, **trl_names(self.objective, values), **chosen}.items():
                 self._metrics[mode][key].append(value)
         if self._recorder is not None:
             self._recorder.flush()
@@ -294,12 +310,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_state(folder, self._kl, self._control)
+            save_state(folder, self._kl, control=self._control, auto=self._auto)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._kl = load_state(Path(checkpoint), self._kl, self._control)
+            self._kl = load_state(Path(checkpoint), self._kl, control=self._control, auto=self._auto)
 
 
 def _next_entropy_coef(coef: float, entropy: float, options: Any) -> float:

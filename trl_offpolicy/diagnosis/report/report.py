@@ -8,6 +8,7 @@ from typing import Any
 from trl_offpolicy.diagnosis.doctor import describe_attribution, judge
 from trl_offpolicy.diagnosis.lags import LAG_TITLES, lag_table
 from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.report.choice import choice_table
 from trl_offpolicy.diagnosis.report.examples import Decode, example_completions, top_tokens
 from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
 from trl_offpolicy.diagnosis.report.rollout_numbers import kl_k1
@@ -64,6 +65,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
         caption=table_caption(summary),
         by_lag=lag_table(log),
         lag_titles=LAG_TITLES,
+        choice=choice_table(log),
         step_figures=draw_step_figures(log),
         **_rollout_values(rollouts, decode),
     )
