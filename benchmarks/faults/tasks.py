@@ -34,13 +34,15 @@ class Task:
             found.append(Row(item["question"], str(item["answer"]), self.render(item["question"])))
         return found
 
-    def render(self, question: str, *, system: str | None = SYSTEM, template: bool = True) -> list[int]:
+    def render(
+        self, question: str, *, system: str | None = SYSTEM, template: bool = True, generation: bool = True
+    ) -> list[int]:
         """Token ids of a question as a chat prompt, or as plain text."""
         if not template:
             return list(self.tokenizer(question)["input_ids"])
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": question})
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
