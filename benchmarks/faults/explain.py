@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from worlds import World
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
+from trl_offpolicy.engines.hf import Head
 
 ROWS = 4
 """Completions scored under each hypothesis."""
@@ -63,6 +65,7 @@ class Benches:
     def __init__(self, out: Path, model: str = MODEL) -> None:
         self._sources = Sources(out / "models", model)
         self._world: World | None = None
+        self._at: tuple[str, int] | None = None
 
     def test(self, case: Case) -> TokenEvidence:
         """The case's evidence with the log-probs under hypotheses."""
@@ -76,9 +79,13 @@ class Benches:
         mask = case.evidence.completion_mask
         assert case.evidence.token_ids is not None
         ids = [row[: keep.sum()].tolist() for row, keep in zip(case.evidence.token_ids, mask, strict=True)]
+        said = case.evidence.trainer
+        more = {"head": Head(1.0 if said is None else said.temperature or 1.0), "stop_ids": world.stop, "pad_ids": (0,)}
+        known = {item.name for item in fields(Bench)}
         return Bench(
-            world.model, case.prompt_ids, ids, weights=weights_at_hand(world), prompts=prompts_at_hand(world), rows=ROWS
-        )
+            world.model, case.prompt_ids, ids, weights=weights_at_hand(world), prompts=prompts_at_hand(world),
+            rows=ROWS, **{name: value for name, value in more.items() if name in known},
+        )  # fmt: skip
 
     def trainer(self, case: Case) -> AbstractContextManager[Any]:
         """The context in which the model computes as the trainer says it does."""
@@ -88,8 +95,9 @@ class Benches:
         return contexts.cast(self._of(case).model, getattr(torch, said))
 
     def _of(self, case: Case) -> World:
-        if self._world is None or (self._world.name, self._world.seed) != (case.world, case.seed):
-            self._world = self._sources.world(case.world, case.seed)
+        if self._at != (case.world, case.seed):
+            self._world, self._at = self._sources.world(case.world, case.seed), (case.world, case.seed)
+        assert self._world is not None
         return self._world
 
 

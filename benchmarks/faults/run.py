@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from kinds import CLEANS, KINDS, Kind, Split
+from kind import Kind, Split
+from kinds import CLEANS, KINDS
 from policies import slow_updates
 from rich.progress import track
 from sources import MODEL, WORLDS, Sources, random_rows

@@ -12,11 +12,13 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from cases import Case, load_cases
-from kinds import CLEAN, KINDS, Kind, kind_of
+from kind import CLEAN, Kind
+from kinds import KINDS, kind_of
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.features import kl_k3
@@ -74,8 +76,8 @@ class Answer:
         return self.clean or kind_of(self.kind).hidden or self.ratio > ABOVE
 
 
-def verdict_of(kind: Kind, cause: str) -> str:
-    """How an answer is counted.
+def verdict_of(kind: Kind, cause: str, world: str = "") -> str:
+    """How an answer is counted. In a mixture of experts rounding also flips experts, so either answer is sane.
 
     Example:
         >>> verdict_of(KINDS["doubled_bos"], "stale_weights"), verdict_of(KINDS["doubled_bos"], "none")
@@ -83,7 +85,7 @@ def verdict_of(kind: Kind, cause: str) -> str:
     """
     if cause in kind.right:
         return "right"
-    if cause in kind.sane:
+    if cause in kind.sane or (world == "moe" and kind.family == "precision" and cause == "routing"):
         return "sane"
     return {"unknown": "unknown", "none": "silent"}.get(cause, "wrong")
 
@@ -127,7 +129,7 @@ def of_run(folder: Path) -> Iterator[Answer]:
 
 
 def _answer(case: str, world: str, kind: Kind, path: str, found: Attribution, ratio: float) -> Answer:
-    verdict = verdict_of(kind, found.cause)
+    verdict = verdict_of(kind, found.cause, world)
     if kind.family == CLEAN and verdict != "right":
         verdict = "wrong"
     return Answer(case, world, kind.name, path, found.cause, float(found.confidence), float(ratio), verdict)
@@ -196,7 +198,7 @@ def _family_first(name: str) -> tuple[int, str]:
 def calibration(named: Sequence[Answer]) -> list[dict[str, Any]]:
     """Answers that name a cause, by confidence: how many, mean confidence, share right, share right or sane."""
     rows = []
-    for low, high in zip(BINS, BINS[1:], strict=False):
+    for low, high in pairwise(BINS):
         inside = [a for a in named if low <= a.confidence < high or (high == BINS[-1] and a.confidence == high)]
         rows.append({
             "from": low, "to": high, "cases": len(inside),
@@ -216,8 +218,9 @@ def _share(values: Sequence[bool]) -> float | None:
 
 def markdown(result: dict[str, Any]) -> str:
     """Tables for the README: verdicts by path, by family, calibration, and the confusion by kind."""
-    lines = ["| path | right | sane | unknown | wrong | silent | right or sane | the same, mean over kinds | "
-             "confident and wrong | named with 90 %: right or sane | cases (kinds) | false alarms |", "|---" * 12 + "|"]  # fmt: skip
+    titles = ["path", *VERDICTS, "right or sane", "the same, mean over kinds", "confident and wrong",
+              "named with 90 %: right or sane", "cases (kinds)", "false alarms"]  # fmt: skip
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for path, row in result.items():
         cells = [path, *(_percent(row["share"][name]) for name in VERDICTS), _percent(row["right_or_sane"]),
                  _percent(row["right_or_sane_by_kind"]), _percent(row["confident_wrong"]),
@@ -260,7 +263,9 @@ def _matrix(path: str, confusion: dict[str, dict[str, int]]) -> list[str]:
     for name, row in confusion.items():
         kind = KINDS.get(name)
         good = ("none",) if kind is None else (*kind.right, *kind.sane)
-        cells = [f"**{cause}** {count}" if cause in good else f"{cause} {count}" for cause, count in sorted(row.items())]
+        cells = [
+            f"**{cause}** {count}" if cause in good else f"{cause} {count}" for cause, count in sorted(row.items())
+        ]
         lines.append(f"| {CLEAN if kind is None else kind.family} | {name} | {', '.join(cells)} |")
     return lines
 

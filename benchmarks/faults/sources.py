@@ -35,7 +35,8 @@ class Sources:
 
     def world(self, name: str, seed: int) -> World:
         """One model with the prompts of one seed."""
-        return {"smollm2": self._smollm2, "qwen": self._qwen, "moe": self._moe}[name](seed)
+        made = {"smollm2": self._smollm2, "vllm": self._smollm2, "qwen": self._qwen, "moe": self._moe}[name](seed)
+        return made  # vllm_cases.py samples with another engine from the same model
 
     # ------------------------------------------------------------------------------------------------------- models
 
@@ -110,18 +111,20 @@ def random_rows(count: int, *, seed: int) -> list[list[int]]:
 
 
 def weights_at_hand(world: World) -> dict[str, Any]:
-    """Contexts with other weights that a probe can try: earlier versions, no adapter, another one."""
+    """Contexts with other weights that a probe can try: earlier versions; the adapter off, scaled, or another one."""
     last = VERSIONS
     found: dict[str, Any] = {
         f"stale_weights:version {number} of {last}": _holding(world, number) for number in range(last - 1, 0, -1)
     }
     found["wrong_adapter:no adapter"] = _holding(world, 0)
+    found["wrong_adapter:adapter at half its scale"] = _holding(world, last, 0.5)
+    found["wrong_adapter:adapter at twice its scale"] = _holding(world, last, 2.0)
     found["wrong_adapter:another adapter"] = _holding(world, "other")
     return found
 
 
-def _holding(world: World, version: Any) -> Any:
-    return lambda: world.weights.at(version)
+def _holding(world: World, version: Any, scale: float = 1.0) -> Any:
+    return lambda: world.weights.at(version, scale)
 
 
 def prompts_at_hand(world: World) -> dict[str, list[list[int]]]:

@@ -67,7 +67,7 @@ def record(world: World, kind: str, run: RunFault, folder: Path) -> None:
     for step in range(STEPS):
         batch, scored = engine.step(step)
         _write_part(part, world, run, step, batch, scored)
-    same = {**SAME, **world.declared}
+    same = {**SAME, **world.declared, "weight_version": 0}  # declared at the start, as the trainers do
     declared = {"engine": {**same, **run.engine}, "trainer": same}
     about = {"world": world.name, "seed": world.seed, "kind": kind, "fault": run.fault}
     (part / RUN_FILE).write_text(json.dumps({"declared": declared, "case": about}, indent=1))

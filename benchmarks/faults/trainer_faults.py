@@ -206,7 +206,9 @@ def _continued(world: World, prompts: Rows, length: int) -> Batch:
 def base_scores(world: World) -> Made:
     """The trainer's old log-probs are those of the reference model."""
     batch, _ = world.clean
-    return Made("reference log-probs in place of old ones", batch, world.score(batch, inside=lambda: world.weights.at(0)))
+    return Made(
+        "reference log-probs in place of old ones", batch, world.score(batch, inside=lambda: world.weights.at(0))
+    )
 
 
 def bf16_logits(model: Any, prompts: Rows, ids: Rows, head: Head) -> TokenScores:
