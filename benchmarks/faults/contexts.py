@@ -58,10 +58,9 @@ def attention_scale(model: Any, factor: float) -> Any:
     return attribute_set(modules_with(model, "scaling"), "scaling", lambda old: old * factor)
 
 
-def activation(model: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def activation(model: Any, function: nn.Module) -> Any:
     """Another non-linearity in the MLPs."""
-    modules = [module for module in modules_with(model, "act_fn") if not isinstance(module.act_fn, Tensor)]
-    return attribute_set(modules, "act_fn", lambda _old: function)
+    return attribute_set(modules_with(model, "act_fn"), "act_fn", lambda _old: function)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def architecture() -> list[Kind]:
         kind("sliding_window", e.computes("window of 16 tokens", lambda _w: contexts.attention_logits(window=16))),
         kind(
             "mlp_activation",
-            e.computes("GELU instead of SiLU", m(contexts.activation, nn.functional.gelu)),
+            e.computes("GELU instead of SiLU", m(contexts.activation, nn.GELU())),
             models=DENSE,
         ),
         kind("embedding_scale", e.computes("embedding 1.05 times", lambda w: e.embedding_scaled(w, 1.05))),

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from kind import Kind, Split
@@ -65,8 +66,12 @@ def main() -> None:
 
 
 def plan(world: str, split: Split) -> Iterator[tuple[int, list[Kind]]]:
-    """The kinds of each seed that a world runs; the seeds of clean cases follow that of the faults."""
-    yield SEEDS[split], [kind for kind in KINDS.values() if kind.split == split and world in kind.models]
+    """The kinds of each seed that a world runs; the seeds of clean cases follow that of the faults.
+
+    The order mixes the families, so that what is there before the end is a sample of all.
+    """
+    mine = [kind for kind in KINDS.values() if kind.split == split and world in kind.models]
+    yield SEEDS[split], sorted(mine, key=lambda kind: crc32(kind.name.encode()))
     counts = {name: count for name, count in CLEAN_SEEDS[split][world].items() if world in CLEANS[name].models}
     for number in range(max(counts.values())):
         yield SEEDS[split] + 1 + number, [CLEANS[name] for name, count in counts.items() if number < count]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import reasoning_gym
-
 KINDS = ("basic_arithmetic", "letter_counting", "spell_backward", "calendar_arithmetic", "chain_sum", "gcd")
 SYSTEM = "Think step by step."
 
@@ -27,6 +25,8 @@ class Task:
         self.tokenizer = tokenizer
 
     def rows(self, count: int, *, seed: int) -> list[Row]:
+        import reasoning_gym
+
         found = []
         for place in range(count):
             kind = KINDS[(seed + place) % len(KINDS)]
