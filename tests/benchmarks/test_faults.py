@@ -19,7 +19,7 @@ import time_faults as r
 import trainer_faults as t
 from cases import Case, load_cases
 from kind import split_of
-from kinds import CLEANS, KINDS
+from kinds import CLEANS, KINDS, MARKER, table
 from sampler import Order, plain, processed, reporting_raw, sample, speculated
 from score import Answer, calibration, markdown, summarize, verdict_of, write_results
 from weights import VERSIONS, Updates, Weights
@@ -370,3 +370,9 @@ def test_tables_and_figure_are_written_between_the_markers(tmp_path: Path) -> No
     assert "| weights | stale_lag_1 | **other_weights** 1 |" in text
     assert markdown(summarize(found)) in text
     assert (tmp_path / "calibration.png").stat().st_size > 1000
+
+
+def test_the_readme_lists_the_kinds() -> None:
+    page = (Path(__file__).resolve().parents[2] / "benchmarks" / "faults" / "README.md").read_text()
+    assert page.split(MARKER)[1].strip() == table()
+    assert f"{len(KINDS)} kinds of fault" in page
