@@ -60,7 +60,7 @@ CASES = {
     "prompt_difference": ("smollm2", "doubled_bos", "engine's prompts begin with two BOS tokens"),
     "routing": ("moe", "router_fp8", "engine's router sees its input in 5 bits"),
     "tool_tokens": ("smollm2", "tool_tokens_in_a_quarter", "every fourth row holds a tool's output"),
-    "sync_rounding": ("qwen", "sub_ulp_syncs", "updates too small for an engine in bf16"),
+    "sync_rounding": ("qwen", "sub_ulp_syncs", "updates too small for an engine in fp8"),
 }
 """Cause -> world, kind of fault, in words. ``other_weights`` is the answer where nothing is declared."""
 WHERE = {"smollm2": "SmolLM2-135M", "vllm": "SmolLM2-135M in vLLM", "qwen": "a small Qwen3-like model",

@@ -115,7 +115,7 @@ def over_time() -> list[Kind]:
         kind(
             "sub_ulp_syncs",
             "sync_rounding",
-            RunFault("updates below the ulp of a bf16 engine", inside=r.sub_ulp, engine={"dtype": "bfloat16"}),
+            RunFault("updates below the ulp of an fp8 engine", inside=r.sub_ulp, engine={"quantization": "fp8"}),
             *OLDER,
         ),
         kind("never_synced", "stale_weights", RunFault("the first weights to the end", lambda _s: 0), *OLDER),

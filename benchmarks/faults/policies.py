@@ -1,8 +1,8 @@
-"""Real updates of the suite's models: GRPO steps by version, another adapter, and steps too small for an engine."""
+"""Real updates of the suite's models: GRPO steps by version, and another adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +83,6 @@ def full_updates(model: Any, ask: Ask, rewarded: Reward, pairs: Callable[[int], 
     other = moved()
     restore()
     return Updates(versions, other)
-
-
-def slow_updates(model: Any, pairs: Callable[[int], tuple[Rows, Rows]], *, rate: float, steps: int) -> Updates:
-    """Supervised AdamW steps at a rate below the ulp of bf16, on weights that bf16 holds exactly; in VERSIONS parts."""
-    base = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-    versions: list[Mapping[str, Change]] = []
-    for _ in range(VERSIONS):
-        for step in range(steps):
-            prompts, answers = pairs(step % 2)
-            _update(model, optimizer, prompts, answers, torch.ones(len(prompts)))
-        versions.append({name: p.detach() - base[name] for name, p in model.named_parameters()})
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(base[name])
-    return Updates(versions, {})
 
 
 def _grpo(model: Any, optimizer: Any, ask: Ask, rewarded: Reward, *, seed: int, stop: list[int]) -> Any:

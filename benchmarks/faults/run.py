@@ -17,11 +17,9 @@ from zlib import crc32
 import torch
 from kind import Kind, Split
 from kinds import CLEANS, KINDS
-from policies import slow_updates
 from rich.progress import track
-from sources import MODEL, WORLDS, Sources, random_rows
-from time_faults import record
-from weights import Weights
+from sources import MODEL, WORLDS, Sources
+from time_faults import fp8_grid, record
 from worlds import World
 
 SEEDS: dict[Split, int] = {"tune": 0, "report": 100}
@@ -41,8 +39,6 @@ CLEAN_SEEDS: dict[Split, dict[str, dict[str, int]]] = {
     },
 }  # fmt: skip
 """How many seeds of each clean variant a world runs; one that a world does not have is left out."""
-SLOW_RATE, SLOW_STEPS = 3e-6, 10
-"""AdamW's rate and steps per version of the run whose updates bf16 does not show."""
 
 
 def main() -> None:
@@ -97,28 +93,20 @@ def make_cases(world: World, kinds: list[Kind], folder: Path) -> None:
 
 
 def record_run(world: World, kind: Kind, folder: Path) -> None:
-    """The recorded run of a fault over time; one of them trains in steps that the engine's dtype does not show."""
+    """The recorded run of a fault over time; one of them begins with weights that an fp8 engine holds exactly."""
     assert kind.run is not None
     if kind.name != "sub_ulp_syncs":
         return record(world, kind.name, kind.run, folder)
-    usual = world.weights
-    exact = {name: p.detach().clone() for name, p in world.model.named_parameters()}
-    with torch.no_grad():
-        for p in world.model.parameters():
-            p.copy_(p.to(torch.bfloat16))
-    answers = random_rows(len(world.prompts), seed=world.seed)
-
-    def pairs(_step: int) -> tuple[list[list[int]], list[list[int]]]:
-        return world.prompts, answers
-
-    world.weights = Weights(world.model, slow_updates(world.model, pairs, rate=SLOW_RATE, steps=SLOW_STEPS))
+    weights = world.weights
+    exact = weights.base
+    weights.base = {name: fp8_grid(value) if value.dim() == 2 else value for name, value in exact.items()}
     try:
-        record(world, kind.name, kind.run, folder)
+        with weights.at(0):
+            record(world, kind.name, kind.run, folder)
     finally:
-        world.weights = usual
-        with torch.no_grad():
-            for name, p in world.model.named_parameters():
-                p.copy_(exact[name])
+        weights.base = exact
+        with weights.at(0):  # leaving it writes the last version on the exact base
+            pass
     return None
 
 

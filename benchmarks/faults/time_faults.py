@@ -11,8 +11,8 @@ from typing import Any
 
 import contexts
 import numpy as np
-import torch
 from sampler import Drawing, plain
+from torch import Tensor
 from trainer_faults import split_token
 from worlds import COMPLETIONS, SAME, Batch, World
 
@@ -155,6 +155,11 @@ def int4_late(world: World, step: int) -> AbstractContextManager[Any]:
     return contexts.weights_rounded(world.model, contexts.int4_groups) if late(step) else ExitStack()
 
 
-def sub_ulp(world: World, step: int) -> AbstractContextManager[Any]:
-    """An engine in bf16 that gets the trainer's weights rounded: steps below half an ulp of bf16 do not arrive."""
-    return contexts.cast(world.model, torch.bfloat16)
+def fp8_grid(weight: Tensor) -> Tensor:
+    """Rounded to e4m3 with a fixed scale, so that a weight which did not move is not rounded differently."""
+    return contexts.fp8_unscaled(64 * weight) / 64
+
+
+def sub_ulp(world: World, _step: int) -> AbstractContextManager[Any]:
+    """An engine in fp8 that gets the trainer's weights rounded: updates below half an ulp do not arrive."""
+    return contexts.weights_rounded(world.model, fp8_grid, head=True)
