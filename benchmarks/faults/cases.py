@@ -15,6 +15,8 @@ from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence
 _ARRAYS = [
     item.name for item in fields(TokenEvidence) if item.name not in ("engine", "trainer", "tested", "seen", "compared")
 ]
+TESTED_FOLDER = "tested"
+"""Subfolder for the log-probs under hypotheses: they belong to a version of the attribution, the cases do not."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +25,19 @@ class Case:
 
     Args:
         name: unique in a run.
-        world: model and engine, e.g. "smollm2-hf".
+        world: model that played both sides, e.g. "smollm2".
         seed: of prompts and sampling.
-        cause: the injected one; "none" = clean; "unknown" = a fault that is not in the table of causes.
+        kind: name of the kind of fault in ``kinds.KINDS``; one that begins with "clean" is none.
         fault: what was done, in words.
-        strength: rank of the fault's size, 0 = smallest.
         evidence: what can be seen.
-        prompt_ids: (B,) prompts as the trainer saw them.
+        prompt_ids: (B,) prompts as they were meant.
     """
 
     name: str
     world: str
     seed: int
-    cause: str
+    kind: str
     fault: str
-    strength: int
     evidence: TokenEvidence
     prompt_ids: list[list[int]]
 
@@ -45,30 +45,46 @@ class Case:
         """Write one file; whole or not at all."""
         arrays = {name: getattr(self.evidence, name) for name in _ARRAYS}
         arrays = {name: value for name, value in arrays.items() if value is not None}
-        arrays |= {f"tested/{name}": value for name, value in self.evidence.tested.items()}
         about: dict[str, Any] = {
             item.name: getattr(self, item.name) for item in fields(self) if item.name != "evidence"
         }
         for side in ("engine", "trainer"):
             declared = getattr(self.evidence, side)
             about[side] = None if declared is None else asdict(declared)
-        part = folder / f"{self.name}.part.npz"
-        np.savez_compressed(part, about=np.array(json.dumps(about)), **arrays)
-        part.rename(folder / f"{self.name}.npz")
+        _write(folder / f"{self.name}.npz", about=np.array(json.dumps(about)), **arrays)
+
+    def save_tested(self, folder: Path, tested: Mapping[str, Any]) -> None:
+        """Write the log-probs under hypotheses into their subfolder."""
+        (folder / TESTED_FOLDER).mkdir(exist_ok=True)
+        _write(folder / TESTED_FOLDER / f"{self.name}.npz", **tested)
 
     def with_tested(self, tested: Mapping[str, Any]) -> Case:
         """The same case with log-probs under hypotheses."""
         return replace(self, evidence=replace(self.evidence, tested=dict(tested)))
 
 
+def _write(path: Path, **arrays: Any) -> None:
+    part = path.with_suffix(".part.npz")
+    np.savez_compressed(part, **arrays)
+    part.rename(path)
+
+
 def load_case(path: Path) -> Case:
-    """Read what :meth:`Case.save` wrote."""
+    """Read what :meth:`Case.save` and :meth:`Case.save_tested` wrote."""
     with np.load(path) as file:
         about = json.loads(str(file["about"]))
         arrays = {name: file[name] for name in file.files if name in _ARRAYS}
-        tested = {name.removeprefix("tested/"): file[name] for name in file.files if name.startswith("tested/")}
-    sides = {side: None if (given := about.pop(side)) is None else Declared(**given) for side in ("engine", "trainer")}
-    return Case(**about, evidence=TokenEvidence(**arrays, **sides, tested=tested))
+    known = {item.name for item in fields(Declared)}
+    sides = {}
+    for side in ("engine", "trainer"):
+        given = about.pop(side)
+        sides[side] = None if given is None else Declared(**{k: v for k, v in given.items() if k in known})
+    case = Case(**about, evidence=TokenEvidence(**arrays, **sides))
+    tested = path.parent / TESTED_FOLDER / path.name
+    if not tested.exists():
+        return case
+    with np.load(tested) as file:
+        return case.with_tested({name: file[name] for name in file.files})
 
 
 def load_cases(folder: Path) -> list[Case]:

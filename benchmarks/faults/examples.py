@@ -1,6 +1,6 @@
 """A real example of every cause for docs/diagnosis.md: a case of run.py, or a short GRPO run with the fault.
 
-python benchmarks/faults/examples.py runs/faults        # after run.py, vllm_cases.py and explain.py
+python benchmarks/faults/examples.py runs/faults        # after run.py and explain.py of both splits
 python benchmarks/faults/examples.py --only CAUSE ...   # these GRPO runs alone; the other examples stay as they are
 """
 
@@ -20,11 +20,17 @@ from unittest import mock
 import numpy as np
 import torch
 from cases import Case, load_case
+from kinds import KINDS
+from run import SEEDS
 
 import trl_offpolicy as op
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
+from trl_offpolicy.diagnosis.attribution.recorded import recorded_evidence
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.run_folder.layout import RUN_FILE
+from trl_offpolicy.run_folder.rollouts import read_rollouts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "collapse"))
 import train
@@ -32,24 +38,33 @@ import train
 from recipes.quantised_rollouts.sorting import Answers, Sorter, warm_start
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "diagnosis_examples.json"
-SEED = 100
 POINTS = 120
 """Tokens of a case that are kept for the figure."""
-SMOLLM2, VLLM, MOE = "smollm2-hf", "smollm2-vllm", "moe-hf"
 CASES = {
-    "temperature": (SMOLLM2, "temperature 0.9-3", "engine at temperature 0.9"),
-    "truncated_sampling": (SMOLLM2, "top_p 0.8-3", "engine with top-p 0.8"),
-    "stale_weights": (SMOLLM2, "stale_weights-lag 1-2", "engine one version behind, and it does not know"),
-    "other_weights": (SMOLLM2, "no adapter-3", "engine without the adapter"),
-    "wrong_adapter": (SMOLLM2, "another adapter-3", "engine with another adapter"),
-    "precision": (VLLM, "int8-3", "engine's weights rounded to INT8"),
-    "dropout": (SMOLLM2, "attention dropout 0.1-3", "trainer scores with attention dropout 0.1"),
-    "misalignment": (SMOLLM2, "off by +1, a quarter of the rows-1", "every fourth row's log-probs moved by one token"),
-    "prompt_difference": (SMOLLM2, "no chat template-3", "trainer scores without the chat template"),
-    "routing": (MOE, "router 6 bits-3", "engine's router sees its input in 6 bits"),
-    "tool_tokens": (SMOLLM2, "tool output, a quarter of the rows-1", "every fourth row holds a tool's output"),
+    "temperature": ("smollm2", "temperature_0.9", "engine at temperature 0.9"),
+    "truncated_sampling": ("smollm2", "top_p", "engine with top-p 0.9"),
+    "unreported_sampling": (
+        "smollm2",
+        "raw_logps_at_temperature",
+        "engine at temperature 0.7 that reports raw log-probs",
+    ),
+    "logit_processors": ("smollm2", "repetition_penalty", "engine with a repetition penalty of 1.1"),
+    "model_config": ("smollm2", "attention_softcap", "engine that caps attention logits at 5"),
+    "stale_weights": ("smollm2", "stale_lag_4", "engine four versions behind, and it does not know"),
+    "other_weights": ("smollm2", "adapter_scale_half", "engine with half of the adapter"),
+    "wrong_adapter": ("smollm2", "adapter_scale_half", "engine with half of the adapter"),
+    "precision": ("smollm2", "bf16_engine", "engine in bf16"),
+    "dropout": ("smollm2", "attention_dropout", "trainer scores with attention dropout 0.1"),
+    "padding": ("smollm2", "padding_attended", "trainer attends the padding of its prompts"),
+    "misalignment": ("smollm2", "shift_late_1", "log-probs moved by one token"),
+    "prompt_difference": ("smollm2", "doubled_bos", "engine's prompts begin with two BOS tokens"),
+    "routing": ("moe", "router_fp8", "engine's router sees its input in 5 bits"),
+    "tool_tokens": ("smollm2", "tool_tokens_in_a_quarter", "every fourth row holds a tool's output"),
+    "sync_rounding": ("qwen", "sub_ulp_syncs", "updates too small for an engine in fp8"),
 }
-"""Cause -> world, fault and strength of a case, in words. ``other_weights`` is the answer where nothing is declared."""
+"""Cause -> world, kind of fault, in words. ``other_weights`` is the answer where nothing is declared."""
+WHERE = {"smollm2": "SmolLM2-135M", "vllm": "SmolLM2-135M in vLLM", "qwen": "a small Qwen3-like model",
+         "moe": "a tiny Qwen3-MoE"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,11 @@ LAST_STEPS = 5
 
 def of_case(case: Case, cause: str, injected: str) -> dict[str, Any]:
     """What was injected, how large it is, and the answers of ``attribute`` with and without what the sides declare."""
-    evidence = case.evidence
+    return of_evidence(case.evidence, cause, injected, WHERE[case.world])
+
+
+def of_evidence(evidence: TokenEvidence, cause: str, injected: str, where: str) -> dict[str, Any]:
+    """The same of any batch."""
     alone = attribute(replace(evidence, engine=None, trainer=None, tested={}))
     best = attribute(evidence)
     sampling, trainer = (
@@ -139,7 +158,7 @@ def of_case(case: Case, cause: str, injected: str) -> dict[str, Any]:
     )
     keep = np.linspace(0, len(sampling) - 1, min(POINTS, len(sampling))).astype(int)
     return {
-        "where": {SMOLLM2: "SmolLM2-135M", VLLM: "SmolLM2-135M in vLLM", MOE: "a tiny Qwen3-MoE"}[case.world],
+        "where": where,
         "injected": injected,
         "kl_k3": float(f"{best.features.k3:.3g}"),
         "pearson": round(float(np.corrcoef(np.exp(sampling), np.exp(trainer))[0, 1]), 4),
@@ -211,8 +230,17 @@ def main() -> None:
         parser.error("either a folder or --only must be given")
     found = json.loads(args.out.read_text()) if args.only else {}
     for cause, (world, name, injected) in ({} if args.only else CASES).items():
-        (path,) = (args.folder / "report").glob(f"{world}-{SEED}-*{name.replace(' ', '_')}.npz")
-        found[cause] = of_case(load_case(path), cause, injected)
+        split = KINDS[name].split
+        path = args.folder / split / f"{world}-{SEEDS[split]:03d}-{name}"
+        if KINDS[name].run is None:
+            found[cause] = of_case(load_case(path.with_name(f"{path.name}.npz")), cause, injected)
+            continue
+        folder = path.with_name(f"{path.name}.run")
+        rollouts = read_rollouts(folder)
+        assert rollouts is not None
+        evidence = recorded_evidence(rollouts, json.loads((folder / RUN_FILE).read_text()))
+        assert evidence is not None
+        found[cause] = of_evidence(evidence, cause, injected, WHERE[world])
     if not args.only or QUICKSTART in args.only:
         found[QUICKSTART] = of_quickstart(args.quickstart)
     start = Sorter()

@@ -1,117 +1,104 @@
-"""Test causes with the model on the cases that run.py made: the level "logps+model". Resumable.
+"""Test causes with the model on the cases that run.py made: the path "probe". Resumable.
 
-python benchmarks/faults/explain.py --split report --out runs/faults
+python benchmarks/faults/explain.py --split tune --out runs/faults
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import contexts
 import torch
-from cases import Case, load_case
-from moe import tiny_moe
-from policies import Policy
+from cases import TESTED_FOLDER, Case, load_cases
+from kinds import kind_of
 from rich.progress import track
-from run import MODEL
-from tasks import Task
-from worlds import PROMPTS
+from run import SEEDS
+from sources import MODEL, Sources, prompts_at_hand, weights_at_hand
+from worlds import World
 
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
+from trl_offpolicy.engines.hf import Head
 
-Inside = Callable[[], AbstractContextManager[Any]]
 ROWS = 4
 """Completions scored under each hypothesis."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--split", default="report")
+    parser.add_argument("--split", choices=SEEDS, default="report")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--out", type=Path, default=Path("runs/faults"))
-    parser.add_argument("--world", default="", help="only worlds whose name begins so")
+    parser.add_argument("--worlds", nargs="+", help="only these")
+    parser.add_argument("--kinds", nargs="+", help="only these")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     folder = args.out / args.split
-    paths = sorted(path for path in folder.glob(f"{args.world}*.npz") if not path.name.endswith(".part.npz"))
-    todo = [path for path in paths if needs_testing(load_case(path))]
-    benches = Benches(args.model, folder)
-    for path in track(todo, description="testing causes"):
-        case = load_case(path)
-        tested = run_hypotheses(case.evidence, benches.of(case)).tested
-        case.with_tested(tested).save(folder)
+    benches = Benches(args.out, args.model)
+    chosen = [case for case in load_cases(folder) if (args.worlds is None or case.world in args.worlds)
+              and (args.kinds is None or case.kind in args.kinds)]  # fmt: skip
+    for case in track([one for one in chosen if needs_testing(one, folder)], description="testing causes"):
+        case.save_tested(folder, benches.test(case).tested)
 
 
-def needs_testing(case: Case) -> bool:
-    """A mismatch above the floor that has not been tested."""
-    return not case.evidence.tested and attribute(case.evidence).cause != "none"
+def needs_testing(case: Case, folder: Path) -> bool:
+    """Not tested yet, and a mismatch above the floor or a fault that log-probs hide."""
+    if (folder / TESTED_FOLDER / f"{case.name}.npz").exists():
+        return False
+    return kind_of(case.kind).hidden or attribute(case.evidence).cause != "none"
 
 
 class Benches:
-    """Models of the worlds, with what an investigator has at hand: versions, adapters, ways to render a prompt."""
+    """What an investigator has at hand for each case: the model, versions, adapters, ways to render a prompt.
 
-    def __init__(self, model: str, folder: Path) -> None:
-        from transformers import AutoTokenizer
+    Args:
+        out: folder of run.py.
+        model: path of SmolLM2.
+    """
 
-        self.task = Task(AutoTokenizer.from_pretrained(model))
-        self._path, self._folder = model, folder
-        self._policy: Policy | None = None
-        self._versions: list[Any] = []
-        self._other: Any = None
+    def __init__(self, out: Path, model: str = MODEL) -> None:
+        self._sources = Sources(out / "models", model)
+        self._world: World | None = None
+        self._at: tuple[str, int] | None = None
+
+    def test(self, case: Case) -> TokenEvidence:
+        """The case's evidence with the log-probs under hypotheses."""
+        bench = self.of(case)
+        with self.trainer(case):
+            return run_hypotheses(case.evidence, bench)
 
     def of(self, case: Case) -> Bench:
+        """The model with the trainer's weights, the prompts as they were meant, and what can be changed."""
+        world = self._of(case)
         mask = case.evidence.completion_mask
         assert case.evidence.token_ids is not None
         ids = [row[: keep.sum()].tolist() for row, keep in zip(case.evidence.token_ids, mask, strict=True)]
-        if case.world.startswith("moe"):
-            return Bench(tiny_moe(case.seed), case.prompt_ids, ids, rows=ROWS)
-        policy = self._load()
+        said = case.evidence.trainer
+        more = {"head": Head(1.0 if said is None else said.temperature or 1.0), "stop_ids": world.stop, "pad_ids": (0,)}
+        known = {item.name for item in fields(Bench)}
         return Bench(
-            policy.model, case.prompt_ids, ids, weights=self._weights(policy), prompts=self._prompts(case), rows=ROWS
-        )
+            world.model, case.prompt_ids, ids, weights=weights_at_hand(world), prompts=prompts_at_hand(world),
+            rows=ROWS, **{name: value for name, value in more.items() if name in known},
+        )  # fmt: skip
 
-    def _load(self) -> Policy:
-        if self._policy is None:
-            self._policy = Policy(self._path)
-            self._versions, self._other = torch.load(self._folder / "updates.pt")
-            self._policy.set_weights(self._versions[-1])
-        return self._policy
+    def trainer(self, case: Case) -> AbstractContextManager[Any]:
+        """The context in which the model computes as the trainer says it does."""
+        said = case.evidence.trainer.dtype if case.evidence.trainer else None
+        if said in (None, "float32"):
+            return nullcontext()
+        return contexts.cast(self._of(case).model, getattr(torch, said))
 
-    def _weights(self, policy: Policy) -> dict[str, Inside]:
-        last = len(self._versions)
-        found = {
-            f"stale_weights:version {number} of {last}": partial(self._holding, policy, self._versions[number - 1])
-            for number in range(last - 1, 0, -1)
-        }
-        found["wrong_adapter:no adapter"] = partial(self._holding, policy, None)
-        found["wrong_adapter:another adapter"] = partial(self._holding, policy, self._other)
-        return found
-
-    @contextmanager
-    def _holding(self, policy: Policy, delta: Any) -> Iterator[None]:
-        policy.set_weights(delta)
-        try:
-            yield
-        finally:
-            policy.set_weights(self._versions[-1])
-
-    def _prompts(self, case: Case) -> dict[str, list[list[int]]]:
-        questions = [row.question for row in self.task.rows(PROMPTS, seed=case.seed)]
-        times = len(case.prompt_ids) // len(questions)
-        ways: dict[str, dict[str, Any]] = {
-            "no chat template": {"template": False},
-            "no system prompt": {"system": None},
-        }
-        return {
-            name: [self.task.render(question, **how) for question in questions for _ in range(times)]
-            for name, how in ways.items()
-        }
+    def _of(self, case: Case) -> World:
+        if self._at != (case.world, case.seed):
+            self._world, self._at = self._sources.world(case.world, case.seed), (case.world, case.seed)
+        assert self._world is not None
+        return self._world
 
 
 if __name__ == "__main__":

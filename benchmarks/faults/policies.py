@@ -1,77 +1,102 @@
-"""The policies of the suite: one model, real LoRA updates of it by version, and ways to change what it computes."""
+"""Real updates of the suite's models: GRPO steps by version, and another adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from tasks import Task, reward
-from torch import Tensor, nn
+from torch import Tensor
+from weights import VERSIONS, Change, Updates
 
 from trl_offpolicy.engines.hf import sample_completions
 
-Delta = Mapping[str, tuple[Tensor, Tensor]]
-"""Change of each linear weight, as two factors: up (out, r) and down (r, in)."""
-VERSIONS = 4
-"""GRPO steps; version 0 is the model itself."""
 GROUP = 6
+EMBEDDING_STEP = 1e-4
+"""What the embedding of the large model moves by over all versions: AdamW's first steps, whose size is the rate."""
+Rows = Sequence[Sequence[int]]
+Ask = Callable[[int], tuple[list[list[int]], list[Any]]]
+"""Step -> prompts, and what a reward needs to know of each."""
+Reward = Callable[[list[int], Any], float]
 
 
-class Policy:
-    """A causal LM whose weights are base + delta; deltas are kept by version."""
+def of_task(task: Task, seed: int) -> tuple[Ask, Reward]:
+    """Prompts and rewards of reasoning-gym."""
 
-    def __init__(self, path: str | Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.linears = {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and "lm_head" not in name
-        }
-        self.base = {name: module.weight.detach().clone() for name, module in self.linears.items()}
-
-    @torch.no_grad()
-    def set_weights(self, delta: Delta | None = None, other: Delta | None = None, share: float = 0.0) -> None:
-        """Base + (1 - share) delta + share other; None is the base model."""
-        for name, module in self.linears.items():
-            weight = self.base[name].clone()
-            for part, scale in ((delta, 1 - share), (other, share)):
-                if part is not None and scale:
-                    up, down = part[name]
-                    weight += scale * (up @ down)
-            module.weight.copy_(weight)
-
-
-def train_versions(path: str | Path, task: Task, *, seed: int, stop: list[int]) -> list[Delta]:
-    """GRPO with LoRA: the weights' change after 1, 2, ... VERSIONS updates, each on samples of the one before."""
-    model, optimizer = _with_lora(path, seed)
-    generator = torch.Generator().manual_seed(seed)
-    deltas = []
-    for step in range(VERSIONS):
+    def ask(step: int) -> tuple[list[list[int]], list[Any]]:
         rows = task.rows(4, seed=1000 * (seed + 1) + step)
-        prompts = [row.prompt_ids for row in rows for _ in range(GROUP)]
+        return [row.prompt_ids for row in rows], [row.answer for row in rows]
+
+    return ask, lambda ids, answer: reward(task.tokenizer.decode(ids), answer)
+
+
+def capitals(task: Task, seed: int) -> Callable[[int], tuple[Rows, Rows]]:
+    """Step -> prompts and answers in capital letters, for another adapter."""
+
+    def pairs(step: int) -> tuple[Rows, Rows]:
+        rows = task.rows(8, seed=5000 * (seed + 1) + step)
+        answers = [task.tokenizer(f"THE ANSWER IS {row.answer}.")["input_ids"] for row in rows]
+        return [row.prompt_ids for row in rows], answers
+
+    return pairs
+
+
+def adapters(path: str | Path, task: Task, *, seed: int, stop: list[int]) -> Updates:
+    """Of the large model: LoRA by GRPO, LoRA by supervision, and steps of the embedding, which is tied to the head."""
+    model, optimizer = _with_lora(path, seed)
+    ask, rewarded = of_task(task, seed)
+    versions = [dict(_delta(model)) for _ in _grpo(model, optimizer, ask, rewarded, seed=seed, stop=stop)]
+    model, optimizer = _with_lora(path, seed + 1)
+    pairs = capitals(task, seed)
+    for step in range(3):
+        prompts, answers = pairs(step)
+        _update(model, optimizer, prompts, answers, torch.ones(len(prompts)))
+    moved = _embedding_sign(path, pairs(9))
+    for number, version in enumerate(versions, start=1):
+        version["model.embed_tokens.weight"] = (EMBEDDING_STEP * number / VERSIONS * moved).half()
+    return Updates(list(versions), _delta(model))
+
+
+def full_updates(model: Any, ask: Ask, rewarded: Reward, pairs: Callable[[int], tuple[Rows, Rows]], *, seed: int,
+                 stop: list[int], rate: float) -> Updates:  # fmt: skip
+    """Of a small model: all parameters by GRPO, and by supervision."""
+    base = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def moved() -> dict[str, Change]:
+        return {name: p.detach() - base[name] for name, p in model.named_parameters()}
+
+    def restore() -> None:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(base[name])
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    versions = [moved() for _ in _grpo(model, optimizer, ask, rewarded, seed=seed, stop=stop)]
+    restore()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    for step in range(3):
+        prompts, answers = pairs(step)
+        _update(model, optimizer, prompts, answers, torch.ones(len(prompts)))
+    other = moved()
+    restore()
+    return Updates(versions, other)
+
+
+def _grpo(model: Any, optimizer: Any, ask: Ask, rewarded: Reward, *, seed: int, stop: list[int]) -> Any:
+    """Yields after each of VERSIONS updates, each on samples of the one before."""
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(VERSIONS):
+        asked, known = ask(step)
+        prompts = [ids for ids in asked for _ in range(GROUP)]
         ids, _ = sample_completions(model, prompts, max_tokens=16, stop_ids=stop, generator=generator)
-        rewards = torch.tensor([reward(task.tokenizer.decode(i), rows[n // GROUP].answer) for n, i in enumerate(ids)])
+        rewards = torch.tensor([rewarded(row, known[n // GROUP]) for n, row in enumerate(ids)])
         grouped = rewards.view(-1, GROUP)
         advantages = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
         _update(model, optimizer, prompts, ids, advantages.flatten())
-        deltas.append(_delta(model))
-    return deltas
-
-
-def train_other(path: str | Path, task: Task, *, seed: int, steps: int = 3) -> Delta:
-    """Another adapter: supervised steps towards answers in capital letters."""
-    model, optimizer = _with_lora(path, seed)
-    for step in range(steps):
-        rows = task.rows(8, seed=5000 * (seed + 1) + step)
-        answers = [task.tokenizer(f"THE ANSWER IS {row.answer}.")["input_ids"] for row in rows]
-        _update(model, optimizer, [row.prompt_ids for row in rows], answers, torch.ones(len(rows)))
-    return _delta(model)
+        yield step
 
 
 def _with_lora(path: str | Path, seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -84,10 +109,10 @@ def _with_lora(path: str | Path, seed: int) -> tuple[Any, torch.optim.Optimizer]
     return model, torch.optim.AdamW(trained, lr=3e-4)
 
 
-def _update(model: Any, optimizer: Any, prompts: Any, completions: Any, advantages: Tensor) -> None:
-    """One step on mean over tokens of -advantage * log-prob."""
-    width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
-    rows = [p + c for p, c in zip(prompts, completions, strict=True)]
+def _loss(model: Any, prompts: Rows, completions: Rows, advantages: Tensor) -> Tensor:
+    """Mean over tokens of -advantage * log-prob."""
+    rows = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
+    width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     place = torch.arange(width)
     begin = torch.tensor([[len(p)] for p in prompts])
@@ -97,56 +122,37 @@ def _update(model: Any, optimizer: Any, prompts: Any, completions: Any, advantag
     logits = model(input_ids=ids, attention_mask=(place < end).long(), logits_to_keep=keep).logits[:, :-1]
     logps = logits.log_softmax(-1).gather(-1, ids[:, -keep + 1 :].unsqueeze(-1)).squeeze(-1)
     mask = mask[:, -keep + 1 :]
-    loss = -(logps * mask * advantages.unsqueeze(1)).sum() / mask.sum()
+    return -(logps * mask * advantages.unsqueeze(1)).sum() / mask.sum()
+
+
+def _update(model: Any, optimizer: Any, prompts: Rows, completions: Rows, advantages: Tensor) -> None:
+    loss = _loss(model, prompts, completions, advantages)
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
     optimizer.step()
 
 
+def _embedding_sign(path: str | Path, pairs: tuple[Rows, Rows]) -> Tensor:
+    """Minus the sign of the embedding's gradient on a few answers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    weight = model.get_input_embeddings().weight
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is weight)
+    prompts, answers = pairs
+    _loss(model, prompts, answers, torch.ones(len(prompts))).backward()
+    return -weight.grad.sign()
+
+
 @torch.no_grad()
-def _delta(model: Any) -> Delta:
+def _delta(model: Any) -> dict[str, Change]:
     return {
-        name.removeprefix("base_model.model."): (
+        name.removeprefix("base_model.model.") + ".weight": (
             module.scaling["default"] * module.lora_B["default"].weight.clone(),
             module.lora_A["default"].weight.clone(),
         )
         for name, module in model.named_modules()
         if hasattr(module, "lora_B")
     }
-
-
-@contextmanager
-def dropped(
-    policy: Policy, *, attention: float = 0.0, adapter: float = 0.0, delta: Delta | None = None
-) -> Iterator[None]:
-    """Dropout left on: on attention probabilities, or on the input of the adapter (LoRA dropout)."""
-    hooks = []
-    config = policy.model.config
-    before = config.attention_dropout
-    if adapter and delta is not None:
-        for name, module in policy.linears.items():
-            hooks.append(module.register_forward_hook(_adapter_dropout(delta[name], adapter)))
-    if attention:
-        policy.model.train()
-        for module in policy.model.modules():
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = attention
-    try:
-        yield
-    finally:
-        policy.model.eval()
-        for module in policy.model.modules():
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = before
-        for hook in hooks:
-            hook.remove()
-
-
-def _adapter_dropout(delta: tuple[Tensor, Tensor], share: float) -> Any:
-    def hook(_module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        (x,) = inputs
-        up, down = delta
-        return output + (nn.functional.dropout(x, share) - x) @ down.T @ up.T
-
-    return hook

@@ -1,7 +1,7 @@
-"""Inject every fault into a real model and save what engine and trainer then say: one file a case, resumable.
+"""Inject every kind of fault into real models and save what engine and trainer then say: one file a case, resumable.
 
-python benchmarks/faults/run.py --split report --out runs/faults
-python benchmarks/faults/score.py runs/faults
+python benchmarks/faults/run.py --split tune --out runs/faults      # while the attribution changes
+python benchmarks/faults/run.py --split report --out runs/faults    # read once, at the end
 """
 
 from __future__ import annotations
@@ -11,105 +11,103 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
+from zlib import crc32
 
 import torch
-from faults import Thunk, adapter_faults, cached_clean, routing_faults, shared_faults, trainer_faults
-from moe import EXPERTS, VOCABULARY, tiny_moe
-from policies import Policy, train_other, train_versions
+from kind import Kind, Split
+from kinds import CLEANS, KINDS
 from rich.progress import track
-from tasks import Task
-from worlds import PROMPTS, World
+from sources import MODEL, WORLDS, Sources
+from time_faults import fp8_grid, record
+from worlds import World
 
-MODEL = ".cache/SmolLM2-135M-Instruct"
-SPLITS = {"tune": ((0, 1), range(10, 14)), "report": ((100, 101), range(110, 130))}
-"""Seeds with all faults, and seeds that are only run clean. Prompts, samples and adapters differ between splits."""
+SEEDS: dict[Split, int] = {"tune": 0, "report": 100}
+"""Seed of the prompts and samples of the faults."""
+CLEAN_SEEDS: dict[Split, dict[str, dict[str, int]]] = {
+    "tune": {
+        "smollm2": {"clean": 1},
+        "qwen": dict.fromkeys(CLEANS, 1),
+        "moe": dict.fromkeys(CLEANS, 1),
+    },
+    "report": {
+        "smollm2": {"clean": 4, "clean_bf16_on_both_sides": 2, "clean_one_at_a_time": 1, "clean_batches_of_five": 1,
+                    "clean_chunked_prefill": 1, "clean_threads": 1, "clean_left_padding": 1},
+        "qwen": dict.fromkeys(CLEANS, 3) | {"clean": 6, "clean_bf16_on_both_sides": 6, "clean_fp16_on_both_sides": 4,
+                                            "clean_compiled": 1},
+        "moe": dict.fromkeys(CLEANS, 4) | {"clean": 7},
+    },
+}  # fmt: skip
+"""How many seeds of each clean variant a world runs; one that a world does not have is left out."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--split", choices=SPLITS, default="report")
+    parser.add_argument("--split", choices=SEEDS, default="report")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--out", type=Path, default=Path("runs/faults"))
-    parser.add_argument("--seeds", type=int, nargs="+", help="only these")
-    parser.add_argument("--worlds", nargs="+", default=["smollm2-hf", "moe-hf"])
+    parser.add_argument("--worlds", nargs="+", default=list(WORLDS), choices=WORLDS)
+    parser.add_argument("--kinds", nargs="+", help="only these")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     folder = args.out / args.split
     (folder / "done").mkdir(parents=True, exist_ok=True)
-    for world in args.worlds:
-        for seed, thunks in SOURCES[world](args, folder):
-            if args.seeds is None or seed in args.seeds:
-                run_seed(world, seed, thunks, folder)
+    sources = Sources(args.out / "models", args.model)
+    for name in args.worlds:
+        for seed, kinds in plan(name, args.split):
+            chosen = [kind for kind in kinds if args.kinds is None or kind.name in args.kinds]
+            todo = [kind for kind in chosen if not marker_of(folder, name, seed, kind).exists()]
+            if todo:
+                make_cases(sources.world(name, seed), todo, folder)
 
 
-def run_seed(world: str, seed: int, thunks: list[Thunk], folder: Path) -> None:
-    """Make the cases of one seed that are not there yet; a marker says what is finished, and its seconds."""
-    for name, make in track(thunks, description=f"{world} seed {seed}"):
-        marker = folder / "done" / f"{world}-{seed}-{name}.json".replace(" ", "_").replace("/", "_")
-        if marker.exists():
-            continue
+def plan(world: str, split: Split) -> Iterator[tuple[int, list[Kind]]]:
+    """The kinds of each seed that a world runs; the seeds of clean cases follow that of the faults.
+
+    The order mixes the families, so that what is there before the end is a sample of all.
+    """
+    mine = [kind for kind in KINDS.values() if kind.split == split and world in kind.models]
+    yield SEEDS[split], sorted(mine, key=lambda kind: crc32(kind.name.encode()))
+    counts = {name: count for name, count in CLEAN_SEEDS[split][world].items() if world in CLEANS[name].models}
+    for number in range(max(counts.values())):
+        yield SEEDS[split] + 1 + number, [CLEANS[name] for name, count in counts.items() if number < count]
+
+
+def marker_of(folder: Path, world: str, seed: int, kind: Kind) -> Path:
+    """The file that says that a case is finished, and its seconds."""
+    return folder / "done" / f"{world}-{seed:03d}-{kind.name}.json"
+
+
+def make_cases(world: World, kinds: list[Kind], folder: Path) -> None:
+    """Make the cases of one world and seed."""
+    for kind in track(kinds, description=f"{world.name} seed {world.seed}"):
         start = time.monotonic()
-        torch.manual_seed(seed)  # of dropout
-        cases = make()
-        for case in cases:
-            case.save(folder)
-        marker.write_text(json.dumps({"cases": [c.name for c in cases], "seconds": time.monotonic() - start}))
+        world.begin(kind.name)
+        if kind.run is not None:
+            record_run(world, kind, folder)
+        else:
+            assert kind.inject is not None
+            world.case(kind.name, kind.inject(world)).save(folder)
+        about = {"kind": kind.name, "seconds": round(time.monotonic() - start, 1)}
+        marker_of(folder, world.name, world.seed, kind).write_text(json.dumps(about))
 
 
-def smollm2(args: Any, folder: Path) -> Iterator[tuple[int, list[Thunk]]]:
-    """The quickstart's model with the last version of a LoRA adapter that GRPO steps made."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    task, stop = Task(tokenizer), [tokenizer.eos_token_id]
-    versions, other = updates(args, folder, task, stop)
-    policy = Policy(args.model)
-    policy.set_weights(versions[-1])
-    faulty, clean_only = SPLITS[args.split]
-    for seed in (*faulty, *clean_only):
-        rows = task.rows(PROMPTS, seed=seed)
-        declared = {"adapter": "policy", "weight_version": len(versions)}
-        world = World("smollm2-hf", seed, policy.model, [row.prompt_ids for row in rows], stop, declared)
-        clean = cached_clean(world)
-        thunks = list(shared_faults(world, clean))
-        if seed in clean_only:
-            yield seed, thunks[:1]
-            continue
-        thunks += adapter_faults(world, policy, versions, other, clean)
-        questions = [row.question for row in rows]
-        thunks += trainer_faults(world, policy, task, questions, versions[-1], clean)
-        yield seed, thunks
-
-
-def updates(args: Any, folder: Path, task: Task, stop: list[int]) -> tuple[list[Any], Any]:
-    """Real updates of the model, trained once a split."""
-    path = folder / "updates.pt"
-    if not path.exists():
-        seed = SPLITS[args.split][0][0]
-        start = time.monotonic()
-        torch.save(
-            (train_versions(args.model, task, seed=seed, stop=stop), train_other(args.model, task, seed=seed)), path
-        )
-        print(f"trained the adapters in {time.monotonic() - start:.0f} s")
-    versions, other = torch.load(path)
-    return versions, other
-
-
-def moe(args: Any, folder: Path) -> Iterator[tuple[int, list[Thunk]]]:
-    """A tiny mixture of experts."""
-    faulty, clean_only = SPLITS[args.split]
-    for seed in (*faulty, *clean_only):
-        generator = torch.Generator().manual_seed(seed)
-        prompts = [torch.randint(2, VOCABULARY, (12,), generator=generator).tolist() for _ in range(PROMPTS)]
-        world = World("moe-hf", seed, tiny_moe(seed), prompts, [1], {"experts": EXPERTS, "weight_version": 0})
-        thunks = list(shared_faults(world, cached_clean(world)))
-        yield seed, thunks[:1] if seed in clean_only else [*thunks, ("routing", partial(routing_faults, world))]
-
-
-SOURCES = {"smollm2-hf": smollm2, "moe-hf": moe}
+def record_run(world: World, kind: Kind, folder: Path) -> None:
+    """The recorded run of a fault over time; one of them begins with weights that an fp8 engine holds exactly."""
+    assert kind.run is not None
+    if kind.name != "sub_ulp_syncs":
+        return record(world, kind.name, kind.run, folder)
+    weights = world.weights
+    exact = weights.base
+    weights.base = {name: fp8_grid(value) if value.dim() == 2 else value for name, value in exact.items()}
+    try:
+        with weights.at(0):
+            record(world, kind.name, kind.run, folder)
+    finally:
+        weights.base = exact
+        with weights.at(0):  # leaving it writes the last version on the exact base
+            pass
+    return None
 
 
 if __name__ == "__main__":

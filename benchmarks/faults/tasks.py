@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import reasoning_gym
-
 KINDS = ("basic_arithmetic", "letter_counting", "spell_backward", "calendar_arithmetic", "chain_sum", "gcd")
 SYSTEM = "Think step by step."
 
@@ -27,6 +25,8 @@ class Task:
         self.tokenizer = tokenizer
 
     def rows(self, count: int, *, seed: int) -> list[Row]:
+        import reasoning_gym
+
         found = []
         for place in range(count):
             kind = KINDS[(seed + place) % len(KINDS)]
@@ -34,13 +34,15 @@ class Task:
             found.append(Row(item["question"], str(item["answer"]), self.render(item["question"])))
         return found
 
-    def render(self, question: str, *, system: str | None = SYSTEM, template: bool = True) -> list[int]:
+    def render(
+        self, question: str, *, system: str | None = SYSTEM, template: bool = True, generation: bool = True
+    ) -> list[int]:
         """Token ids of a question as a chat prompt, or as plain text."""
         if not template:
             return list(self.tokenizer(question)["input_ids"])
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": question})
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -1,0 +1,57 @@
+"""The table of all kinds of fault, and of the clean variants.
+
+python benchmarks/faults/kinds.py      # writes the table of README.md
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_kinds as engine
+import other_kinds as other
+from kind import Kind
+
+FAMILIES = (
+    engine.prompts,
+    engine.sampling,
+    engine.architecture,
+    engine.precision,
+    other.bookkeeping,
+    engine.weights,
+    other.trainer,
+    engine.routing,
+    engine.mixtures,
+    other.over_time,
+)
+KINDS: dict[str, Kind] = {kind.name: kind for family in FAMILIES for kind in family()}
+CLEANS: dict[str, Kind] = {kind.name: kind for kind in other.clean()}
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of a case."""
+    return CLEANS[name] if name in CLEANS else KINDS[name]
+
+
+MARKER = "<!-- table of kinds.py -->"
+
+
+def table() -> str:
+    """The kinds as Markdown: family, name, side, right and sane answers, models."""
+    titles = ("family", "kind", "side", "right", "also sane", "models")
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for kind in (*KINDS.values(), *CLEANS.values()):
+        side = kind.split if kind.name in KINDS else "both"
+        cells = (kind.family, kind.name, side, ", ".join(kind.right), ", ".join(kind.sane), ", ".join(kind.models))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    readme = Path(__file__).with_name("README.md")
+    before, _, rest = readme.read_text().partition(MARKER)
+    _, _, after = rest.partition(MARKER)
+    readme.write_text(f"{before}{MARKER}\n{table()}\n{MARKER}{after}")
+
+
+if __name__ == "__main__":
+    main()
