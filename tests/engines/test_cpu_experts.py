@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from trl_offpolicy.engines import cpu_experts
@@ -28,7 +29,8 @@ def test_kernels_of_experts_are_built_again_on_a_cpu_only(
 ) -> None:
     monkeypatch.setattr(cpu_experts, "machine_has_gpu", lambda: gpu)
     built = model()
-    cpu_experts.forget_expert_kernels(built)
+    with cpu_experts.cpu_reload(built):
+        pass
     assert built[0].quant_method.moe_kernel == kernel  # type: ignore[index,union-attr]
     assert not hasattr(built[1].quant_method, "moe_kernel")  # type: ignore[index]
 
@@ -46,6 +48,33 @@ def test_a_reload_on_a_servers_worker_forgets_the_kernels_first(monkeypatch: pyt
 
     Worker().reload_experts("a/folder")
     assert seen == [("a/folder", None)]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_tied_head_is_packed_again_from_the_new_embeddings_on_a_cpu_only(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    monkeypatch.setattr(cpu_experts, "machine_has_gpu", lambda: gpu)
+
+    class Packed:
+        """Keeps a copy, as the kernel's packed weight is one."""
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            layer.cpu_linear = layer.weight.detach().clone()
+
+    embedding, head, other = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
+    head.weight = embedding.weight
+    for layer in (head, other):
+        layer.quant_method = Packed()  # type: ignore[assignment]
+        layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator,union-attr]
+    before = head.cpu_linear
+    with cpu_experts.cpu_reload(nn.Sequential(embedding, head, other)):
+        embedding.weight = nn.Parameter(torch.full((3, 2), 7.0))  # the reload makes a new parameter
+    if gpu:
+        assert head.cpu_linear is before
+    else:
+        assert head.weight is embedding.weight and bool((head.cpu_linear == 7.0).all())
+    assert not bool((other.cpu_linear == 7.0).any())
 
 
 def test_the_servers_worker_is_asked_by_the_method_it_has() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from trl_offpolicy.diagnosis.attribution.attribute import Attribution
 from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
 from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.fixes import fix_of
 from trl_offpolicy.diagnosis.lags import LAG_TITLES, LagTable, lag_table
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
@@ -42,6 +43,7 @@ class Examination:
         opinions: opinions of other packages.
         attribution: likely cause of an engine mismatch, from the recorded tokens; None if there is no mismatch or no
             token was recorded.
+        info: ``run.json``.
         remarks: sentences on other frameworks' metric names that differ slightly from this kit's.
         by_lag: log-ratios, ESS and clips of the judged steps by version lag; None = none were logged.
         advice: one configuration for all findings, in the keys of the framework that logged them; None = no finding.
@@ -55,6 +57,7 @@ class Examination:
     opinions: tuple[Opinion, ...]
     attribution: Attribution | None
     remarks: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
     by_lag: LagTable | None = None
     advice: Advice | None = None
 
@@ -132,23 +135,26 @@ def judge(
         opinions=opinions,
         attribution=attribution,
         remarks=log.remarks,
+        info=info,
         by_lag=lag_table(log, found.steps),
-        advice=_advice(found, attribution, log.frameworks),
+        advice=_advice(found, attribution, log.frameworks, info),
     )
 
 
-def _advice(found: Diagnosis, attribution: Attribution | None, frameworks: Sequence[str]) -> Advice | None:
+def _advice(
+    found: Diagnosis, attribution: Attribution | None, frameworks: Sequence[str], info: Mapping[str, Any]
+) -> Advice | None:
     """One configuration for the findings. A cause that the tokens name takes the place of "engine mismatch"."""
     causes = [one.cause for one in found.findings]
     if attribution is not None and attribution.cause in CAUSES:
-        causes = [attribution.cause if one == "engine_mismatch" else one for one in causes]
-    return advise(causes, frameworks) if causes else None
+        causes = [attribution.cause, *(one for one in causes if one != "engine_mismatch")]
+    return advise(causes, frameworks, info) if causes else None
 
 
 def _attribution(found: Diagnosis, rollouts: RecordedRollouts | None, info: Mapping[str, Any]) -> Attribution | None:
-    if rollouts is None or not any(one.cause == "engine_mismatch" for one in found.findings):
-        return None
-    return attribute_run(rollouts, info, steps=found.steps)
+    """Why engine and trainer differ, also where the verdict is "ok": a small mismatch may have a simple cause."""
+    seen = None if rollouts is None else attribute_run(rollouts, info, steps=found.steps)
+    return None if seen is None or seen.cause == "none" else seen
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:
@@ -169,7 +175,7 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
         out.print(f"[bold]bias and variance[/]: {escape(describe_cell(found.cell))}\n")
     if seen.attribution is not None:
         out.print("[bold]why engine and trainer differ[/], from the recorded tokens")
-        _print_fields(out, describe_attribution(seen.attribution))
+        _print_fields(out, describe_attribution(seen.attribution, seen.info))
     if seen.by_lag is not None and seen.by_lag.stale:
         _print_lags(out, seen.by_lag)
     if seen.advice is not None and (seen.advice.yaml or seen.advice.later):
@@ -190,19 +196,23 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
         out.print(f"Not judged, because nothing was logged for it: {escape(', '.join(found.unknown))}.")
 
 
-def describe_attribution(found: Attribution) -> dict[str, str]:
-    """The attribution as labels with texts, with check and fix of the cause."""
-    about = CAUSES.get(found.cause)
+def describe_attribution(found: Attribution, info: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """The attribution as labels with texts, with the next test and the fix that fits the run.
+
+    Args:
+        found: the attribution.
+        info: ``run.json``.
+    """
+    about, fix = CAUSES.get(found.cause), fix_of(found.cause, info)
     name = found.cause.replace("_", " ") if about is None else about.title
     runner = "" if found.runner_up is None else f"; next: {found.runner_up.replace('_', ' ')}"
     detail = f", {found.detail}" if found.detail else ""
     fields = {
-        "likely": f"{name}{detail} (from {OBSERVED[found.level]}, margin {found.confidence:.2f}{runner})",
+        "likely": f"{name}{detail} (from {OBSERVED[found.level]}, confidence {found.confidence:.2f}{runner})",
         "because": "; ".join(found.reasons),
+        "check": found.next_test,
     }
-    if about is None:
-        return fields
-    return fields | {"check": about.confirm, "fix": about.fix}
+    return fields if fix is None else fields | {"fix": fix.text}
 
 
 def describe_cell(cell: Cell) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.engines.cpu_experts import forget_expert_kernels
+from trl_offpolicy.engines.cpu_experts import cpu_reload
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.interview import Interview, interview_llm
@@ -154,8 +154,8 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
             yield name, tensor
 
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    forget_expert_kernels(runner.model)
-    runner.reload_weights(weights_iterator=counted())
+    with cpu_reload(runner.model):
+        runner.reload_weights(weights_iterator=counted())
     reset_prefix_cache(llm)
     return size
 

@@ -1,28 +1,56 @@
-"""Works around a bug of vLLM's CPU engine, which leaves a mixture of experts with scrambled weights after a sync."""
+"""Works around two bugs of vLLM's CPU engine at a sync: experts that come out scrambled, a tied head that stays old."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from trl_offpolicy.engines.environment import machine_has_gpu
 
 
-def forget_expert_kernels(model: Any) -> None:
-    """Make vLLM's CPU engine build the kernels of its experts again when it loads weights. Does nothing on a GPU.
+@contextmanager
+def cpu_reload(model: Any) -> Iterator[None]:
+    """A context for loading weights into vLLM's model. Does nothing on a GPU, where no kernel packs weights.
 
-    vLLM 0.31 packs the experts for its CPU kernel only when it builds that kernel. Weights that are loaded later stay
-    unpacked (``UnquantizedFusedMoEMethod._setup_kernel``), and the kernel reads them in the wrong order, without an
-    error.
+    vLLM 0.31 packs copies of weights for its CPU kernels. The packed experts are made when their kernel is built: later
+    weights stay unpacked (``UnquantizedFusedMoEMethod._setup_kernel``), and the kernel reads them in the wrong order,
+    without an error. So the kernels are built again. An output head that is tied to the embeddings has a packed copy of
+    its own, which a reload of the embeddings leaves as it was at the start. So it is packed again.
 
     Args:
         model: the model of vLLM's model runner.
     """
     if machine_has_gpu():
+        yield
         return
+    _forget_expert_kernels(model)
+    heads = _tied_heads(model)
+    yield
+    for head, embedding in heads:
+        head.weight = embedding.weight  # the reload may have made a new parameter
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _forget_expert_kernels(model: Any) -> None:
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def _tied_heads(model: Any) -> list[tuple[Any, Any]]:
+    """(head, embedding) of all modules with a packed copy whose weight is another module's."""
+    owners: dict[int, Any] = {}
+    found = []
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is None:
+            continue
+        owner = owners.setdefault(id(weight), module)
+        if owner is not module and hasattr(module, "cpu_linear"):
+            found.append((module, owner))
+    return found
 
 
 class ReloadsExperts:
@@ -32,6 +60,6 @@ class ReloadsExperts:
     reload_weights: Any
 
     def reload_experts(self, weights_path: str) -> None:
-        """``reload_weights`` with :func:`forget_expert_kernels` before it."""
-        forget_expert_kernels(self.model_runner.model)
-        self.reload_weights(weights_path=weights_path)
+        """``reload_weights`` inside :func:`cpu_reload`."""
+        with cpu_reload(self.model_runner.model):
+            self.reload_weights(weights_path=weights_path)

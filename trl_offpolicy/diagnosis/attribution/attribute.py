@@ -189,6 +189,8 @@ CONFIDENCE = {
     OTHER_WEIGHTS: 0.45,
 }
 """Share of the answers from log-probs alone that are right, by cause."""
+SEEN = {"precision": 0.8, "parallelism": 0.4}
+"""The same for a difference that was seen: these two are there in many healthy runs, any other is the cause."""
 DECLARED_EQUAL = 0.7
 """Factor for a cause of which both sides declare that it is equal: a declaration may be wrong."""
 DECLARED = 0.75
@@ -233,7 +235,7 @@ def _seen(evidence: TokenEvidence) -> list[_Answer]:
     for one in evidence.seen:
         grouped.setdefault(one.cause, []).append(one)
     return [
-        _Answer(cause, 0.95, "; ".join(one.text for one in found), "seen", detail=found[0].what)
+        _Answer(cause, SEEN.get(cause, 0.95), "; ".join(one.text for one in found), "seen", detail=found[0].what)
         for cause, found in grouped.items()
     ]
 

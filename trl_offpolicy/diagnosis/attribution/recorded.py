@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
-from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence, padded
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, Seen, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import rank_correlation
 from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS
 from trl_offpolicy.diagnosis.causes import CAUSES
@@ -77,6 +77,8 @@ def recorded_evidence(
         completion_mask=np.isfinite(_scattered(sampling, row, position, shape)),
         engine=_declared(info, "engine"),
         trainer=_declared(info, "trainer"),
+        seen=_seen(info),
+        compared=frozenset((info.get("effective") or {}).get("compared", ())),
         **extras,
     )
 
@@ -178,6 +180,13 @@ def course_of(rollouts: RecordedRollouts, steps: tuple[int, int] | None = None) 
     grows = len(grown) >= LEAST_STEPS and ranks > GROWING_RANK
     grows = grows and grown[-third:].mean() > GROWING * grown[:third].mean()
     return Course(low, high, int(known[begin]), bool(grows), bool(comes_and_goes), tuple(known[differs].tolist()))
+
+
+def _seen(info: Mapping[str, Any]) -> tuple[Seen, ...]:
+    """What the run's engine and trainer were asked for when it began, where they differ."""
+    rows = (info.get("effective") or {}).get("differences", ())
+    found = [row for row in rows if row.get("outcome") == "different" and row.get("cause")]
+    return tuple(Seen(row["cause"], row["what"], row["engine"], row["trainer"]) for row in found)
 
 
 def _declared(info: Mapping[str, Any], side: str) -> Declared | None:

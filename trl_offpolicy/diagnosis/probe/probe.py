@@ -87,6 +87,7 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
             sides.model, ids, completions, weights=sides.other_weights(),
             prompts={name: [row for row in found for _ in range(options.samples)]
                      for name, found in prompts.others.items()},
+            head=options.trainer_head, stop_ids=sides.stop_ids, pad_ids=sides.pad_ids,
         )  # fmt: skip
         evidence = run_hypotheses(evidence, bench, note=lambda text: clock(f"testing {text}", "testing hypotheses"))
         attribution = attribute(evidence)

@@ -220,15 +220,23 @@ class Sides:
         generator = torch.Generator().manual_seed(o.seed)
         with inside:
             return sample_completions(
-                model, repeated, max_tokens=o.max_tokens, stop_ids=self._stop(), head=head, generator=generator
+                model, repeated, max_tokens=o.max_tokens, stop_ids=self.stop_ids, head=head, generator=generator
             )
 
-    def _stop(self) -> list[int]:
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end a completion."""
         config = getattr(self.model, "generation_config", None)
         stop = getattr(config, "eos_token_id", None) or self.tokenizer.eos_token_id
         if stop is None:
             return []
         return list(stop) if isinstance(stop, list | tuple) else [stop]
+
+    @property
+    def pad_ids(self) -> list[int]:
+        """Ids that a trainer may pad with."""
+        own = self.tokenizer.pad_token_id
+        return list(dict.fromkeys([*([] if own is None else [own]), *self.stop_ids, 0]))
 
     # ------------------------------------------------------------------------------------------- what is declared
 

@@ -52,7 +52,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
     seen = judge(log, rollouts, info, Thresholds(), path=Path(run_dir))
     attribution = None
     if seen.attribution is not None:
-        attribution = {_LABELS[name]: text for name, text in describe_attribution(seen.attribution).items()}
+        attribution = {_LABELS[name]: text for name, text in describe_attribution(seen.attribution, info).items()}
     html = render_page(
         "report.html",
         title=f"Off-policy report: {Path(run_dir).resolve().name}",

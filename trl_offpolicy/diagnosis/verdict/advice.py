@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.fixes import fix_of
 
 OURS = "trl-offpolicy"
 Thing = Literal["measure", "token", "geometric", "band", "tis", "dtype", "steps", "rate", "routing"]
@@ -184,13 +185,14 @@ class Advice:
     later: tuple[str, ...] = ()
 
 
-def advise(causes: Sequence[str], frameworks: Sequence[str] = ()) -> Advice:
+def advise(causes: Sequence[str], frameworks: Sequence[str] = (), info: Mapping[str, Any] | None = None) -> Advice:
     """The settings that these causes ask for together.
 
     Args:
         causes: keys of :data:`~trl_offpolicy.diagnosis.causes.CAUSES`, the most urgent first.
         frameworks: whose log it was, the main one first, as in
             :class:`~trl_offpolicy.run_folder.run_data.MetricsLog`.
+        info: ``run.json`` of a run of this kit, so that the settings fit it.
 
     Example:
         >>> print(advise(["policy_staleness", "engine_mismatch"], ["verl"]).later[0])
@@ -203,7 +205,7 @@ def advise(causes: Sequence[str], frameworks: Sequence[str] = ()) -> Advice:
     unique = list(dict.fromkeys(causes))
     framework = frameworks[0] if frameworks and frameworks[0] in THEIRS else OURS
     if framework == OURS:
-        return _ours(unique)
+        return _ours(unique, info)
     taken: dict[str, object] = {}
     corrected, later = "", []
     for cause in unique:
@@ -217,15 +219,16 @@ def advise(causes: Sequence[str], frameworks: Sequence[str] = ()) -> Advice:
     return Advice(WHERE[framework], _dump(_nested(taken)), tuple(later))
 
 
-def _ours(causes: Iterable[str]) -> Advice:
-    """The causes' own snippets, line by line; ``engine: {...}`` is put together, any other key is set once."""
+def _ours(causes: Iterable[str], info: Mapping[str, Any] | None) -> Advice:
+    """The causes' own settings, line by line; ``engine: {...}`` is put together, any other key is set once."""
     import yaml
 
     lines: dict[str, str] = {}
     values: dict[str, Any] = {}
     later = []
     for cause in causes:
-        for line in CAUSES[cause].snippet.splitlines():
+        fix = fix_of(cause, info)
+        for line in fix.yaml.splitlines() if fix is not None else ():
             settings = yaml.safe_load(line) or {}
             for key, value in settings.items():
                 if key not in values:
