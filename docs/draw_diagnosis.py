@@ -137,8 +137,14 @@ def rules_table() -> str:
     )
 
 
+NOT_OF_ONE_BATCH = ("other_weights", "sync_rounding", "parallelism")
+"""Causes that are seen by comparing weights or settings, or over a run: no batch shows them."""
+
+
 def example(cause: str) -> str:
     """What was injected, where, and what the kit said of it."""
+    if cause in NOT_OF_ONE_BATCH:
+        return ""
     if cause not in EXAMPLES:
         raise ValueError(
             f"diagnosis_examples.json must hold an example of {cause!r}, but got none. Write it with "
@@ -158,7 +164,7 @@ def cause_sections() -> str:
         snippet = f"\n\n```yaml\n{about.snippet.rstrip()}\n```" if about.snippet else ""
         parts.append(
             f"### {about.title} (`{name}`, branch {about.branch})\n\n{about.meaning}\n\n"
-            f"- **Check**: {about.confirm}\n- **Fix**: {about.fix}\n{example(name)}{snippet}"
+            f"- **Check**: {about.confirm}\n- **Fix**: {about.fix}\n{example(name)}".rstrip() + snippet
         )
     return "\n\n".join(parts)
 

@@ -28,7 +28,8 @@ MODULES = (
     "objective.objective", "objective.proximal", "types",
 )  # fmt: skip
 RECORDS = {  # made by the code, not by hand: a batch, a result, a state
-    "Action", "AdvantageInputs", "Average", "ControlState", "CorrectionOutput", "EscalationState", "LengthState",
+    "Action", "AdvantageInputs", "AutoRule", "AutoState", "Average", "Candidate", "ControlState", "CorrectionOutput",
+    "EscalationState", "Estimate", "LengthState",
     "ObjectiveOutput", "Outcome", "PolicyBatch", "ResyncState", "Risk", "ScaleState", "Supervisor", "TermInputs",
 }  # fmt: skip
 WITHOUT_DEFAULT = {  # where the class's own ``example`` will not do: both sides closed, so that each can be opened

@@ -35,7 +35,8 @@ def test_the_tree_shows_every_cause_it_can_name():
 
 
 def test_every_cause_has_an_example_that_names_it():
-    assert list(draw_diagnosis.EXAMPLES) == list(CAUSES)
+    of_one_batch = [cause for cause in CAUSES if cause not in draw_diagnosis.NOT_OF_ONE_BATCH]
+    assert list(draw_diagnosis.EXAMPLES) == of_one_batch
     for cause, one in draw_diagnosis.EXAMPLES.items():
         assert one["right"] and any(text.startswith(CAUSES[cause].title) for text in one["said"])
 

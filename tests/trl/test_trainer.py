@@ -79,7 +79,8 @@ def test_sampling_from_the_trainer_itself_leaves_no_mismatch_metrics(
     for row in records(trainer):
         keys = {key for key in row if key.startswith("offpolicy/")}
         groups = {key.split("/")[1] for key in keys}
-        assert groups == {"loss", "rollout", "gradient", "control"}
+        assert groups == {"loss", "rollout", "gradient", "control", "lag"}
+        assert {key for key in keys if "/lag/" in key} == {"offpolicy/lag/0/clip_fraction"}
         assert row["entropy"] == row["offpolicy/loss/entropy"] > 0
 
 
@@ -106,7 +107,7 @@ def test_every_diagnostic_reaches_metrics_jsonl(
         policy_versions=torch.zeros(1, dtype=torch.long),
         current_version=0,
     )
-    expected = set(trainer.objective(batch).stats)
+    expected = {key for key in trainer.objective(batch).stats if "/lag/" not in key}
     expected |= {f"offpolicy/gradient/{name}" for name in GRADIENT_METRICS}
     expected |= {f"offpolicy/control/{name}" for name in CONTROL_METRICS[:-3]}  # no controller runs
     assert len(expected) > 90 + 20 * (old is not None)
@@ -114,6 +115,9 @@ def test_every_diagnostic_reaches_metrics_jsonl(
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         keys = {key for key in row if key.startswith("offpolicy/")}
+        by_lag = {key for key in keys if "/lag/" in key}
+        assert {key.rsplit("/", 1)[1] for key in by_lag} >= {"tokens", "logp_diff_mean", "clip_fraction"}
+        keys -= by_lag  # a lag without tokens is not logged
         sampled = row["step"] == 1 or steps_per_generation == 2  # in this step
         assert ("offpolicy/rollout/noncanonical_fraction" in keys) is sampled
         keys.discard("offpolicy/rollout/noncanonical_fraction")

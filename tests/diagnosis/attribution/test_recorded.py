@@ -104,9 +104,12 @@ def test_without_versions_no_lag_is_made_up(write_run: Any) -> None:
     assert evidence.turns is not None and set(evidence.turns.flatten().tolist()) == {0}
 
 
-def test_a_healthy_run_gets_no_attribution(write_run: Any) -> None:
+def test_a_run_without_mismatch_gets_no_attribution_and_a_small_one_gets_its_fix(write_run: Any) -> None:
     quiet = [{**row, "offpolicy/mismatch/kl_k3": 0.001} for row in metrics(3)]
-    assert examine(write_run(quiet, [rows(range(3), lambda x: x / 1.3)])).attribution is None
+    assert examine(write_run(quiet, [rows(range(3), lambda x: x)])).attribution is None
+    small = examine(write_run(quiet, [rows(range(3), lambda x: x / 1.3)]))
+    assert small.attribution is not None and small.attribution.cause == "temperature"
+    assert small.advice is not None and "temperature" in small.advice.yaml
 
 
 def test_a_setting_that_changed_in_the_run_is_named_and_its_step_is_told(write_run: Any) -> None:

@@ -96,6 +96,6 @@ def test_report_says_what_is_wrong_and_shows_the_length_trap(write_run: Any) -> 
     info = {"correction": "Correction(weight=None, keep=(RatioBand(low=0.5, high=2.0, level='sequence'),))"}
     html = write_report(write_run(rows, [tokens], info)).read_text(encoding="utf-8")
     assert 'Verdict over steps 1 to 4: <strong class="critical">critical</strong>' in html
-    assert "engine mismatch" in html and "<pre>offpolicy: measure" in html
+    assert "misaligned log-probs" in html and "a constant factor" in html  # -1.1 for every -1.0
     assert "length trap" in html and "grows with its length" in html and "Dropped responses by length" in html
     assert "Shaded: 95 % interval" in html

@@ -77,7 +77,13 @@ def recommend(
     if pearson < limits.pearson_broken or (at_equal_weights and kl > limits.kl_high):
         return _repair(attribution, pearson, kl, limits)
     found = _correct(evidence, attribution, metrics, limits)
-    return found if attribution.cause != "routing" else replace(found, why=(*found.why, routing_advice(steps)))
+    return replace(found, why=(*found.why, routing_advice(steps))) if _looks_routed(attribution) else found
+
+
+def _looks_routed(attribution: Attribution) -> bool:
+    """True if flipped experts are the cause, or the closest guess."""
+    guess = attribution.runner_up if attribution.cause == "unknown" else attribution.cause
+    return guess == "routing"
 
 
 def routing_advice(steps: float | None) -> str:
@@ -112,7 +118,7 @@ def _correct(
     if chi2 > limits.chi2_high or ess < limits.ess_healthy:
         why = f"Token chi-square {chi2:.3g} and ESS {ess:.2g}: filter outlying tokens before weighing them."
         return _preset("paper/icepop", {"low": 0.5, "high": 5.0}, why)
-    if attribution.cause == "routing":
+    if _looks_routed(attribution):
         low, high = token_band(log_ratio)
         why = "A few tokens jump and the rest agrees: a token band drops the jumps and keeps the rest."
         return _preset("paper/icepop", {"low": low, "high": high}, why)
