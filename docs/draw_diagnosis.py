@@ -164,7 +164,8 @@ def cause_sections() -> str:
         snippet = f"\n\n```yaml\n{about.snippet.rstrip()}\n```" if about.snippet else ""
         parts.append(
             f"### {about.title} (`{name}`, branch {about.branch})\n\n{about.meaning}\n\n"
-            f"- **Check**: {about.confirm}\n- **Fix**: {about.fix}\n{example(name)}".rstrip() + snippet
+            f"- **Check**: {about.confirm}\n- **Fix**: {about.fix}\n{example(name)}".rstrip()
+            + snippet
         )
     return "\n\n".join(parts)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.features import Features
-from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
 
 OTHER_WEIGHTS = "other_weights"
 """Coarse cause, because log-probs alone do not tell stale weights, another adapter and a moved policy apart."""
@@ -23,7 +22,6 @@ class Limits:
     Args:
         floor_factor: multiple of the noise floor up to which there is no mismatch.
         self_ratio: below it the trainer differs more from itself than from the engine.
-        self_ratio_low: the same where 16-bit arithmetic may be the reason.
         forced: share of the mismatch at tokens that the engine was certain of.
         unit_fit: R^2 above which log-probs differ by a factor.
         clipped: share of tokens at the smallest log-prob.
@@ -47,7 +45,6 @@ class Limits:
 
     floor_factor: float = 2.0
     self_ratio: float = 0.8
-    self_ratio_low: float = 0.65
     forced: float = 0.5
     unit_fit: float = 0.98
     clipped: float = 0.05
@@ -128,12 +125,11 @@ def _unreported(f: Features, limits: Limits) -> Signature:
 
 
 def _dropout(f: Features, limits: Limits) -> Signature:
-    """The trainer differs from itself more than from the engine: of two draws of dropout twice as much.
+    """The trainer differs from itself by more than arithmetic, and more than from the engine.
 
-    Where 16-bit arithmetic may be the reason, the limit is stricter.
+    If each scoring draws its own dropout, the distance to itself is twice that to the engine.
     """
-    limit = limits.self_ratio if f.floor > f.trusted_floor else limits.self_ratio_low
-    score = below(f.self_ratio, limit) if f.floor > limits.floor_factor * SAME_POLICY_KL else 0.0
+    score = below(f.self_ratio, limits.self_ratio) if f.floor > f.trusted_floor else 0.0
     text = (
         f"the trainer differs from itself (KL {f.floor:.2g} nats per token) {1 / max(f.self_ratio, 1e-9):.2g} times as "
         "much as from the engine"
