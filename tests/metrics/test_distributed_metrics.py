@@ -165,6 +165,7 @@ def test_stats_of_a_correction_and_its_objective(ranks, scenario):
         "loss/entropy",
         "response_clip_low_min",
         "response_max_prob_diff_above_half",  # in some of the groups
+        "confident_disagreement_fraction",  # the same
     )
     if scenario == "uneven":  # a value of 0 would compare nothing
         assert [key for key, value in expected.items() if value == 0 and not key.endswith(idle)] == []

@@ -44,7 +44,7 @@ def _tied_heads(model: Any) -> list[tuple[Any, Any]]:
     owners: dict[int, Any] = {}
     found = []
     for module in model.modules():
-        weight = getattr(module, "weight", None)
+        weight = module._parameters.get("weight")  # not a property, which may make a new tensor every time
         if weight is None:
             continue
         owner = owners.setdefault(id(weight), module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
@@ -72,7 +72,7 @@ class WeightSync:
         self.watch.begin(precision)
         with raised_on_all_ranks():
             report = send(version)
-        report = replace(report, **self.watch.end()._asdict())
+        report = replace(report, **asdict(self.watch.end()))
         if self._probe is None:
             return report
         with raised_on_all_ranks():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ class Precision(NamedTuple):
 UNKNOWN = Precision()
 
 
-class Passed(NamedTuple):
+@dataclass(frozen=True)
+class Passed:
     """What one sync passed on; None = not known.
 
     Args:

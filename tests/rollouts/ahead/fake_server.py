@@ -16,6 +16,7 @@ import torch
 from tiny_models import FIRST_WORD, VOCABULARY
 
 from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
+from trl_offpolicy.engines.sync_watch import UNKNOWN
 
 
 class FakeServer:
@@ -32,6 +33,7 @@ class FakeServer:
     takes_adapter = False
     can_cut = True
     findings: tuple[()] = ()
+    precision = UNKNOWN
 
     def __init__(self, model: Any, *, free: int | None = None, before_cut: int = 3, length: int = 6) -> None:
         self._model = deepcopy(model)
@@ -46,6 +48,9 @@ class FakeServer:
         self._number = 0
         self._lock = threading.Lock()
         self._sampled = Counter[tuple[int, ...]]()  # words depend on nothing else, so no order of threads matters
+
+    def interview(self) -> None:
+        """It has no vLLM to ask."""
 
     # ------------------------------------------------------------------------------------------------------ weights
 

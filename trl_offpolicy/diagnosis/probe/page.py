@@ -43,9 +43,14 @@ def headline(result: ProbeResult) -> str:
     size = f"KL {format_number(kl)} nats per token, {format_number(kl / floor)} times the noise floor"
     if found.cause == "none":
         return f"No mismatch above the noise floor ({size})."
+    if found.cause == "unknown":
+        closest = "" if found.runner_up is None else f"; closest: {title_of(found.runner_up)}"
+        return f"Mismatch of unknown cause ({size}{closest})."
     title = title_of(found.cause)
     detail = f", {found.detail}" if found.detail else ""
-    return f"Mismatch: {title}{detail} ({size}; confidence {found.confidence:.2f})."
+    shares = ", ".join(f"{title_of(cause)} {share:.0%}" for cause, share in found.parts)
+    explained = f"; shares: {shares}" if shares else ""
+    return f"Mismatch: {title}{detail} ({size}{explained}; {found.basis}, confidence {found.confidence:.2f})."
 
 
 def title_of(cause: str) -> str:
@@ -53,11 +58,6 @@ def title_of(cause: str) -> str:
     if cause == "other_weights":
         return "other weights (stale, another adapter, or a policy that moved on)"
     return CAUSES[cause].title if cause in CAUSES else cause
-
-
-def confirmation(cause: str) -> str:
-    """How to make sure of a cause; empty if the table does not say."""
-    return CAUSES[cause].confirm if cause in CAUSES else ""
 
 
 def metric_rows(result: ProbeResult) -> list[tuple[str, str, str]]:
@@ -190,8 +190,8 @@ def print_probe(result: ProbeResult, console: Console) -> None:
     console.print(f"[bold {colour}]{escape(headline(result))}[/]")
     for reason in result.attribution.reasons:
         console.print(f"  - {escape(reason)}", highlight=False)
-    if confirmation(result.attribution.cause):
-        console.print(f"[bold]To make sure:[/] {escape(confirmation(result.attribution.cause))}", highlight=False)
+    if result.attribution.next_test:
+        console.print(f"[bold]Next test:[/] {escape(result.attribution.next_test)}", highlight=False)
     for why in result.recommendation.why:
         console.print(f"[bold]What to do:[/] {escape(why)}", highlight=False)
     if result.recommendation.yaml:
