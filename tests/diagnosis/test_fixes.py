@@ -57,6 +57,16 @@ def _yaml(engine: dict[str, Any]) -> str:
     return fix.yaml
 
 
+def test_a_run_that_recorded_no_settings_is_served_by_what_it_declares() -> None:
+    sides = {
+        "engine": {"dtype": "float32", "quantization": "int8", "kv_cache": "auto"},
+        "trainer": {"dtype": "float32"},
+    }
+    fix = fix_of("precision", {"declared": sides})
+    assert fix is not None and yaml.safe_load(fix.yaml) == {"engine": {"dtype": "float32"}}
+    assert "int8" in fix.text and "float16" not in fix.text
+
+
 def test_staleness_names_what_reuses_a_generation() -> None:
     settings = {"num_iterations": 2, "steps_per_generation": 8, "gradient_accumulation_steps": 2}
     fix = fix_of("policy_staleness", {"settings": settings})

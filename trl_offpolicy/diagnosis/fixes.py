@@ -37,13 +37,27 @@ def fix_of(cause: str, info: Mapping[str, Any] | None = None) -> Fix | None:
 
     Args:
         cause: name in :data:`.causes.CAUSES`; any other name has no fix.
-        info: ``run.json``; without its entry ``settings`` the fix is the one for any run.
+        info: ``run.json``; without its entries ``settings`` and ``declared`` the fix is the one for any run.
     """
     if cause not in CAUSES:
         return None
-    settings = (info or {}).get(SETTINGS)
+    settings = (info or {}).get(SETTINGS) or _declared(info or {})
     found = _FITTED[cause](settings) if settings and cause in _FITTED else None
     return found or Fix(CAUSES[cause].fix, CAUSES[cause].snippet)
+
+
+def _declared(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run without :data:`SETTINGS` declares of its precision, as settings; empty if it declares none."""
+    sides = info.get("declared") or {}
+    engine, trainer = sides.get("engine") or {}, sides.get("trainer") or {}
+    if not engine.get("dtype") or not trainer.get("dtype"):
+        return {}
+    own = {"dtype": engine["dtype"]}
+    if engine.get("quantization") not in (None, "none"):
+        own["weight_rounding"] = engine["quantization"]
+    if engine.get("kv_cache") not in (None, "auto"):
+        own["kv_cache_dtype"] = engine["kv_cache"]
+    return {"engine": own, "dtype": trainer["dtype"]}
 
 
 def _precision(settings: Mapping[str, Any]) -> Fix | None:

@@ -167,3 +167,22 @@ def test_one_bad_row_from_half_way_on_is_not_blamed_on_weights(write_run: Any) -
     assert rollouts is not None
     found = attribute_run(rollouts, {"declared": {"engine": SAME | {"weight_version": 0}, "trainer": SAME}})
     assert found is not None and found.cause not in ("stale_weights", "other_weights")
+
+
+def test_rounding_errors_that_change_with_the_policy_are_no_failing_syncs(write_run: Any) -> None:
+    """The quickstart's engine rounds to int8. As the policy grows certain its mismatch shrinks to a tenth."""
+    sizes = (0.3, 0.2, 0.3, 0.1, 0.03, 0.3, 0.03, 0.04, 0.03, 0.03)
+    parts = [rows(range(s, s + 1), drifted(size), seed=s) for s, size in enumerate(sizes)]
+    rollouts = read_rollouts(write_run(metrics(10), parts))
+    assert rollouts is not None and course_of(rollouts) is None
+    engine = SAME | {"quantization": "int8", "weight_version": 0}
+    found = attribute_run(rollouts, {"declared": {"engine": engine, "trainer": SAME | {"weight_version": 0}}})
+    assert found is not None and (found.cause, found.basis) == ("precision", "declared")
+
+
+def test_a_declared_difference_outranks_the_course_of_the_run(write_run: Any) -> None:
+    parts = [rows(range(s, s + 1), drifted(0.5 * (s % 2)), seed=s) for s in range(10)]
+    rollouts = read_rollouts(write_run(metrics(10), parts))
+    assert rollouts is not None
+    found = attribute_run(rollouts, {"declared": {"engine": SAME | {"quantization": "int8"}, "trainer": SAME}})
+    assert found is not None and found.cause == "precision"

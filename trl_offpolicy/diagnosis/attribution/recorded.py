@@ -25,10 +25,13 @@ from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows
 
 MOST_ROWS = 256
 """Completions looked at: the last ones."""
-GREW = 4.0
-"""Times the mean |log-ratio| of the steps that agree, above which a step does not."""
-SMALL_START, SMALLEST = 0.02, 1e-5
-"""The steps that agree are below the first, the steps that do not are above the second (mean |log-ratio|, nats)."""
+EXACT, LOW_PRECISION = 1e-4, 0.02
+"""Mean |log-ratio| (nats) up to which a step agrees, if float32 or else 16-bit arithmetic is the only difference."""
+GREW, GREW_BEYOND = 4.0, 20.0
+"""Times that of the steps that agree, above which a step does not; the second where they only agree in 16 bits. There
+the size of rounding errors changes with the policy as well."""
+SMALLEST = 1e-5
+"""Mean |log-ratio| (nats) that the steps that do not agree have at least."""
 GROWING, GROWING_RANK = 1.5, 0.5
 """The last third of the steps with a mismatch over the first third, and the rank correlation with the step, from which
 it grows."""
@@ -100,7 +103,8 @@ def attribute_run(
     if found.cause == "none" or course is None:
         return found
     whole = found.features.disagreeing_rows >= ALL_ROWS
-    if found.cause not in ("unknown", OTHER_WEIGHTS, *DIFFUSE) or not whole:
+    known = found.basis != "log-probs" and found.cause != "unknown"  # declared, or seen on both sides
+    if known or found.cause not in ("unknown", OTHER_WEIGHTS, *DIFFUSE) or not whole:
         return replace(found, reasons=(*found.reasons, course.text))
     if not (course.grows or course.comes_and_goes):
         return replace(found, reasons=(*found.reasons, course.text + ": look at what changed there"))
@@ -164,9 +168,10 @@ def course_of(rollouts: RecordedRollouts, steps: tuple[int, int] | None = None) 
     size = np.minimum(np.abs(rollouts.log_ratio), 1.0)
     sizes = np.array([float(np.nanmean(size[at == step])) for step in known])
     low, high = float(np.quantile(sizes, 0.1)), float(np.quantile(sizes, 0.9))
-    if not low < min(SMALL_START, high / GREW):
+    grew = GREW if low < EXACT else GREW_BEYOND
+    if not low < min(LOW_PRECISION, high / grew):
         return None
-    differs = sizes > max(GREW * low, SMALLEST)
+    differs = sizes > max(grew * low, SMALLEST)
     if not differs.any():
         return None
     begin = int(np.argmax(differs))
