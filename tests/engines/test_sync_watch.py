@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_model
 
 from trl_offpolicy.engines.rounding import WeightRounding
-from trl_offpolicy.engines.sync_watch import SAMPLE, Precision, SyncWatch, WatchedSource, _stride, torch_dtype
+from trl_offpolicy.engines.sync_watch import SAMPLE, Passed, Precision, SyncWatch, WatchedSource, _stride, torch_dtype
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
 
 BF16 = Precision(torch.bfloat16)
@@ -117,7 +117,7 @@ def test_outside_of_a_sync_nothing_is_looked_at():
     list(watch.passing(iter(weights().items())))
     assert watch.end().checksum is None
     watch.begin()
-    assert watch.end() == (None, None, None, None, None)
+    assert watch.end() == Passed()
 
 
 def test_the_sample_is_taken_before_the_weight_changes_in_place():
@@ -159,7 +159,8 @@ def test_an_adapter_that_is_sent_alone_is_watched():
     source.tensors = {"a.lora_A.weight": torch.ones(2, 4) + 1e-4}
     watch.begin(BF16)
     watched.adapter()
-    assert watch.end()[:2] == (1.0, 0.0)
+    found = watch.end()
+    assert (found.changed, found.visible) == (1.0, 0.0)
 
 
 def test_a_merged_adapter_changes_the_weights_that_it_adapts():
