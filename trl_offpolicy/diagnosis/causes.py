@@ -306,7 +306,7 @@ CAUSES: dict[str, Cause] = {
         "A",
         "Sums are taken in another order: tensor, sequence or expert parallelism, other batch sizes, other kernels. "
         "The mismatch looks like rounding and changes with the batch.",
-        "Probe the same prompts with two settings: trl-offpolicy probe --against OTHER.",
+        "Probe the same prompts twice, with the engine's parallelism or batch size changed in between, and compare.",
         "The same parallelism on both sides, batch-invariant kernels (VLLM_BATCH_INVARIANT=1), or a correction.",
     ),
 }

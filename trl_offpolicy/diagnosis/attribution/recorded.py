@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
-from trl_offpolicy.diagnosis.attribution.evidence import Declared, Seen, TokenEvidence, padded
+from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared, Seen, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import rank_correlation
 from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS
 from trl_offpolicy.diagnosis.causes import CAUSES
@@ -81,7 +81,7 @@ def recorded_evidence(
         engine=_declared(info, "engine"),
         trainer=_declared(info, "trainer"),
         seen=_seen(info),
-        compared=frozenset((info.get("effective") or {}).get("compared", ())),
+        compared=_compared(info),
         **extras,
     )
 
@@ -192,6 +192,11 @@ def _seen(info: Mapping[str, Any]) -> tuple[Seen, ...]:
     rows = (info.get("effective") or {}).get("differences", ())
     found = [row for row in rows if row.get("outcome") == "different" and row.get("cause")]
     return tuple(Seen(row["cause"], row["what"], row["engine"], row["trainer"]) for row in found)
+
+
+def _compared(info: Mapping[str, Any]) -> frozenset[Compared]:
+    """What was compared when the run began. Weights were not, so rounding that nobody declares is still possible."""
+    return frozenset((info.get("effective") or {}).get("compared", ())) - {"precision"}
 
 
 def _declared(info: Mapping[str, Any], side: str) -> Declared | None:
