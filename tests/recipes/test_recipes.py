@@ -34,6 +34,33 @@ def test_quickstart_runs_and_reports(tmp_path: Path) -> None:
     assert list((tmp_path / "rollouts.parquet").glob("part-*.parquet"))
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+def test_the_doctors_settings_remove_the_quickstarts_mismatch(tmp_path: Path) -> None:
+    """The settings that the doctor gives, put into the quickstart's own configuration."""
+    config = ROOT / "recipes" / "quickstart" / "config.yaml"
+    before = mismatch_of(config, tmp_path / "before")
+    doctor = [sys.executable, "-m", "trl_offpolicy", "doctor", str(tmp_path / "before"), "--json"]
+    said = json.loads(subprocess.run(doctor, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert said["attribution"]["cause"] == "precision"
+    changed = yaml.safe_load(config.read_text()) | yaml.safe_load(said["advice"]["yaml"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(changed))
+    after = mismatch_of(tmp_path / "config.yaml", tmp_path / "after")
+    assert before > 1e-4 and after < 1e-8  # nats per token: 8-bit weights; float32 on both sides
+
+
+def mismatch_of(config: Path, folder: Path) -> float:
+    """KL k3 of the second of two steps of the quickstart, nats per token."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "recipes/grpo.py", "--config", str(config)]
+    options = ["--max_steps", "2", "--output_dir", str(folder)]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found: float = [row["offpolicy/mismatch/kl_k3"] for row in rows if "offpolicy/mismatch/kl_k3" in row][-1]
+    return found
+
+
 @pytest.mark.parametrize("recipe", ["quickstart", "objectives"])
 def test_recipes_describe_an_objective(recipe: str, tmp_path: Path) -> None:
     spec = yaml.safe_load((ROOT / "recipes" / recipe / "config.yaml").read_text())
