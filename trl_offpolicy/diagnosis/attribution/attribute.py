@@ -23,6 +23,7 @@ from trl_offpolicy.diagnosis.attribution.signatures import (
     Signature,
     read_signatures,
 )
+from trl_offpolicy.diagnosis.causes import CAUSES
 
 Basis = Literal["seen", "tested", "declared", "log-probs"]
 REMOVED = 0.25
@@ -41,7 +42,8 @@ class Attribution:
         cause: name in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`; "none" = no mismatch above the noise floor,
             "unknown" = nothing that was seen or tested explains it.
         coarse: the same, but stale weights, wrong adapter and policy staleness are all "other_weights".
-        confidence: 0 to 1, the share of such answers that were right in ``benchmarks/faults``; 0 for "unknown".
+        confidence: 0 to 1, set by hand for each kind of answer; ``benchmarks/faults`` shows how many of the answers of
+            each confidence were right. 0 for "unknown".
         runner_up: the next best cause, or None.
         reasons: sentences with the numbers.
         features: features of the log-probs.
@@ -101,7 +103,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     signatures = [s for s in read_signatures(features, limits) if not _impossible(evidence, s.cause)]
     answers = [
         *_seen(evidence),
-        *_tested(evidence, features, signatures),
+        *_tested(evidence),
         *_by_trace(evidence, features, signatures),
     ]
     answers.sort(key=lambda one: -one.confidence)
@@ -153,8 +155,6 @@ def _unknown(answers: Sequence[_Answer]) -> _Answer:
 
 
 def _next_test(evidence: TokenEvidence, chosen: _Answer, runner: _Answer | None) -> str:
-    from trl_offpolicy.diagnosis.causes import CAUSES
-
     if chosen.cause == "none" or chosen.basis == "seen":
         return ""
     if chosen.cause in CAUSES:
@@ -188,7 +188,7 @@ CONFIDENCE = {
     "prompt_difference": 0.3,
     OTHER_WEIGHTS: 0.45,
 }
-"""Share of the answers from log-probs alone that are right, by cause."""
+"""Confidence in answers from log-probs alone, by cause; set by hand on the tune side of ``benchmarks/faults``."""
 SEEN = {"precision": 0.8, "parallelism": 0.4}
 """The same for a difference that was seen: these two are there in many healthy runs, any other is the cause."""
 DECLARED_EQUAL = 0.7
@@ -243,7 +243,7 @@ def _seen(evidence: TokenEvidence) -> list[_Answer]:
 # --------------------------------------------------------------------------------------------------- what was tested
 
 
-def _tested(evidence: TokenEvidence, features: Features, signatures: Sequence[Signature]) -> list[_Answer]:
+def _tested(evidence: TokenEvidence) -> list[_Answer]:
     """The tests with the model, the best one of each cause."""
     if REFERENCE not in evidence.tested:
         return []

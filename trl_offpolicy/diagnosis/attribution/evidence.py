@@ -168,6 +168,11 @@ class TokenEvidence:
         return observed
 
     @property
+    def log_ratio(self) -> Floats:
+        """(B, T) log(old / mu) of the observed tokens, nats; NaN elsewhere."""
+        return np.where(self.observed, self.old_per_token_logps - self.sampling_per_token_logps, np.nan)
+
+    @property
     def level(self) -> Level:
         """The highest level that the evidence reaches: log-probs, with configuration, or with tested hypotheses."""
         if self.tested:

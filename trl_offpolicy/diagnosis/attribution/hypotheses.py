@@ -155,6 +155,8 @@ class _Search:
         note("plain scoring")
         (self.plain,) = bench.score(self.rows, width=self.width)
         self.tested: dict[str, Floats] = {REFERENCE: self.plain.logps}
+        self.left: dict[str, float] = {}
+        """Share of the mismatch that each test leaves, by its name without the side."""
         self.evidence = evidence
         self.side = at_fault(evidence, self.plain.logps)
         self.target = evidence.sampling_per_token_logps
@@ -163,15 +165,17 @@ class _Search:
 
     def add(self, name: str, logps: Floats) -> float:
         """Keep a result; returns the share of the mismatch that it leaves."""
-        self.tested[f"{self.side}:{name}"] = logps
-        return left_share(replace(self.evidence, tested=self.tested), f"{self.side}:{name}")
+        key = f"{self.side}:{name}"
+        self.tested[key] = logps
+        # This test alone beside the plain scores: the others do not change what it leaves.
+        alone = replace(self.evidence, tested={REFERENCE: self.plain.logps, key: logps})
+        self.left[name] = left_share(alone, key)
+        return self.left[name]
 
     def best(self) -> tuple[float, str]:
         """Share left by the best test, and its name without the side."""
-        seen = replace(self.evidence, tested=self.tested)
-        left = {name: left_share(seen, name) for name in self.tested if name != REFERENCE}
-        name = min(left, key=lambda one: left[one], default="")
-        return (left[name], name.partition(":")[2]) if name else (1.0, "")
+        name = min(self.left, key=lambda one: self.left[one], default="")
+        return self.left.get(name, 1.0), name
 
     @property
     def solved(self) -> bool:
@@ -254,8 +258,7 @@ def _fit_in_part(change: Array, d: Array, scale: tuple[float, float]) -> float:
 
 def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
     """The rows with most disagreement and, for a quarter of ``count``, rows that are spread over the batch."""
-    gap = np.where(evidence.observed, evidence.old_per_token_logps - evidence.sampling_per_token_logps, np.nan)
-    size = np.nansum(np.clip(gap, -20, 20) ** 2, axis=1)
+    size = np.nansum(np.clip(evidence.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO) ** 2, axis=1)
     # The spread rows show what is the same everywhere. The rows with most disagreement show the fault.
     order = np.argsort(-size, kind="stable").tolist()
     spread = np.linspace(0, len(size) - 1, max(1, count // 4)).astype(int).tolist()
@@ -314,8 +317,8 @@ def _swaps(search: _Search, reference: Floats) -> dict[str, Floats]:
 
 
 def _disagreeing(evidence: TokenEvidence) -> Any:
-    gap = np.where(evidence.observed, evidence.old_per_token_logps - evidence.sampling_per_token_logps, np.nan)
-    return disagreeing_rows(np.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO), min(noise_rms(evidence), 1e-3))
+    gap = np.clip(evidence.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return disagreeing_rows(gap, min(noise_rms(evidence), 1e-3))
 
 
 # --------------------------------------------------------------------------------------------- tests of one forward
@@ -515,9 +518,8 @@ def _test_pairs(search: _Search) -> None:
     changes, head = _changes(search), _head_of(name, search.bench.head)
     if head is None and (name not in changes or changes[name].layout is not None):
         return
-    seen = replace(search.evidence, tested=search.tested)
     left = {
-        other: left_share(seen, f"{search.side}:{other}")
+        other: search.left[other]
         for other, change in changes.items()
         if other.split(":")[0] != name.split(":")[0] and change.layout is None
     }

@@ -111,8 +111,7 @@ def _repair(attribution: Attribution, pearson: float, kl: float, limits: Thresho
 def _correct(
     evidence: TokenEvidence, attribution: Attribution, metrics: Mapping[str, float], limits: Thresholds
 ) -> Recommendation:
-    gap: Array = evidence.old_per_token_logps - evidence.sampling_per_token_logps
-    log_ratio = np.where(evidence.observed, gap, np.nan)
+    log_ratio = evidence.log_ratio
     cap, band = token_cap(log_ratio), geometric_band(log_ratio)
     chi2, ess = metrics["mismatch/chi2_token"], metrics["weight_applied/ess_token"]
     if chi2 > limits.chi2_high or ess < limits.ess_healthy:

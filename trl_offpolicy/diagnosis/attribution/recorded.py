@@ -42,7 +42,7 @@ LEAST_STEPS = 4
 ALL_ROWS = 0.7
 """Least share of rows that disagree: other weights change every row."""
 COURSE_CONFIDENCE = 0.8
-"""Share of such answers that are right."""
+"""Confidence in such an answer, set by hand."""
 _EXTRAS = (COMPLETION_IDS, COMPLETION_MASK, GROUP_ID, ENTROPIES, POLICY_VERSION, POLICY_VERSIONS)
 
 
