@@ -12,10 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
 from lightning_module.streams import MicroStep
+from trl_offpolicy.diagnosis.fixes import LIGHTNING
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.run_folder.declared import declared_sides
-from trl_offpolicy.run_folder.layout import EVAL_PREFIX
+from trl_offpolicy.run_folder.layout import EVAL_PREFIX, SETTINGS
 from trl_offpolicy.run_folder.syncs import append_sync
 from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
@@ -135,6 +136,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
         "engine": engine if isinstance(engine, str | dict) else type(engine).__name__,
         "trainer": f"lightning, {type(trainer.strategy).__name__}, {trainer.world_size} processes",
         "control": repr(module.control.spec),
+        SETTINGS: settings_of(trainer, module),
         "declared": declared_sides(
             module.policy,
             engine=engine if isinstance(engine, dict) else {},
@@ -145,3 +147,23 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
             None if asked is None else asked(), module.policy, module.generation.prompts.tokenizer
         ),
     }
+
+
+def settings_of(trainer: Trainer, module: Any) -> dict[str, Any]:
+    """The settings by which the doctor fits its fix to the run, under the names that the TRL trainer gives them."""
+    given, data = module.settings, trainer.datamodule  # type: ignore[attr-defined]
+    adapter = given["adapter"] if isinstance(given["adapter"], dict) else {}
+    found = {
+        "framework": LIGHTNING,
+        "engine": given["engine"],
+        "dtype": str((given["model_options"] or {}).get("dtype", "float32")),
+        "bf16": str(trainer.precision).startswith("bf16"),
+        "fp16": str(trainer.precision).startswith("16"),
+        "learning_rate": given["learning_rate"],
+        "lora_dropout": adapter.get("lora_dropout"),
+        "num_iterations": getattr(data, "num_iterations", None),
+        "steps_per_generation": getattr(data, "steps_per_generation", None),
+        "gradient_accumulation_steps": trainer.accumulate_grad_batches,
+        **{name: getattr(module.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+    }
+    return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool | dict)}

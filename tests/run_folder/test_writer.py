@@ -319,4 +319,8 @@ def test_columns_of_a_part_are_those_of_the_layout(tmp_path):
     writer.add(0, **rollout())
     writer.flush()
 
-    assert list(pd.read_parquet(tmp_path / "rollouts.parquet")) == [*layout.ROW_COLUMNS, *layout.TOKEN_COLUMNS]
+    assert list(pd.read_parquet(tmp_path / "rollouts.parquet")) == [
+        *layout.ROW_COLUMNS,
+        *layout.TOKEN_COLUMNS,
+        *layout.PROMPT_COLUMNS,
+    ]

@@ -25,7 +25,7 @@ from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 COLUMNS = {
     "step", "policy_version", "prompt", "completion", "reward", "advantage", "group_id", "completion_ids",
     "completion_mask", "sampling_per_token_logps", "old_per_token_logps", "entropies", "weights", "keep_mask",
-    "policy_versions",
+    "policy_versions", "prompt_ids",
 }  # fmt: skip
 
 

@@ -77,6 +77,12 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument(
         "--loss", metavar="NAME", help="policy loss of another framework's run, in its words: some metrics need it"
     )
+    parser.add_argument(
+        "--model",
+        metavar="PATH|auto",
+        help="score recorded tokens again and test causes, with the model that the run began with and the checkpoints "
+        "in RUN_DIR; auto = the model that run.json names, if it is on this machine (default: no test)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--fail-on",
@@ -95,7 +101,13 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
         if args.window < 1:
             raise ValueError(f"--window must be at least 1, but got {args.window}.")
         thresholds = _thresholds(args.threshold)
-        seen = examine(args.run_dir, thresholds, window=args.window, others=args.others, loss=args.loss)
+        if args.model is not None:
+            _quiet_loaders()
+        with _status_line() as note:
+            seen = examine(
+                args.run_dir, thresholds, window=args.window, others=args.others, loss=args.loss, model=args.model,
+                note=note,
+            )  # fmt: skip
         if args.json:
             print(json.dumps(seen.as_dict(), indent=2))
         else:
@@ -107,6 +119,15 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
         return _status(seen.diagnosis.verdict, args.fail_on)
 
     return run
+
+
+@contextmanager
+def _status_line() -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done, on a terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading") as status:
+        yield status.update
 
 
 def _status(verdict: Verdict, fail_on: Severity | None) -> int:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution
 from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
-from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
+from trl_offpolicy.diagnosis.attribution.recorded import attribute_run, course_of
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.fixes import fix_of
 from trl_offpolicy.diagnosis.lags import LAG_TITLES, LagTable, lag_table
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
+from trl_offpolicy.diagnosis.rescoring.rescore import OpenBench, has_grown, merged, rescore_run, sources_of
+from trl_offpolicy.diagnosis.sync_record import describe_syncs, seen_in_syncs
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.advice import Advice, advise
 from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
 from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
 from trl_offpolicy.diagnosis.verdict.sga import Cell
+from trl_offpolicy.engines.engine import SyncReport
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
+from trl_offpolicy.run_folder.syncs import read_syncs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +51,8 @@ class Examination:
         remarks: sentences on other frameworks' metric names that differ slightly from this kit's.
         by_lag: log-ratios, ESS and clips of the judged steps by version lag; None = none were logged.
         advice: one configuration for all findings, in the keys of the framework that logged them; None = no finding.
+        syncs: what the recorded weight syncs show, in a sentence; may be empty.
+        hint: how to have causes tested with the model, or why they were not; may be empty.
     """
 
     metrics: Path
@@ -60,6 +66,8 @@ class Examination:
     info: Mapping[str, Any] = field(default_factory=dict)
     by_lag: LagTable | None = None
     advice: Advice | None = None
+    syncs: str = ""
+    hint: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that was found as plain values, for JSON."""
@@ -76,6 +84,8 @@ class Examination:
             "attribution": attribution,
             "by_lag": None if self.by_lag is None else self.by_lag.as_dict(),
             "advice": None if self.advice is None else asdict(self.advice),
+            "syncs": self.syncs,
+            "hint": self.hint,
         }
 
 
@@ -86,6 +96,8 @@ def examine(
     window: int = WINDOW,
     others: Sequence[str] = (),
     loss: str | None = None,
+    model: str | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Examination:
     """Read a run and judge it.
 
@@ -97,9 +109,12 @@ def examine(
         others: packages to ask as well, from :data:`~.other_doctors.OTHER_DOCTORS`.
         loss: policy loss of another framework's run (:data:`~trl_offpolicy.run_folder.names.LOSSES`), on which some of
             its metrics depend.
+        model: the model that the run began with, to test causes on recorded tokens; "auto" = what ``run.json`` and the
+            checkpoints in the folder name, if it is on this machine; None = causes are not tested.
+        note: called with the name of what is being tested.
 
     Raises:
-        FileNotFoundError: there are no metrics.
+        FileNotFoundError: there are no metrics, or ``model`` is given and not on this machine.
         ValueError: there is no training row, or a name in ``others`` or ``loss`` is unknown.
         ModuleNotFoundError: a package in ``others`` is not installed.
     """
@@ -110,7 +125,11 @@ def examine(
     log, rollouts = read_metrics(path, loss), read_rollouts(path.parent)
     info = read_run_info(path.parent)
     opinions = tuple(OTHER_DOCTORS[name](path) for name in others)
-    return judge(log, rollouts, info, thresholds or Thresholds(), path=path, window=window, opinions=opinions)
+    sources = None if model is None else sources_of(path.parent, info, model)
+    return judge(
+        log, rollouts, info, thresholds or Thresholds(), path=path, window=window, opinions=opinions,
+        syncs=read_syncs(path.parent), sources=sources, note=note,
+    )  # fmt: skip
 
 
 def judge(
@@ -122,10 +141,25 @@ def judge(
     path: Path,
     window: int = WINDOW,
     opinions: tuple[Opinion, ...] = (),
+    syncs: Sequence[SyncReport] = (),
+    sources: Mapping[int, OpenBench] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Examination:
-    """:func:`examine` on files that were read already."""
+    """:func:`examine` on files that were read already.
+
+    ``sources`` opens the models that are at hand, by their step (:func:`.rescoring.rescore.sources_of`); None = none
+    was asked for.
+    """
     found = diagnose(log, thresholds, window=window)
-    attribution = _attribution(found, rollouts, info)
+    seen = seen_in_syncs(syncs, rollouts)
+    attribution = None if rollouts is None else attribute_run(rollouts, info, steps=found.steps, seen=seen)
+    if attribution is not None and attribution.cause == "none":
+        attribution = None  # also where the verdict is "ok": a small mismatch may have a simple cause
+    rescored = None
+    if attribution is not None and rollouts is not None and sources:
+        rescored = rescore_run(rollouts, info, sources, course=course_of(rollouts, found.steps), note=note)
+    if attribution is not None and rollouts is not None and rescored is not None:
+        attribution = merged(attribution, rescored, grown=has_grown(rollouts, rescored, found.steps))
     return Examination(
         metrics=path,
         frameworks=log.frameworks,
@@ -138,7 +172,23 @@ def judge(
         info=info,
         by_lag=lag_table(log, found.steps),
         advice=_advice(found, attribution, log.frameworks, info),
+        syncs=describe_syncs(syncs),
+        hint="" if attribution is None or rescored is not None else _hint(sources, path),
     )
+
+
+def _hint(sources: Mapping[int, OpenBench] | None, path: Path) -> str:
+    """Why causes were not tested with the model, and what to do about it."""
+    if sources is None:
+        folder = path.parent if path.suffix else path
+        return (
+            "Causes were not tested with the model. With its weights on this machine: "
+            f"trl-offpolicy doctor {folder} --model auto (or the model that the run began with)."
+        )
+    if not sources:
+        return "The run's model is not on this machine, so causes were not tested with it: --model FOLDER."
+    steps = ", ".join(map(str, sources))
+    return f"No recorded prompt was sampled by the weights at hand (those after steps {steps}): nothing was tested."
 
 
 def _advice(
@@ -149,12 +199,6 @@ def _advice(
     if attribution is not None and attribution.cause in CAUSES:
         causes = [attribution.cause, *(one for one in causes if one != "engine_mismatch")]
     return advise(causes, frameworks, info) if causes else None
-
-
-def _attribution(found: Diagnosis, rollouts: RecordedRollouts | None, info: Mapping[str, Any]) -> Attribution | None:
-    """Why engine and trainer differ, also where the verdict is "ok": a small mismatch may have a simple cause."""
-    seen = None if rollouts is None else attribute_run(rollouts, info, steps=found.steps)
-    return None if seen is None or seen.cause == "none" else seen
 
 
 def print_examination(seen: Examination, console: Console | None = None) -> None:
@@ -174,7 +218,9 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
     if found.cell is not None and found.findings:
         out.print(f"[bold]bias and variance[/]: {escape(describe_cell(found.cell))}\n")
     if seen.attribution is not None:
-        out.print("[bold]why engine and trainer differ[/], from the recorded tokens")
+        tested = seen.attribution.level == "logps+model"
+        how = "scored again with the model" if tested else "and no test with the model"
+        out.print(f"[bold]why engine and trainer differ[/], from the recorded tokens {how}")
         _print_fields(out, describe_attribution(seen.attribution, seen.info))
     if seen.by_lag is not None and seen.by_lag.stale:
         _print_lags(out, seen.by_lag)
@@ -192,6 +238,9 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
             _print_fields(out, {severity: title, "advice": advice})
     for remark in seen.remarks:
         out.print(f"[dim]{escape(remark)}[/]")
+    for text in (seen.syncs, seen.hint):
+        if text:
+            out.print(escape(text), soft_wrap=True)
     if found.unknown:
         out.print(f"Not judged, because nothing was logged for it: {escape(', '.join(found.unknown))}.")
 
@@ -212,6 +261,9 @@ def describe_attribution(found: Attribution, info: Mapping[str, Any] | None = No
         "because": "; ".join(found.reasons),
         "check": found.next_test,
     }
+    if found.parts:
+        shares = (f"{name.replace('_', ' ')} {share:.0%}" for name, share in found.parts)
+        fields["parts"] = f"{', '.join(shares)} of the mismatch"
     return fields if fix is None else fields | {"fix": fix.text}
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.run_folder.layout import SETTINGS
 
-SETTINGS = "settings"
-"""Entry of ``run.json`` with the settings of the run, by their names in YAML."""
 ROUNDED = ("weight_rounding", "quantization")
 LOW = ("bfloat16", "float16", "half", "auto")
 
@@ -43,7 +42,61 @@ def fix_of(cause: str, info: Mapping[str, Any] | None = None) -> Fix | None:
         return None
     settings = (info or {}).get(SETTINGS) or _declared(info or {})
     found = _FITTED[cause](settings) if settings and cause in _FITTED else None
+    if settings.get("framework") == LIGHTNING:
+        if found is not None:
+            return Fix(found.text, in_lightning(found.yaml))
+        return Fix(CAUSES[cause].fix, in_lightning(CAUSES[cause].snippet, settings.get("engine")))
     return found or Fix(CAUSES[cause].fix, CAUSES[cause].snippet)
+
+
+LIGHTNING = "lightning"
+"""Framework of a run whose settings lie in the sections ``model``, ``data`` and ``trainer`` of its configuration."""
+_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "offpolicy": ("model", "correction"),
+    "engine": ("model", "engine"),
+    "control": ("model", "control"),
+    "learning_rate": ("model", "learning_rate"),
+    "lora_dropout": ("model", "adapter", "lora_dropout"),
+    "generation_kwargs": ("model", "sampling", "extra"),
+    **{name: ("model", "sampling", name) for name in ("temperature", "top_p", "top_k", "min_p")},
+    **{name: ("data", name) for name in ("num_iterations", "steps_per_generation")},
+}
+"""Setting of the TRL trainer -> where it lies in a configuration of Lightning."""
+_ELSEWHERE = {"check_sync": ("model", "sync_check")}
+"""The same of what the TRL trainer has in ``engine``. Its other options of an engine alone have no counterpart."""
+_TRL_ENGINE = ("check_sync", "transfer", "logprobs_mode")
+
+
+def in_lightning(text: str, engine: Any = None) -> str:
+    r"""Settings of the TRL trainer as those of the Lightning trainer, a line for each section.
+
+    Args:
+        text: YAML.
+        engine: options of the run's engine that stay as they are: a configuration replaces ``model.engine`` as a whole.
+
+    Example:
+        >>> in_lightning("offpolicy: paper/tis\nnum_iterations: 1\n")
+        'model: {correction: paper/tis}\ndata: {num_iterations: 1}\n'
+    """
+    import yaml
+
+    nested: dict[str, Any] = {}
+    settings = dict(yaml.safe_load(text) or {})
+    asked = settings.pop("engine", {})
+    own = {name: asked.pop(name) for name in _TRL_ENGINE if name in asked}
+    _put(nested, {_ELSEWHERE[name]: value for name, value in own.items() if name in _ELSEWHERE})
+    if asked:
+        settings["engine"] = {**(engine if isinstance(engine, dict) else {}), **asked}
+    _put(nested, {_SECTIONS[name]: value for name, value in settings.items() if name in _SECTIONS})
+    return "".join(_yaml(section, nested[section]) for section in ("model", "data") if section in nested)
+
+
+def _put(nested: dict[str, Any], values: Mapping[tuple[str, ...], Any]) -> None:
+    for path, value in values.items():
+        place = nested
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+        place[path[-1]] = value
 
 
 def _declared(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,4 +176,5 @@ _FITTED: Mapping[str, Callable[[Mapping[str, Any]], Fix | None]] = {
 def _yaml(name: str, value: Mapping[str, Any]) -> str:
     import yaml
 
-    return yaml.safe_dump({name: dict(value)}, default_flow_style=None, sort_keys=False, width=200)
+    flow = yaml.safe_dump(dict(value), default_flow_style=True, sort_keys=False, width=10_000).strip()
+    return f"{name}: {flow}\n"

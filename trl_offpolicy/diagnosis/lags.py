@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from trl_offpolicy.diagnosis.attribution.by_lag import LagShares, lag_shares
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.functional.lags import LAG_NAMES
 from trl_offpolicy.run_folder.layout import STEP
@@ -63,7 +64,17 @@ class LagTable:
         if old is None or old.abs_log_ratio is None:
             return said
         lag = old.lag.replace("_", " ")
-        return f"{said} At lag {lag} it is {format_number(old.abs_log_ratio)}; what is beyond lag 0 is staleness."
+        said = f"{said} At lag {lag} it is {format_number(old.abs_log_ratio)}; what is beyond lag 0 is staleness."
+        shares = self.shares
+        return said if shares is None else f"{said} {shares.text[0].upper()}{shares.text[1:]}."
+
+    @property
+    def shares(self) -> LagShares | None:
+        """Engine mismatch and staleness, of the squares of the mean |log-ratio|; None if they cannot be told apart."""
+        known = [(place, row) for place, name in enumerate(LAG_NAMES) for row in self.rows if row.lag == name]
+        return lag_shares(
+            (place, float(row.tokens), row.abs_log_ratio**2) for place, row in known if row.abs_log_ratio is not None
+        )
 
     def as_dict(self) -> list[dict[str, object]]:
         """The rows as plain values, for JSON."""

@@ -57,6 +57,9 @@ def step_of_part(part: Path) -> int:
     return int(part.name.split("-")[1])
 
 
+SETTINGS = "settings"
+"""Entry of ``run.json`` with the settings of the run, by their names in YAML: the doctor fits its fix to them."""
+
 # -------------------------------------------------------------------------------------------------- rows of the metrics
 
 STEP = "step"
@@ -69,6 +72,7 @@ EVAL_PREFIX = "eval_"
 # ---------------------------------------------------------------------------------------------- columns of the rollouts
 
 PROMPT = "prompt"
+PROMPT_IDS = "prompt_ids"
 COMPLETION = "completion"
 REWARD = "reward"
 ADVANTAGE = "advantage"
@@ -93,6 +97,8 @@ ROW_COLUMNS = {
     GROUP_ID: "int64",
 }
 """Columns with one value per completion, and their types in Parquet."""
+PROMPT_COLUMNS = {PROMPT_IDS: "int64"}
+"""Columns with one list per completion, which has one entry per token of its prompt, and the types of the entries."""
 TOKEN_COLUMNS = {
     COMPLETION_IDS: "int64",
     COMPLETION_MASK: "bool",

@@ -157,7 +157,8 @@ class RolloutRecorder:
             for name in layout.TOKEN_COLUMNS:
                 value = host.get(name)
                 row[name] = None if value is None else value[i][inside].tolist()
-            row[layout.PROMPT] = self._decode(prompt_ids[i][prompt_mask[i].bool()].tolist())
+            row[layout.PROMPT_IDS] = prompt_ids[i][prompt_mask[i].bool()].tolist()
+            row[layout.PROMPT] = self._decode(row[layout.PROMPT_IDS])
             row[layout.COMPLETION] = self._decode(row[layout.COMPLETION_IDS])
             rows.append(row)
         return rows
@@ -167,7 +168,8 @@ def _schema() -> Any:
     import pyarrow as pa
 
     rows = {name: pa.type_for_alias(kind) for name, kind in layout.ROW_COLUMNS.items()}
-    return pa.schema(rows | {name: pa.list_(pa.type_for_alias(kind)) for name, kind in layout.TOKEN_COLUMNS.items()})
+    lists = layout.TOKEN_COLUMNS | layout.PROMPT_COLUMNS
+    return pa.schema(rows | {name: pa.list_(pa.type_for_alias(kind)) for name, kind in lists.items()})
 
 
 def run_versions() -> dict[str, str]:

@@ -10,10 +10,11 @@ from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.presets import Preset
 from trl_offpolicy.run_folder.declared import declared_sides
+from trl_offpolicy.run_folder.layout import SETTINGS
 from trl_offpolicy.trl.checks import sampling_findings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
-SETTINGS = (
+RECORDED = (
     "engine", "bf16", "fp16", "use_cpu", "temperature", "top_p", "top_k", "min_p", "disable_dropout", "num_iterations",
     "steps_per_generation", "gradient_accumulation_steps", "learning_rate", "loss_type", "async_rollouts",
 )  # fmt: skip
@@ -21,8 +22,8 @@ SETTINGS = (
 
 
 def settings_of(args: OffPolicyGRPOConfig) -> dict[str, Any]:
-    """The run's :data:`SETTINGS` as plain values, under their names in YAML."""
-    found = {name: getattr(args, name, None) for name in SETTINGS}
+    """The run's :data:`RECORDED` settings as plain values, under their names in YAML."""
+    found = {name: getattr(args, name, None) for name in RECORDED}
     return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool | dict)}
 
 
@@ -45,7 +46,7 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
         "routing_replay": args.routing_replay,
         "control": repr(args.control_spec),
         "sampling_states": described(findings),
-        "settings": settings_of(args),
+        SETTINGS: settings_of(args),
         "declared": declared_sides(
             model,
             engine=engine,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
+from trl_offpolicy.diagnosis.attribution.by_lag import recorded_shares
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared, Seen, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import rank_correlation
 from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS
@@ -43,6 +44,10 @@ ALL_ROWS = 0.7
 """Least share of rows that disagree: other weights change every row."""
 COURSE_CONFIDENCE = 0.8
 """Confidence in such an answer, set by hand."""
+LEAST_STALENESS = 0.1
+"""Share of the mismatch that older weights must add to be told apart from chance."""
+LAG_CONFIDENCE = 0.85
+"""Confidence that it is staleness where most of the mismatch is absent at lag 0, set by hand."""
 _EXTRAS = (COMPLETION_IDS, COMPLETION_MASK, GROUP_ID, ENTROPIES, POLICY_VERSION, POLICY_VERSIONS)
 
 
@@ -67,8 +72,17 @@ def recorded_evidence(
         wanted = wanted[(rollouts.steps[wanted] >= steps[0] - 1) & (rollouts.steps[wanted] <= steps[1])]
     chosen = wanted if only is None else wanted[np.isin(rollouts.steps[wanted], only)]
     wanted = (chosen if chosen.size else wanted)[-MOST_ROWS:]
-    if not wanted.size:
-        return None
+    return evidence_of_rows(rollouts, info, wanted) if wanted.size else None
+
+
+def evidence_of_rows(rollouts: RecordedRollouts, info: Mapping[str, Any], wanted: Any) -> TokenEvidence:
+    """Some recorded completions as evidence.
+
+    Args:
+        rollouts: rollouts of the run.
+        info: ``run.json``.
+        wanted: rows with an observed token, ascending.
+    """
     token = np.isin(rollouts.row, wanted)
     row, position = np.searchsorted(wanted, rollouts.row[token]), rollouts.position[token]
     shape = (len(wanted), int(position.max()) + 1)
@@ -87,21 +101,64 @@ def recorded_evidence(
 
 
 def attribute_run(
-    rollouts: RecordedRollouts, info: Mapping[str, Any], *, steps: tuple[int, int] | None = None
+    rollouts: RecordedRollouts,
+    info: Mapping[str, Any],
+    *,
+    steps: tuple[int, int] | None = None,
+    seen: Sequence[Seen] = (),
 ) -> Attribution | None:
     """Why engine and trainer differ in the judged steps; None if no token has both log-probs.
 
     The course of the run counts as well. Different settings show from the first step on, and a change of a setting as a
     jump. Weights that do not arrive show as a mismatch of all tokens that begins at nothing and grows with the updates,
-    or that comes and goes. This decides only where the tokens themselves do not.
+    or that comes and goes. This decides only where the tokens themselves do not. Where tokens of several version lags
+    were recorded, what tokens of lag 0 do not have is staleness.
+
+    Args:
+        rollouts: rollouts of the run.
+        info: ``run.json``.
+        steps: optimizer steps (first, last) that are judged; None = all.
+        seen: differences that something else of the run proves (:func:`.sync_record.seen_in_syncs`).
     """
     course = course_of(rollouts, steps)
     evidence = recorded_evidence(rollouts, info, steps=steps, only=None if course is None else course.differing)
     if evidence is None:
         return None
+    evidence = replace(evidence, seen=(*evidence.seen, *seen))
     found = attribute(evidence)
-    if found.cause == "none" or course is None:
+    if found.cause == "none":
         return found
+    by_lag = _by_lag(evidence, found)
+    if by_lag is not None:
+        return by_lag
+    return found if course is None else _with_course(found, course, evidence)
+
+
+def _by_lag(evidence: TokenEvidence, found: Attribution) -> Attribution | None:
+    """The answer with what version lags tell; None if they tell nothing, or something was seen."""
+    shares = recorded_shares(evidence)
+    if shares is None or shares.staleness < LEAST_STALENESS or found.basis == "seen":
+        return None
+    assert evidence.version_lags is not None
+    fresh = attribute(replace(evidence, completion_mask=evidence.completion_mask & (evidence.version_lags == 0)))
+    parts = {"policy_staleness": shares.staleness, fresh.cause: shares.mismatch}
+    if shares.staleness < 0.5:
+        stale = "policy_staleness" if fresh.cause != "policy_staleness" else None
+        return replace(
+            fresh, runner_up=stale or fresh.runner_up, parts=tuple(reversed(parts.items())),
+            reasons=(*fresh.reasons, shares.text),
+        )  # fmt: skip
+    also = () if fresh.cause in ("none", "policy_staleness") else (f"at lag 0: {fresh.reasons[0]}",)
+    return replace(
+        found, cause="policy_staleness", coarse=OTHER_WEIGHTS, confidence=LAG_CONFIDENCE, detail="",
+        runner_up=found.runner_up if fresh.cause == "none" else fresh.cause, basis="log-probs",
+        explained=shares.staleness, parts=() if fresh.cause == "none" else tuple(parts.items()),
+        reasons=(shares.text, *also), next_test=CAUSES["policy_staleness"].confirm,
+    )  # fmt: skip
+
+
+def _with_course(found: Attribution, course: Course, evidence: TokenEvidence) -> Attribution:
+    """The answer with the course of the run."""
     whole = found.features.disagreeing_rows >= ALL_ROWS
     known = found.basis != "log-probs" and found.cause != "unknown"  # declared, or seen on both sides
     if known or found.cause not in ("unknown", OTHER_WEIGHTS, *DIFFUSE) or not whole:

@@ -19,11 +19,13 @@ from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.run_folder.layout import REPORT_FILE
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
+from trl_offpolicy.run_folder.syncs import read_syncs
 
 _LABELS = {
     "likely": "likely cause",
     "because": "why",
     "check": "how to make sure",
+    "parts": "shares",
     "fix": "what to do",
     "yaml": "setting",
 }
@@ -49,7 +51,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
     summary = summarize_log(log, run_dir)
     rollouts = read_rollouts(run_dir)
     info = read_run_info(run_dir)
-    seen = judge(log, rollouts, info, Thresholds(), path=Path(run_dir))
+    seen = judge(log, rollouts, info, Thresholds(), path=Path(run_dir), syncs=read_syncs(run_dir))
     attribution = None
     if seen.attribution is not None:
         attribution = {_LABELS[name]: text for name, text in describe_attribution(seen.attribution, info).items()}

@@ -1,0 +1,67 @@
+"""Other renderings of recorded prompts: the chat of each is read back from its text, and rendered in other ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from trl_offpolicy.engines.hf import Ids
+
+_SYSTEM, _USER = "@@system@@", "@@user@@"
+Chat = list[dict[str, str]]
+
+
+def other_renderings(tokenizer: Any, texts: Sequence[str], ids: Ids) -> dict[str, Ids]:
+    """Token ids of the prompts in other renderings, by name; empty if a prompt is no chat of one question.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: the prompts as they were rendered, special tokens included.
+        ids: their token ids.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return {}
+    chats = [_chat_of(tokenizer, text) for text in texts]
+    if any(chat is None for chat in chats):
+        return {}
+    found: dict[str, list[list[int]]] = {}
+    for name, others in _others([chat for chat in chats if chat is not None]).items():
+        try:
+            found[name] = [_ids(tokenizer, chat, generation=name != NO_GENERATION) for chat in others]
+        except Exception:  # templates are programs, and refuse what their author did not foresee
+            continue
+    found[NO_TEMPLATE] = [list(tokenizer(chat[-1]["content"])["input_ids"]) for chat in chats if chat is not None]
+    return {name: rows for name, rows in found.items() if all(rows) and rows != [list(row) for row in ids]}
+
+
+NO_GENERATION, NO_TEMPLATE = "no generation prompt", "no chat template"
+
+
+def _others(chats: list[Chat]) -> dict[str, list[Chat]]:
+    users = [chat[-1:] for chat in chats]
+    empty = [{"role": "system", "content": ""}]
+    return {
+        NO_GENERATION: chats,
+        "no system prompt": users,
+        "empty system prompt": [empty + user for user in users],
+    }
+
+
+def _chat_of(tokenizer: Any, text: str) -> Chat | None:
+    """The system prompt, if there is one, and the question of a rendered prompt; None if it is something else."""
+    user = {"role": "user", "content": _USER}
+    for chat in ([user], [{"role": "system", "content": _SYSTEM}, user]):
+        try:
+            shape = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        except Exception:
+            continue
+        pattern = re.escape(shape).replace(re.escape(_SYSTEM), "(.*?)", 1).replace(re.escape(_USER), "(.*)", 1)
+        if (match := re.fullmatch(pattern, text, re.DOTALL)) is not None:
+            return [{**message, "content": part} for message, part in zip(chat, match.groups(), strict=True)]
+    return None
+
+
+def _ids(tokenizer: Any, chat: Chat, *, generation: bool) -> list[int]:
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=generation, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
