@@ -84,3 +84,28 @@ def test_without_settings_the_fix_is_the_one_for_any_run(cause: str) -> None:
 
 def test_what_is_no_cause_has_no_fix() -> None:
     assert fix_of("unknown") is None and fix_of("none") is None
+
+
+def test_the_lightning_quickstarts_rounding_is_removed_in_its_own_sections() -> None:
+    config = yaml.safe_load((QUICKSTART.parents[1] / "lightning/quickstart.yaml").read_text())
+    engine = config["model"]["engine"]
+    settings = {"framework": "lightning", "engine": engine, "dtype": "float32", "lora_dropout": 0.0}
+    fix = fix_of("precision", {"settings": settings})
+    assert fix is not None and "weight_rounding: int8" in fix.text
+    left = {name: value for name, value in engine.items() if name != "weight_rounding"}
+    assert yaml.safe_load(fix.yaml) == {"model": {"engine": left}}
+
+
+def test_other_fixes_lie_where_lightning_has_them() -> None:
+    settings = {"framework": "lightning", "engine": {"type": "vllm", "seed": 1}, "num_iterations": 2}
+    cases = {
+        "policy_staleness": {"data": {"num_iterations": 1}},
+        "stale_weights": {"model": {"sync_check": True}},
+        "truncated_sampling": {"model": {"sampling": {"top_p": 1.0, "top_k": 0}}},
+        "sync_rounding": {"model": {"engine": {"type": "vllm", "seed": 1, "dtype": "float32"}}},
+        "weight_variance": {"model": {"correction": "paper/icepop"}},
+        "wrong_adapter": None,  # no counterpart: words only
+    }
+    for cause, expected in cases.items():
+        fix = fix_of(cause, {"settings": settings})
+        assert fix is not None and fix.text and yaml.safe_load(fix.yaml) == expected

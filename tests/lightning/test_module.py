@@ -179,6 +179,11 @@ def test_the_run_folder_holds_what_the_trl_side_writes(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size > 10_000
     info = json.loads((tmp_path / "run.json").read_text())
     assert info["preset"] == "paper/tis" and "TruncateWeight" in info["correction"] and "lightning" in info["trainer"]
+    settings = info["settings"]
+    assert (settings["framework"], settings["num_iterations"], settings["dtype"]) == ("lightning", 2, "float32")
+    assert settings["gradient_accumulation_steps"] == 1 and settings["temperature"] == 1.0
+    prompts = table["prompt_ids"].map(len)
+    assert (prompts > 0).all() and len(set(map(tuple, table["prompt_ids"]))) == 2
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     assert len(watch.logs) == 4

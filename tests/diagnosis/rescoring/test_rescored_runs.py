@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tiny_models import EOS, score_last_word, tiny_prompts
 from trl_offpolicy.cli.commands import main
 from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
 from trl_offpolicy.diagnosis.doctor import examine
-from trl_offpolicy.diagnosis.rescoring.weights import weights_at_hand
+from trl_offpolicy.diagnosis.rescoring.weights import holding, weights_at_hand
 from trl_offpolicy.engines.hf import Head, sample_completions
 from trl_offpolicy.run_folder.run_data import read_run_info
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
@@ -40,14 +39,14 @@ class Sampler:
     ) -> None:  # fmt: skip
         self.inside, self.head, self.never_synced = inside or (lambda _model: nullcontext()), head, never_synced
         self.random = torch.Generator().manual_seed(0)
-        self.held: Any = None
+        self.held: dict[str, torch.Tensor] | None = None
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        if self.never_synced:
-            self.held = model = self.held or deepcopy(model)
+        if self.never_synced and self.held is None:
+            self.held = {name: value.detach().clone() for name, value in model.named_parameters()}
         ids = trainer.processing_class(prompts)["input_ids"]
-        with self.inside(model):
+        with self.inside(model), holding(model, self.held or {}):
             completions, logps = sample_completions(
                 model, ids, max_tokens=12, stop_ids=[EOS], head=self.head, generator=self.random
             )

@@ -15,13 +15,14 @@ from trl_offpolicy.diagnosis.probe.probe import ProbeResult
 from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
 
-def record_probe(result: ProbeResult, prompt_ids: Sequence[Sequence[int]], folder: Path) -> Path:
+def record_probe(result: ProbeResult, prompt_ids: Sequence[Sequence[int]], folder: Path, *, declared: bool) -> Path:
     """Write the run folder of a run of one step.
 
     Args:
         result: what the probe found.
         prompt_ids: the prompts, each once.
         folder: where to write.
+        declared: whether ``run.json`` says what both sides declare.
     """
     evidence = result.evidence
     rows = [list(ids) for ids in prompt_ids for _ in range(result.options.samples)]
@@ -29,8 +30,9 @@ def record_probe(result: ProbeResult, prompt_ids: Sequence[Sequence[int]], folde
     left = [[0] * (width - len(ids)) + ids for ids in rows]
     attended = [[0] * (width - len(ids)) + [1] * len(ids) for ids in rows]
     assert evidence.entropies is not None and evidence.token_ids is not None
-    declared = {"engine": asdict(evidence.engine or 0), "trainer": asdict(evidence.trainer or 0)}
-    writer = RunFolderWriter(folder, {"model": result.options.model, "declared": declared})
+    assert evidence.engine is not None and evidence.trainer is not None
+    sides = {"engine": asdict(evidence.engine), "trainer": asdict(evidence.trainer)}
+    writer = RunFolderWriter(folder, {"model": result.options.model, "declared": sides if declared else {}})
     writer.begin(0, seed=0)
     recorder = RolloutRecorder(folder, lambda ids: " ".join(map(str, ids)), rank=0)
     mask = torch.from_numpy(np.asarray(evidence.completion_mask, bool))
