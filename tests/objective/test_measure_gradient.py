@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trl_offpolicy as op
-from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine, cosine, cosines_by_version, rows_by_version
+from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine, cosine
 from trl_offpolicy.objective.measure import gradient_stats, gradient_variance
 
 
@@ -123,27 +123,3 @@ def test_consecutive_steps_are_averaged_over_the_window() -> None:
         seen.append(track.value() if gradient == [0.0, 2.0] else None)
     assert seen[1] == pytest.approx(0.0) and track.value() == pytest.approx((-1 + 1) / 2)
     assert track.value() is None
-
-
-def test_stale_and_fresh_rows_by_their_gradients() -> None:
-    """Two versions whose advantages are opposite for the same tokens: cosine -1; nothing is left in .grad."""
-    logits = torch.nn.Parameter(torch.zeros(5))
-    unused = torch.nn.Parameter(torch.zeros(2))
-    tokens, versions = torch.tensor([[1, 2], [1, 2], [3, 4]]), torch.tensor([7, 8, 9])
-    advantages = torch.tensor([1.0, -1.0, 1.0])
-
-    def loss(rows: torch.Tensor) -> torch.Tensor:
-        logps = logits.log_softmax(-1)[tokens[rows]]
-        return -(logps * advantages[rows].unsqueeze(1)).mean()
-
-    found = cosines_by_version(loss, rows_by_version(versions), [logits, unused])
-    assert found[7, 8] == pytest.approx(-1.0) and set(found) == {(7, 8), (7, 9), (8, 9)}
-    assert found[7, 9] == pytest.approx(-found[8, 9]) and abs(found[7, 9]) < 0.9
-    assert logits.grad is None
-    with pytest.raises(ValueError, match="at least two policy versions, but got \\[7\\]"):
-        cosines_by_version(loss, {7: torch.tensor([0])}, [logits])
-
-
-def test_rows_of_mixed_versions_count_by_the_newest() -> None:
-    found = rows_by_version(torch.tensor([[1, 2], [1, 1]]))
-    assert {version: rows.tolist() for version, rows in found.items()} == {1: [1], 2: [0]}

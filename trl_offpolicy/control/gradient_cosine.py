@@ -6,13 +6,10 @@ Under asynchronous training consecutive policy gradients stay aligned; on-policy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-
-Rows = TypeVar("Rows")
 
 
 class ConsecutiveCosine:
@@ -87,52 +84,3 @@ def _total(parts: list[Tensor]) -> Tensor:
         over_ranks: Tensor = sum(sharded[1:], sharded[0]).full_tensor()
         return total.to(over_ranks.device) + over_ranks
     return total
-
-
-def cosines_by_version(
-    loss: Callable[[Rows], Tensor], parts: Mapping[int, Rows], parameters: Iterable[Tensor]
-) -> dict[tuple[int, int], float]:
-    """The cosine between the gradients of every two policy versions that a batch holds.
-
-    It costs one forward, one backward and one stored gradient per version, so no trainer calls it by itself. It does
-    not change ``.grad``.
-
-    Args:
-        loss: returns the loss of the rows of one version, with gradient; e.g. ``lambda batch: objective(batch).loss``.
-        parts: the rows by the version that sampled them; ``rows_by_version`` gives their indices.
-        parameters: the parameters to train.
-
-    Returns:
-        ``{(older, newer): cosine}``; near 0 for on-policy data, persistently high if stale gradients align.
-
-    Raises:
-        ValueError: there are fewer than two versions.
-
-    Reference: Xu et al. 2026 (GAC) compare consecutive gradients. Comparing versions is this kit's addition.
-    """
-    if len(parts) < 2:
-        raise ValueError(f"parts must hold rows of at least two policy versions, but got {sorted(parts)}.")
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    gradients = {version: _gradient(loss(rows), trained) for version, rows in sorted(parts.items())}
-    versions = list(gradients)
-    return {
-        (older, newer): float(cosine(gradients[older], gradients[newer]))
-        for place, older in enumerate(versions)
-        for newer in versions[place + 1 :]
-    }
-
-
-def _gradient(loss: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, found, strict=True)]
-
-
-def rows_by_version(policy_versions: Tensor) -> dict[int, Tensor]:
-    """``{version: row indices}`` of a (B,) tensor of versions, or of (B, T) by the newest version in a row.
-
-    Example:
-        >>> rows_by_version(torch.tensor([3, 2, 3]))
-        {2: tensor([1]), 3: tensor([0, 2])}
-    """
-    versions = policy_versions if policy_versions.dim() == 1 else policy_versions.amax(-1)
-    return {int(version): (versions == version).nonzero().squeeze(1) for version in sorted(set(versions.tolist()))}

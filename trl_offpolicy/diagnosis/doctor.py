@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution
 from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
-from trl_offpolicy.diagnosis.attribution.recorded import attribute_run, course_of
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.fixes import fix_of
 from trl_offpolicy.diagnosis.lags import LAG_TITLES, LagTable, lag_table
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
-from trl_offpolicy.diagnosis.rescoring.rescore import OpenBench, has_grown, merged, rescore_run, sources_of
+from trl_offpolicy.diagnosis.rescoring.rescore import OpenBench, attribute_run_rescored, sources_of
 from trl_offpolicy.diagnosis.sync_record import describe_syncs, seen_in_syncs
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.advice import Advice, advise
@@ -23,7 +22,8 @@ from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShar
 from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
 from trl_offpolicy.diagnosis.verdict.sga import Cell
 from trl_offpolicy.engines.engine import SyncReport
-from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
+from trl_offpolicy.run_folder.layout import PROMPT_IDS
+from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows, read_rollouts
 from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
 from trl_offpolicy.run_folder.syncs import read_syncs
 
@@ -152,14 +152,13 @@ def judge(
     """
     found = diagnose(log, thresholds, window=window)
     seen = seen_in_syncs(syncs, rollouts)
-    attribution = None if rollouts is None else attribute_run(rollouts, info, steps=found.steps, seen=seen)
+    attribution, rescored = None, None
+    if rollouts is not None:
+        attribution, rescored = attribute_run_rescored(
+            rollouts, info, sources or {}, steps=found.steps, seen=seen, note=note
+        )
     if attribution is not None and attribution.cause == "none":
         attribution = None  # also where the verdict is "ok": a small mismatch may have a simple cause
-    rescored = None
-    if attribution is not None and rollouts is not None and sources:
-        rescored = rescore_run(rollouts, info, sources, course=course_of(rollouts, found.steps), note=note)
-    if attribution is not None and rollouts is not None and rescored is not None:
-        attribution = merged(attribution, rescored, grown=has_grown(rollouts, rescored, found.steps))
     return Examination(
         metrics=path,
         frameworks=log.frameworks,
@@ -173,14 +172,16 @@ def judge(
         by_lag=lag_table(log, found.steps),
         advice=_advice(found, attribution, log.frameworks, info),
         syncs=describe_syncs(syncs),
-        hint="" if attribution is None or rescored is not None else _hint(sources, path),
+        hint="" if attribution is None or rescored is not None else _hint(rollouts, sources, path),
     )
 
 
-def _hint(sources: Mapping[int, OpenBench] | None, path: Path) -> str:
-    """Why causes were not tested with the model, and what to do about it."""
+def _hint(rollouts: RecordedRollouts | None, sources: Mapping[int, OpenBench] | None, path: Path) -> str:
+    """Why causes were not tested with the model, and what to do about it; empty if nothing can be done."""
+    if sources is None and not _has_prompts(rollouts):
+        return ""
     if sources is None:
-        folder = path.parent if path.suffix else path
+        folder = path.parent if path.is_file() else path
         return (
             "Causes were not tested with the model. With its weights on this machine: "
             f"trl-offpolicy doctor {folder} --model auto (or the model that the run began with)."
@@ -189,6 +190,14 @@ def _hint(sources: Mapping[int, OpenBench] | None, path: Path) -> str:
         return "The run's model is not on this machine, so causes were not tested with it: --model FOLDER."
     steps = ", ".join(map(str, sources))
     return f"No recorded prompt was sampled by the weights at hand (those after steps {steps}): nothing was tested."
+
+
+def _has_prompts(rollouts: RecordedRollouts | None) -> bool:
+    """True if the ids of the prompts were recorded (older runs have only their text)."""
+    if rollouts is None or not len(rollouts.row):
+        return False
+    first = int(rollouts.row[0])
+    return bool(fetch_rows(rollouts, [first], (PROMPT_IDS,))[first][PROMPT_IDS])
 
 
 def _advice(

@@ -8,7 +8,7 @@ engine's, the trainer's side differs. If it is neither's, these are not the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +17,18 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
-from trl_offpolicy.diagnosis.attribution.evidence import Declared, Floats, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, Floats, Seen, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import distance
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
-from trl_offpolicy.diagnosis.attribution.recorded import EXACT, LOW_PRECISION, SMALLEST, Course, evidence_of_rows
+from trl_offpolicy.diagnosis.attribution.recorded import (
+    EXACT,
+    LOW_PRECISION,
+    SMALLEST,
+    Course,
+    attribute_run,
+    course_of,
+    evidence_of_rows,
+)  # fmt: skip
 from trl_offpolicy.diagnosis.rescoring import weights
 from trl_offpolicy.diagnosis.rescoring.renderings import other_renderings
 from trl_offpolicy.engines.hf import Head
@@ -216,6 +224,37 @@ def rescore_run(
     step = max(known, key=lambda one: (differs(one), one))
     with sources[step](known[step]) as bench:
         return rescore(known[step].evidence, bench, step=step, note=note)
+
+
+def attribute_run_rescored(
+    rollouts: RecordedRollouts,
+    info: Mapping[str, Any],
+    sources: Mapping[int, OpenBench],
+    *,
+    steps: tuple[int, int] | None = None,
+    seen: Sequence[Seen] = (),
+    note: Note | None = None,
+) -> tuple[Attribution | None, Rescored | None]:
+    """Why engine and trainer differ in the judged steps: what the tokens say, and tests where weights are at hand.
+
+    Args:
+        rollouts: rollouts of the run.
+        info: ``run.json``.
+        sources: optimizer steps -> how the model with the weights after them is opened; empty = no test.
+        steps: optimizer steps (first, last) that are judged; None = all.
+        seen: differences that something else of the run proves.
+        note: called with the name of what is being tested.
+
+    Returns:
+        The answer (None if no token has both log-probs), and what scoring again showed (None if nothing was scored).
+    """
+    alone = attribute_run(rollouts, info, steps=steps, seen=seen)
+    if alone is None or alone.cause == "none" or not sources:
+        return alone, None
+    rescored = rescore_run(rollouts, info, sources, course=course_of(rollouts, steps), note=note)
+    if rescored is None:
+        return alone, None
+    return merged(alone, rescored, grown=has_grown(rollouts, rescored, steps)), rescored
 
 
 def recorded_at(rollouts: RecordedRollouts, info: Mapping[str, Any], step: int) -> Recorded | None:
