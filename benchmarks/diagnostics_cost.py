@@ -1,10 +1,9 @@
 """What the numbers of the estimator and of confident disagreement add to a loss step: ratios within one run.
 
-    python benchmarks/diagnostics_cost.py [--rows 64] [--length 4096] [--rounds 40] [--model FOLDER]
+    python benchmarks/diagnostics_cost.py [--rows 64] [--length 4096] [--rounds 40]
 
 CPU time of this thread, one thread, the candidates in turn in every round; medians. "Objective" is correction, loss and
-all statistics of a micro-batch (token TIS with a geometric mask, as in the quickstart), without the model. With
-``--model`` the forward and backward pass of that model on 8 responses of 16 tokens is timed as well.
+all statistics of a micro-batch (token TIS with a geometric mask, as in the quickstart), without the model.
 """
 
 from __future__ import annotations
@@ -58,20 +57,6 @@ def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
     }
 
 
-def model_step(folder: str) -> Callable[[], object]:
-    """Forward and backward of a model on 8 prompts of 32 tokens with 16 more."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.randint(5, 1000, (8, 48), generator=torch.Generator().manual_seed(0))
-
-    def step() -> None:
-        model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-
-    return step
-
-
 def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median CPU seconds of each candidate."""
     for run in runs.values():
@@ -92,7 +77,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--model", help="folder of a model whose step is timed as well")
     args = parser.parse_args()
     fix_allocator(warm=True)
     torch.set_num_threads(1)
@@ -102,10 +86,6 @@ def main() -> None:
     print(f"B={args.rows} T={args.length} torch {torch.__version__}, 1 thread, {args.rounds} rounds, CPU time")
     for name, seconds in found.items():
         print(f"{seconds / whole:8.3f} x  {seconds * 1e3:8.2f} ms  {name}")
-    if args.model:
-        small = measure({**candidates(make_batch(8, 16)), "model": model_step(args.model)}, 7)
-        for name, seconds in small.items():
-            print(f"{seconds / small['model']:8.5f} x  {seconds * 1e3:8.2f} ms  B=8 T=16: {name}")
 
 
 if __name__ == "__main__":

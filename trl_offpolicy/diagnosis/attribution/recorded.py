@@ -118,7 +118,7 @@ def attribute_run(
         rollouts: rollouts of the run.
         info: ``run.json``.
         steps: optimizer steps (first, last) that are judged; None = all.
-        seen: differences that something else of the run proves (:func:`.sync_record.seen_in_syncs`).
+        seen: differences that something else of the run proves, such as its syncs.
     """
     course = course_of(rollouts, steps)
     evidence = recorded_evidence(rollouts, info, steps=steps, only=None if course is None else course.differing)

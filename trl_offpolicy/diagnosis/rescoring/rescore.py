@@ -85,7 +85,7 @@ class Rescored:
         step: optimizer steps before the weights that were used; -1 = not known.
         attribution: the cause; None if these are not the weights that scored.
         text: in words, how the new scores compare with both sides.
-        size: mismatch of these tokens, :func:`.features.distance` per token.
+        size: mismatch of these tokens, :func:`~trl_offpolicy.diagnosis.attribution.features.distance` per token.
         tried: causes that were tested with the model.
     """
 
