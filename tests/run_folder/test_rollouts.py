@@ -87,6 +87,7 @@ def test_fetch_rows_reads_several_parts_and_absent_columns(write_run: Any, rollo
         0: {"completion": "five & six", "reward": 0.5, "absent": None},
         2: {"completion": "eight nine", "reward": None, "absent": None},
     }
+    assert fetch_rows(rollouts, [0], ["absent"]) == {0: {"absent": None}}  # none of them is there
 
 
 def test_missing_or_empty_rollouts_are_none(tmp_path: Path) -> None:

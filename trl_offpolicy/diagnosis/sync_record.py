@@ -17,6 +17,8 @@ MOST_REPEATED = 0.5
 """Share of the syncs that may bring the engine nothing although the trainer moved; above it that is a cause."""
 LEAST_SYNCS = 3
 """Syncs from which shares of them are judged."""
+MOST_ROWS = 4096
+"""Responses whose version is looked up: the last ones."""
 WHOLE = 0.99
 """Share of the usual number of bytes below which a sync sent only a part."""
 
@@ -79,7 +81,7 @@ def _never_sent(syncs: Sequence[SyncReport], rollouts: RecordedRollouts | None) 
     """Responses that name a version of the weights which no sync brought."""
     if not syncs or rollouts is None:
         return []
-    rows = np.unique(rollouts.row)
+    rows = np.unique(rollouts.row)[-MOST_ROWS:]
     records = fetch_rows(rollouts, rows.tolist(), (POLICY_VERSION,))
     named = {record[POLICY_VERSION] for record in records.values()} - {None}
     sent = {one.version for one in syncs}

@@ -123,7 +123,8 @@ def fetch_rows(rollouts: RecordedRollouts, rows: Iterable[int], columns: Sequenc
         with pq.ParquetFile(chunk.path) as file:
             present = [name for name in columns if name in file.schema_arrow.names]
             table = file.read_row_group(chunk.group, columns=present).take(inside - chunk.first_row)
-        for row, record in zip(inside.tolist(), table.to_pylist(), strict=True):
+        records = table.to_pylist() if present else [{} for _ in inside]  # a table without columns has no rows
+        for row, record in zip(inside.tolist(), records, strict=True):
             found[row] = {name: record.get(name) for name in columns}
     return found
 
