@@ -172,8 +172,9 @@ class OffPolicyGRPOModule(LightningModule):
         self.measuring.start()
 
     def on_validation_start(self) -> None:
-        """Build the engine for ``trainer.validate``, which runs without ``fit``."""
+        """Build the engine for ``trainer.validate``, which runs without ``fit``, and put training's noise aside."""
         self.generation.start()
+        self.validation.begin()
 
     def teardown(self, stage: str) -> None:
         """Free the engine, if the module built it."""
@@ -271,6 +272,10 @@ class OffPolicyGRPOModule(LightningModule):
         """Sample held-out prompts and log their reward and pass@1."""
         for name, metric in self.validation.observe(batch).items():
             self.log(name, metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=name == "eval_reward")
+
+    def on_validation_epoch_end(self) -> None:
+        """Take up training's noise again. Checkpoints are written after this."""
+        self.validation.end()
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

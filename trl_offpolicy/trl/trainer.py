@@ -29,6 +29,7 @@ from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import measured_noise_floor
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
@@ -124,6 +125,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         self._add_stats(self._mode, self._token_ids(output))
+        if self.model.training:
+            self._add_stats("train", self._duplicates(output))
         output |= self._row_counter.fields(self, output, self._rewards)
         output |= self._routing.engine_fields(output)
         if self._old_here:
@@ -135,6 +138,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._auto is not None and self._auto.undecided and self.model.training:
             judge_first(self, self._auto, output)
         return output
+
+    def _duplicates(self, output: dict[str, Any]) -> Stats:
+        mask, sampled = batches.trainable(output), output.get("sampling_per_token_logps")
+        return duplicate_stats(output["completion_ids"], mask, sampled, group_size=self.num_generations)
 
     def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
         """Run what needs the whole generation batch before TRL shuffles and splits it. Results travel with the rows."""
