@@ -14,7 +14,7 @@ from trl_offpolicy.stats import Group, Stats
 
 DUPLICATE_METRICS = ("distinct_fraction", "copied_fraction")
 IMPROBABLE = math.log(1e-4)
-"""A completion of at most this log-prob (nats) is hardly ever drawn twice: in a group of n, at most once in 10^4 / n."""
+"""A completion of at most this log-prob (nats) is hardly ever drawn twice: in a group of n once in 10^4 / n."""
 
 _MULTIPLIER = 6364136223846793005  # odd, so that its powers modulo 2^64 stay different (Knuth's MMIX generator)
 _DISTINCT = Layout(sums=("completions", "distinct"))
@@ -36,8 +36,8 @@ def completion_keys(ids: Tensor, mask: Tensor) -> Tensor:
 def duplicate_stats(ids: Tensor, mask: Tensor, sampling_logps: Tensor | None, *, group_size: int) -> Stats:
     """``rollout/distinct_fraction`` and ``rollout/copied_fraction`` of a generation batch. All ranks call it.
 
-    A short answer that the policy is sure of comes up several times by chance. One to which the engine gave a probability
-    of at most 1e-4 does not: of these, the copied ones equal another completion of their group.
+    A short answer that the policy is sure of comes up several times by chance. One to which the engine gave a
+    probability of at most 1e-4 does not: of these, the copied ones equal another completion of their group.
 
     Args:
         ids: (B, T) completion ids of this rank. The rows of all ranks, in rank order, are groups of ``group_size``.

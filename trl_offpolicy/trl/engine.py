@@ -27,8 +27,8 @@ from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
-from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.seeds import seed_of_rank
+from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.sync import WeightSync, raised_on_all_ranks
 from trl_offpolicy.engines.sync_watch import Precision
