@@ -56,7 +56,7 @@ class OffPolicyGRPOModule(LightningModule):
         reward_weights: weight of each reward function in the total; None = ones.
         optimizer: a function that makes the optimizer from the parameters; None = AdamW.
         learning_rate: AdamW's learning rate.
-        weight_decay: AdamW's weight decay.
+        weight_decay: AdamW's weight decay; norms and biases have none, as in ``transformers.Trainer``.
         lr_scheduler: a schedule's name in ``transformers.get_scheduler``.
         warmup_steps: optimizer steps in which the schedule warms up.
         gradient_checkpointing: whether to save memory by computing activations again in the backward.
@@ -149,8 +149,7 @@ class OffPolicyGRPOModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW, or what ``optimizer`` makes, with a schedule that counts optimizer steps."""
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        return optimizer_and_schedule(trained, self.settings, total_steps=self.trainer.estimated_stepping_batches)
+        return optimizer_and_schedule(self.policy, self.settings, total_steps=self.trainer.estimated_stepping_batches)
 
     def configure_callbacks(self) -> list[Callback]:
         """Add a :class:`RunFolder`, unless the trainer has one or has no logger."""
