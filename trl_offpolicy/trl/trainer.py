@@ -41,6 +41,7 @@ from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stage
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
+from trl_offpolicy.trl.positions import counted_positions, learns_positions
 from trl_offpolicy.trl.rebinding import as_if_aligned
 from trl_offpolicy.trl.routing import TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
@@ -76,9 +77,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         has_sampler = args.use_vllm or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
-        self._filtered = filtered_scoring(args)
+        self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
         with trl_engine(engine_options(args), folder=Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        self._learns_positions = learns_positions(self.model)
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
@@ -177,9 +179,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             old = self._score(self.model, output, batch_size=size)[0]
         return old, sums.completions(old.shape[1])
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's method, but the current and the old policy are scored on the truncated distribution."""
-        return self._filtered(super()._get_per_token_logps_and_entropies, self.ref_model, *args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's method, but on the truncated distribution (current and old policy) and with positions of the text."""
+        with counted_positions(model, wanted=self._learns_positions):
+            return self._filtered(super()._get_per_token_logps_and_entropies, self.ref_model, model, *args, **kwargs)
 
     def _score(self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, **wanted: bool) -> Any:
         """Score the completions with TRL's method: (log-probs (B, T), entropies, auxiliary loss)."""
