@@ -23,6 +23,9 @@ def optimizer_and_schedule(policy: nn.Module, settings: Mapping[str, Any], *, to
         policy: the model; what requires a gradient is trained.
         settings: ``optimizer``, ``learning_rate``, ``weight_decay``, ``lr_scheduler``, ``warmup_steps``.
         total_steps: optimizer steps of the run; infinite if it has no end, which some schedules do not allow.
+
+    Raises:
+        TypeError: ``optimizer`` made something else than one optimizer.
     """
     from transformers import get_scheduler
 
@@ -32,6 +35,11 @@ def optimizer_and_schedule(policy: nn.Module, settings: Mapping[str, Any], *, to
         optimizer: Any = torch.optim.AdamW(groups, lr=settings["learning_rate"], weight_decay=settings["weight_decay"])
     else:
         optimizer = make(_trained(policy))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer must make one torch.optim.Optimizer for all parameters, but made "
+                f"{type(optimizer).__name__}. Parameter groups can have rates of their own."
+            )
     schedule = get_scheduler(
         settings["lr_scheduler"],
         optimizer,

@@ -8,6 +8,8 @@ corrections).
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,7 +27,7 @@ from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.diagnosis.report.model_card import write_card
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import StepWindow, adapts, load_state, next_kl, save_state
-from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
+from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches
@@ -68,11 +70,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(self, model: Any, reward_funcs: Any, args: OffPolicyGRPOConfig, *rest: Any, **kwargs: Any) -> None:
         if not isinstance(args, OffPolicyGRPOConfig):
             raise TypeError(f"args must be an OffPolicyGRPOConfig, but got {type(args).__name__}.")
-        has_rollout_func = kwargs.get("rollout_func") is not None
+        given = _by_name(model, reward_funcs, args, *rest, **kwargs)
+        has_rollout_func = given.get("rollout_func") is not None
         preset = resolve_preset(args, has_rollout_func=has_rollout_func)
         starting = starting_preset(preset)
         self.objective: Objective = starting.objective
-        check_before_loading(args, self.objective, kwargs)
+        check_before_loading(args, self.objective, given)
         self._stages = stages_of(args, starting)
         has_sampler = args.use_vllm or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
@@ -108,6 +111,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return bool(self._step % window < self.args.steps_per_generation)
 
     # ---------------------------------------------------------------------------------------------- generation batch
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        """TRL's method; a prompt without a token is an error that names it."""
+        tokenized = super()._tokenize_prompts(prompts)
+        batches.check_prompts(tokenized[0], prompts)
+        return tokenized
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
@@ -251,6 +260,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         step = self._window.close(partial(self.accelerator.reduce, reduction="sum") if together else None)
         if step.nonfinite > 0:
             raise ValueError(NONFINITE_CURRENT)
+        if self.objective.needs_sampling and step.tokens > 0 and step.sampled == 0:
+            raise ValueError(NO_SAMPLING)
         if self._kl is not None and adapts(self._kl):
             self._kl = next_kl(self._kl, step, world_size=self.accelerator.num_processes)
         if self.use_adaptive_entropy:
@@ -326,6 +337,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._kl = load_state(Path(checkpoint), self._kl, control=self._control, auto=self._auto)
+
+
+def _by_name(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
+    """The arguments of ``GRPOTrainer`` by name, however they were given."""
+    return inspect.signature(GRPOTrainer).bind_partial(*args, **kwargs).arguments
 
 
 def _next_entropy_coef(coef: float, entropy: float, options: Any) -> float:
