@@ -17,6 +17,7 @@ from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.sampling_states import engine_findings, judge, request_findings
+from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.parts import imported
@@ -54,6 +55,7 @@ def build_engine(
     eos_token_ids: Sequence[int],
     run: str,
     folder: Path,
+    rank: int = 0,
 ) -> Engine:
     """The engine that ``spec`` names. Its further keys are the engine's arguments.
 
@@ -67,6 +69,7 @@ def build_engine(
         eos_token_ids: ids of the tokens that end a completion.
         run: name of the run, the same on all ranks.
         folder: where a server finds the weights, unless ``spec`` names another folder.
+        rank: number of this process, which a seed of vLLM in this process is moved by.
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
@@ -94,7 +97,8 @@ def build_engine(
     if model_name is None and "model" not in options:
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
     dtype = str(next(policy().parameters()).dtype).removeprefix("torch.")
-    return ColocateEngine(**{"model": model_name, "dtype": dtype, **options})
+    seed = seed_of_rank(options.pop("seed", 0), rank, tensor_parallel_size=options.get("tensor_parallel_size", 1))
+    return ColocateEngine(**{"model": model_name, "dtype": dtype, **options, "seed": seed})
 
 
 def _own_class(path: str) -> type[Any]:

@@ -20,15 +20,17 @@ from lightning_module.engines import build_engine, engine_numerics, in_this_proc
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate
-from lightning_module.state import of_all_ranks, set_random_state
+from lightning_module.state import of_all_ranks, seed_random, set_random_state
 from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
-from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards
+from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
+from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER
 
@@ -86,6 +88,7 @@ class Generation:
             return
         model = module.settings["model"]
         run = module.trainer.strategy.broadcast(f"{id(self):x}-{torch.initial_seed() & 0xFFFF:x}")
+        self._draw_apart()
         with engine_numerics(module.device):
             self.engine = build_engine(
                 module.settings["engine"],
@@ -95,10 +98,21 @@ class Generation:
                 eos_token_ids=self.prompts.ends,
                 run=run,
                 folder=Path(module.trainer.default_root_dir) / ENGINE_WEIGHTS_FOLDER,
+                rank=module.trainer.global_rank,
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):
             atexit.register(self.engine.close)
+
+    def _draw_apart(self) -> None:
+        """Give this rank random numbers of its own, after the weights were made alike on all ranks.
+
+        Under ``seed_everything`` all processes start with one seed, and copies of a prompt would be continued alike.
+        """
+        mesh, rank = self._module.device_mesh, self._module.trainer.global_rank
+        alike = 1 if mesh is None else mesh["tensor_parallel"].size()  # these ranks compute one model together
+        if rank // alike:
+            seed_random(seed_of_rank(torch.initial_seed(), rank, tensor_parallel_size=alike))
 
     def close(self) -> None:
         """Free an engine that was built here, except vLLM in this process, which cannot be built a second time."""
@@ -211,6 +225,8 @@ class Generation:
         module.measuring.completions.update(
             sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
         )
+        sampling = rows.get("sampling_per_token_logps")
+        module.measuring.add_stats(duplicate_stats(rows["completion_ids"], trainable(rows), sampling, group_size=count))
         trainer, groups = module.trainer, len(step.prompts)
         first = self._groups + trainer.global_rank * groups
         self._groups += groups * trainer.world_size

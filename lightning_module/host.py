@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_module.auto import AutoCorrection
 from lightning_module.measuring import Measuring
@@ -30,6 +31,10 @@ class Host(Protocol):
     """The loss. Assigning another objective changes the loss from the next micro-batch on."""
     stages: Stages
     """The objective in its two parts."""
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks under ``ModelParallelStrategy``; None under another strategy."""
 
     @property
     def trainer(self) -> Trainer:

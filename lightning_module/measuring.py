@@ -13,8 +13,10 @@ from lightning_module.metrics import CompletionMetric
 from trl_offpolicy.engines.engine import SyncReport
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.metrics.trl_names import trl_names
+from trl_offpolicy.objective.coefficients import sampled_tokens
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.stats import PREFIX, Stats
+from trl_offpolicy.types import PolicyBatch
 
 
 class Measuring:
@@ -43,14 +45,14 @@ class Measuring:
         """Start the clock of the first step."""
         self._since = time.monotonic()
 
-    def add_loss(self, loss: Tensor, stats: Stats, rows: int) -> None:
-        """Add a micro-batch of ``rows`` rows. Its loss is scaled so that the losses of an optimizer step add up."""
+    def add_loss(self, loss: Tensor, stats: Stats, batch: PolicyBatch) -> None:
+        """Add a micro-batch. Its loss is scaled so that the losses of an optimizer step add up."""
         loss = loss.detach().float()
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
         moments = stats.groups["loss"].moments
-        sums = torch.stack([moments["nonfinite"], moments["kl"], moments["tokens"]])
+        sums = torch.stack([moments["nonfinite"], moments["kl"], moments["tokens"], sampled_tokens(batch)])
         self._step = sums if self._step is None else self._step + sums
-        self._responses += rows
+        self._responses += len(batch.mask)
         self.add_stats(stats)
 
     def add_stats(self, stats: Stats) -> None:
@@ -79,7 +81,10 @@ class Measuring:
         self.means[name].update(value)
 
     def end_step(self) -> Tensor:
-        """(3,) float64 of one optimizer step: tokens without a finite log-prob, KL summed over tokens, tokens.
+        """(4,) float64 of one optimizer step, of this rank.
+
+        Tokens without a finite log-prob, the KL summed over tokens, tokens, and tokens with a finite log-prob of the
+        engine (:func:`~trl_offpolicy.objective.coefficients.sampled_tokens`).
 
         Afterwards ``responses`` counts the responses of this step on this rank.
         """

@@ -27,7 +27,7 @@ from lightning_module.validation import Validation
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.collective import sum_ranks
-from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
+from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
@@ -56,7 +56,7 @@ class OffPolicyGRPOModule(LightningModule):
         reward_weights: weight of each reward function in the total; None = ones.
         optimizer: a function that makes the optimizer from the parameters; None = AdamW.
         learning_rate: AdamW's learning rate.
-        weight_decay: AdamW's weight decay.
+        weight_decay: AdamW's weight decay; norms and biases have none, as in ``transformers.Trainer``.
         lr_scheduler: a schedule's name in ``transformers.get_scheduler``.
         warmup_steps: optimizer steps in which the schedule warms up.
         gradient_checkpointing: whether to save memory by computing activations again in the backward.
@@ -149,8 +149,7 @@ class OffPolicyGRPOModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW, or what ``optimizer`` makes, with a schedule that counts optimizer steps."""
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        return optimizer_and_schedule(trained, self.settings, total_steps=self.trainer.estimated_stepping_batches)
+        return optimizer_and_schedule(self.policy, self.settings, total_steps=self.trainer.estimated_stepping_batches)
 
     def configure_callbacks(self) -> list[Callback]:
         """Add a :class:`RunFolder`, unless the trainer has one or has no logger."""
@@ -172,8 +171,9 @@ class OffPolicyGRPOModule(LightningModule):
         self.measuring.start()
 
     def on_validation_start(self) -> None:
-        """Build the engine for ``trainer.validate``, which runs without ``fit``."""
+        """Build the engine for ``trainer.validate``, which runs without ``fit``, and put training's noise aside."""
         self.generation.start()
+        self.validation.begin()
 
     def teardown(self, stage: str) -> None:
         """Free the engine, if the module built it."""
@@ -182,7 +182,12 @@ class OffPolicyGRPOModule(LightningModule):
     # ------------------------------------------------------------------------------------------------------- training
 
     def training_step(self, batch: MicroStep, batch_idx: int) -> dict[str, Any]:
-        """Sample if the generation batch is new, then compute the loss of one of its micro-batches."""
+        """Sample if the generation batch is new, then compute the loss of one of its micro-batches.
+
+        Raises:
+            TypeError: the batch is not one of a :class:`PromptDataModule`.
+        """
+        _check_batch(batch, MicroStep)
         inputs = self.generation.micro_batch(batch)
         scores = self.score(inputs)
         policy = policy_batch(inputs, scores.logps, version=self.trainer.global_step, entropies=scores.entropies)
@@ -191,7 +196,7 @@ class OffPolicyGRPOModule(LightningModule):
         if result.average is not None:
             inputs["past_average"] = result.average  # the next pass over these rows reads it
         stats = result.stats.union(self.scorer.support_stats(scores, policy.mask))
-        self.measuring.add_loss(result.loss, stats, len(policy.mask))
+        self.measuring.add_loss(result.loss, stats, policy)
         self._measure_noise_floor(inputs, policy)
         record = recorded_rows(inputs, policy, result) if batch.iteration == 0 else None
         # Lightning divides the loss by accumulate_grad_batches; the reduction has done that already
@@ -229,8 +234,11 @@ class OffPolicyGRPOModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Stop on NaN, move an adaptive KL, and log. This is the only wait for the device per optimizer step."""
         sums = self.measuring.end_step()
-        if float(sums[0]) > 0:
+        nonfinite, _, tokens, sampled = sums.tolist()
+        if nonfinite > 0:
             raise ValueError(NONFINITE_CURRENT)
+        if self.objective.needs_sampling and tokens > 0 and sampled == 0:
+            raise ValueError(NO_SAMPLING)
         self._move_kl(sums)
         self.control.compare_gradient(self)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -243,7 +251,7 @@ class OffPolicyGRPOModule(LightningModule):
         if kl is None or not kl.state_dict():
             return
         responses = self.measuring.responses * self.trainer.world_size
-        _, total, tokens = sum_ranks(sums).tolist()
+        _, total, tokens, _ = sum_ranks(sums).tolist()
         if tokens > 0:
             self.objective = replace(self.objective, kl=kl.updated(total / tokens, responses))
 
@@ -268,9 +276,18 @@ class OffPolicyGRPOModule(LightningModule):
     # ----------------------------------------------------------------------------------------------------- validation
 
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
-        """Sample held-out prompts and log their reward and pass@1."""
+        """Sample held-out prompts and log their reward and pass@1.
+
+        Raises:
+            TypeError: the batch is not one of a :class:`PromptDataModule`.
+        """
+        _check_batch(batch, HeldOut)
         for name, metric in self.validation.observe(batch).items():
             self.log(name, metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=name == "eval_reward")
+
+    def on_validation_epoch_end(self) -> None:
+        """Take up training's noise again. Checkpoints are written after this."""
+        self.validation.end()
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -283,6 +300,24 @@ class OffPolicyGRPOModule(LightningModule):
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}
             weights = checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: value for name, value in weights.items() if name in trained}
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's method. Arguments that a checkpoint cannot hold (a model, functions) are given again by name.
+
+        Raises:
+            TypeError: one of them is missing; the message names it.
+        """
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except TypeError as error:
+            if "required positional argument" not in str(error):
+                raise
+            missing = str(error).partition("argument")[2].partition(": ")[2]
+            raise TypeError(
+                f"{missing} must be given again: a checkpoint holds no loaded model and no function that has no import "
+                "path. Use load_from_checkpoint(path, model=..., reward_funcs=...)."
+            ) from error
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what :meth:`on_save_checkpoint` added.
@@ -298,3 +333,13 @@ class OffPolicyGRPOModule(LightningModule):
                     f"the checkpoint must hold all trained weights of the adapter, but lacks {len(missing)}, "
                     f"e.g. {missing[0]}."
                 )
+
+
+def _check_batch(batch: Any, expected: type) -> None:
+    """Raise unless the loader is that of a data module of this package: a batch of rows is no generation plan."""
+    if not isinstance(batch, expected):
+        raise TypeError(
+            f"the data must come from a lightning_module.PromptDataModule, whose batches ({expected.__name__}) say "
+            f"which prompts are due, but got a batch of type {type(batch).__name__}. Use trainer.fit(module, "
+            "PromptDataModule(rows)), with rows that have a 'prompt'."
+        )

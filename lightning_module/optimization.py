@@ -8,27 +8,38 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
 
 from trl_offpolicy.functional.collective import sum_ranks
 
+_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Names of parameters that ``transformers.Trainer.get_decay_parameter_names`` leaves out."""
 
-def optimizer_and_schedule(parameters: list[nn.Parameter], settings: Mapping[str, Any], *, total_steps: float) -> Any:
+
+def optimizer_and_schedule(policy: nn.Module, settings: Mapping[str, Any], *, total_steps: float) -> Any:
     """The optimizer and schedule, in the form that ``configure_optimizers`` returns.
 
     Args:
-        parameters: the parameters to train.
+        policy: the model; what requires a gradient is trained.
         settings: ``optimizer``, ``learning_rate``, ``weight_decay``, ``lr_scheduler``, ``warmup_steps``.
         total_steps: optimizer steps of the run; infinite if it has no end, which some schedules do not allow.
+
+    Raises:
+        TypeError: ``optimizer`` made something else than one optimizer.
     """
     from transformers import get_scheduler
 
     make = settings["optimizer"]
     if make is None:
-        optimizer: Any = torch.optim.AdamW(
-            parameters, lr=settings["learning_rate"], weight_decay=settings["weight_decay"]
-        )
+        groups = decay_groups(policy, settings["weight_decay"])
+        optimizer: Any = torch.optim.AdamW(groups, lr=settings["learning_rate"], weight_decay=settings["weight_decay"])
     else:
-        optimizer = make(parameters)
+        optimizer = make(_trained(policy))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer must make one torch.optim.Optimizer for all parameters, but made "
+                f"{type(optimizer).__name__}. Parameter groups can have rates of their own."
+            )
     schedule = get_scheduler(
         settings["lr_scheduler"],
         optimizer,
@@ -36,6 +47,28 @@ def optimizer_and_schedule(parameters: list[nn.Parameter], settings: Mapping[str
         num_training_steps=None if math.isinf(total_steps) else int(total_steps),
     )
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def decay_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters, without decay for norms and biases, as ``transformers.Trainer`` groups them.
+
+    Args:
+        policy: the model.
+        weight_decay: of the optimizer; with 0 all parameters are one group.
+    """
+    if not weight_decay:
+        return [{"params": _trained(policy)}]
+    decaying = set(get_parameter_names(policy, [nn.LayerNorm], _NO_DECAY))
+    named = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for name, parameter in named if name in decaying]},
+        {"params": [parameter for name, parameter in named if name not in decaying], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _trained(policy: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in policy.parameters() if parameter.requires_grad]
 
 
 def window_size(trainer: Any, batch_idx: int) -> int:

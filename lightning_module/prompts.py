@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trl_offpolicy.rollouts.batches import check_prompts
+
 
 class Prompts:
     """A tokenizer with the ids that end a completion.
@@ -38,14 +40,19 @@ class Prompts:
         return cls(tokenizer, [*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of prompts. A text is tokenized as it is, messages go through the chat template."""
+        """Token ids of prompts. A text is tokenized as it is, messages go through the chat template.
+
+        Raises:
+            ValueError: a prompt has no token.
+        """
         if isinstance(prompts[0], str):
-            texts: list[list[int]] = self.tokenizer(text=list(prompts))["input_ids"]
-            return texts
-        chat = self.tokenizer.apply_chat_template(
-            conversation=list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-        ids: list[list[int]] = chat["input_ids"]
+            found = self.tokenizer(text=list(prompts))
+        else:
+            found = self.tokenizer.apply_chat_template(
+                conversation=list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        ids: list[list[int]] = found["input_ids"]
+        check_prompts(ids, prompts)
         return ids
 
     def decode(self, completion_ids: Sequence[Sequence[int]], rows: Sequence[Mapping[str, Any]]) -> list[Any]:

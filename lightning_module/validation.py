@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torchmetrics import MeanMetric, Metric
 
 from lightning_module.generation import Generation
 from lightning_module.host import Host
+from lightning_module.state import random_state, seed_random, set_random_state
 from lightning_module.streams import HeldOut
+
+_SEED = 1 << 20
+"""What the seed of validations is above that of training: more than there are ranks."""
 
 
 class Validation:
@@ -27,6 +33,18 @@ class Validation:
         for name in names:
             module.add_module(_attribute(name), MeanMetric())
         self.names = names
+        self._training: dict[str, Any] | None = None
+
+    def begin(self) -> None:
+        """Draw from here on what every validation draws. All validations then differ by the weights alone."""
+        self._training = random_state()
+        seed_random(torch.initial_seed() + _SEED)
+
+    def end(self) -> None:
+        """Go on with the random numbers of training, as if there had been no validation."""
+        if self._training is not None:
+            set_random_state(self._training)
+        self._training = None
 
     @torch.no_grad()
     def observe(self, batch: HeldOut) -> dict[str, Metric]:

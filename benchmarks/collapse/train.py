@@ -26,12 +26,13 @@ import trl_offpolicy as op
 from trl_offpolicy.control import parse_control
 from trl_offpolicy.control.session import ControlSession, admitted_by
 from trl_offpolicy.objective.measure import gradient_variance
+from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.run_folder.layout import ACTIONS_FILE, METRICS_FILE
 from trl_offpolicy.run_folder.writer import append_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn, rounded
-from recipes.quantised_rollouts.sorting import Sorter, prompts, reward, sample, token_logps, warm_start
+from recipes.quantised_rollouts.sorting import COUNT, Sorter, prompts, reward, sample, token_logps, warm_start
 
 GROUPS, GENERATIONS, MINIBATCHES = 16, 8, 2
 WARM_UP_STEPS = 45
@@ -145,6 +146,8 @@ def generation(
     advantages = group_advantages(rewards, GENERATIONS)
     rollouts = Rollouts(answers, old, rewards, advantages, group_size=GENERATIONS)
     stats, norm = learn(model, optimizer, objective, rollouts, MINIBATCHES, generator)
+    drawn = answers.ids[:, COUNT + 1 :]
+    stats = stats.union(duplicate_stats(drawn, answers.mask, answers.logps, group_size=GENERATIONS))
     held_out = reward(sample(model, QUESTIONS, torch.Generator().manual_seed(0)))
     logs = {"reward": float(task.mean()), "learner_reward": float(held_out.mean())}
     logs |= {"grad_norm": norm, **stats.compute()}

@@ -77,6 +77,7 @@ class Run:
     setting: train.Setting
     generations: int = 60
     lost_tokens: bool = False
+    repeated: bool = False
 
 
 def rejecting(low: float, high: float) -> op.Objective:
@@ -137,6 +138,9 @@ RUNS = {
     "nonfinite": Run(
         "engine returns no log-prob for one token in fifty", train.Setting(train.PLAIN), 10, lost_tokens=True
     ),
+    "repeated_draws": Run(
+        "two ranks that draw the same numbers", train.Setting(train.PLAIN, learning_rate=5e-4), 10, repeated=True
+    ),
 }
 
 
@@ -177,7 +181,7 @@ def _sentence(found: Attribution) -> str:
 
 def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
     """What was injected, and what ``doctor`` said of the run."""
-    with losing_tokens() if run.lost_tokens else _nothing():
+    with losing_tokens() if run.lost_tokens else repeating() if run.repeated else _nothing():
         train.train(run.setting, 0, steps=run.generations, start=start, folder=folder)
     findings = examine(folder).diagnosis.findings
     return {
@@ -211,6 +215,23 @@ def losing_tokens() -> Iterator[None]:
         return replace(answers, logps=logps)
 
     with mock.patch.object(train, "sample", lossy):
+        yield
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """The second half of every group is its first half again, as if two ranks had one seed."""
+    sample = train.sample
+
+    def again(model: Any, questions: torch.Tensor, *rest: Any) -> Answers:
+        answers = sample(model, questions, *rest)
+        if len(questions) != train.GROUPS * train.GENERATIONS:
+            return answers  # held-out questions, which have no groups
+        place = torch.arange(len(questions))
+        rows = place - place % train.GENERATIONS + place % (train.GENERATIONS // 2)
+        return Answers(answers.ids[rows], answers.mask[rows], answers.logps[rows])
+
+    with mock.patch.object(train, "sample", again):
         yield
 
 

@@ -329,6 +329,7 @@ WALKS: dict[str, tuple[Walk, ...]] = {
     "reward_drop_steps": (Walk(drop_since, set(), COLLAPSE),),
     "gradient_spike": (Walk(gradient_spike, set(), COLLAPSE),),
     "confident_high": (Walk(verdict("mismatch/confident_disagreement_fraction"), set(), OFF),),
+    "copied_high": (Walk(verdict("rollout/copied_fraction"), set(), {"repeated_draws critical"}),),
     "sync_visible_low": (Walk(sync_rounds, True, False),),
     "tv_budget": (Walk(habits("mismatch/tv_p95", **without("mismatch__tv_p95")), [NO_NEED], []),),
     "chi2_budget": (Walk(habits("mismatch/chi2_sequence", **without("mismatch__chi2_sequence")), [NO_NEED], []),),

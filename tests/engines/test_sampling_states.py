@@ -93,10 +93,11 @@ def test_what_the_trainer_itself_sets_may_not_be_set_again(name):
     assert (one.severity, one.setting) == ("refuse", f"generation_kwargs.{name}")
 
 
-def test_a_seed_stops_vllm_on_the_cpu_only():
-    options = {"generation_kwargs": {"seed": 1}}
-    assert request_findings(options, device_type="cuda") == ()
-    assert found(request_findings(options, device_type="cpu")) == [("refuse", "generation_kwargs.seed")]
+@pytest.mark.parametrize(("device_type", "reason"), [("cpu", "stops vLLM's CPU engine"), ("cuda", "the same numbers")])
+def test_a_seed_per_request_is_refused(device_type, reason):
+    (one,) = request_findings({"generation_kwargs": {"seed": 1}}, device_type=device_type)
+    assert (one.severity, one.setting, one.remedy) == ("refuse", "generation_kwargs.seed", "set engine.seed")
+    assert reason in one.reason
 
 
 def test_every_rule_is_tested():

@@ -33,10 +33,11 @@ def stats_of(one):
 
 
 def test_a_window_computes_what_merged_stats_compute():
-    measuring, parts = Measuring([]), [stats_of(batch(rows, seed)) for seed, rows in enumerate([4, 2, 6])]
-    for part in parts:
-        measuring.add_loss(torch.tensor(0.5), part, rows=2)
-    measuring.end_step()
+    batches = [batch(rows, seed) for seed, rows in enumerate([4, 2, 6])]
+    measuring, parts = Measuring([]), [stats_of(one) for one in batches]
+    for part, one in zip(parts, batches, strict=True):
+        measuring.add_loss(torch.tensor(0.5), part, one)
+    assert measuring.end_step().tolist()[2:] == [60.0, 60.0] and measuring.responses == 12
     logs = measuring.close(OBJECTIVE, torch.device("cpu"))
     expected = parts[0].merge(parts[1]).merge(parts[2]).compute()
     assert {key: logs[key] for key in expected} == pytest.approx(expected)
@@ -45,7 +46,7 @@ def test_a_window_computes_what_merged_stats_compute():
 
 def test_a_group_that_comes_later_is_added_and_forgotten_with_the_window():
     measuring, mask = Measuring([]), torch.ones(1, 1).bool()
-    measuring.add_loss(torch.tensor(0.5), stats_of(batch(4, 0)), rows=4)
+    measuring.add_loss(torch.tensor(0.5), stats_of(batch(4, 0)), batch(4, 0))
     measuring.add_stats(noise_floor(torch.zeros(1, 1), torch.ones(1, 1), mask))
     measuring.end_step()
     assert measuring.has_noise_floor

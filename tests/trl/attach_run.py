@@ -1,8 +1,8 @@
 """A stock trl.GRPOTrainer with a real vLLM engine in this process, attached; prints one JSON line.
 
-    python tests/trl/attach_run.py FOLDER [--correction]
+    python tests/trl/attach_run.py FOLDER [--correction] [--stock]
 
-TRL's own weight sync fails in this process on CPU, so the trainer is built with this kit's engine; all else is TRL's.
+With ``--stock`` the engine is TRL's own, too. Otherwise it is this kit's, which can round weights; all else is TRL's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import trl
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_models import save_tiny_model, spread, tiny_prompts
 
 import trl_offpolicy
+from trl_offpolicy.engines.environment import prepare_environment
 from trl_offpolicy.trl.engine import trl_engine
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "seed": 3, "weight_rounding": "int4"}
@@ -28,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--correction", action="store_true")
+    parser.add_argument("--stock", action="store_true")
     options = parser.parse_args()
     args = trl.GRPOConfig(
         output_dir=str(options.folder / "run"),
@@ -48,7 +51,9 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
     )
-    with trl_engine(ENGINE, folder=options.folder / "weights"):
+    if options.stock:
+        prepare_environment()
+    with nullcontext() if options.stock else trl_engine(ENGINE, folder=options.folder / "weights"):
         trainer = trl.GRPOTrainer(
             str(save_tiny_model(options.folder / "model")), spread, args, train_dataset=tiny_prompts()
         )

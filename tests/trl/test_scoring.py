@@ -294,8 +294,22 @@ def test_the_trainer_cuts_where_the_engine_cuts(
     assert filtered_scoring(args).truncation == Truncation(top_p=0.9, min_p=0.05)
     assert "cuts its own alike" in caplog.text and len(caplog.records) == 1
     assert not filtered_scoring(make_args(use_vllm=True)).truncation
-    assert not filtered_scoring(make_args(top_p=0.9)).truncation  # transformers' generate: no log-probs of an engine
+    assert not filtered_scoring(make_args(top_p=0.9), sampled_elsewhere=True).truncation  # a rollout_func may do else
     assert len(caplog.records) == 1
+    assert filtered_scoring(make_args(top_p=0.9)).truncation == Truncation(top_p=0.9)  # transformers' generate
+
+
+@pytest.mark.integration
+def test_what_generate_sampled_under_a_cut_is_scored_under_it(build: Callable[..., Any]) -> None:
+    """Every sampled token is one that the trainer keeps, and the entropy is that of the kept ones, as in Lightning."""
+    logged = []
+    for top_k in (3, 0):
+        trainer = build(None, offpolicy="measure", top_k=top_k, temperature=1.0)
+        trainer.train()
+        logged.append(records(trainer))
+    for row, other in zip(*logged, strict=True):
+        assert row["offpolicy/rollout/outside_fraction"] == 0.0
+        assert row["entropy"] < math.log(3) + 1e-5 < other["entropy"] - 1.0
 
 
 def test_raw_log_probs_of_the_engine_are_refused(make_args: Callable[..., OffPolicyGRPOConfig]) -> None:

@@ -95,6 +95,7 @@ class Thresholds:
         0.005, "share of tokens that the engine gives at least half and the trainer 2 nats less, at lag 0", OURS
     )
     sync_visible_low: float = _number(0.5, "share of the changed weights that survive the engine's rounding", OURS)
+    copied_high: float = _number(0.05, "share of improbable completions that equal another one of their group", OURS)
     tv_budget: float = _number(
         1e-4, "95th percentile of total variation by response that needs no correction", CONJECTURES
     )

@@ -120,8 +120,10 @@ def request_findings(options: Mapping[str, Any], *, device_type: str) -> tuple[S
         for name, why in _FORBIDDEN.items()
         if name in extra
     ]
-    if extra.get("seed") is not None and device_type == "cpu":
-        reason = "a seed per request stops vLLM's CPU engine"
+    if extra.get("seed") is not None:
+        reason = "all requests would draw the same numbers, and copies of a prompt get the same completion"
+        if device_type == "cpu":
+            reason = "a seed per request stops vLLM's CPU engine"
         found.append(
             SettingFinding(severity="refuse", setting="generation_kwargs.seed", reason=reason, remedy="set engine.seed")
         )

@@ -54,6 +54,8 @@ SyncVisibleFraction = _value("SyncVisibleFraction", "rollout/sync_visible_fracti
 WaitSeconds = _value("WaitSeconds", "rollout/wait_seconds")
 RetokenisedFraction = _value("RetokenisedFraction", "rollout/retokenised_fraction")
 NoncanonicalFraction = _value("NoncanonicalFraction", "rollout/noncanonical_fraction")
+DistinctFraction = _value("DistinctFraction", "rollout/distinct_fraction", better=True)
+CopiedFraction = _value("CopiedFraction", "rollout/copied_fraction")
 GradientSignal = _value("GradientSignal", "gradient/signal", better=None)
 GradientNoise = _value("GradientNoise", "gradient/noise")
 GradientCosinePrevious = _value("GradientCosinePrevious", "gradient/cosine_previous", better=None)

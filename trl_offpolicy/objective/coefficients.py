@@ -29,7 +29,8 @@ class StepSums(NamedTuple):
     """What an optimizer step measured.
 
     ``nonfinite`` counts the tokens without a finite log-prob. ``kl`` is summed over the trainable ``tokens`` and
-    ``entropy`` over the tokens of the policy term (``acting``), both in nats. ``responses`` are those of this rank.
+    ``entropy`` over the tokens of the policy term (``acting``), both in nats. ``sampled`` counts the trainable tokens
+    with a finite log-prob of the engine; without such log-probs all do. ``responses`` are those of this rank.
     """
 
     nonfinite: float
@@ -37,6 +38,7 @@ class StepSums(NamedTuple):
     tokens: float
     entropy: float
     acting: float
+    sampled: float
     responses: int
 
     @property
@@ -62,20 +64,27 @@ class StepWindow:
         """The sums as numbers, over all ranks with ``reduce``; begins the next step. The only wait for the device."""
         assert self._sums is not None
         sums = self._sums if reduce is None else reduce(self._sums)
-        nonfinite, kl, tokens, entropy, acting = sums.tolist()
-        done = StepSums(nonfinite, kl, tokens, entropy, acting, self._responses)
+        done = StepSums(*sums.tolist(), self._responses)
         self._sums, self._responses = None, 0
         return done
 
 
 @torch.no_grad()
 def _sums(batch: PolicyBatch, stats: Stats) -> Tensor:
-    """(5,) float64: the fields of :class:`StepSums` without the last."""
+    """(6,) float64: the fields of :class:`StepSums` without the last."""
     loss = stats.groups["loss"].moments
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
     acting = batch.acting_mask
     entropy = zero if batch.entropies is None else torch.where(acting, batch.entropies, 0.0).sum().double()
-    return torch.stack([loss["nonfinite"], loss["kl"], loss["tokens"], entropy, acting.sum().double()])
+    acting_tokens = acting.sum().double()
+    return torch.stack([loss["nonfinite"], loss["kl"], loss["tokens"], entropy, acting_tokens, sampled_tokens(batch)])
+
+
+def sampled_tokens(batch: PolicyBatch) -> Tensor:
+    """0-d float64: trainable tokens with a finite log-prob of the engine; all if the batch has no such log-probs."""
+    logps = batch.sampling_per_token_logps
+    usable = batch.mask if logps is None else batch.mask & logps.isfinite()
+    return usable.sum().double()
 
 
 def adapts(kl: KLPenalty | None) -> bool:

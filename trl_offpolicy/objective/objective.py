@@ -46,6 +46,12 @@ NONFINITE_CURRENT = (
     "overflow or broken weights."
 )
 """The error that the trainers raise once per optimizer step, and the objective itself on a CPU."""
+NO_SAMPLING = (
+    "sampling_per_token_logps must be finite on some trainable token of an optimizer step, but all of them are NaN or "
+    "infinite: the engine (or the rollout function) returned no log-probs, and every weight would be 1. Let it return "
+    "those of the sampled tokens, or choose a method that does not read them (offpolicy: measure)."
+)
+"""The error that the trainers raise after a whole optimizer step without a correction's input."""
 
 
 @dataclass(frozen=True, kw_only=True)

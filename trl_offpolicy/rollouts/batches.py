@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,20 @@ _BATCH_FIELDS = (
     "old_per_token_logps", "sampling_per_token_logps", "rewards", "ref_per_token_logps", "policy_versions",
     "group_ids", "group_rewards", "decided_weights", "decided_keep", "past_average", "proximal_per_token_logps",
 )  # fmt: skip
+
+
+def check_prompts(prompt_ids: Sequence[Sequence[int]], prompts: Sequence[Any]) -> None:
+    """Raise if a prompt has no token: there is nothing from which a model could go on.
+
+    Raises:
+        ValueError: the message shows the prompt.
+    """
+    empty = next((i for i, ids in enumerate(prompt_ids) if len(ids) == 0), None)
+    if empty is not None:
+        raise ValueError(
+            f"prompt must have at least one token, but prompt {empty} of the batch, {prompts[empty]!r}, has none. "
+            "Leave such rows out of the data set, or take a tokenizer that begins with a BOS token."
+        )
 
 
 def trainable(inputs: dict[str, Any]) -> Tensor:

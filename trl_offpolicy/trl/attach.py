@@ -18,6 +18,8 @@ from trl import GRPOTrainer
 
 from trl_offpolicy import presets
 from trl_offpolicy.control import parse_control
+from trl_offpolicy.engines.colocate import reload_in_process
+from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
 from trl_offpolicy.presets.preset import Preset
@@ -25,6 +27,7 @@ from trl_offpolicy.rollouts import batches
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.callbacks import record_run, rollout_recorder
 from trl_offpolicy.trl.control import ControlCallback, watch
+from trl_offpolicy.trl.engine import TRLEngine
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class Observer:
         for name in _WRAPPED:
             setattr(trainer, name, partial(getattr(self, name.strip("_")), getattr(trainer, name)))
         trainer._offpolicy_observer = self
+        self._syncs_in_memory = syncs_in_memory(trainer)
 
     @property
     def objective(self) -> Objective:
@@ -81,6 +85,8 @@ class Observer:
             delattr(self.trainer, name)
         for callback in self._callbacks:
             self.trainer.remove_callback(callback)
+        if self._syncs_in_memory:
+            del self.trainer.vllm_generation.sync_weights
 
     @property
     def _mode(self) -> str:
@@ -157,6 +163,18 @@ class Observer:
         if what not in self._said:
             self._said.add(what)
             logger.warning("trl_offpolicy.attach: %s.", what)
+
+
+def syncs_in_memory(trainer: GRPOTrainer) -> bool:
+    """Give TRL's own engine a sync that works on a CPU, where TRL's reaches for a device; True if that was needed."""
+    engine = getattr(trainer, "vllm_generation", None)
+    stock = engine is not None and not isinstance(engine, TRLEngine) and engine.mode == "colocate"
+    if not stock or trainer.accelerator.device.type != "cpu":
+        return False
+    weights = ModelWeights(trainer.model)
+    engine.sync_weights = lambda: reload_in_process(engine.llm, weights.merged())
+    logger.warning("trl_offpolicy.attach: TRL's weight sync needs a GPU; on this CPU weights are passed in memory.")
+    return True
 
 
 def trl_preset(trainer: GRPOTrainer) -> Preset:

@@ -27,6 +27,7 @@ from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
+from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.sync import WeightSync, raised_on_all_ranks
@@ -115,7 +116,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _start_in_process(self) -> None:
         self.settings.check_colocate()
         prepare_environment()
-        arguments = {**self._default_arguments(), **self.settings.arguments}
+        arguments = {**self._default_arguments(), **self.settings.arguments, **self._seed()}
         with rebound(vllm_generation, LLM=partial(_build_llm, vllm_generation.LLM, arguments)):
             super()._init_vllm()
         if self.settings.return_routing:
@@ -135,6 +136,13 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if self._uses_adapter:
             arguments |= lora_arguments(max(config.r for config in self.model.peft_config.values()))
         return arguments
+
+    def _seed(self) -> dict[str, int]:
+        """This rank's part of the seed that the user set. TRL's own, without one, counts ranks from 0."""
+        if "seed" not in self.settings.arguments:
+            return {}
+        rank, size = self.accelerator.process_index, self.tensor_parallel_size
+        return {"seed": seed_of_rank(self.settings.arguments["seed"], rank, tensor_parallel_size=size)}
 
     @property
     def _on_cpu(self) -> bool:

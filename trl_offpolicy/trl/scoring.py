@@ -101,24 +101,30 @@ class FilteredScoring:
         return support_stats(self._outside, mask)
 
 
-def filtered_scoring(args: Any) -> FilteredScoring:
+def filtered_scoring(args: Any, *, sampled_elsewhere: bool = False) -> FilteredScoring:
     """The scoring that fits the sampling options of a ``GRPOConfig``; logs once if it truncates.
+
+    Args:
+        args: the configuration.
+        sampled_elsewhere: True with a ``rollout_func`` and no vLLM: how it samples is not known, and nothing is cut.
 
     Raises:
         ValueError: an option is out of range, or the engine reports raw log-probs.
     """
     options = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "generation_kwargs")}
-    truncation = as_vllm_keeps(truncation_of(options))
+    truncation = truncation_of(options)
+    if args.use_vllm:
+        truncation = as_vllm_keeps(truncation)
     engine = args.engine if isinstance(args.engine, Mapping) else {}
     mode = engine.get("logprobs_mode", "processed_logprobs")
     if mode != "processed_logprobs":
         raise ValueError(
             f"engine.logprobs_mode must be 'processed_logprobs' (of the distribution sampled from), but got {mode!r}."
         )
-    if not truncation or not args.use_vllm:
+    if not truncation or (sampled_elsewhere and not args.use_vllm):
         return FilteredScoring(Truncation())
     logger.warning(
-        "The engine truncates its distribution (%s): the trainer cuts its own alike. Log-probs, ratios and entropies "
+        "The sampler truncates its distribution (%s): the trainer cuts its own alike. Log-probs, ratios and entropies "
         "are of the kept tokens; the reference model stays whole.",
         truncation,
     )

@@ -8,6 +8,8 @@ corrections).
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,10 +27,11 @@ from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.diagnosis.report.model_card import write_card
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import StepWindow, adapts, load_state, next_kl, save_state
-from trl_offpolicy.objective.objective import NONFINITE_CURRENT, Objective
+from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import measured_noise_floor
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
@@ -40,6 +43,7 @@ from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stage
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
+from trl_offpolicy.trl.positions import counted_positions, learns_positions
 from trl_offpolicy.trl.rebinding import as_if_aligned
 from trl_offpolicy.trl.routing import TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
@@ -66,18 +70,20 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(self, model: Any, reward_funcs: Any, args: OffPolicyGRPOConfig, *rest: Any, **kwargs: Any) -> None:
         if not isinstance(args, OffPolicyGRPOConfig):
             raise TypeError(f"args must be an OffPolicyGRPOConfig, but got {type(args).__name__}.")
-        has_rollout_func = kwargs.get("rollout_func") is not None
+        given = _by_name(model, reward_funcs, args, *rest, **kwargs)
+        has_rollout_func = given.get("rollout_func") is not None
         preset = resolve_preset(args, has_rollout_func=has_rollout_func)
         starting = starting_preset(preset)
         self.objective: Objective = starting.objective
-        check_before_loading(args, self.objective, kwargs)
+        check_before_loading(args, self.objective, given)
         self._stages = stages_of(args, starting)
         has_sampler = args.use_vllm or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
-        self._filtered = filtered_scoring(args)
+        self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
         with trl_engine(engine_options(args), folder=Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        self._learns_positions = learns_positions(self.model)
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
@@ -106,6 +112,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------- generation batch
 
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        """TRL's method; a prompt without a token is an error that names it."""
+        tokenized = super()._tokenize_prompts(prompts)
+        batches.check_prompts(tokenized[0], prompts)
+        return tokenized
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
         by_function: Tensor = super()._calculate_rewards(*args, **kwargs)
@@ -124,6 +136,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         self._add_stats(self._mode, self._token_ids(output))
+        if self.model.training:
+            self._add_stats("train", self._duplicates(output))
         output |= self._row_counter.fields(self, output, self._rewards)
         output |= self._routing.engine_fields(output)
         if self._old_here:
@@ -135,6 +149,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._auto is not None and self._auto.undecided and self.model.training:
             judge_first(self, self._auto, output)
         return output
+
+    def _duplicates(self, output: dict[str, Any]) -> Stats:
+        mask, sampled = batches.trainable(output), output.get("sampling_per_token_logps")
+        return duplicate_stats(output["completion_ids"], mask, sampled, group_size=self.num_generations)
 
     def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
         """Run what needs the whole generation batch before TRL shuffles and splits it. Results travel with the rows."""
@@ -170,9 +188,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             old = self._score(self.model, output, batch_size=size)[0]
         return old, sums.completions(old.shape[1])
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's method, but the current and the old policy are scored on the truncated distribution."""
-        return self._filtered(super()._get_per_token_logps_and_entropies, self.ref_model, *args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's method, but on the truncated distribution (current and old policy) and with positions of the text."""
+        with counted_positions(model, wanted=self._learns_positions):
+            return self._filtered(super()._get_per_token_logps_and_entropies, self.ref_model, model, *args, **kwargs)
 
     def _score(self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, **wanted: bool) -> Any:
         """Score the completions with TRL's method: (log-probs (B, T), entropies, auxiliary loss)."""
@@ -241,6 +260,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         step = self._window.close(partial(self.accelerator.reduce, reduction="sum") if together else None)
         if step.nonfinite > 0:
             raise ValueError(NONFINITE_CURRENT)
+        if self.objective.needs_sampling and step.tokens > 0 and step.sampled == 0:
+            raise ValueError(NO_SAMPLING)
         if self._kl is not None and adapts(self._kl):
             self._kl = next_kl(self._kl, step, world_size=self.accelerator.num_processes)
         if self.use_adaptive_entropy:
@@ -316,6 +337,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._kl = load_state(Path(checkpoint), self._kl, control=self._control, auto=self._auto)
+
+
+def _by_name(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
+    """The arguments of ``GRPOTrainer`` by name, however they were given."""
+    return inspect.signature(GRPOTrainer).bind_partial(*args, **kwargs).arguments
 
 
 def _next_entropy_coef(coef: float, entropy: float, options: Any) -> float:

@@ -284,12 +284,26 @@ SYNC_ROUNDING = Step(
 )
 """An engine that never sees most of a step: the trainer moves weights by less than the engine's precision resolves."""
 
+_REPEATED_DRAWS = Step(
+    "repeated_draws",
+    "critical",
+    (
+        Symptom(
+            "rollout/copied_fraction",
+            ">",
+            "copied_high",
+            "share of completions too improbable to come up twice that did",
+        ),
+    ),
+)
+
 TREE: tuple[Step, ...] = (
     Step(
         "nonfinite",
         "warning",
         (Symptom("mismatch/nonfinite_fraction", ">", 0.0, "share of tokens without a finite log-ratio"),),
     ),
+    _REPEATED_DRAWS,
     *_ENGINE_STEPS,
     *((SYNC_ROUNDING,) if SYNC_ROUNDING.cause in CAUSES else ()),
     *_STALENESS_STEPS,

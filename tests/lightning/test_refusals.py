@@ -1,0 +1,83 @@
+"""What the module cannot train on is an error that says what to do, not a fault further on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_runs import OwnMismatch, data, module, trainer
+from tiny_models import score_last_word
+from torch.utils.data import DataLoader
+
+from lightning_module import OffPolicyGRPOModule
+
+
+def test_a_plain_data_loader_is_refused_by_name(tmp_path: Path) -> None:
+    rows: Any = [{"prompt": "w1"}] * 4
+    with pytest.raises(TypeError, match=r"PromptDataModule.*\(MicroStep\).*but got a batch of type dict"):
+        trainer(tmp_path, max_steps=1).fit(module(), DataLoader(rows, batch_size=2))
+    with pytest.raises(TypeError, match=r"PromptDataModule.*\(HeldOut\).*but got a batch of type dict"):
+        trainer(tmp_path).validate(module(), DataLoader(rows, batch_size=2), verbose=False)
+
+
+def test_a_prompt_without_a_token_is_shown(tmp_path: Path) -> None:
+    prompts = [{"prompt": "w1"}, {"prompt": ""}]
+    with pytest.raises(ValueError, match=r"prompt must have at least one token, but prompt 1 of the batch, '', has"):
+        trainer(tmp_path, max_steps=1).fit(module(), data(prompts, micro_batch_size=8))
+
+
+class Silent(OwnMismatch):
+    """An engine that gives NaN in place of log-probs, for so many completions of the first generation."""
+
+    def __init__(self, silent: int) -> None:
+        super().__init__(noise=0.1)
+        self.silent = silent
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        rollouts = super().generate(*args, **kwargs)
+        for row in rollouts.sampling_per_token_logps[: self.silent]:
+            row[:] = [math.nan] * len(row)
+        return rollouts
+
+
+@pytest.mark.parametrize("silent", [7, 8])
+def test_an_engine_without_log_probs_stops_a_correction_after_one_step(tmp_path: Path, silent: int) -> None:
+    def fit(correction: str) -> None:
+        ours = module(Silent(silent), correction=correction)
+        trainer(tmp_path, max_steps=1).fit(ours, data(micro_batch_size=8))
+
+    fit("measure")
+    if silent < 8:
+        fit("paper/tis")
+        return
+    with pytest.raises(ValueError, match=r"sampling_per_token_logps must be finite on some trainable token"):
+        fit("paper/tis")
+
+
+def test_two_optimizers_are_refused(tmp_path: Path) -> None:
+    def two(parameters: Any) -> Any:
+        return [torch.optim.SGD(parameters, lr=0.1)] * 2
+
+    with pytest.raises(TypeError, match=r"optimizer must make one torch.optim.Optimizer .* but made list"):
+        trainer(tmp_path, max_steps=1).fit(module(optimizer=two), data())
+
+
+def test_a_checkpoint_without_its_functions_says_which(tmp_path: Path) -> None:
+    owner = trainer(tmp_path, max_steps=1)
+    owner.fit(module(reward_funcs=lambda completions, **_: [0.0] * len(completions)), data())
+    owner.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(TypeError, match=r"'model' and 'reward_funcs' must be given again"):
+        OffPolicyGRPOModule.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    with pytest.raises(TypeError, match=r"'reward_funcs' must be given again"):
+        OffPolicyGRPOModule.load_from_checkpoint(
+            tmp_path / "last.ckpt", weights_only=True, model=module().settings["model"]
+        )
+    again = module(reward_funcs=score_last_word).settings
+    OffPolicyGRPOModule.load_from_checkpoint(
+        tmp_path / "last.ckpt",
+        weights_only=True,
+        **{name: again[name] for name in ("model", "reward_funcs", "tokenizer")},
+    )

@@ -1,0 +1,58 @@
+"""Completions of a group that are equal: counted by hand, told from chance by their probability."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trl_offpolicy.rollouts.duplicates import IMPROBABLE, completion_keys, duplicate_stats
+
+IDS = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 0], [7, 6, 5]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1]]).bool()
+
+
+def found(ids=IDS, mask=MASK, logps=None, group_size=4):
+    stats = duplicate_stats(ids, mask, logps, group_size=group_size)
+    return {key.rpartition("/")[2]: float(stat) for key, stat in stats.items()}
+
+
+def test_a_key_tells_ids_order_and_length_apart_and_leaves_padding_out():
+    first, same, shorter, turned = completion_keys(IDS, MASK).tolist()
+    assert first == same
+    assert len({first, shorter, turned}) == 3
+    padded = torch.nn.functional.pad(IDS, (0, 2), value=9)
+    assert completion_keys(padded, torch.nn.functional.pad(MASK, (0, 2))).tolist() == [first, same, shorter, turned]
+
+
+def test_keys_of_many_random_rows_do_not_collide():
+    ids = torch.randint(0, 50, (20_000, 6), generator=torch.Generator().manual_seed(0))
+    rows = len(set(map(tuple, ids.tolist())))
+    assert len(set(completion_keys(ids, torch.ones_like(ids).bool()).tolist())) == rows
+
+
+def test_distinct_completions_are_counted_within_their_group():
+    assert found() == {"distinct_fraction": 0.75}
+    assert found(group_size=2) == {"distinct_fraction": 0.75}  # (a a) (b c)
+    assert found(IDS[[0, 3, 1, 3]], MASK[[0, 3, 1, 3]], group_size=2) == {"distinct_fraction": 1.0}
+
+
+def test_copies_are_those_that_chance_does_not_repeat():
+    logps = torch.full((4, 3), (IMPROBABLE - 0.1) / 3)
+    logps[2] *= 1.5  # two tokens
+    assert found(logps=logps)["copied_fraction"] == 0.5
+    logps[0] = IMPROBABLE  # its copy is probable now, as far as it knows
+    logps[1] = -0.1
+    assert found(logps=logps)["copied_fraction"] == pytest.approx(1 / 3)
+
+
+def test_padding_does_not_make_a_completion_improbable():
+    rows = [2, 2, 2, 2]
+    stats = duplicate_stats(IDS[rows], MASK[rows], torch.where(MASK, -0.1, -1000.0)[rows], group_size=4)
+    assert stats.compute() == {"offpolicy/rollout/distinct_fraction": 0.25}  # nothing improbable: no copied_fraction
+
+
+def test_missing_log_probs_call_nothing_copied():
+    stats = duplicate_stats(IDS, MASK, torch.full((4, 3), math.nan), group_size=4)
+    assert "offpolicy/rollout/copied_fraction" not in stats.compute()
