@@ -22,7 +22,7 @@ from kind import split_of
 from kinds import CLEANS, KINDS, MARKER, table
 from run import CLEAN_SEEDS, SEEDS, plan
 from sampler import Order, plain, processed, reporting_raw, sample, speculated
-from score import Answer, calibration, markdown, summarize, verdict_of, write_results
+from score import Answer, calibration, markdown, summarize, totals, verdict_of, write_results
 from wall import SEEN, SEEN_CLEAN
 from weights import VERSIONS
 from worlds import LENGTH, Made, World, one_pass, padded_pass
@@ -352,6 +352,12 @@ def test_a_summary_by_hand() -> None:
     assert row["named_at_90"] == {"cases": 2, "right": 0.5}
     assert row["confusion"]["clean"] == {"none": 1, "precision": 1}
     assert row["by_family"]["weights"] == {"right": 1, "wrong": 1}
+
+
+def test_totals_name_no_kind() -> None:
+    lines = totals(summarize([answer("stale_lag_1", "stale_weights"), answer("doubled_bos", "precision")]))
+    assert lines[2].startswith("| probe | 50.0 % | 0.0 % | 0.0 % | 50.0 % |")
+    assert not any(name in line for line in lines for name in ("stale_lag_1", "doubled_bos"))
 
 
 def test_small_faults_are_not_counted_but_hidden_ones_are() -> None:
