@@ -19,6 +19,7 @@ import second_engine as s
 import second_kinds
 import second_trainer as y
 import time_faults as r
+import vllm_cases
 from kinds import KINDS
 from moe import tiny_moe
 from sampler import plain, processed
@@ -291,6 +292,42 @@ def test_a_temperature_twice_is_its_square(world: World) -> None:
     np.testing.assert_allclose(made.scored["old_per_token_logps"], once["old_per_token_logps"])
     assert made.engine == made.trainer == {"temperature": 0.8}
     assert k3(world, made).mean() > 1e-4
+
+
+# --------------------------------------------------------------------------------------------------- a real engine
+
+
+class ModelAsEngine:
+    """Takes the weights at a sync, as vLLM does, and samples with them later."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.version, self.weight_rounding = world, 0, None
+        self.held: dict[str, torch.Tensor] = {}
+
+    def sync_weights(self, version: int) -> None:
+        self.version = version
+        self.held = {name: p.detach().clone() for name, p in self.world.model.named_parameters()}
+
+    def generate(self, prompts: Any, sampling: Any, *, n: int) -> Any:
+        batch = World.sample(
+            self.world, seen=[ids for ids in prompts for _ in range(n)], length=sampling.max_tokens,
+            inside=lambda: c.parameters_set(self.world.model, self.held),
+        )  # fmt: skip
+        logps = [row[: len(ids)].tolist() for row, ids in zip(batch.logps, batch.ids, strict=True)]
+        return type("Rollouts", (), {"completion_ids": batch.ids, "sampling_per_token_logps": logps})
+
+
+def test_a_real_engine_gets_the_faulty_weights_and_prompts(world: World) -> None:
+    real = vllm_cases.real_world(world, ModelAsEngine(world))
+    stale = vllm_cases.made(real, "ema_weights", "float32")
+    assert k3(real, stale).min() > SAME
+    assert k3(real, Made("", real.sample())).max() < SAME  # the next sync brings the right weights back
+    cut = real.sample(seen=[ids[1:] for ids in real.repeated()])
+    assert cut.prompt_ids == real.repeated()
+    assert k3(real, Made("", cut)).min() > SAME
+    assert set(vllm_cases.HELD_OUT) - {"clean"} <= {name for name, kind in KINDS.items() if kind.split == "report"}
+    with pytest.raises(ValueError, match="drawing and order must be None"):
+        real.sample(plain())
 
 
 # -------------------------------------------------------------------------------------------------- clean, and runs
