@@ -110,41 +110,71 @@ def attention(replacement: Callable[..., Any]) -> Iterator[None]:
         table["sdpa"] = original
 
 
-def kv_rounded(change: Callable[[Tensor], Tensor]) -> Any:
+Layers = Callable[[int], bool]
+"""Number of a layer -> whether it is concerned."""
+
+
+def every_layer(_number: int) -> bool:
+    return True
+
+
+def kv_rounded(change: Callable[[Tensor], Tensor], layers: Layers = every_layer) -> Any:
     """Keys and values as a cache of another format holds them."""
 
     def replacement(original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kw: Any) -> Any:
+        if not layers(module.layer_idx):
+            return original(module, query, key, value, mask, **kw)
         return original(module, query, change(key), change(value), mask, **kw)
 
     return attention(replacement)
 
 
-def attention_logits(*, cap: float | None = None, window: int | None = None) -> Any:
-    """Attention with capped logits, or over the last ``window`` tokens only."""
+def attention_logits(
+    *, cap: float | None = None, window: int | None = None, sink: bool = False, tiled: bool = False,
+    layers: Layers = every_layer,
+) -> Any:  # fmt: skip
+    """Attention computed by hand.
+
+    Args:
+        cap: of the logits.
+        window: tokens that a token sees.
+        sink: one more logit, 0, takes its part of the attention.
+        tiled: query heads go to the heads of keys in the order 0 1 0 1 in place of 0 0 1 1.
+        layers: the others compute as they should.
+    """
 
     def replacement(
-        _original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
+        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any
     ) -> Any:
+        if not layers(module.layer_idx):
+            return original(module, query, key, value, mask, **kw)
         groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        scaling = kw.get("scaling") or query.shape[-1] ** -0.5
-        logits = query @ key.transpose(2, 3) * scaling
+        key, value = (x.repeat(1, groups, 1, 1) if tiled else x.repeat_interleave(groups, 1) for x in (key, value))
+        logits = query @ key.transpose(2, 3) * (kw.get("scaling") or query.shape[-1] ** -0.5)
         if cap is not None:
             logits = softcapped(logits, cap)
-        queries, keys = logits.shape[-2:]
-        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-        allowed = distance >= 0
-        if window is not None:
-            allowed = allowed & (distance < window)
-        logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
-        if mask is not None:
-            given = mask[..., :keys]
-            logits = logits.masked_fill(~given, torch.finfo(logits.dtype).min) if given.dtype == torch.bool else (
-                logits + given
-            )  # fmt: skip
-        return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+        logits = _masked(logits, mask, window)
+        if sink:
+            logits = torch.cat([logits, torch.zeros_like(logits[..., :1])], -1)
+        shares = logits.softmax(-1)[..., : key.shape[2]]
+        return (shares @ value).transpose(1, 2).contiguous(), None
 
     return attention(replacement)
+
+
+def _masked(logits: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
+    """Attention logits (B, H, Q, K) without the future, what lies before the window, and what ``mask`` hides."""
+    queries, keys = logits.shape[-2:]
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    allowed = distance >= 0
+    if window is not None:
+        allowed = allowed & (distance < window)
+    lowest = torch.finfo(logits.dtype).min
+    logits = logits.masked_fill(~allowed, lowest)
+    if mask is None:
+        return logits
+    given = mask[..., :keys]
+    return logits.masked_fill(~given, lowest) if given.dtype == torch.bool else logits + given
 
 
 # ---------------------------------------------------------------------------------------------------------- precision

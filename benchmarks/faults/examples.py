@@ -1,6 +1,6 @@
 """A real example of every cause for docs/diagnosis.md: a case of run.py, or a short GRPO run with the fault.
 
-python benchmarks/faults/examples.py runs/faults        # after run.py and explain.py of both splits
+python benchmarks/faults/examples.py runs/faults        # after run.py and explain.py --split tune
 python benchmarks/faults/examples.py --only CAUSE ...   # these GRPO runs alone; the other examples stay as they are
 """
 

@@ -1,22 +1,19 @@
 """A kind of fault, and the wall between those that are tuned on and those that are reported.
 
 Kinds, not seeds, are split. A kind of the tune side may be looked at while the attribution changes; a kind of the
-report side may not, and its numbers are read once, at the end. A hash of the name decides (:func:`split_of`).
+report side may not, and its numbers are read once, at the end. The list in ``wall.py`` decides (:func:`split_of`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Literal
 
 from engine_faults import Inject
 from time_faults import RunFault
+from wall import SEEN
 
 Split = Literal["tune", "report"]
-SALT = 0
-"""The smallest number for which each family has a kind on both sides and neither side has more than 55 % of the kinds.
-It was chosen from the names, before any case existed. A new kind does not move the others."""
 CLEAN = "clean"
 ALL = ("smollm2", "qwen", "moe")
 DENSE = ("smollm2", "qwen")
@@ -31,7 +28,7 @@ class Kind:
     """A kind of fault.
 
     Args:
-        name: unique; the split hangs on it.
+        name: unique; the side hangs on it.
         family: faults of the same part of the system.
         right: causes of ``trl_offpolicy.diagnosis.causes`` that count as right; "unknown" if no cause stands for it.
         inject: makes the batch.
@@ -55,11 +52,11 @@ class Kind:
         return split_of(self.name)
 
 
-def split_of(name: str, salt: int = SALT) -> Split:
-    """The side of a kind, by the first bit of a hash of its name.
+def split_of(name: str) -> Split:
+    """The side of a kind: "tune" if its answers have been looked at, "report" if they have not.
 
     Example:
-        >>> split_of("rope_theta") == split_of("rope_theta")
-        True
+        >>> split_of("rope_theta"), split_of("a kind that nobody has scored")
+        ('tune', 'report')
     """
-    return "tune" if sha256(f"{salt}:{name}".encode()).digest()[0] < 128 else "report"
+    return "tune" if name in SEEN else "report"

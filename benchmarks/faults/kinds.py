@@ -9,7 +9,9 @@ from pathlib import Path
 
 import engine_kinds as engine
 import other_kinds as other
+import second_kinds as second
 from kind import Kind
+from wall import SEEN_CLEAN
 
 FAMILIES = (
     engine.prompts,
@@ -22,9 +24,19 @@ FAMILIES = (
     engine.routing,
     engine.mixtures,
     other.over_time,
+    second.prompts,
+    second.sampling,
+    second.architecture,
+    second.precision,
+    second.bookkeeping,
+    second.weights,
+    second.trainer,
+    second.routing,
+    second.mixtures,
+    second.over_time,
 )
 KINDS: dict[str, Kind] = {kind.name: kind for family in FAMILIES for kind in family()}
-CLEANS: dict[str, Kind] = {kind.name: kind for kind in other.clean()}
+CLEANS: dict[str, Kind] = {kind.name: kind for kind in (*other.clean(), *second.clean())}
 
 
 def kind_of(name: str) -> Kind:
@@ -40,7 +52,7 @@ def table() -> str:
     titles = ("family", "kind", "side", "right", "also sane", "models")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for kind in (*KINDS.values(), *CLEANS.values()):
-        side = kind.split if kind.name in KINDS else "both"
+        side = kind.split if kind.name in KINDS else ("both" if kind.name in SEEN_CLEAN else "report")
         cells = (kind.family, kind.name, side, ", ".join(kind.right), ", ".join(kind.sane), ", ".join(kind.models))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Attribute every case that run.py made; count the right, sane, wrong, unknown and silent answers.
 
 python benchmarks/faults/score.py runs/faults --split tune --errors
+python benchmarks/faults/score.py runs/faults --split report --totals                   # gives no kind away
 python benchmarks/faults/score.py runs/faults --split report --out benchmarks/faults    # writes into README.md
 """
 
@@ -216,8 +217,8 @@ def _share(values: Sequence[bool]) -> float | None:
 # ------------------------------------------------------------------------------------------------- tables and figure
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Tables for the README: verdicts by path, by family, calibration, and the confusion by kind."""
+def totals(result: dict[str, Any]) -> list[str]:
+    """Lines of the first table: verdicts by path. It names no kind."""
     titles = ["path", *VERDICTS, "right or sane", "the same, mean over kinds", "confident and wrong",
               "named with 90 %: right or sane", "cases (kinds)", "false alarms"]  # fmt: skip
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
@@ -227,6 +228,12 @@ def markdown(result: dict[str, Any]) -> str:
                  f"{_percent(row['named_at_90']['right'])} of {row['named_at_90']['cases']}",
                  f"{row['cases']} ({row['kinds']})", f"{row['false_alarms']} of {row['clean_cases']}"]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Tables for the README: verdicts by path, by family, calibration, and the confusion by kind."""
+    lines = totals(result)
     lines += _verdict_table("family", "by_family", result) + _verdict_table("model", "by_world", result)
     lines += ["", "Calibration: answers that name a cause, by confidence.", "",
               "| path | confidence | answers | right | right or sane |", "|---" * 5 + "|"]  # fmt: skip
@@ -313,11 +320,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--split", default="report")
     parser.add_argument("--out", type=Path, help="folder for results.json, the figure and README.md")
+    parser.add_argument("--totals", action="store_true", help="print the first table alone, which names no kind")
+    parser.add_argument("--worlds", nargs="+", help="only these")
     parser.add_argument("--errors", action="store_true", help="list the answers that are not right")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    found = answers(args.folder / args.split)
+    found = [a for a in answers(args.folder / args.split) if args.worlds is None or a.world in args.worlds]
     result = summarize(found)
+    if args.totals:
+        print("\n".join(totals(result)))
+        return
     for path, row in result.items():
         shares = "  ".join(f"{name} {_percent(row['share'][name])}" for name in VERDICTS)
         print(f"{path:7s} {shares}  of {row['cases']} cases, {row['kinds']} kinds; confident and wrong "

@@ -226,12 +226,12 @@ def padded_pass(*, attended: bool, positions: str) -> Scorer:
             input_ids=torch.cat([before, after], 1), attention_mask=everything, position_ids=count,
             logits_to_keep=width + 1,
         ).logits[:, :-1]  # fmt: skip
-        return _scores(head, logits, ids)
+        return scores_of_logits(head, logits, ids)
 
     return scorer
 
 
-def _scores(head: Head, logits: Any, ids: Rows) -> TokenScores:
+def scores_of_logits(head: Head, logits: Any, ids: Rows) -> TokenScores:
     """Scores (B, T) of logits (B, T, V)."""
     found = np.full((4, *logits.shape[:2]), np.nan)
     for row, tokens in enumerate(ids):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "faults"))
 import contexts
@@ -20,9 +20,11 @@ import trainer_faults as t
 from cases import Case, load_cases
 from kind import split_of
 from kinds import CLEANS, KINDS, MARKER, table
+from run import CLEAN_SEEDS, SEEDS, plan
 from sampler import Order, plain, processed, reporting_raw, sample, speculated
-from score import Answer, calibration, markdown, summarize, verdict_of, write_results
-from weights import VERSIONS, Updates, Weights
+from score import Answer, calibration, markdown, summarize, totals, verdict_of, write_results
+from wall import SEEN, SEEN_CLEAN
+from weights import VERSIONS
 from worlds import LENGTH, Made, World, one_pass, padded_pass
 
 from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
@@ -30,24 +32,8 @@ from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.engines.hf import Head
 from trl_offpolicy.run_folder.rollouts import read_rollouts
 
-PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17], [18, 19, 20, 21, 22], [23, 24, 25, 26], [27, 28, 29]]
 SAME = 1e-9
 """KL k3 below which two sides are the same policy here."""
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    """A tiny Llama with random updates in place of trained ones."""
-    model = tiny_model("llama", seed=3, max_position_embeddings=128).eval()
-    chance = torch.Generator().manual_seed(0)
-
-    def moved(scale: float) -> dict[str, Any]:
-        return {name: scale * p.std() * torch.randn(p.shape, generator=chance)
-                for name, p in model.named_parameters() if p.dim() == 2}  # fmt: skip
-
-    step = moved(0.05)
-    updates = Updates([{n: k * v for n, v in step.items()} for k in range(1, VERSIONS + 1)], moved(0.2))
-    return World("tiny", 0, Weights(model, updates), PROMPTS, [1], 0)
 
 
 def k3(world: World, made: Made) -> Any:
@@ -61,11 +47,31 @@ def k3(world: World, made: Made) -> Any:
 
 
 def test_the_wall_stands_where_it_stood() -> None:
-    """The assignment hangs on the names alone; a change of it would let tuned kinds into the report."""
-    pinned = {"doubled_bos": "tune", "rope_theta": "report", "norm_eps": "tune", "shift_late_1": "tune",
-              "kv_fp8": "tune", "stale_lag_4": "tune", "attention_dropout": "report"}  # fmt: skip
-    assert {name: KINDS[name].split for name in pinned} == pinned
-    assert Counter(kind.split for kind in KINDS.values()) == {"tune": 64, "report": 65}
+    """What was looked at stays on the tune side; no name may leave the list, or move to the report."""
+    known = sorted(SEEN)
+    assert len(known) == 129 and KINDS.keys() >= SEEN
+    assert sha256(" ".join(known).encode()).hexdigest()[:16] == "5a3859f8f671bccc"
+    assert {name for name, kind in KINDS.items() if kind.split == "tune"} == SEEN
+    assert sum(kind.split == "report" for kind in KINDS.values()) == 70
+
+
+def test_what_nobody_has_looked_at_is_held_out() -> None:
+    assert split_of("a kind of tomorrow") == "report"
+    assert SEEDS["tune"] != SEEDS["report"] != 100  # 100 was the seed of a report that has been read
+
+
+def test_the_tune_side_has_no_later_clean_variant() -> None:
+    later = CLEANS.keys() - SEEN_CLEAN
+    assert len(later) == 9 and CLEANS.keys() > SEEN_CLEAN
+    for world in ("smollm2", "qwen", "moe"):
+        assert not later & CLEAN_SEEDS["tune"][world].keys()
+        runs = [kind.name for _, kinds in list(plan(world, "report"))[1:] for kind in kinds]
+        assert {name for name in later if world in CLEANS[name].models} <= set(runs)
+
+
+def test_sixty_clean_cases_are_in_the_report() -> None:
+    rounds = [kinds for world in CLEAN_SEEDS["report"] for _, kinds in list(plan(world, "report"))[1:]]
+    assert sum(map(len, rounds)) == 60
 
 
 def test_every_family_is_on_both_sides() -> None:
@@ -73,8 +79,10 @@ def test_every_family_is_on_both_sides() -> None:
         assert {kind.split for kind in KINDS.values() if kind.family == family} == {"tune", "report"}, family
 
 
-def test_another_salt_gives_another_wall() -> None:
-    assert {split_of(name, 1) == split_of(name, 0) for name in KINDS} == {True, False}
+def test_families_have_about_the_same_shares_on_both_sides() -> None:
+    count = Counter((kind.split, kind.family) for kind in KINDS.values())
+    for family in {kind.family for kind in KINDS.values()}:
+        assert abs(count["tune", family] / 129 - count["report", family] / 70) < 0.05, family
 
 
 def test_answers_that_count_are_names_of_causes() -> None:
@@ -125,7 +133,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_changes_the_model_and_puts_everything_back(world: World, name: str) -> None:
-    ids = torch.tensor([PROMPTS[0] + PROMPTS[3]])
+    ids = torch.tensor([world.prompts[0] + world.prompts[3]])
     with torch.no_grad():
         before = world.model(ids).logits
         with CONTEXTS[name](world):
@@ -203,8 +211,8 @@ def test_speculation_is_exact_unless_it_is_lenient(leniency: float, exact: bool)
 
 def test_the_sampler_reports_what_it_drew_from(world: World) -> None:
     generator = torch.Generator().manual_seed(5)
-    ids, logps = sample(world.model, PROMPTS, plain(Head(0.7)), max_tokens=5, stop=[1], generator=generator)
-    scored = one_pass(world.model, PROMPTS, ids, Head(0.7))
+    ids, logps = sample(world.model, world.prompts, plain(Head(0.7)), max_tokens=5, stop=[1], generator=generator)
+    scored = one_pass(world.model, world.prompts, ids, Head(0.7))
     for row, values in enumerate(logps):
         np.testing.assert_allclose(scored.logps[row, : len(values)], values, rtol=1e-4, atol=1e-5)
 
@@ -216,7 +224,7 @@ def test_a_processor_sees_what_was_said(world: World) -> None:
         seen.append((len(prompts), [len(row) for row in said]))
         return logits
 
-    sample(world.model, PROMPTS[:2], processed(change), max_tokens=3, stop=[], generator=torch.Generator())
+    sample(world.model, world.prompts[:2], processed(change), max_tokens=3, stop=[], generator=torch.Generator())
     assert seen == [(2, [0, 0]), (2, [1, 1]), (2, [2, 2])]
 
 
@@ -237,7 +245,7 @@ def test_padding_hurts_the_rows_that_have_it(world: World, attended: bool, posit
     batch, _ = world.clean
     made = Made("", batch, world.score(batch, scorer=padded_pass(attended=attended, positions=positions)))
     rows = k3(world, made).reshape(6, 4).max(1)
-    longest = np.array([len(prompt) == 6 for prompt in PROMPTS])
+    longest = np.array([len(prompt) == 6 for prompt in world.prompts])
     assert rows[longest].max() < SAME
     assert (rows[~longest].max() < SAME) == harmless
 
@@ -295,7 +303,7 @@ def test_a_case_comes_back_from_its_file(world: World, tmp_path: Path) -> None:
 
 
 def test_a_recorded_run_begins_clean_and_a_sync_that_fails_shows_later(world: World, tmp_path: Path) -> None:
-    run = KINDS["sync_fails_from_half_way"].run
+    run, before = KINDS["sync_fails_from_half_way"].run, list(world.prompts)
     assert run is not None
     r.record(world, "sync_fails_from_half_way", run, tmp_path)
     (folder,) = tmp_path.glob("*.run")
@@ -306,7 +314,7 @@ def test_a_recorded_run_begins_clean_and_a_sync_that_fails_shows_later(world: Wo
     sizes = [np.abs(d[step == late]).mean() for late in (r.STEPS // 2 + 1, r.STEPS - 1)]
     assert 1e-3 < sizes[0] < sizes[1]
     assert attribute_run(rollouts, {}) is not None
-    assert world.prompts == PROMPTS
+    assert world.prompts == before
 
 
 # ------------------------------------------------------------------------------------------------------------ scoring
@@ -344,6 +352,12 @@ def test_a_summary_by_hand() -> None:
     assert row["named_at_90"] == {"cases": 2, "right": 0.5}
     assert row["confusion"]["clean"] == {"none": 1, "precision": 1}
     assert row["by_family"]["weights"] == {"right": 1, "wrong": 1}
+
+
+def test_totals_name_no_kind() -> None:
+    lines = totals(summarize([answer("stale_lag_1", "stale_weights"), answer("doubled_bos", "precision")]))
+    assert lines[2].startswith("| probe | 50.0 % | 0.0 % | 0.0 % | 50.0 % |")
+    assert not any(name in line for line in lines for name in ("stale_lag_1", "doubled_bos"))
 
 
 def test_small_faults_are_not_counted_but_hidden_ones_are() -> None:
