@@ -305,8 +305,8 @@ CAUSES: dict[str, Cause] = {
     "sync_rounding": Cause(
         "updates lost to rounding",
         "A",
-        "The engine holds the weights in 16 bits and the updates are smaller than their last digit: most syncs send "
-        "nothing new, and the engine keeps sampling with older weights.",
+        "The engine holds the weights in fewer bits (bfloat16, int8) and the updates are smaller than their last digit: "
+        "most syncs send nothing new, and the engine keeps sampling with older weights.",
         "rollout/sync_visible_fraction is far below 1, and checksums of consecutive syncs are equal.",
         "A float32 engine, or 16-bit weights in the trainer too (then the optimizer sees the same rounding).",
         "engine: {dtype: float32}\n",

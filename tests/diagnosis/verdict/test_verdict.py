@@ -253,3 +253,10 @@ def test_every_snippet_is_a_configuration_that_loads(name: str, tmp_path: Path) 
     settings = yaml.safe_load(CAUSES[name].snippet)
     args = OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
     assert resolve_preset(args).objective is not None
+
+
+def test_a_metric_of_one_step_is_not_called_a_mean_of_all() -> None:
+    key = "offpolicy/rollout/sync_visible_fraction"
+    log = MetricsLog(tuple({"step": float(step), **({key: 0.2} if step == 2 else {})} for step in range(1, 4)))
+    (finding,) = diagnose(log).findings
+    assert "0.2000 (one step; limit" in finding.symptom

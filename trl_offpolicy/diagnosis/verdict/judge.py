@@ -21,6 +21,7 @@ from trl_offpolicy.diagnosis.verdict.tree import (
     Verdict,
 )
 from trl_offpolicy.run_folder.run_data import MetricsLog
+from trl_offpolicy.stats import PREFIX
 
 WINDOW = 20
 """Number of last logged steps that a verdict reads."""
@@ -153,11 +154,17 @@ def diagnose(log: MetricsLog, thresholds: Thresholds | None = None, *, window: i
         symptoms = step.taken(readings, limits)
         if symptoms:
             evidence = {one.metric: readings[one.metric] for one in symptoms}
-            text = "; ".join(_sentence(one, readings, limits, len(log.rows[-window:])) for one in symptoms)
+            text = "; ".join(_sentence(one, readings, limits, _steps_with(log, window, one)) for one in symptoms)
             findings.append(Finding(step.cause, step.severity, text, evidence, _since(log, symptoms[0], limits)))
     findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
     cell = sga_cell(readings, limits)
     return Diagnosis(tuple(findings), _span(log, window), dict(readings), _unknown(readings, limits), cell)
+
+
+def _steps_with(log: MetricsLog, window: int, symptom: Symptom) -> int:
+    """Logged steps of the window that hold the metric; for a number that follows from others, all of them."""
+    rows = log.rows[-window:]
+    return sum(f"{PREFIX}{symptom.metric}" in row for row in rows) or len(rows)
 
 
 def _sentence(symptom: Symptom, readings: Readings, thresholds: Thresholds, steps: int) -> str:
