@@ -56,10 +56,14 @@ _PLACES = {
     "cache_dtype": "cache_config",
     "enable_prefix_caching": "cache_config",
     "enable_chunked_prefill": "scheduler_config",
+    "max_num_seqs": "scheduler_config",
+    "max_num_batched_tokens": "scheduler_config",
+    "enforce_eager": "model_config",
     "tensor_parallel_size": "parallel_config",
     "pipeline_parallel_size": "parallel_config",
     "data_parallel_size": "parallel_config",
     "enable_expert_parallel": "parallel_config",
+    "decode_context_parallel_size": "parallel_config",
 }
 _OTHER_NAMES = {"cache_dtype": "kv_cache_dtype"}
 
