@@ -15,12 +15,14 @@ from lightning_module.models import zero3_gathered
 from trl_offpolicy.checks import near
 from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
+from trl_offpolicy.engines.exact import check_exact, exact_engine, exact_trainer
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.sampling_states import engine_findings, judge, request_findings
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.parts import imported
 
+EXACT = "exact"
 ENGINES = ("transformers", "vllm", "server")
 
 
@@ -45,6 +47,26 @@ def engine_type(spec: Any) -> str:
     return str(name)
 
 
+def wants_exact(spec: Any) -> bool:
+    """True if the ``engine`` setting says ``exact: true``.
+
+    Raises:
+        ValueError: it says neither true nor false, or another option contradicts it.
+    """
+    if not isinstance(spec, Mapping) or EXACT not in spec:
+        return False
+    if not isinstance(spec[EXACT], bool):
+        raise ValueError(f"engine.exact must be true or false, but got {spec[EXACT]!r}.")
+    kind = engine_type(spec)
+    if spec[EXACT] and kind not in ("vllm", "server"):
+        raise ValueError(
+            f"engine.exact must be left out with engine.type {kind!r}: only vLLM and its server have the settings."
+        )
+    if spec[EXACT] and kind == "vllm":
+        check_exact(spec)
+    return bool(spec[EXACT])
+
+
 def build_engine(
     spec: Any,
     *,
@@ -54,6 +76,7 @@ def build_engine(
     eos_token_ids: Sequence[int],
     run: str,
     folder: Path,
+    rows: int | None = None,
 ) -> Engine:
     """The engine that ``spec`` names. Its further keys are the engine's arguments.
 
@@ -67,13 +90,14 @@ def build_engine(
         eos_token_ids: ids of the tokens that end a completion.
         run: name of the run, the same on all ranks.
         folder: where a server finds the weights, unless ``spec`` names another folder.
+        rows: rows of one forward of the trainer, for ``exact``; None = any.
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
         check_has_methods(spec, where="engine")
         engine: Engine = spec
         return engine
-    options = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key != "type"}
+    options = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key not in ("type", EXACT)}
     if kind == "own":
         path = spec if isinstance(spec, str) else str(spec["type"])
         offered: dict[str, Any] = {"model_name": model_name, "policy": policy, "pad_token_id": pad_token_id}
@@ -94,7 +118,15 @@ def build_engine(
     if model_name is None and "model" not in options:
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
     dtype = str(next(policy().parameters()).dtype).removeprefix("torch.")
-    return ColocateEngine(**{"model": model_name, "dtype": dtype, **options})
+    arguments = {"model": model_name, "dtype": dtype, **options}
+    if not wants_exact(spec):
+        return ColocateEngine(**arguments)
+    exact = exact_engine(arguments, dtype=dtype, rows=rows)
+    exact.apply()
+    exact_trainer()
+    colocated = ColocateEngine(**exact.arguments)
+    colocated.exact = exact
+    return colocated
 
 
 def _own_class(path: str) -> type[Any]:

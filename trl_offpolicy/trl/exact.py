@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.probe.asked import Asked
-from trl_offpolicy.diagnosis.probe.exactness import Exactness, judge_exactness
-from trl_offpolicy.diagnosis.probe.proof import compare_facts
-from trl_offpolicy.engines.effective import facts_of_model, tokenizer_facts
-from trl_offpolicy.engines.exact import exact_trainer, server_findings, server_flags
+from trl_offpolicy.diagnosis.probe.exactness import Exactness, ask_exact, judge_exactness
+from trl_offpolicy.engines.exact import exact_trainer
 from trl_offpolicy.rollouts.batches import trainable
-from trl_offpolicy.run_folder.layout import RUN_FILE
+from trl_offpolicy.run_folder.writer import add_to_run
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +56,8 @@ def check_config(args: Any) -> None:
         )
     if not args.use_vllm:
         raise ValueError(
-            "use_vllm must be true with engine.exact: true, but got False: without vLLM the trainer samples from itself."
+            "use_vllm must be true with engine.exact: true, but got False: without vLLM the trainer samples from "
+            "itself."
         )
 
 
@@ -104,34 +100,19 @@ class ExactRun:
         mask = trainable(output).bool()
         old = trainer._score(trainer.model, output, batch_size=size)[0]
         again = trainer._score(trainer.model, output, batch_size=max(1, size // 2))[0] if size > 1 else None
-        rows, applied, missing = self._asked()
         self.found = judge_exactness(
             _masked(sampling, mask), _masked(old, mask), None if again is None else _masked(again, mask),
-            applied=applied, rows=rows, missing=missing,
+            asked=ask_exact(
+                trainer.vllm_generation,
+                trainer.accelerator.unwrap_model(trainer.model),
+                trainer.processing_class,
+                rows=size,
+            ),
         )  # fmt: skip
         if trainer.accelerator.is_main_process:
             say = tqdm.write if self.found.at_floor else logger.warning
             say(f"engine.exact: {self.found.text}")
-            add_to_run(Path(trainer.args.output_dir), self.found)
-
-    def _asked(self) -> tuple[list[Asked], str, tuple[str, ...]]:
-        """(rows of engine and trainer, what was set, what cannot be had)."""
-        trainer = self._trainer
-        engine = trainer.vllm_generation
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        interview = engine.interview()
-        if interview is None:
-            return [], "", ("the engine cannot be asked what it runs with",)
-        facts = interview.facts()
-        trainer_facts = replace(facts_of_model(model), tokenizer=tokenizer_facts(trainer.processing_class))
-        rows = [one for one in compare_facts(facts, trainer_facts).rows if one.topic != "sampling"]
-        if engine.exact is not None:
-            return rows, engine.exact.text, engine.exact.missing
-        dtype, size = str(trainer_facts.settings["dtype"]), trainer.args.per_device_train_batch_size
-        found = server_findings(facts.settings, dtype=dtype, rows=size)
-        flags = server_flags(dtype=dtype, rows=size)
-        advice = (f"start the server with VLLM_BATCH_INVARIANT=1 on a GPU and {flags}",) if found else ()
-        return rows, "nothing: the server keeps its settings", (*found, *advice)
+            add_to_run(Path(trainer.args.output_dir), "exact", self.found.as_dict())
 
 
 def exact_run(trainer: Any) -> ExactRun | None:
@@ -141,13 +122,4 @@ def exact_run(trainer: Any) -> ExactRun | None:
 
 def _masked(values: Tensor, mask: Tensor) -> Floats:
     found: Floats = torch.where(mask, values.float(), torch.nan).double().cpu().numpy()
-    return np.asarray(found)
-
-
-def add_to_run(folder: Path, found: Exactness) -> None:
-    """Add the entry ``exact`` to ``run.json``, if there is one."""
-    path = folder / RUN_FILE
-    if path.exists():
-        info = json.loads(path.read_text())
-        info["exact"] = {**asdict(found), "at_floor": found.at_floor, "text": found.text}
-        path.write_text(json.dumps(info, indent=2, default=str) + "\n")
+    return found

@@ -140,17 +140,13 @@ def as_dict(result: ProbeResult) -> dict[str, Any]:
         "recommendation": asdict(result.recommendation),
         "asked": [asdict(one) for one in result.proof.rows],
         "not_compared": list(result.proof.not_compared),
-        "exact": None if result.exact is None else _exact_dict(result.exact),
+        "exact": None if result.exact is None else result.exact.as_dict(),
         "against": None if result.against is None else asdict(result.against),
         "breakdowns": [asdict(one) for one in result.breakdowns],
         "completions": len(result.completions),
         "tokens": int(result.evidence.observed.sum()),
         "seconds": dict(result.seconds),
     }  # fmt: skip
-
-
-def _exact_dict(found: Exactness) -> dict[str, Any]:
-    return {**asdict(found), "at_floor": found.at_floor, "text": found.text}
 
 
 def _plain(value: Any) -> Any:

@@ -23,11 +23,10 @@ from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
 from trl_offpolicy.diagnosis.probe.against import Against, compare_answers, with_tested_cause
 from trl_offpolicy.diagnosis.probe.asked import Proof
-from trl_offpolicy.diagnosis.probe.exactness import Exactness, judge_exactness
+from trl_offpolicy.diagnosis.probe.exactness import Exactness, asked_exact, judge_exactness
 from trl_offpolicy.diagnosis.probe.options import ProbeOptions
 from trl_offpolicy.diagnosis.probe.second import answer_of_second
 from trl_offpolicy.diagnosis.probe.sides import ROWS, Sides, open_sides, render_prompts
-from trl_offpolicy.engines.exact import server_findings, server_flags
 from trl_offpolicy.engines.hf import score_completions
 from trl_offpolicy.stats import PREFIX
 from trl_offpolicy.types import PolicyBatch
@@ -134,20 +133,10 @@ def _against(
 def _exactness(sides: Sides, evidence: TokenEvidence) -> Exactness:
     """The distance to the trainer against the noise floor, with what keeps it above."""
     o = sides.options
-    if sides.exact is not None:
-        applied, missing = sides.exact.text, sides.exact.missing
-    else:
-        applied = "nothing: the server keeps its settings"
-        found = server_findings(sides.engine_settings, dtype=o.trainer_dtype, rows=ROWS)
-        sglang = "sglang" in sides.engine_settings
-        flags = server_flags(dtype=o.trainer_dtype, rows=ROWS, sglang=sglang)
-        start = f"start the server with {flags}" + ("" if sglang else ", and VLLM_BATCH_INVARIANT=1 on a GPU")
-        missing = (*found, start) if found else ()
+    asked = asked_exact(sides.exact, sides.engine_settings, sides.proof.rows, dtype=o.trainer_dtype, rows=ROWS)
     outside = np.where(evidence.observed, 0.0, np.nan)
-    return judge_exactness(
-        evidence.sampling_per_token_logps + outside, evidence.old_per_token_logps + outside,
-        evidence.rescored_per_token_logps, applied=applied, rows=sides.proof.rows, missing=missing,
-    )  # fmt: skip
+    sampling, old = evidence.sampling_per_token_logps + outside, evidence.old_per_token_logps + outside
+    return judge_exactness(sampling, old, evidence.rescored_per_token_logps, asked=asked)
 
 
 class _Clock:

@@ -18,6 +18,8 @@ from typing import Any
 from trl_offpolicy.diagnosis.probe.against import Answer
 from trl_offpolicy.diagnosis.probe.options import ProbeOptions
 from trl_offpolicy.diagnosis.probe.setting import Setting, parse_setting
+from trl_offpolicy.diagnosis.probe.sides import ROWS, open_sides
+from trl_offpolicy.engines.exact import exact_engine
 
 _OWN = {"dtype": "engine_dtype"}
 """vLLM's arguments that are options of the probe."""
@@ -33,9 +35,13 @@ def second_options(options: ProbeOptions) -> ProbeOptions:
     plain = replace(options, against=None, explain=False, exact=False)
     if setting.url:
         return replace(plain, engine=setting.url, quantization=None, weight_rounding=None, engine_arguments={})
+    base = dict(options.engine_arguments)
+    if options.exact:  # the second engine differs from the exact one by its setting alone
+        base = exact_engine(base, dtype=options.trainer_dtype, rows=ROWS, where="").arguments
+        base.pop("dtype")
     own = {_OWN[name]: value for name, value in setting.arguments.items() if name in _OWN}
     others = {name: value for name, value in setting.arguments.items() if name not in _OWN}
-    return replace(plain, **own, engine_arguments={**options.engine_arguments, **others})
+    return replace(plain, **own, engine_arguments={**base, **others})
 
 
 def answer_of_second(
@@ -81,8 +87,6 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
 
 def answer(job: Mapping[str, Any]) -> Answer:
     """Score the tokens of a job in this process."""
-    from trl_offpolicy.diagnosis.probe.sides import open_sides
-
     options = ProbeOptions(**{**job["options"], "prompts": tuple(job["options"]["prompts"])})
     return open_sides(options).answer(job["prompts"], job["completions"])
 
