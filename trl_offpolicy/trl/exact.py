@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from trl.models.utils import disable_gradient_checkpointing
 
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
 from trl_offpolicy.diagnosis.probe.exactness import Exactness, ask_exact, judge_exactness
@@ -98,8 +99,9 @@ class ExactRun:
             return
         trainer, size = self._trainer, self._trainer.args.per_device_train_batch_size
         mask = trainable(output).bool()
-        old = trainer._score(trainer.model, output, batch_size=size)[0]
-        again = trainer._score(trainer.model, output, batch_size=max(1, size // 2))[0] if size > 1 else None
+        with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+            old = trainer._score(trainer.model, output, batch_size=size)[0]
+            again = trainer._score(trainer.model, output, batch_size=size // 2)[0] if size > 1 else None
         self.found = judge_exactness(
             _masked(sampling, mask), _masked(old, mask), None if again is None else _masked(again, mask),
             asked=ask_exact(
