@@ -117,9 +117,9 @@ def exact_engine(engine: Mapping[str, Any], *, dtype: str, rows: int | None, whe
     if engine.get("dtype", dtype) != dtype:
         raise ValueError(_must(f"{where}dtype", f"be {dtype} (the trainer's)", where, engine["dtype"]))
     if rows is not None and engine.get("max_num_seqs", rows) != rows:
-        own = f"be {rows} (the rows of the trainer's forward)"
-        raise ValueError(_must(f"{where}max_num_seqs", own, where, engine["max_num_seqs"]))
-    own = {**wanted, "dtype": dtype, **({} if rows is None else {"max_num_seqs": rows})}
+        same = f"be {rows} (the rows of the trainer's forward)"
+        raise ValueError(_must(f"{where}max_num_seqs", same, where, engine["max_num_seqs"]))
+    own: dict[str, Any] = {**wanted, "dtype": dtype, **({} if rows is None else {"max_num_seqs": rows})}
     if dtype != "float32":
         own["hf_overrides"] = dict(_HEAD)
     invariant = has_batch_invariant_kernels()

@@ -36,7 +36,12 @@ def weights(**checksums: str) -> list[dict[str, Any]]:
 
 
 def compared(
-    *, first: float = 0.0, second: float = 0.0, decode: float = 0.0, settings: tuple[Any, Any] = (TWO, ONE)
+    *,
+    first: float = 0.0,
+    second: float = 0.0,
+    decode: float = 0.0,
+    settings: tuple[Any, Any] = (TWO, ONE),
+    text: str = "tensor_parallel_size=1",
 ) -> tuple[Against, Any]:
     """Engines whose prompt_logprobs are the trainer's plus noise of these sizes; the first decodes with its own."""
     rng = np.random.default_rng(0)
@@ -48,7 +53,7 @@ def compared(
         Answer(source="x", logps=side.tolist(), again=side.tolist(), settings=said, weights=weights(one="a"))
         for side, said in zip(sides, settings, strict=True)
     ]
-    return compare_answers(evidence, *answers, text="tensor_parallel_size=1"), evidence
+    return compare_answers(evidence, *answers, text=text), evidence
 
 
 def test_the_second_setting_removes_the_mismatch_so_parallelism_is_tested() -> None:
@@ -86,6 +91,19 @@ def test_other_settings_than_sizes_are_not_parallelism() -> None:
     settings = ({"dtype": "bfloat16"}, {"dtype": "float32"})
     found, _ = compared(first=0.02, settings=settings)
     assert found.nearer == "second" and found.cause == "" and found.settings == (("dtype", "bfloat16", "float32"),)
+
+
+def test_a_size_that_one_engine_does_not_say_is_no_cause() -> None:
+    found, _ = compared(first=0.02, settings=({"dtype": "float32"}, ONE))
+    assert found.settings == (("tensor_parallel_size", "not said", "1"),) and found.cause == ""
+
+
+def test_variables_of_the_second_process_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found, _ = compared(first=0.02, settings=(ONE, ONE), text="OMP_NUM_THREADS=2")
+    assert found.settings == (("OMP_NUM_THREADS", "1", "2"),) and found.cause == "parallelism"
+    found, _ = compared(first=0.02, settings=(ONE, ONE), text="OMP_NUM_THREADS=1")
+    assert found.settings == () and found.cause == ""
 
 
 def test_at_the_floor_nothing_matters() -> None:

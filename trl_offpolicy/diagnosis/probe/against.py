@@ -8,7 +8,8 @@ itself is measured as well: the first engine's sampled log-probs against its own
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,13 +21,17 @@ from trl_offpolicy.diagnosis.attribution.features import noise_level, token_k3
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.asked import shown
 from trl_offpolicy.diagnosis.probe.proof import config_rows
+from trl_offpolicy.diagnosis.probe.setting import parse_setting
 from trl_offpolicy.diagnosis.probe.weights import places
 
 SIZES = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
-    "decode_context_parallel_size", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill",
+    "decode_context_parallel_size", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager",
+    "attention_backend", "batch_invariant", "tp_invariant", "OMP_NUM_THREADS", "VLLM_BATCH_INVARIANT",
+    "VLLM_TP_INVARIANT",
 )  # fmt: skip
-"""Settings of parallelism and batch shape: they change only the order of sums."""
+"""Settings of parallelism, batch shape and kernels: they change only the order of sums."""
+_NOT_SAID = "not said"
 ABOVE = 2.0
 """A distance up to this multiple of the noise floor counts as none, as everywhere in the diagnosis."""
 REMOVED = 0.75
@@ -135,11 +140,11 @@ def check_same_policy(first: Answer, second: Answer) -> str:
                 f"against must be another setting of the same model, but {len(rows)} entries of its configuration "
                 f"differ, e.g. {rows[0].what}: {rows[0].engine} in the first engine, {rows[0].trainer} in the second."
             )
-    texts = [(side.tokenizer or {}).get("text") for side in (first, second)]
-    if None not in texts and texts[0] != texts[1]:
+    one, other = ((side.tokenizer or {}).get("text") for side in (first, second))
+    if one is not None and other is not None and one != other:
         raise ValueError(
             f"against must be another setting of the same model, but the tokenizers differ: a test text has "
-            f"{len(texts[0])} and {len(texts[1])} ids."
+            f"{len(one)} and {len(other)} ids."
         )
     if (differing := _differing(first.weights, second.weights)) is not None:
         if not differing:
@@ -213,7 +218,7 @@ def compare_answers(evidence: TokenEvidence, first: Answer, second: Answer, *, t
     ]
     pairs = tuple(_pair(name, label, a, b, evidence) for name, label, a, b in sides if b is not None)
     by_name = {pair.name: pair for pair in pairs}
-    settings = _settings(first.settings, second.settings)
+    settings = (*_settings(first.settings, second.settings), *_variables(text))
     repeated = by_name["first_again"].kl_k3 if "first_again" in by_name else 0.0
     floor = ABOVE * max(noise_level(evidence), repeated)
     found = Against(
@@ -266,15 +271,22 @@ def clustered_mean(values: Floats, groups: Array | None) -> tuple[float, float]:
 
 
 def _settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
-    """What differs, of the settings that at least one side names. One that is not named by a side is "not said"."""
+    """What differs, of the settings that both sides name, and of the sizes that one does."""
     names = [*first, *(name for name in second if name not in first)]
     shared = first.keys() & second.keys()
     pairs = [(name, first.get(name), second.get(name)) for name in names]
     return tuple(
-        (name, shown(one) if name in first else "not said", shown(other) if name in second else "not said")
+        (name, shown(one) if name in first else _NOT_SAID, shown(other) if name in second else _NOT_SAID)
         for name, one, other in pairs
         if one != other and (name in shared or name in SIZES)
     )
+
+
+def _variables(text: str) -> Iterator[tuple[str, str, str]]:
+    """The variables of the second engine's process that differ from this one's."""
+    for name, value in parse_setting(text).environment.items():
+        if (own := os.environ.get(name, "not set")) != value:
+            yield name, own, value
 
 
 def _nearer(evidence: TokenEvidence, one: Floats, other: Floats, floor: float) -> Nearer:
@@ -295,7 +307,7 @@ def _removed(first: float, second: float) -> float:
 
 def _cause(found: Against, pairs: Mapping[str, Pair], floor: float) -> str:
     """Parallelism, if sizes differ, the two are as far apart as first and trainer, and the second is not so far."""
-    sizes = any(name in SIZES for name, *_ in found.settings)
+    sizes = any(name in SIZES and _NOT_SAID not in said for name, *said in found.settings)
     mismatch, moved = pairs["first_trainer"].kl_k3, pairs["first_second"].kl_k3
     most = mismatch > floor and moved >= REMOVED * mismatch and found.removed >= REMOVED
     return "parallelism" if sizes and most and found.nearer == "second" else ""
