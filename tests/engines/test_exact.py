@@ -126,3 +126,20 @@ def test_the_head_of_a_16_bit_model_computes_in_float32() -> None:
     assert logits.dtype == torch.float32 and model.lm_head.weight.dtype == torch.bfloat16
     assert torch.equal(logits, hidden.float() @ model.lm_head.weight.float().T)
     assert 0 < (logits - rounded.float()).abs().max() < 0.1
+
+
+def test_an_sglang_server_is_asked_for_its_settings() -> None:
+    from trl_offpolicy.engines.server.interview import interview_server
+
+    class Client:
+        base_url = "http://a:1"
+
+        def get(self, route: str, **_: Any) -> dict[str, Any]:
+            assert route == "/get_server_info"
+            return {"dtype": "bfloat16", "tp_size": 2, "enable_deterministic_inference": True}
+
+    client: Any = Client()
+    interview = interview_server(client, ["/get_server_info", "/v1/models"], "policy", prompt=[1])
+    facts = interview.facts()
+    assert facts.source == "SGLang server at http://a:1" and interview.weights() is None
+    assert facts.settings["batch_invariant"] is True and facts.settings["tensor_parallel_size"] == 2
