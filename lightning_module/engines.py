@@ -121,7 +121,8 @@ def build_engine(
     arguments = {"model": model_name, "dtype": dtype, **options}
     if not wants_exact(spec):
         return ColocateEngine(**arguments)
-    exact = exact_engine(arguments, dtype=dtype, rows=rows)
+    merged = hasattr(policy(), "peft_config") and not options.get("adapter_rank")
+    exact = exact_engine(arguments, dtype=dtype, rows=rows, merged=merged)
     exact.apply()
     exact_trainer()
     colocated = ColocateEngine(**exact.arguments)

@@ -88,6 +88,11 @@ def test_tensor_parallelism_is_said_unless_its_kernels_are_invariant(monkeypatch
     assert settings_of({}, variables) == {"batch_invariant": True, "tp_invariant": False}
 
 
+def test_a_merged_adapter_is_said_in_16_bits() -> None:
+    said = [exact_engine({}, dtype=dtype, rows=1, merged=True).missing[-1] for dtype in ("bfloat16", "float32")]
+    assert said[0].startswith("the adapter by itself: merged into bfloat16") and "adapter" not in said[1]
+
+
 def test_a_server_is_told_what_to_start_with() -> None:
     good = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "batch_invariant": True,
             "tensor_parallel_size": 1, "max_num_seqs": 8, "kv_cache_dtype": "auto"}  # fmt: skip

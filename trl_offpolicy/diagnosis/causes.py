@@ -306,7 +306,8 @@ CAUSES: dict[str, Cause] = {
         "A",
         "Sums are taken in another order: tensor, sequence or expert parallelism, other batch sizes, other kernels. "
         "The mismatch looks like rounding and changes with the batch.",
-        "Probe the same prompts twice, with the engine's parallelism or batch size changed in between, and compare.",
+        "Compare two settings on the same tokens: trl-offpolicy probe --against tensor_parallel_size=1 (or another "
+        "max_num_seqs).",
         "The same parallelism on both sides, batch-invariant kernels (VLLM_BATCH_INVARIANT=1), or a correction.",
     ),
 }

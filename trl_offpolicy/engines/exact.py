@@ -93,13 +93,16 @@ def check_exact(engine: Mapping[str, Any], *, where: str = "engine.") -> None:
         raise ValueError(_must(VLLM_VARIABLE, "be 1 or unset", where, variable))
 
 
-def exact_engine(engine: Mapping[str, Any], *, dtype: str, rows: int | None, where: str = "engine.") -> Exact:
+def exact_engine(
+    engine: Mapping[str, Any], *, dtype: str, rows: int | None, merged: bool = False, where: str = "engine."
+) -> Exact:
     """The arguments of an engine that is started in this process.
 
     Args:
         engine: arguments of ``vllm.LLM`` as they were given.
         dtype: data type of the trainer's weights, e.g. "float32".
         rows: rows of one forward of the trainer; None = any.
+        merged: whether the engine gets the trainer's adapter merged into its weights.
         where: prefix of the names in messages.
 
     Raises:
@@ -131,6 +134,8 @@ def exact_engine(engine: Mapping[str, Any], *, dtype: str, rows: int | None, whe
             f"one worker: {where}tensor_parallel_size {size} sums in parts what the trainer sums whole "
             "(TBIK's patch of vLLM, VLLM_TP_INVARIANT=1, does not)"
         )
+    if merged and dtype != "float32":
+        missing.append(f"the adapter by itself: merged into {dtype} weights it is rounded, in the trainer it is not")
     environment = {VLLM_VARIABLE: "1"} if invariant else {}
     return Exact(arguments={**engine, **own}, environment=environment, missing=tuple(missing))
 

@@ -136,7 +136,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _exact_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """TRL makes room for a whole generation; an exact engine runs as many rows as the trainer's forward has."""
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        self.exact = exact_engine(arguments, dtype=dtype, rows=self._rows)
+        merged = hasattr(self.model, "peft_config") and not self._uses_adapter
+        self.exact = exact_engine(arguments, dtype=dtype, rows=self._rows, merged=merged)
         self.exact.apply()
         return self.exact.arguments
 
