@@ -15,6 +15,7 @@ from lightning_module.models import zero3_gathered
 from trl_offpolicy.checks import near
 from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
+from trl_offpolicy.engines.exact import check_exact, exact_engine, exact_trainer
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.sampling_states import engine_findings, judge, request_findings
 from trl_offpolicy.engines.seeds import seed_of_rank
@@ -22,6 +23,7 @@ from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.parts import imported
 
+EXACT = "exact"
 ENGINES = ("transformers", "vllm", "server")
 
 
@@ -46,6 +48,26 @@ def engine_type(spec: Any) -> str:
     return str(name)
 
 
+def wants_exact(spec: Any) -> bool:
+    """True if the ``engine`` setting says ``exact: true``.
+
+    Raises:
+        ValueError: it says neither true nor false, or another option contradicts it.
+    """
+    if not isinstance(spec, Mapping) or EXACT not in spec:
+        return False
+    if not isinstance(spec[EXACT], bool):
+        raise ValueError(f"engine.exact must be true or false, but got {spec[EXACT]!r}.")
+    kind = engine_type(spec)
+    if spec[EXACT] and kind not in ("vllm", "server"):
+        raise ValueError(
+            f"engine.exact must be left out with engine.type {kind!r}: only vLLM and its server have the settings."
+        )
+    if spec[EXACT] and kind == "vllm":
+        check_exact(spec)
+    return bool(spec[EXACT])
+
+
 def build_engine(
     spec: Any,
     *,
@@ -56,6 +78,7 @@ def build_engine(
     run: str,
     folder: Path,
     rank: int = 0,
+    rows: int | None = None,
 ) -> Engine:
     """The engine that ``spec`` names. Its further keys are the engine's arguments.
 
@@ -70,13 +93,14 @@ def build_engine(
         run: name of the run, the same on all ranks.
         folder: where a server finds the weights, unless ``spec`` names another folder.
         rank: number of this process, which a seed of vLLM in this process is moved by.
+        rows: rows of one forward of the trainer, for ``exact``; None = any.
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
         check_has_methods(spec, where="engine")
         engine: Engine = spec
         return engine
-    options = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key != "type"}
+    options = {} if isinstance(spec, str) else {key: value for key, value in spec.items() if key not in ("type", EXACT)}
     if kind == "own":
         path = spec if isinstance(spec, str) else str(spec["type"])
         offered: dict[str, Any] = {"model_name": model_name, "policy": policy, "pad_token_id": pad_token_id}
@@ -96,9 +120,23 @@ def build_engine(
         return ServerEngine(**{"run": run, "folder": folder, **options})
     if model_name is None and "model" not in options:
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
-    dtype = str(next(policy().parameters()).dtype).removeprefix("torch.")
-    seed = seed_of_rank(options.pop("seed", 0), rank, tensor_parallel_size=options.get("tensor_parallel_size", 1))
-    return ColocateEngine(**{"model": model_name, "dtype": dtype, **options, "seed": seed})
+    seed = seed_of_rank(options.get("seed", 0), rank, tensor_parallel_size=options.get("tensor_parallel_size", 1))
+    return _colocated({"model": model_name, **options, "seed": seed}, policy(), rows=rows, exact=wants_exact(spec))
+
+
+def _colocated(options: Mapping[str, Any], policy: nn.Module, *, rows: int | None, exact: bool) -> ColocateEngine:
+    """vLLM in this process, in the policy's dtype unless ``options`` say another."""
+    dtype = str(next(policy.parameters()).dtype).removeprefix("torch.")
+    arguments = {"dtype": dtype, **options}
+    if not exact:
+        return ColocateEngine(**arguments)
+    merged = hasattr(policy, "peft_config") and not options.get("adapter_rank")
+    settings = exact_engine(arguments, dtype=dtype, rows=rows, merged=merged)
+    settings.apply()
+    exact_trainer()
+    engine = ColocateEngine(**settings.arguments)
+    engine.exact = settings
+    return engine
 
 
 def _own_class(path: str) -> type[Any]:

@@ -88,6 +88,7 @@ class Generation:
             return
         model = module.settings["model"]
         run = module.trainer.strategy.broadcast(f"{id(self):x}-{torch.initial_seed() & 0xFFFF:x}")
+        module.exact.check_precision()
         self._draw_apart()
         with engine_numerics(module.device):
             self.engine = build_engine(
@@ -99,6 +100,7 @@ class Generation:
                 run=run,
                 folder=Path(module.trainer.default_root_dir) / ENGINE_WEIGHTS_FOLDER,
                 rank=module.trainer.global_rank,
+                rows=getattr(getattr(module.trainer, "datamodule", None), "micro_batch_size", None),
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):
@@ -236,6 +238,7 @@ class Generation:
         rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
         self._count_tokens(rows)
         self._decide(rows, sampled, step)
+        module.exact.check(rows, step.plan.micro_batch_size)
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
         if module.objective.kl is not None:
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)

@@ -27,6 +27,8 @@ class Host(Protocol):
     rewards: Rewards
     measuring: Measuring
     auto: AutoCorrection
+    exact: Any
+    """The check of an exact engine (:class:`~lightning_module.exact.ExactCheck`)."""
     objective: Objective
     """The loss. Assigning another objective changes the loss from the next micro-batch on."""
     stages: Stages

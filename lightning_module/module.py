@@ -17,6 +17,7 @@ from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
 from lightning_module.control import Control
 from lightning_module.engines import check_sampling, engine_type
+from lightning_module.exact import ExactCheck
 from lightning_module.generation import Generation
 from lightning_module.measuring import Measuring
 from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
@@ -49,6 +50,7 @@ class OffPolicyGRPOModule(LightningModule):
         objective: fields of the objective to change, or an ``Objective``.
         advantages: estimator, its name or mapping; None = TRL's.
         engine: ``transformers``, ``vllm`` (in this process), ``server``; ``{type: ..., **arguments}``; or an engine.
+            ``exact: true`` among the arguments: :mod:`trl_offpolicy.engines.exact`.
         sampling: a ``Sampling`` or its fields; the default of ``max_tokens`` is 128.
         adapter: fields of ``peft.LoraConfig`` (or a PEFT configuration); None = all weights learn.
         tokenizer: None = that of ``model``.
@@ -108,6 +110,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
         check_sampling(kind, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
+        self.exact = ExactCheck(self)
         self.rewards = Rewards(reward_funcs, reward_weights)
         self.measuring = Measuring(self.rewards.names)
         self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers")

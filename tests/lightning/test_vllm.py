@@ -38,6 +38,14 @@ def test_engine_and_trainer_agree_after_every_sync(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_an_exact_engine_is_checked_at_the_first_generation(tmp_path: Path) -> None:
+    seen = run(tmp_path, "--exact")["exact"]
+    assert seen["at_floor"] and seen["kl_k3"] < 2e-10 and seen["tokens"] > 50
+    assert "max_num_seqs=8" in seen["applied"] and "enable_prefix_caching=False" in seen["applied"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_an_adapter_is_merged_for_the_engine(tmp_path: Path) -> None:
     seen = run(tmp_path, "--lora")
     assert max(seen["mismatch"]) < 1e-4 and min(seen["agreement"]) > 0.9999

@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--rounding")
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--server")
     parser.add_argument("--model")
     parser.add_argument("--devices", type=int, default=1)
@@ -43,6 +44,7 @@ def main() -> None:
 
         engines.ColocateEngine.sync_weights = stay  # type: ignore[method-assign, attr-defined]
     engine = {"type": "vllm", "max_model_len": 64, "seed": 3, "weight_rounding": options.rounding}
+    engine |= {"exact": True} if options.exact else {}
     if options.server:
         engine = {"type": "server", "base_url": options.server, "patience": {"timeout": 60.0, "retries": 1}}
     ours = module(
@@ -80,6 +82,7 @@ def main() -> None:
                 "eval_reward": float(owner.callback_metrics.get("eval_reward", torch.nan)),
                 "ranks": owner.world_size,
                 "stopped": stopped,
+                "exact": None if ours.exact.found is None else ours.exact.found.as_dict(),
                 "trl": "trl" in sys.modules,
             }
         )

@@ -214,7 +214,7 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--adapter", metavar="DIR", help="LoRA adapter, for both sides")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help=".txt (one per line), .jsonl (default: built in)")
     parser.add_argument("--engine", default="vllm", help="vllm, hf, or the URL of a server (default: vllm)")
-    parser.add_argument("--engine-dtype", choices=dtypes, default="float32", help="default: float32")
+    parser.add_argument("--engine-dtype", choices=dtypes, help="default: float32; with --exact the trainer's")
     parser.add_argument("--trainer-dtype", choices=dtypes, default="float32", help="default: float32")
     parser.add_argument("--quantization", metavar="NAME", help="vLLM's quantization method")
     parser.add_argument(
@@ -232,6 +232,21 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--seed", type=int, default=0, help="seed of the engine (default: 0)")
     parser.add_argument("--no-hypotheses", action="store_true", help="do not test causes with the model (faster)")
     parser.add_argument("--no-ask", action="store_true", help="do not compare weights and settings of both sides")
+    parser.add_argument(
+        "--engine-settings", metavar="NAME=VALUE,...", help="further arguments of vLLM's LLM, e.g. max_num_seqs=1"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="NAME=VALUE,...|URL",
+        help="compare with a second setting of the engine on the same tokens: tensor_parallel_size=2, "
+        "enforce_eager=true,max_num_seqs=1 (names in capitals are variables: OMP_NUM_THREADS=1), or a second server",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="bring engine and trainer together (equal dtype and batch shape, eager, no prefix cache, batch-invariant "
+        "kernels where there are any), and say whether the KL is at the noise floor, or what keeps it above",
+    )
     parser.add_argument("--output", type=Path, default=Path("probe"), metavar="DIR", help="default: probe")
     parser.add_argument("--max-kl", type=float, metavar="NATS", help=f"exit with {FOUND} if KL k3 is above")
     parser.add_argument("--min-pearson", type=float, metavar="R", help=f"exit with {FOUND} if Pearson is below")
@@ -309,11 +324,13 @@ def _print_thresholds() -> None:
 
 def _probe_options(args: argparse.Namespace) -> ProbeOptions:
     from trl_offpolicy.diagnosis.probe.options import ProbeOptions
+    from trl_offpolicy.diagnosis.probe.setting import parse_arguments
     from trl_offpolicy.diagnosis.probe.sides import read_prompts
     from trl_offpolicy.engines.rounding import parse_rounding
 
     names = ("model", "adapter", "engine", "engine_dtype", "trainer_dtype", "quantization", "weight_rounding",
-             "temperature", "top_p", "top_k", "min_p", "mirror", "samples", "max_tokens", "seed")  # fmt: skip
+             "temperature", "top_p", "top_k", "min_p", "mirror", "samples", "max_tokens", "seed",
+             "against", "exact")  # fmt: skip
     if args.weight_rounding is not None:
         parse_rounding(args.weight_rounding, where="--weight-rounding")
     for name in ("max_kl", "min_pearson"):
@@ -322,6 +339,9 @@ def _probe_options(args: argparse.Namespace) -> ProbeOptions:
             raise ValueError(f"--{name.replace('_', '-')} must be a finite number, but got {value}.")
     prompts = () if args.prompts is None else read_prompts(args.prompts)
     given = {name: getattr(args, name) for name in names}
+    given["engine_dtype"] = args.engine_dtype or (args.trainer_dtype if args.exact else "float32")
+    if args.engine_settings is not None:
+        given["engine_arguments"] = parse_arguments(args.engine_settings, where="--engine-settings")
     return ProbeOptions(**given, prompts=prompts, explain=not args.no_hypotheses, ask=not args.no_ask)
 
 

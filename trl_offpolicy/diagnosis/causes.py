@@ -305,8 +305,8 @@ CAUSES: dict[str, Cause] = {
     "sync_rounding": Cause(
         "updates lost to rounding",
         "A",
-        "The engine holds the weights in fewer bits (bfloat16, int8) and the updates are smaller than their last digit: "
-        "most syncs send nothing new, and the engine keeps sampling with older weights.",
+        "The engine holds the weights in fewer bits (bfloat16, int8), and the updates are smaller than their last "
+        "digit: most syncs send nothing new, and the engine keeps sampling with older weights.",
         "rollout/sync_visible_fraction is far below 1, and checksums of consecutive syncs are equal.",
         "A float32 engine, or 16-bit weights in the trainer too (then the optimizer sees the same rounding).",
         "engine: {dtype: float32}\n",
@@ -316,7 +316,8 @@ CAUSES: dict[str, Cause] = {
         "A",
         "Sums are taken in another order: tensor, sequence or expert parallelism, other batch sizes, other kernels. "
         "The mismatch looks like rounding and changes with the batch.",
-        "Probe the same prompts twice, with the engine's parallelism or batch size changed in between, and compare.",
+        "Compare two settings on the same tokens: trl-offpolicy probe --against tensor_parallel_size=1 (or another "
+        "max_num_seqs).",
         "The same parallelism on both sides, batch-invariant kernels (VLLM_BATCH_INVARIANT=1), or a correction.",
     ),
 }

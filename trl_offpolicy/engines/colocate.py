@@ -12,6 +12,7 @@ from torch import Tensor
 from trl_offpolicy.engines.cpu_experts import cpu_reload
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
+from trl_offpolicy.engines.exact import Exact
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
@@ -34,6 +35,8 @@ class ColocateEngine:
     """
 
     version: int | None = None
+    exact: Exact | None = None
+    """What ``exact`` has set in its arguments; whoever built the engine fills it in."""
 
     def __init__(
         self,

@@ -56,11 +56,17 @@ _PLACES = {
     "cache_dtype": "cache_config",
     "enable_prefix_caching": "cache_config",
     "enable_chunked_prefill": "scheduler_config",
+    "max_num_seqs": "scheduler_config",
+    "max_num_batched_tokens": "scheduler_config",
+    "enforce_eager": "model_config",
     "tensor_parallel_size": "parallel_config",
     "pipeline_parallel_size": "parallel_config",
     "data_parallel_size": "parallel_config",
     "enable_expert_parallel": "parallel_config",
+    "decode_context_parallel_size": "parallel_config",
 }
+INVARIANT_VARIABLES = {"VLLM_BATCH_INVARIANT": "batch_invariant", "VLLM_TP_INVARIANT": "tp_invariant"}
+"""vLLM's batch-invariant kernels, and TBIK's (arXiv:2511.17826), which are equal at every tensor parallel size."""
 _OTHER_NAMES = {"cache_dtype": "kv_cache_dtype"}
 
 
@@ -82,8 +88,46 @@ def settings_of(config: Any, environment: Mapping[str, Any]) -> dict[str, Any]:
             found[_OTHER_NAMES.get(name, name)] = plain_value(value)
     method = _item(_item(config, "speculative_config") or {}, "method")
     found |= {"speculative": str(method)} if method is not None else {}
-    invariant = environment.get("VLLM_BATCH_INVARIANT")
-    return found | ({} if invariant is None else {"batch_invariant": bool(int(invariant))})
+    for variable, name in INVARIANT_VARIABLES.items():
+        if (value := environment.get(variable)) is not None:
+            found[name] = bool(int(value))
+    return found
+
+
+_SGLANG = {
+    "dtype": "dtype",
+    "quantization": "quantization",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "dp_size": "data_parallel_size",
+    "max_running_requests": "max_num_seqs",
+    "context_length": "max_model_len",
+    "attention_backend": "attention_backend",
+    "speculative_algorithm": "speculative",
+    "enable_deterministic_inference": "batch_invariant",
+    "disable_cuda_graph": "enforce_eager",
+    "rl_on_policy_target": "rl_on_policy_target",
+}
+
+
+def settings_of_sglang(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings of an SGLang server, from the arguments that its ``/get_server_info`` returns.
+
+    ``batch_invariant`` is its deterministic mode, which ``rl_on_policy_target`` switches on too.
+
+    Example:
+        >>> settings_of_sglang({"tp_size": 2, "enable_deterministic_inference": True, "disable_radix_cache": True})
+        {'server': 'SGLang', 'tensor_parallel_size': 2, 'batch_invariant': True, 'enable_prefix_caching': False}
+    """
+    found = {name: plain_value(info[own]) for own, name in _SGLANG.items() if info.get(own) is not None}
+    if info.get("rl_on_policy_target"):
+        found["batch_invariant"] = True
+    if "disable_radix_cache" in info:
+        found["enable_prefix_caching"] = not info["disable_radix_cache"]
+    if "ep_size" in info:
+        found["enable_expert_parallel"] = int(info["ep_size"] or 1) > 1
+    return {"server": "SGLang", **found}
 
 
 _ABSENT = object()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from trl_offpolicy.engines.exact import check_exact
 from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import Transfer as ServerTransfer
@@ -31,6 +32,8 @@ class EngineSettings:
         return_routing: (mixtures of experts) record to which experts each token was sent; under
             ``routing_replay: none`` the record is only compared with the trainer's. A server must be started with
             ``--enable-return-routed-experts``.
+        exact: bring engine and trainer together: equal dtype and batch shape, eager, no prefix cache, batch-invariant
+            kernels where there are any (:mod:`trl_offpolicy.engines.exact`); the first generation is checked.
         arguments: all other options, for vLLM's ``LLM`` in colocate mode.
 
     Raises:
@@ -44,6 +47,7 @@ class EngineSettings:
     retries: int = Patience.retries
     check_sync: bool = True
     return_routing: bool = False
+    exact: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +59,10 @@ class EngineSettings:
                 "got 'nccl': TRL's client does not report the routing."
             )
         self.patience(start_timeout=1.0)
+        if not isinstance(self.exact, bool):
+            raise ValueError(f"engine.exact must be true or false, but got {self.exact!r}.")
+        if self.exact:
+            check_exact({**self.arguments, "weight_rounding": self.weight_rounding})
 
     @classmethod
     def parse(cls, engine: Mapping[str, Any] | None) -> EngineSettings:

@@ -6,6 +6,7 @@ are methods of :class:`WorkerExtension`, which ``trl-offpolicy serve`` adds to t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.engines.cpu_experts import ReloadsExperts
-from trl_offpolicy.engines.effective import ROPE_POSITIONS, settings_of
+from trl_offpolicy.engines.effective import INVARIANT_VARIABLES, ROPE_POSITIONS, settings_of
 from trl_offpolicy.engines.weights.summary import checksum, sample_of, summarise
 
 MOST_REQUESTS = 64  # of a watched batch
@@ -191,13 +192,21 @@ def facts_of(worker: Any) -> dict[str, Any]:
 
     config = worker.vllm_config
     text_config = config.model_config.hf_text_config.to_dict()
-    environment = {name: getattr(envs, name, None) for name in ("VLLM_BATCH_INVARIANT",)}
+    environment = {name: _variable(envs, name) for name in INVARIANT_VARIABLES}
     return {
         "settings": settings_of(config, environment) | _of_runner(worker.model_runner),
         "defaults": dict(config.model_config.get_diff_sampling_param()),
         "model_config": _json(text_config),
         "modules": module_facts(worker.model_runner.model),
     }
+
+
+def _variable(envs: Any, name: str) -> Any:
+    """A variable as vLLM reads it; of one that vLLM does not know (a patch reads it), its value in the environment."""
+    value = getattr(envs, name, None)
+    if value is not None or (found := os.environ.get(name)) is None:
+        return value
+    return found.lower() not in ("", "0", "false")
 
 
 def _of_runner(runner: Any) -> dict[str, Any]:

@@ -53,6 +53,14 @@ class RunFolderWriter:
             self._report(self.folder)
 
 
+def add_to_run(folder: str | Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Add an entry to ``run.json`` of a run that has begun; nothing happens if there is none."""
+    path = Path(folder) / layout.RUN_FILE
+    if path.exists():
+        info = {**json.loads(path.read_text()), name: dict(entry)}
+        path.write_text(json.dumps(info, indent=2, default=str) + "\n")
+
+
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
     """Make room for a run: archive older records, or cut them back to ``resumed_step`` when resuming."""
     folder.mkdir(parents=True, exist_ok=True)

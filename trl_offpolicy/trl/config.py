@@ -28,6 +28,7 @@ from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.ahead.checks import check_config
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.token_ids import CheckTokenIds
+from trl_offpolicy.trl import exact
 from trl_offpolicy.trl.routing import check_replay
 
 _TRL_FIELDS = tuple(item.name for item in fields(TRLOptions))
@@ -58,8 +59,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             defaults). Default: ``paper/tis`` with vLLM, ``measure`` (diagnostics only) without.
         engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
             ``quantization``, ``max_model_len``, ...), and the kit's options ``transfer`` (how weights reach it),
-            ``weight_rounding`` (round them at every sync), ``check_sync``, ``folder``, ``timeout``, ``retries``: see
-            :class:`~trl_offpolicy.engines.settings.EngineSettings`.
+            ``weight_rounding`` (round them at every sync), ``exact`` (bring engine and trainer together, and check
+            that they are: :mod:`trl_offpolicy.engines.exact`), ``check_sync``, ``folder``, ``timeout``, ``retries``:
+            see :class:`~trl_offpolicy.engines.settings.EngineSettings`.
         async_rollouts: sample generation batches ahead of learning, with a server: a lag (1 = the server samples the
             next batch while the trainer learns from this one), or a mapping ``{lag: 2, partial: continue, old_logps:
             snapshot}`` (:class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`). None: sample and learn in turn.
@@ -97,7 +99,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         metadata={
             "help": "Keyword arguments for vLLM's LLM in colocate mode (dtype, enforce_eager, quantization, "
             "max_model_len, ...) and the kit's own: transfer (auto, memory, folder, adapter, nccl), weight_rounding "
-            "(int8, int4, fp8, ...), check_sync, folder, timeout, retries."
+            "(int8, int4, fp8, ...), exact (true: engine and trainer as equal as can be), check_sync, folder, "
+            "timeout, retries."
         },
     )
     async_rollouts: dict[str, Any] | str | int | None = field(  # the parser takes the second: JSON comes as text
@@ -159,6 +162,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
+        if exact.wants_exact(self.engine):
+            exact.check_config(self)
         super().__post_init__()
         if self.device.type == "cpu":
             self._setup_devices = torch.device("cpu")  # torch.load cannot resume on accelerate's cpu:1

@@ -24,6 +24,7 @@ from trl.trainer import grpo_trainer
 from trl_offpolicy.engines.colocate import held_dtype, reload_in_process, reset_prefix_cache, score_in_process
 from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
+from trl_offpolicy.engines.exact import Exact, exact_engine
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
@@ -43,6 +44,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     Args:
         settings: the parsed ``engine`` field of the configuration.
         folder: where a server's weights are written, unless ``settings`` names a folder.
+        rows: rows of one forward of the trainer, for ``engine.exact``; None = any.
         *args: TRL's arguments.
         **kwargs: TRL's keyword arguments.
     """
@@ -54,11 +56,15 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """Answers the trainer's requests from batches that were requested before, with ``async_rollouts``."""
     quiet: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context that is open while weights are replaced."""
+    exact: Exact | None = None
+    """What ``engine.exact`` has set, in colocate mode."""
     routes: RouteStore | None = None
     """The routing of this rank's rollouts, with ``engine.return_routing``."""
 
-    def __init__(self, *args: Any, settings: EngineSettings, folder: Path, **kwargs: Any) -> None:
-        self.settings = settings
+    def __init__(
+        self, *args: Any, settings: EngineSettings, folder: Path, rows: int | None = None, **kwargs: Any
+    ) -> None:
+        self.settings, self._rows = settings, rows
         self._folder = settings.folder or folder
         self._adapters: AdapterFolder | None = None
         self._server: ServerEngine | None = None
@@ -117,6 +123,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         self.settings.check_colocate()
         prepare_environment()
         arguments = {**self._default_arguments(), **self.settings.arguments, **self._seed()}
+        if self.settings.exact:
+            arguments = self._exact_arguments(arguments)
         with rebound(vllm_generation, LLM=partial(_build_llm, vllm_generation.LLM, arguments)):
             super()._init_vllm()
         if self.settings.return_routing:
@@ -125,6 +133,14 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if self._uses_adapter:
             self._adapters = AdapterFolder()
             self.llm = WithAdapter(self.llm, self._adapters)
+
+    def _exact_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """TRL makes room for a whole generation; an exact engine runs as many rows as the trainer's forward has."""
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        merged = hasattr(self.model, "peft_config") and not self._uses_adapter
+        self.exact = exact_engine(arguments, dtype=dtype, rows=self._rows, merged=merged)
+        self.exact.apply()
+        return self.exact.arguments
 
     def _default_arguments(self) -> dict[str, Any]:
         """On CPU load the engine in the trainer's dtype: vLLM's "auto" would read float32 as bfloat16, slowly."""
@@ -355,8 +371,8 @@ def scattered(parts: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def trl_engine(engine: dict[str, Any] | None, *, folder: Path) -> Iterator[None]:
+def trl_engine(engine: dict[str, Any] | None, *, folder: Path, rows: int | None = None) -> Iterator[None]:
     """While active, a GRPOTrainer that is built uses :class:`TRLEngine` with these settings."""
     settings = EngineSettings.parse(engine)
-    with rebound(grpo_trainer, VLLMGeneration=partial(TRLEngine, settings=settings, folder=folder)):
+    with rebound(grpo_trainer, VLLMGeneration=partial(TRLEngine, settings=settings, folder=folder, rows=rows)):
         yield

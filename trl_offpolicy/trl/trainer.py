@@ -43,6 +43,7 @@ from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stage
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
+from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
 from trl_offpolicy.trl.positions import counted_positions, learns_positions
 from trl_offpolicy.trl.rebinding import as_if_aligned
 from trl_offpolicy.trl.routing import TrainerRouting, engine_options, scores_old
@@ -81,7 +82,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
         self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
-        with trl_engine(engine_options(args), folder=Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER):
+        if wants_exact(args.engine):
+            prepare(args, model, given)
+        folder, rows = Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER, args.per_device_train_batch_size
+        with trl_engine(engine_options(args), folder=folder, rows=rows):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self._learns_positions = learns_positions(self.model)
         prove_syncs(self)
@@ -97,6 +101,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
             self.add_callback(ShortProgressCallback)
         record_run(self, run_description(args, preset, self), report=args.write_report)
+        self._exact = exact_run(self)  # None: the configuration does not ask for it
         self._auto = choose_correction(self, preset)  # None: the correction is the configured one
         self._control = supervise(self, args.control_spec, has_sampler=has_sampler)
 
@@ -146,6 +151,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._ahead.complete(output)
         if self._stages is not None:
             self._decide(output, self._stages, self._mode)
+        if self._exact is not None and self.model.training:
+            self._exact.check(output)
         if self._auto is not None and self._auto.undecided and self.model.training:
             judge_first(self, self._auto, output)
         return output

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from trl_offpolicy.diagnosis.probe.setting import parse_setting
+from trl_offpolicy.engines.exact import check_exact
 from trl_offpolicy.engines.hf import Head
 from trl_offpolicy.engines.truncation import as_vllm_keeps
 from trl_offpolicy.functional.truncated_sampling import Truncation
@@ -32,6 +36,11 @@ class ProbeOptions:
         seed: seed of the engine.
         explain: whether to test hypotheses with the model if there is a mismatch.
         ask: whether to compare weights, settings and requests of both sides, by asking them.
+        engine_arguments: further arguments of vLLM's ``LLM``.
+        against: a second setting of the engine, ``name=value,...``, or the URL of a second server: both settings and
+            the trainer are compared on the same tokens (:mod:`~trl_offpolicy.diagnosis.probe.against`).
+        exact: whether to set everything that brings engine and trainer together
+            (:mod:`~trl_offpolicy.engines.exact`), and to say what keeps them apart.
 
     Raises:
         ValueError: a field is not valid; the message names it.
@@ -55,6 +64,9 @@ class ProbeOptions:
     seed: int = 0
     explain: bool = True
     ask: bool = True
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    against: str | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_tokens"):
@@ -73,6 +85,46 @@ class ProbeOptions:
         if self.engine.startswith("http") and self.weight_rounding is not None:
             raise ValueError("weight_rounding must be left out with a server: it keeps its own weights.")
         Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)  # raises for a value out of range
+        if self.engine != "vllm" and self.engine_arguments:
+            names = ", ".join(self.engine_arguments)
+            raise ValueError(f"engine_arguments must be left out with engine {self.engine}, but got {names}.")
+        self._check_against()
+        self._check_exact()
+
+    def _check_exact(self) -> None:
+        if not self.exact:
+            return
+        if self.engine == "hf":
+            raise ValueError("exact must be left out with engine hf: the trainer samples from itself.")
+        if self.engine == "vllm" and self.engine_dtype != self.trainer_dtype:
+            raise ValueError(
+                f"engine_dtype must be {self.trainer_dtype} (trainer_dtype) with exact: true, but got "
+                f"{self.engine_dtype!r}."
+            )
+        if (self.temperature != 1 or self.engine_head.truncation) and not self.mirror:
+            raise ValueError("mirror must be true with exact: true and another temperature or truncation than none.")
+        given = {"weight_rounding": self.weight_rounding, "quantization": self.quantization}
+        check_exact({**self.engine_arguments, **{name: one for name, one in given.items() if one}}, where="")
+
+    def _check_against(self) -> None:
+        if self.against is None:
+            return
+        setting = parse_setting(self.against)
+        if self.engine == "hf":
+            raise ValueError("against must be left out with engine hf: there are no settings of it to compare.")
+        if self.engine != "vllm" and not setting.url:
+            raise ValueError(
+                f"against must be the URL of a second server with engine {self.engine}, whose settings cannot be "
+                f"changed from here, but got {self.against!r}."
+            )
+        if setting.url and setting.url == self.engine.rstrip("/"):
+            raise ValueError(f"against must be another server than engine, but both are {setting.url}.")
+        if self.temperature != 1 or self.top_p < 1 or self.top_k > 0 or self.min_p > 0:
+            raise ValueError(
+                "temperature, top_p, top_k and min_p must be left at 1, 1, 0 and 0 with against: prompt_logprobs, by "
+                "which two settings are compared on the same tokens, are those of the whole distribution at "
+                "temperature 1."
+            )
 
     @property
     def engine_head(self) -> Head:

@@ -12,7 +12,9 @@ from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, as_rollouts
 from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.probe.against import Against
 from trl_offpolicy.diagnosis.probe.asked import Outcome
+from trl_offpolicy.diagnosis.probe.exactness import Exactness
 from trl_offpolicy.diagnosis.probe.probe import ProbeResult
 from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
 from trl_offpolicy.run_folder.layout import PROBE_FILE, PROBE_PAGE
@@ -91,6 +93,19 @@ def asked_rows(result: ProbeResult) -> list[tuple[str, str, str, str]]:
     return [(one.what, one.engine, one.trainer, _OUTCOMES[one.outcome]) for one in rows]
 
 
+AGAINST_TITLES = ("log-probs of the same tokens", "KL k3, nats per token", "largest |d|", "tokens that differ")
+SETTING_TITLES = ("setting", "first", "second")
+
+
+def against_rows(found: Against) -> list[tuple[str, str, str, str]]:
+    """(what is compared, KL k3 with interval, largest difference, share of tokens that differ at all)."""
+    return [
+        (one.label, f"{format_number(one.kl_k3)} ± {format_number(one.kl_k3_ci95)}", format_number(one.largest),
+         f"{one.differ:.1%}")
+        for one in found.pairs
+    ]  # fmt: skip
+
+
 def breakdown_rows(breakdown: Breakdown) -> list[tuple[str, str, str, str, str]]:
     """(bin, tokens, KL k3, mean |log-ratio|, share of the KL) as text."""
     return [
@@ -125,6 +140,8 @@ def as_dict(result: ProbeResult) -> dict[str, Any]:
         "recommendation": asdict(result.recommendation),
         "asked": [asdict(one) for one in result.proof.rows],
         "not_compared": list(result.proof.not_compared),
+        "exact": None if result.exact is None else result.exact.as_dict(),
+        "against": None if result.against is None else asdict(result.against),
         "breakdowns": [asdict(one) for one in result.breakdowns],
         "completions": len(result.completions),
         "tokens": int(result.evidence.observed.sum()),
@@ -158,6 +175,11 @@ def render_probe(result: ProbeResult) -> str:
         advice=result.recommendation,
         asked=asked_rows(result),
         asked_titles=ASKED_TITLES,
+        exact=result.exact,
+        against=result.against,
+        against_titles=AGAINST_TITLES,
+        against_rows=[] if result.against is None else against_rows(result.against),
+        setting_titles=SETTING_TITLES,
         metrics=metric_rows(result),
         breakdown_titles=("", *BREAKDOWN_TITLES),
         breakdowns=[{"title": one.title, "rows": breakdown_rows(one)} for one in result.breakdowns],
@@ -186,6 +208,10 @@ def print_probe(result: ProbeResult, console: Console) -> None:
         console.print(_text_table((f"by {one.title}", *BREAKDOWN_TITLES), breakdown_rows(one)))
     if result.proof.rows:
         console.print(_text_table(("asked on both sides", *ASKED_TITLES[1:]), asked_rows(result)))
+    if result.exact is not None:
+        _print_exact(result.exact, console)
+    if result.against is not None:
+        _print_against(result.against, console)
     colour = "green" if result.attribution.cause == "none" else "yellow"
     console.print(f"[bold {colour}]{escape(headline(result))}[/]")
     for reason in result.attribution.reasons:
@@ -196,6 +222,26 @@ def print_probe(result: ProbeResult, console: Console) -> None:
         console.print(f"[bold]What to do:[/] {escape(why)}", highlight=False)
     if result.recommendation.yaml:
         console.print(escape(result.recommendation.yaml.rstrip()), style="cyan", highlight=False)
+
+
+def _print_exact(found: Exactness, console: Console) -> None:
+    from rich.markup import escape
+
+    console.print(f"[bold]exact has set:[/] {escape(found.applied)}", highlight=False)
+    colour = "green" if found.at_floor else "yellow"
+    console.print(f"[bold {colour}]exact: {escape(found.text)}[/]", highlight=False)
+    for one in found.keeps if found.at_floor else ():
+        console.print(f"  - not to be had, without effect here: {escape(one)}", highlight=False)
+
+
+def _print_against(found: Against, console: Console) -> None:
+    from rich.markup import escape
+
+    console.print(_text_table(AGAINST_TITLES, against_rows(found)))
+    if found.settings:
+        console.print(_text_table((f"second: {found.second}", *SETTING_TITLES[1:]), found.settings))
+    for sentence in found.sentences:
+        console.print(f"[bold]{escape(sentence)}[/]", highlight=False)
 
 
 def _text_table(titles: tuple[str, ...], rows: Any) -> Any:

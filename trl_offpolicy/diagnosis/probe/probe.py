@@ -21,9 +21,12 @@ from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import noise_level
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
+from trl_offpolicy.diagnosis.probe.against import Against, compare_answers, with_tested_cause
 from trl_offpolicy.diagnosis.probe.asked import Proof
+from trl_offpolicy.diagnosis.probe.exactness import Exactness, asked_exact, judge_exactness
 from trl_offpolicy.diagnosis.probe.options import ProbeOptions
-from trl_offpolicy.diagnosis.probe.sides import Sides, open_sides, render_prompts
+from trl_offpolicy.diagnosis.probe.second import answer_of_second
+from trl_offpolicy.diagnosis.probe.sides import ROWS, Sides, open_sides, render_prompts
 from trl_offpolicy.engines.hf import score_completions
 from trl_offpolicy.stats import PREFIX
 from trl_offpolicy.types import PolicyBatch
@@ -44,6 +47,8 @@ class ProbeResult:
         breakdowns: the mismatch by probability, position, length and kind of token.
         completions: text of each completion.
         proof: what was asked on both sides.
+        against: the comparison with a second setting; None = none was given.
+        exact: whether an exact engine is exact, and what keeps it from that; None = it was not asked for.
         seconds: wall clock by stage.
     """
 
@@ -55,6 +60,8 @@ class ProbeResult:
     breakdowns: Sequence[Breakdown]
     completions: Sequence[str] = ()
     proof: Proof = field(default_factory=Proof)
+    against: Against | None = None
+    exact: Exactness | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -91,6 +98,9 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
         )  # fmt: skip
         evidence = run_hypotheses(evidence, bench, note=lambda text: clock(f"testing {text}", "testing hypotheses"))
         attribution = attribute(evidence)
+    against = _against(options, sides, evidence, ids, completions, clock)
+    if against is not None:
+        attribution = with_tested_cause(attribution, against)
     texts = [sides.tokenizer.decode(row) for row in completions]
     return ProbeResult(
         options=options,
@@ -102,8 +112,31 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
                               special=frozenset(sides.tokenizer.all_special_ids)),
         completions=texts,
         proof=sides.proof,
+        against=against,
+        exact=_exactness(sides, evidence) if options.exact else None,
         seconds=clock.done(),
     )  # fmt: skip
+
+
+def _against(
+    options: ProbeOptions, sides: Sides, evidence: TokenEvidence, ids: list[list[int]], completions: list[list[int]],
+    clock: _Clock,
+) -> Against | None:  # fmt: skip
+    """The comparison with the second setting, if there is one; the first engine is closed by now."""
+    if options.against is None or sides.first is None:
+        return None
+    clock(f"scoring with {options.against}", "second setting")
+    second = answer_of_second(options, ids, completions)
+    return compare_answers(evidence, sides.first, second, text=options.against)
+
+
+def _exactness(sides: Sides, evidence: TokenEvidence) -> Exactness:
+    """The distance to the trainer against the noise floor, with what keeps it above."""
+    o = sides.options
+    asked = asked_exact(sides.exact, sides.engine_settings, sides.proof.rows, dtype=o.trainer_dtype, rows=ROWS)
+    outside = np.where(evidence.observed, 0.0, np.nan)
+    sampling, old = evidence.sampling_per_token_logps + outside, evidence.old_per_token_logps + outside
+    return judge_exactness(sampling, old, evidence.rescored_per_token_logps, asked=asked)
 
 
 class _Clock:
@@ -132,7 +165,7 @@ def _score(
     if not any(completions):
         raise ValueError("The engine must return at least one token, but every completion is empty.")
     heads = [options.trainer_head]
-    (scores,) = score_completions(sides.model, ids, completions, heads=heads, rows=16)
+    (scores,) = score_completions(sides.model, ids, completions, heads=heads, rows=ROWS)
     half = max(1, len(ids) // 2)
     (again,) = score_completions(sides.model, ids[:half], completions[:half], heads=heads, rows=5)
     width = scores.logps.shape[1]

@@ -361,6 +361,7 @@ _SHOWN: dict[str, Compared] = {
     "pipeline_parallel_size": "parallelism",
     "data_parallel_size": "parallelism",
     "batch_invariant": "parallelism",
+    "tp_invariant": "parallelism",
     "enable_prefix_caching": "parallelism",
     "enable_chunked_prefill": "parallelism",
     "speculative": "sampling",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -14,11 +15,13 @@ import torch
 
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared
 from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
-from trl_offpolicy.diagnosis.probe.asked import Proof, row
+from trl_offpolicy.diagnosis.probe.against import Answer, scored_rows
+from trl_offpolicy.diagnosis.probe.asked import Asked, Proof, row
 from trl_offpolicy.diagnosis.probe.proof import Asking, compare_facts
 from trl_offpolicy.diagnosis.probe.weights import weight_rows
 from trl_offpolicy.engines.effective import EngineFacts, facts_of_model, tokenizer_facts
 from trl_offpolicy.engines.engine import Rollouts, Sampling
+from trl_offpolicy.engines.exact import Exact, exact_engine, exact_trainer
 from trl_offpolicy.engines.hf import Head, sample_completions
 from trl_offpolicy.engines.interview import Interview
 
@@ -40,6 +43,8 @@ PROMPTS = (
     "Solve for x: 3x + 4 = 19.",
 )
 """Built-in prompts, so that a probe needs no network: arithmetic, prose, code and lists."""
+ROWS = 16
+"""Rows of one forward of the probe's trainer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -119,6 +124,12 @@ class Sides:
         self.options, self.model, self.tokenizer = options, model, tokenizer
         self.proof = Proof()
         """What was asked on both sides; filled by :meth:`sample`."""
+        self.engine_settings: Mapping[str, Any] = {}
+        """What the engine runs with, if it was asked."""
+        self.exact: Exact | None = None
+        """What ``exact`` has set in an engine that was started here."""
+        self.first: Answer | None = None
+        """What the engine says of its own tokens by ``prompt_logprobs``, with ``against``; filled by :meth:`sample`."""
         self._experts = int(
             getattr(model.config, "num_experts", 0) or getattr(model.config, "num_local_experts", 0) or 0
         )
@@ -136,6 +147,8 @@ class Sides:
             return self._sample_here(prompts)
         with self._vllm() as engine:
             rollouts = self._asked(engine, prompts) if self.options.ask else self._generated(engine, prompts)
+            if self.options.against is not None:
+                self.first = self._answer(engine, rollouts.prompt_ids, rollouts.completion_ids)
         assert rollouts.sampling_per_token_logps is not None
         return rollouts.completion_ids, rollouts.sampling_per_token_logps
 
@@ -150,7 +163,35 @@ class Sides:
             rollouts = self._generated(engine, prompts)
         asking = Asking(prompts=prompts, head=self.options.trainer_head, requests=requests)
         self.proof = ask_both(interview, self.model, self.tokenizer, asking)
+        self.engine_settings = interview.facts().settings
         return rollouts
+
+    def answer(self, prompts: list[list[int]], completions: list[list[int]]) -> Answer:
+        """Start the engine and have it score given tokens by ``prompt_logprobs``.
+
+        Args:
+            prompts: token ids of the prompt of each completion.
+            completions: token ids.
+        """
+        with self._vllm() as engine:
+            return self._answer(engine, prompts, completions)
+
+    def _answer(self, engine: Any, prompts: list[list[int]], completions: list[list[int]]) -> Answer:
+        interview: Interview = engine.interview(prompts[0]) if self._remote else engine.interview()
+        facts = interview.facts()
+        rows = scored_rows(prompts, completions, facts.settings.get("max_model_len"))
+        weights = interview.weights() if self.options.ask else None
+        compared = weight_rows(interview, self.model, answers=weights) if weights is not None else []
+        return Answer(
+            source=facts.source,
+            logps=_scored(engine, rows, completions),
+            again=_scored(engine, rows[::-1], completions[::-1])[::-1],
+            settings=dict(facts.settings),
+            model_config=None if facts.model_config is None else dict(facts.model_config),
+            tokenizer=None if facts.tokenizer is None else dict(facts.tokenizer),
+            weights=weights,
+            to_trainer=_outcome(compared),
+        )
 
     @property
     def _remote(self) -> bool:
@@ -194,10 +235,13 @@ class Sides:
 
         longest = 32 * ((o.max_tokens + 1024) // 32 + 1)
         arguments: dict[str, Any] = {"quantization": o.quantization, "max_model_len": min(longest, self._context())}
-        engine = ColocateEngine(
-            o.model, dtype=o.engine_dtype, weight_rounding=o.weight_rounding, seed=o.seed,
-            **{name: value for name, value in arguments.items() if value is not None},
-        )  # fmt: skip
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        arguments |= {"dtype": o.engine_dtype, **o.engine_arguments}
+        if o.exact:
+            self.exact = exact_engine(arguments, dtype=o.trainer_dtype, rows=ROWS, where="")
+            self.exact.apply()
+            arguments = self.exact.arguments
+        engine = ColocateEngine(o.model, weight_rounding=o.weight_rounding, seed=o.seed, **arguments)
         try:
             if o.weight_rounding is not None or o.adapter is not None:
                 engine.bind(ModelWeights(self.model))
@@ -205,6 +249,7 @@ class Sides:
             yield engine
         finally:
             engine.close()
+            free_memory()
 
     def _context(self) -> int:
         return int(getattr(self.model.config, "max_position_embeddings", None) or 4096)
@@ -285,6 +330,30 @@ def ask_both(interview: Interview, model: Any, tokenizer: Any, asking: Asking) -
     return Proof((*weights, *facts.rows))
 
 
+def _scored(engine: Any, rows: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+    """``prompt_logprobs`` of the tokens of each completion; empty for an empty row."""
+    asked = [row for row in rows if row]
+    found: Iterator[list[float]] = iter(engine.score(asked) if asked else [])
+    return [next(found)[-len(ids) :] if row else [] for row, ids in zip(rows, completions, strict=True)]
+
+
+def _outcome(rows: Sequence[Asked]) -> tuple[str, str]:
+    """Whether weights and adapter are the trainer's, and what is not."""
+    said: Mapping[str, Asked] = {one.outcome: one for one in rows if one.topic in ("weights", "adapter")}
+    for outcome in ("different", "not compared", "equal"):
+        if outcome in said:
+            one = said[outcome]
+            return outcome, one.engine if outcome == "not compared" else one.what
+    return "not compared", "the weights were not asked for"
+
+
+def free_memory() -> None:
+    """Return what an engine held, before another one starts on the same device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 _OF_ONE_MODEL: tuple[Compared, ...] = ("weights", "adapter", "parallelism")
 
 
@@ -306,4 +375,6 @@ def open_sides(options: ProbeOptions) -> Sides:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, options.adapter)
+    if options.exact:
+        exact_trainer(model)
     return Sides(options, model.eval(), tokenizer)

@@ -103,19 +103,22 @@ class Comparison:
 # ------------------------------------------------------------------------------------------------------- comparison
 
 
-def weight_rows(interview: Interview, model: Any, *, adapter_id: int | None = None) -> list[Asked]:
+def weight_rows(
+    interview: Interview, model: Any, *, adapter_id: int | None = None, answers: list[dict[str, Any]] | None = None
+) -> list[Asked]:
     """Rows on weights and adapter.
 
     Args:
         interview: the engine.
         model: the trainer's model.
         adapter_id: vLLM's number of the adapter that the requests named; None = they named none.
+        answers: the engine's weights, if it was asked for them already.
     """
     rows = []
     if interview.weight_rounding is not None:
         kind = parse_rounding(interview.weight_rounding).type
         rows.append(row("precision", "rounding of the linear weights", kind, "none", "precision", equal=False))
-    answers = interview.weights()
+    answers = interview.weights() if answers is None else answers
     if answers is None:
         missing = [not_compared("weights", "weights", interview.why), not_compared("adapter", "adapter", interview.why)]
         return [*rows, *missing]

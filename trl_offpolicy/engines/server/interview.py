@@ -6,7 +6,14 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from trl_offpolicy.engines.effective import TEST_CHAT, TEST_TEXT, EngineFacts, folder_defaults, settings_of
+from trl_offpolicy.engines.effective import (
+    TEST_CHAT,
+    TEST_TEXT,
+    EngineFacts,
+    folder_defaults,
+    settings_of,
+    settings_of_sglang,
+)
 from trl_offpolicy.engines.interview import Ask, Interview
 from trl_offpolicy.engines.server.client import Refused, ServerClient
 from trl_offpolicy.engines.server.trials import defaults_by_trial, logprobs_mode_by_trial
@@ -25,6 +32,8 @@ def interview_server(
         weight_rounding: rounding of the weights that it was given.
         prompt: token ids for the requests by which it is found out what a server does not say.
     """
+    if "/get_server_info" in routes:
+        return _interview_sglang(client)
     source = f"vLLM server at {client.base_url}"
     info = client.get("/server_info", config_format="json") if "/server_info" in routes else {}
     config = info.get("vllm_config") or {}
@@ -41,6 +50,13 @@ def interview_server(
         tokenizer=_tokenizer(client, routes, model),
     )
     return Interview(source, ask=ask, known=known, weight_rounding=weight_rounding)
+
+
+def _interview_sglang(client: ServerClient) -> Interview:
+    """SGLang says its settings, deterministic mode included; its workers cannot be asked for weights."""
+    source = f"SGLang server at {client.base_url}"
+    settings = settings_of_sglang(dict(client.get("/get_server_info")))
+    return Interview(source, known=EngineFacts(source=source, settings=settings))
 
 
 def _ask(client: ServerClient) -> Ask:

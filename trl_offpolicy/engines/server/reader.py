@@ -66,6 +66,24 @@ class ServerReader:
             finish_reasons=[str(choice["finish_reason"]) for choice in choices],
         )
 
+    def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence, in requests of their own.
+
+        Raises:
+            EngineError: the server refused.
+        """
+        with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(ids))) as pool:
+            return list(pool.map(self._score, map(list, ids)))
+
+    def _score(self, row: list[int]) -> list[float]:
+        body = {"prompt": row, "model": self.model, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        try:
+            (choice,) = self.client.post("/v1/completions", body)["choices"]
+        except Refused as error:
+            raise EngineError(f"The vLLM server refused a request: {error}") from error
+        places = choice["prompt_logprobs"][1:]
+        return [float(place[str(token)]["logprob"]) for token, place in zip(row[1:], places, strict=True)]
+
     def _complete(self, prompt: list[int], options: dict[str, Any]) -> list[dict[str, Any]]:
         body = {**options, "prompt": prompt, "model": self.model}
         try:
