@@ -125,7 +125,7 @@ def build_engine(
 
 
 def _colocated(options: Mapping[str, Any], policy: nn.Module, *, rows: int | None, exact: bool) -> ColocateEngine:
-    """vLLM in this process, in the policy's dtype unless ``options`` say another."""
+    """A vLLM engine in this process, in the policy's dtype unless ``options`` say another."""
     dtype = str(next(policy.parameters()).dtype).removeprefix("torch.")
     arguments = {"dtype": dtype, **options}
     if not exact:

@@ -60,7 +60,7 @@ def decay_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]
         return [{"params": _trained(policy)}]
     decaying = set(get_parameter_names(policy, [nn.LayerNorm], _NO_DECAY))
     named = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [parameter for name, parameter in named if name in decaying]},
         {"params": [parameter for name, parameter in named if name not in decaying], "weight_decay": 0.0},
     ]

@@ -64,7 +64,8 @@ class StepWindow:
         """The sums as numbers, over all ranks with ``reduce``; begins the next step. The only wait for the device."""
         assert self._sums is not None
         sums = self._sums if reduce is None else reduce(self._sums)
-        done = StepSums(*sums.tolist(), self._responses)
+        nonfinite, kl, tokens, entropy, acting, sampled = sums.tolist()
+        done = StepSums(nonfinite, kl, tokens, entropy, acting, sampled, self._responses)
         self._sums, self._responses = None, 0
         return done
 

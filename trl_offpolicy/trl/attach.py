@@ -167,7 +167,7 @@ class Observer:
 
 def syncs_in_memory(trainer: GRPOTrainer) -> bool:
     """Give TRL's own engine a sync that works on a CPU, where TRL's reaches for a device; True if that was needed."""
-    engine = getattr(trainer, "vllm_generation", None)
+    engine: Any = getattr(trainer, "vllm_generation", None)
     stock = engine is not None and not isinstance(engine, TRLEngine) and engine.mode == "colocate"
     if not stock or trainer.accelerator.device.type != "cpu":
         return False
