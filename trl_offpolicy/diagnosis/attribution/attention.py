@@ -30,7 +30,7 @@ def _implementation(model: Any) -> str:
 def shown_attention(
     model: Any, scores: Callable[[Tensor], Tensor] | None = None, inputs: Callable[[Tensor], Tensor] | None = None
 ) -> Iterator[None]:
-    """Attention in plain steps, with changed ``scores`` (before the mask) or changed ``inputs`` (queries, keys, values).
+    """Attention in plain steps, with changed ``scores`` or changed ``inputs``.
 
     Args:
         model: a causal LM of transformers.

@@ -60,6 +60,16 @@ class Bench:
         found = score_in_layout(self.model, chosen, completions, layout, prompt_width=prompt_width, head=self.head)
         return self._placed(found, rows, width)
 
+    def score_without(self, rows: Sequence[int], count: int, *, width: int) -> Floats:
+        """Log-probs (B, ``width``) of some completions that lack their first tokens."""
+        cut = [list(self.completion_ids[row])[count:] for row in rows]
+        chosen = [(row, ids) for row, ids in zip(rows, cut, strict=True) if ids]
+        if not chosen:
+            return np.full((len(self.completion_ids), width), np.nan)
+        prompts = [self.prompt_ids[row] for row, _ in chosen]
+        (scores,) = score_completions(self.model, prompts, [ids for _, ids in chosen], heads=[self.head])
+        return self._placed(scores.logps, [row for row, _ in chosen], width)
+
     def score_prompts(self, row: int, prompts: Ids, *, most: int | None = None) -> Floats:
         """Log-probs (N, T) of one completion, or of its first ``most`` tokens, after each of N prompts."""
         completion = list(self.completion_ids[row])[:most]
@@ -91,6 +101,7 @@ class Bench:
 
 
 def listed(value: Any) -> tuple[int, ...]:
+    """Ids of a setting that is one id, several, or None."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (int(value),)

@@ -124,7 +124,7 @@ def _attentions(model: Any) -> list[Any]:
 
 @contextmanager
 def rounded_cache(kind: str) -> Iterator[None]:
-    """Keys and values pass through storage of a format: "fp8" is e4m3 of scale 1, "int8" has a scale a token and head."""
+    """Keys and values pass through a format: "fp8" is e4m3 of scale 1, "int8" has a scale for each head."""
     from transformers.cache_utils import Cache
 
     plain = Cache.update
@@ -340,7 +340,7 @@ def settings(model: Any) -> dict[str, Setting]:
             lambda factor: f"RoPE base {base * factor:.3g} for {base:.3g}" if base else f"RoPE base times {factor:.3g}",
         )  # fmt: skip
         found["rope scaling"] = Setting(
-            partial(rope_scaling, model), (0.25, 0.5, 1.2, 2.0, 4.0, 8.0),
+            partial(rope_scaling, model), (0.25, 0.5, 0.75, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 8.0),
             lambda factor: f"RoPE positions divided by {factor:.3g}",
         )  # fmt: skip
     if norms := _norms(model):

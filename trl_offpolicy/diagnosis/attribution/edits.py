@@ -6,7 +6,7 @@ many edited prompts, coarse ones first, then those near the best. Another row fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -31,6 +31,10 @@ STARTS = 3
 """Edits that are refined."""
 FITS = 0.2
 """Share of a row's mismatch that an edit may leave."""
+EXACT, HOPELESS = 1e-4, 0.9
+"""Share at which an edit is the one, and share from which none that is near is tried."""
+NEAR = 4
+"""Tokens by which an edit that is nearly right may be off."""
 
 Key = tuple[Any, ...]
 """An edit: its kind and its numbers."""
@@ -82,16 +86,18 @@ class PromptSearch:
         found: dict[Key, float] = {}
         for family in families:
             found |= self.shares(row, family(row))
-            if min(found.values(), default=1.0) < FITS / 4:
+            if min(found.values(), default=1.0) <= EXACT:
                 break
         length = len(self.bench.prompt_ids[row])
         step = max(1, length // COARSE)
-        starts = sorted(found, key=lambda key: found[key])[:STARTS]
-        while step >= 1 and starts and found[starts[0]] > FITS / 4:
-            found |= self.shares(row, [key for start in starts for key in _near_keys(start, step, length)])
-            starts = sorted(found, key=lambda key: found[key])[:STARTS]
+        while step >= 1 and EXACT < min(found.values(), default=0.0) < HOPELESS:
+            found |= self.shares(row, [key for start in _starts(found) for key in _near_keys(start, [step], length)])
             step //= 2
-        best = min(found, key=lambda key: found[key], default=None)
+        if EXACT < min(found.values(), default=0.0) < HOPELESS:  # only the very edit fits: look at all that are near
+            close = range(1, NEAR + 1)
+            found |= self.shares(row, [key for start in _starts(found) for key in _near_keys(start, close, length)])
+        # Of edits that fit the first tokens alike, the simpler one, a cut of the beginning.
+        best = min(found, key=lambda key: (max(found[key], EXACT), key[1:2] != (0,)), default=None)
         return best, 1.0 if best is None else found[best]
 
     # ----------------------------------------------------------------------------------------------------- edits
@@ -157,17 +163,26 @@ def _near(d: Floats) -> Floats:
     return np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _near_keys(key: Key, step: int, length: int) -> Iterator[Key]:
-    """Edits that differ by ``step`` tokens."""
-    if key[0] == "missing":
-        for left, right in ((step, 0), (-step, 0), (0, step), (0, -step), (step, step), (-step, -step)):
-            first, last = key[1] + left, key[2] + right
-            if 0 <= first < last <= length and last - first < length:
-                yield ("missing", first, last)
-    if key[0] == "added":
-        for move in (-step, step):
-            if 0 <= key[1] + move <= length:
-                yield ("added", key[1] + move, key[2])
+def _starts(found: dict[Key, float]) -> list[Key]:
+    """The best edits, and the beginning missing up to the end of each."""
+    best = sorted(found, key=lambda key: found[key])[:STARTS]
+    cuts = [("missing", 0, key[2]) for key in best if key[0] == "missing" and key[1]]
+    return list(dict.fromkeys([*best, *cuts]))
+
+
+def _near_keys(key: Key, steps: Iterable[int], length: int) -> Iterator[Key]:
+    """Edits that differ by some numbers of tokens."""
+    yield key
+    for step in steps:
+        if key[0] == "missing":
+            for left, right in ((step, 0), (-step, 0), (0, step), (0, -step), (step, step), (-step, -step)):
+                first, last = key[1] + left, key[2] + right
+                if 0 <= first < last <= length and last - first < length:
+                    yield ("missing", first, last)
+        if key[0] == "added":
+            for move in (-step, step):
+                if 0 <= key[1] + move <= length:
+                    yield ("added", key[1] + move, key[2])
 
 
 # ------------------------------------------------------------------------------------------------------- all rows

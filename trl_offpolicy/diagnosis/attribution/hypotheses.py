@@ -47,7 +47,7 @@ from trl_offpolicy.diagnosis.attribution.interventions import (
     switch,
 )
 from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, windows
-from trl_offpolicy.diagnosis.attribution.parts import captured, divisions, find_set, holding
+from trl_offpolicy.diagnosis.attribution.parts import Division, best_sets, captured, divisions, holding
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
     Inside,
@@ -58,7 +58,6 @@ from trl_offpolicy.diagnosis.attribution.precision import (
     simulated_dtype,
     weight_roundings,
 )
-from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS
 from trl_offpolicy.engines.hf import Head, Ids
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
@@ -87,6 +86,10 @@ MOST_PAIRS = 6
 """Tests that are combined with the best one."""
 WEIGHTS_SCALE = (0.003, 5.0)
 """Times a known change of the weights that the engine's may be: a part of an update, or several."""
+MOST_CONTEXTS, WAYS = 8, 2
+"""Weights at hand of which parts are tested, and of which points on the way are."""
+SETS, CLIMBS = 3, 4
+"""Sets of parts of the weights that are scored, and steps from the best of them."""
 FIRST_TOKENS_SCORED = 32
 """Tokens of the rows that are scored at first."""
 REFINED = 5
@@ -125,12 +128,14 @@ class _Search:
 
     def add(self, name: str, logps: Floats) -> float:
         """Keep a result; returns the share of the mismatch that it leaves."""
-        key = f"{self.side}:{name}"
-        self.tested[key] = logps
-        # This test alone beside the plain scores: the others do not change what it leaves.
-        alone = replace(self.evidence, tested={REFERENCE: self.plain.logps, key: logps})
-        self.left[name] = left_share(alone, key)
+        self.tested[f"{self.side}:{name}"] = logps
+        self.left[name] = left_share(*self.alone(name))
         return self.left[name]
+
+    def alone(self, name: str) -> tuple[TokenEvidence, str]:
+        """A test alone beside the plain scores: the others do not change what it leaves."""
+        key = f"{self.side}:{name}"
+        return replace(self.evidence, tested={REFERENCE: self.plain.logps, key: self.tested[key]}), key
 
     def best(self) -> tuple[float, str]:
         """Share left by the best test, and its name without the side."""
@@ -227,26 +232,43 @@ def left_share(evidence: TokenEvidence, name: str) -> float:
     engine is compared with the engine's log-probs, one on the trainer with the trainer's. The share must hold without
     the tokens of the largest differences as well, so that what fits one token does not explain the batch.
 
-    Other weights and precisions may hold only in part (a tenth of an update, rounding half as coarse). Let g be the
-    change of the log-probs under the hypothesis and d the mismatch. Then 1 - R^2 of the fit d = s g counts if it is
-    smaller and s is plausible. R^2 is the smaller one of values and of ranks.
+    Rounding errors are reproduced in part: see :func:`left_in_part`.
     """
+    compared = _compared(evidence, name)
+    if compared is None:
+        return float("inf")
+    scored, target, other = compared
+    left = _left(scored - target, other - target, noise_rms(evidence))
+    if name.split(":")[1] == "precision":
+        return min(left, 1 - _fit_in_part(other - scored, other - target, PRECISION_SCALE))
+    return left
+
+
+def left_in_part(evidence: TokenEvidence, name: str) -> float:
+    """Share of the mismatch that is left by a part of what a hypothesis changes, or by several times that.
+
+    Let g be the change of the log-probs under the hypothesis and d the mismatch. This is 1 - R^2 of the fit d = s g if
+    s is plausible. R^2 is the smaller one of values and of ranks.
+    """
+    compared = _compared(evidence, name)
+    if compared is None:
+        return float("inf")
+    scored, target, other = compared
+    return 1 - _fit_in_part(other - scored, other - target, WEIGHTS_SCALE)
+
+
+def _compared(evidence: TokenEvidence, name: str) -> tuple[Array, Array, Array] | None:
+    """(N,) log-probs under a hypothesis, those to be explained, and the plain ones; None if nothing differs."""
     values = evidence.tested[name]
-    side, cause, *_ = name.split(":")
     use = evidence.observed & (np.isfinite(values) | np.isneginf(values))
     mu, old = evidence.sampling_per_token_logps[use], evidence.old_per_token_logps[use]
-    target, other = (old, mu) if side == "trainer" else (mu, old)
+    target, other = (old, mu) if name.startswith("trainer:") else (mu, old)
     reference = evidence.tested.get(REFERENCE)
     if reference is not None:
         other = np.where(np.isfinite(reference[use]), reference[use], other)
-    scored = np.where(np.isneginf(values[use]), target - MAX_LOG_RATIO, values[use])
     if not use.any() or not distance(other - target):
-        return float("inf")
-    left = _left(scored - target, other - target, noise_rms(evidence))
-    scales = {"precision": PRECISION_SCALE, **dict.fromkeys(MEMBERS, WEIGHTS_SCALE)}
-    if cause in scales:
-        return min(left, 1 - _fit_in_part(other - scored, other - target, scales[cause]))
-    return left
+        return None
+    return np.where(np.isneginf(values[use]), target - MAX_LOG_RATIO, values[use]), target, other
 
 
 def _left(left: Array, whole: Array, noise: float) -> float:
@@ -290,9 +312,13 @@ def _bookkeeping(search: _Search) -> Iterator[Intervention]:
 
 def _common(search: _Search) -> Iterator[Intervention]:
     """Weights at hand, usual precisions, prompts and layouts: switches of a forward each, the most common first."""
-    for name, change in common_changes(search.bench).items():
-        yield _of_change(search, name, change)
     bench = search.bench
+    for name, change in common_changes(bench).items():
+        yield _of_change(search, name, change)
+    yield Intervention(
+        "misalignment", lambda count: f"the first {count:.0f} of the response's tokens lost",
+        lambda count, rows: bench.score_without(rows, int(count), width=search.width), (1.0, 2.0),
+    )  # fmt: skip
     for name, layout in layouts(bench.prompt_ids, bench.completion_ids, search.rows, pad_ids=bench.pads).items():
         yield _of_change(search, name, _Change(layout=layout))
 
@@ -448,7 +474,7 @@ def _test_heads(search: _Search) -> None:
             return
 
 
-# ------------------------------------------------------------------------------------------ prompts and parts of weights
+# ----------------------------------------------------------------------------------------- prompts and parts of weights
 
 
 def _test_prompts(search: _Search) -> None:
@@ -471,59 +497,86 @@ def _size(search: _Search, row: int) -> float:
 
 def _test_parts(search: _Search) -> None:
     """Weights at hand in a part of the model, and all of them for a part of the way."""
-    bench = search.bench
-    if not bench.weights:
-        return
-    order = sorted(bench.weights, key=lambda name: search.left.get(name, 1.0))
-    far = _furthest(search)
-    if far is None:
-        return
-    name, held = far
-    effect = partial(_effect, search, held)
-    use, change = _changed_tokens(search)
-    for division in divisions(list(held)):
-        search.note(f"parts of the weights of {name}")
-        if len(division.parts) < 2:
-            continue
-        chosen, finest, share = find_set(division, lambda names: effect(names)[use], change)
-        if not chosen or share > PROMISING:
-            continue
-        names, words = finest.union(chosen), " and ".join(chosen)
-        if names == frozenset(held):
-            continue
-        for other in order[: 1 if share > EXPLAINED * 10 else None] if name in order[:1] else [name, *order]:
-            values = held if other == name else captured(bench.model, bench.weights[other])
-            part = {key: value for key, value in values.items() if key in names}
-            detail = other.partition(":")[2]
-            logps = _Change(partial(holding, bench.model, part)).score(search)
-            if search.add(f"stale_weights:{words} as in {detail}", logps) <= EXPLAINED:
+    weights = search.bench.weights
+    contexts = sorted(weights, key=lambda name: search.left.get(name, 1.0))[:MOST_CONTEXTS]
+    parts = _Parts(search)
+    for context in contexts:
+        parts.score_single(context)
+        if search.solved:
+            return
+    for division in parts.divisions:
+        parts.climb(division)
+        if search.solved:
+            return
+    for context in sorted(contexts, key=lambda name: left_in_part(*search.alone(name)))[:WAYS]:
+        if held := parts.values(context):
+            search.turn(_on_the_way(search, context, held))
+
+
+class _Parts:
+    """Looks for the parts of the weights that are other ones: first by sums of their effects, then by single changes.
+
+    Args:
+        search: the search.
+    """
+
+    def __init__(self, search: _Search) -> None:
+        self.search = search
+        self.divisions: list[Division] = []
+        self._held: tuple[str, dict[str, Any]] = ("", {})
+        self._effects: dict[tuple[int, str], dict[str, Floats]] = {}
+
+    def values(self, context: str) -> dict[str, Any]:
+        """The parameters that a context changes; those of one context are held at a time."""
+        if self._held[0] != context:
+            self._held = ("", {})
+            self._held = (context, captured(self.search.bench.model, self.search.bench.weights[context]))
+        return self._held[1]
+
+    def score_single(self, context: str) -> None:
+        """Score every part alone."""
+        held = self.values(context)
+        self.divisions = self.divisions or [one for one in divisions(list(held)) if len(one.parts) > 1]
+        for number, division in enumerate(self.divisions):
+            for name in division.parts:
+                logps = self.score(division, frozenset([name]), context)[1]
+                self._effects.setdefault((number, context), {})[name] = logps - self.search.plain.logps
+
+    def climb(self, division: Division) -> None:
+        """Score the sets that add up best, and then change the best one by a part each time."""
+        number = self.divisions.index(division)
+        contexts = [context for at, context in self._effects if at == number]
+        starts = [
+            (left, sorted(chosen), context) for context in contexts for chosen, left in self._sums(number, context)
+        ]
+        tried = [(self.score(division, frozenset(names), context)[0], names, context)
+                 for left, names, context in sorted(starts)[:SETS] if left < PROMISING]  # fmt: skip
+        if not tried:
+            return
+        best = min(tried)
+        for _ in range(CLIMBS):
+            _, names, context = best
+            near = [frozenset(names) ^ {name} for name in division.parts]
+            found = [(self.score(division, one, context)[0], sorted(one), context) for one in near if one]
+            if self.search.solved or min(found)[0] >= best[0]:
                 return
-    search.turn(_on_the_way(search, name, held))
+            best = min(found)
 
+    def _sums(self, number: int, context: str) -> list[tuple[frozenset[str], float]]:
+        search, effects = self.search, self._effects[number, context]
+        change = np.clip(search.target - search.plain.logps, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        use = search.evidence.observed & np.isfinite(change)
+        use[[row for row in range(len(use)) if row not in search.first_rows]] = False
+        return best_sets({name: effect[use] for name, effect in effects.items()}, change[use])[:SETS]
 
-def _furthest(search: _Search) -> tuple[str, dict[str, Any]] | None:
-    """The weights at hand that change most, with their values."""
-    found: tuple[float, str, dict[str, Any]] | None = None
-    parameters = dict(search.bench.model.named_parameters())
-    for name, inside in search.bench.weights.items():
-        held = captured(search.bench.model, inside)
-        size = sum(float((value - parameters[key].detach()).float().square().sum()) for key, value in held.items())
-        if held and (found is None or size > found[0]):
-            found = (size, name, held)
-    return None if found is None else found[1:]
-
-
-def _effect(search: _Search, held: Mapping[str, Any], names: frozenset[str]) -> Floats:
-    """(B, T) change of the log-probs under other values of some parameters."""
-    part = {name: value for name, value in held.items() if name in names}
-    return _Change(partial(holding, search.bench.model, part)).score(search) - search.plain.logps
-
-
-def _changed_tokens(search: _Search) -> tuple[Any, Array]:
-    """(B, T) bool: tokens that count, and (N,) what is to be explained at them."""
-    change = np.clip(search.target - search.plain.logps, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    use = search.evidence.observed & np.isfinite(change)
-    return use, change[use]
+    def score(self, division: Division, chosen: frozenset[str], context: str) -> tuple[float, Floats]:
+        """Share left with some parts as in a context, and the log-probs."""
+        search, names = self.search, division.union(chosen)
+        part = {name: value for name, value in self.values(context).items() if name in names}
+        words = " and ".join(name for name in division.parts if name in chosen)
+        detail = f"{words} as in {context.partition(':')[2]}"
+        one = _of_change(search, f"stale_weights:{detail}", _Change(partial(holding, search.bench.model, part)))
+        return search.try_value(one, 1.0)
 
 
 def _on_the_way(search: _Search, name: str, held: Mapping[str, Any]) -> Intervention:

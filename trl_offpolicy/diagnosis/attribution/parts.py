@@ -1,12 +1,12 @@
 """Other weights in a part of the model, or for a part of the way: which parameters a sync has missed.
 
 The change of the log-probs is nearly the sum of what the parts of a small update change. So each part is scored once,
-the sets of parts whose sum fits the mismatch follow without a forward, and the best set is then scored as a whole.
+and the sets of parts whose sum fits the mismatch follow without a forward. They are then scored as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -24,8 +24,13 @@ MOST_NUMBERS = 2_000_000_000
 """Parameters of a model from which no copies of them are made."""
 BLOCKS = 6
 """Blocks of layers that are told apart at first."""
-PROMISING_SET = 0.6
-"""Share of the mismatch that the best sum may leave to be scored as a set."""
+MOST_PARTS = 10
+"""Parts of which sets are made."""
+DEARER = 0.02
+"""Share of the mismatch that one more part must explain."""
+
+SCALES = (0.1, 1.3)
+"""Times the effect of the weights at hand that the engine's may have."""
 
 Held = Mapping[str, Tensor]
 """Other values of some parameters."""
@@ -101,7 +106,8 @@ class Division:
 
     parts: Mapping[str, frozenset[str]]
 
-    def union(self, chosen: Sequence[str]) -> frozenset[str]:
+    def union(self, chosen: Iterable[str]) -> frozenset[str]:
+        """All parameters of some parts."""
         return frozenset().union(*(self.parts[name] for name in chosen))
 
 
@@ -125,47 +131,24 @@ def _by_layer(names: Sequence[str], blocks: Sequence[Sequence[int]]) -> Division
     return Division({**parts, "embeddings, head and last norm": rest} if rest else parts)
 
 
-def finer(division: Division, chosen: Sequence[str]) -> Division | None:
-    """The layers of the chosen blocks one by one; None if they are single layers or no layers already."""
-    names = sorted(division.union(chosen))
-    layers = sorted({layer for name in names if (layer := layer_of(name)) is not None})
-    if len(layers) <= len(chosen) or not all(one.startswith("layer") for one in chosen):
-        return None
-    return _by_layer(names, [[layer] for layer in layers])
-
-
-def best_set(effects: Mapping[str, Array], change: Array) -> tuple[tuple[str, ...], float]:
-    """The parts whose effects add up to ``change`` best, and the share that their sum leaves.
+def best_sets(effects: Mapping[str, Array], change: Array) -> list[tuple[frozenset[str], float]]:
+    """Sets of parts whose effects add up to ``change``, the best first, with the share that each leaves.
 
     Args:
         effects: (N,) change of the log-probs by each part.
         change: (N,) the change that is to be explained.
     """
     whole = distance(change) or 1e-60
-    best: tuple[tuple[str, ...], float] = ((), 1.0)
-    names = list(effects)[:10]
+    names, found = list(effects)[:MOST_PARTS], []
     for count in range(1, len(names) + 1):
         for chosen in combinations(names, count):
-            left = distance(change - np.sum([effects[name] for name in chosen], axis=0)) / whole
-            if left < 0.98 * best[1]:  # fewer parts if they do as well
-                best = (chosen, left)
-    return best
+            total = np.sum([effects[name] for name in chosen], axis=0)
+            left = distance(change - _scale(total, change) * total) / whole
+            found.append((frozenset(chosen), left + DEARER * (count - 1)))
+    return sorted(found, key=lambda one: one[1])
 
 
-def find_set(
-    division: Division, effect: Callable[[frozenset[str]], Array], change: Array
-) -> tuple[tuple[str, ...], Division, float]:
-    """Names of the parts that explain a change best, their division, and the share left by the sum of their effects.
-
-    Args:
-        division: parts that are told apart.
-        effect: parameters -> (N,) the change of the log-probs under other values of them.
-        change: (N,) the change that is to be explained.
-    """
-    effects = {name: effect(part) for name, part in division.parts.items()}
-    chosen, left = best_set(effects, change)
-    below = finer(division, chosen) if chosen and left < PROMISING_SET else None
-    if below is None:
-        return chosen, division, left
-    found, again, share = find_set(below, effect, change)
-    return (found, again, share) if share < left else (chosen, division, left)
+def _scale(effect: Array, change: Array) -> float:
+    """How far along an effect the change goes: an older version than the one at hand, or one in between."""
+    square = float(effect @ effect)
+    return float(np.clip(effect @ change / square, *SCALES)) if square else 1.0

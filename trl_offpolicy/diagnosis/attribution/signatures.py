@@ -232,8 +232,8 @@ def _prompt_rows(f: Features, limits: Limits) -> Signature:
 
 
 TESTS: Sequence[Test] = (
-    _none, _unreported, _dropout, _tool_tokens, _arithmetic, _top_token, _truncated, _shifted, _swapped, _elsewhere, _temperature, _routing,
-    _prompt_start,    _other_weights, _precision, _prompt_rows,
+    _none, _unreported, _dropout, _tool_tokens, _arithmetic, _top_token, _truncated, _shifted, _swapped, _elsewhere,
+    _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
 """The tests in order; the causes with the clearest trace come first."""
 DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")
