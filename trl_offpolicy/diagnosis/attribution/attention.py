@@ -101,7 +101,8 @@ def interleaved_rope(model: Any) -> Iterator[None]:
 
 def _permuted(order: Tensor, size: int) -> Callable[[Any, Any, Tensor], Tensor]:
     def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        return output.unflatten(-1, (-1, size))[..., order.to(output.device)].flatten(-2).view_as(output)
+        heads = output.view(*output.shape[:-1], -1, size)
+        return heads[..., order.to(output.device)].reshape(output.shape)
 
     return hook
 

@@ -14,13 +14,8 @@ from typing import Literal
 
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
-from trl_offpolicy.diagnosis.attribution.hypotheses import (
-    FLEXIBLE,
-    REFERENCE,
-    at_fault,
-    left_in_part,
-    left_share,
-)
+from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
+from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (
     DIFFUSE,
     MEMBERS,

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.attribution.changes import Inside
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
 from trl_offpolicy.diagnosis.attribution.layouts import Layout, score_in_layout
+from trl_offpolicy.diagnosis.attribution.precision import Inside
 from trl_offpolicy.engines.hf import Head, Ids, TokenScores, score_completions
 
 
@@ -30,7 +30,7 @@ class Bench:
         head: temperature and truncation under which the trainer scores.
         stop_ids: tokens that end a completion.
         pad_ids: ids that may pad; the first comes first.
-        spellings: other sequences of ids with the text of one id; None = not known (no tokenizer).
+        spellings: ids -> other sequences of ids with the same text; None = not known (no tokenizer).
     """
 
     model: Any
@@ -43,7 +43,7 @@ class Bench:
     head: Head = Head()  # noqa: RUF009  frozen
     stop_ids: Sequence[int] | None = None
     pad_ids: Sequence[int] | None = None
-    spellings: Callable[[int], Sequence[Sequence[int]]] | None = None
+    spellings: Callable[[Sequence[int]], Sequence[Sequence[int]]] | None = None
 
     def score(self, rows: Sequence[int], *, prompts: Ids | None = None, inside: Inside = nullcontext,
               heads: Sequence[Head] | None = None, width: int) -> list[TokenScores]:  # fmt: skip

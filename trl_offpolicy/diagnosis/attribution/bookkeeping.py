@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,5 +165,5 @@ def _broken(books: Books) -> Floats:
     return out
 
 
-def _seen(values: Sequence[float]) -> bool:
+def _seen(values: Floats) -> bool:
     return bool(np.isfinite(values).any())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +31,11 @@ from trl_offpolicy.diagnosis.attribution.changes import (
     settings,
 )
 from trl_offpolicy.diagnosis.attribution.edits import PromptSearch, search_prompts
-from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.evidence import Floats, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import (
     MAX_LOG_RATIO,
     distance,
     noise_rms,
-    rank_correlation,
 )
 from trl_offpolicy.diagnosis.attribution.heads import logits_of, processor_tests, sampling_tests
 from trl_offpolicy.diagnosis.attribution.interventions import (
@@ -58,18 +57,13 @@ from trl_offpolicy.diagnosis.attribution.precision import (
     simulated_dtype,
     weight_roundings,
 )
+from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
+from trl_offpolicy.diagnosis.attribution.spellings import respelled
 from trl_offpolicy.engines.hf import Head, Ids
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 __all__ = ["REFERENCE", "Bench", "at_fault", "left_share", "run_hypotheses"]
 
-Side = Literal["engine", "trainer"]
-REFERENCE = "reference"
-"""Name of the plain scoring."""
-OUTLIERS = 0.1
-"""Share of the tokens, those of the largest differences, without which a hypothesis must hold too."""
-LEAST_REST = 1e-3
-"""Share of the mismatch that the other tokens must have to be asked."""
 EXPLAINED = 0.03
 """Share of the mismatch left at which the search stops: nothing else can do much better."""
 EXACT = 1e-3
@@ -80,12 +74,8 @@ PARTIAL = (0.15, 0.85)
 """Share left by the best test within which it is tested together with others."""
 PROMISING = 0.9
 """Share left by the best value of a number from which its value is refined, and other rows are scored."""
-PRECISION_SCALE = (0.5, 2.0)
-"""Times the simulated rounding errors that an engine's may be."""
 MOST_PAIRS = 6
 """Tests that are combined with the best one."""
-WEIGHTS_SCALE = (0.003, 5.0)
-"""Times a known change of the weights that the engine's may be: a part of an update, or several."""
 MOST_CONTEXTS, WAYS = 8, 2
 """Weights at hand of which parts are tested, and of which points on the way are."""
 SETS, CLIMBS = 3, 4
@@ -215,79 +205,6 @@ def run_hypotheses(
         if search.solved:
             break
     return replace(evidence, tested=search.tested)
-
-
-def at_fault(evidence: TokenEvidence, reference: Floats) -> Side:
-    """The side whose log-probs are further from the plain scoring."""
-    use = evidence.observed & np.isfinite(reference)
-    engine = distance(reference[use] - evidence.sampling_per_token_logps[use])
-    trainer = distance(reference[use] - evidence.old_per_token_logps[use])
-    return "trainer" if trainer > engine else "engine"
-
-
-def left_share(evidence: TokenEvidence, name: str) -> float:
-    """Share of the mismatch that is left under a tested hypothesis, over the tokens that it was tested on.
-
-    The mismatch is :func:`.features.distance`: d^2 for small differences, 2 |d| for large ones. A hypothesis on the
-    engine is compared with the engine's log-probs, one on the trainer with the trainer's. The share must hold without
-    the tokens of the largest differences as well, so that what fits one token does not explain the batch.
-
-    Rounding errors are reproduced in part: see :func:`left_in_part`.
-    """
-    compared = _compared(evidence, name)
-    if compared is None:
-        return float("inf")
-    scored, target, other = compared
-    left = _left(scored - target, other - target, noise_rms(evidence))
-    if name.split(":")[1] == "precision":
-        return min(left, 1 - _fit_in_part(other - scored, other - target, PRECISION_SCALE))
-    return left
-
-
-def left_in_part(evidence: TokenEvidence, name: str) -> float:
-    """Share of the mismatch that is left by a part of what a hypothesis changes, or by several times that.
-
-    Let g be the change of the log-probs under the hypothesis and d the mismatch. This is 1 - R^2 of the fit d = s g if
-    s is plausible. R^2 is the smaller one of values and of ranks.
-    """
-    compared = _compared(evidence, name)
-    if compared is None:
-        return float("inf")
-    scored, target, other = compared
-    return 1 - _fit_in_part(other - scored, other - target, WEIGHTS_SCALE)
-
-
-def _compared(evidence: TokenEvidence, name: str) -> tuple[Array, Array, Array] | None:
-    """(N,) log-probs under a hypothesis, those to be explained, and the plain ones; None if nothing differs."""
-    values = evidence.tested[name]
-    use = evidence.observed & (np.isfinite(values) | np.isneginf(values))
-    mu, old = evidence.sampling_per_token_logps[use], evidence.old_per_token_logps[use]
-    target, other = (old, mu) if name.startswith("trainer:") else (mu, old)
-    reference = evidence.tested.get(REFERENCE)
-    if reference is not None:
-        other = np.where(np.isfinite(reference[use]), reference[use], other)
-    if not use.any() or not distance(other - target):
-        return None
-    return np.where(np.isneginf(values[use]), target - MAX_LOG_RATIO, values[use]), target, other
-
-
-def _left(left: Array, whole: Array, noise: float) -> float:
-    """The larger share of all tokens and of all but those with the largest differences, if these are above noise."""
-    share = distance(left) / distance(whole)
-    rest = np.abs(whole) <= np.quantile(np.abs(whole), 1 - OUTLIERS)
-    whole_of_rest = distance(whole[rest])
-    if not rest.any() or whole_of_rest < max(LEAST_REST * distance(whole), 100 * noise**2):
-        return share
-    return max(share, distance(left[rest]) / whole_of_rest)
-
-
-def _fit_in_part(change: Array, d: Array, scale: tuple[float, float]) -> float:
-    """The smaller R^2 of values (through 0) and of ranks; 0 if the fitted factor is not within ``scale``."""
-    along, square = float(change @ d), float(change @ change)
-    ranks = rank_correlation(change, d)
-    if along <= 0 or not ranks > 0 or not scale[0] <= np.sqrt(float(d @ d) / square) <= scale[1]:
-        return 0.0
-    return min(along**2 / max(square * float(d @ d), 1e-60), ranks**2)
 
 
 def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
@@ -477,6 +394,15 @@ def _test_heads(search: _Search) -> None:
 # ----------------------------------------------------------------------------------------- prompts and parts of weights
 
 
+def _test_spellings(search: _Search) -> None:
+    """The same text in other tokens."""
+    search.note("the text in other tokens")
+    noise = min(noise_rms(search.evidence), 1e-3)
+    found = respelled(search.bench, search.rows, search.plain.logps, search.target, noise)
+    if found is not None:
+        search.add("misalignment:the text in other tokens (decoded and tokenised again)", found)
+
+
 def _test_prompts(search: _Search) -> None:
     """The edit of the prompts that explains the rows."""
     observed = search.evidence.observed & np.isfinite(search.plain.logps)
@@ -647,7 +573,7 @@ def _head_of(name: str, head: Head) -> Head | None:
 
 
 STAGES: Sequence[Callable[[_Search], None]] = (
-    _table(_bookkeeping), _test_heads, _table(_common), _test_prompts, _table(_numbers), _test_parts, _table(_rare),
-    _test_pairs,
+    _table(_bookkeeping), _test_heads, _table(_common), _test_spellings, _test_prompts, _table(_numbers), _test_parts,
+    _table(_rare), _test_pairs,
 )  # fmt: skip
 """The search: tables of interventions, and the tests with a search of their own, in the order of cost and use."""

@@ -103,10 +103,11 @@ def round_nf4(weight: Tensor, *, block: int = 64) -> Tensor:
 
 def round_int4(weight: Tensor, *, group: int) -> Tensor:
     """4-bit integers with a scale and an offset per ``group`` columns, as AWQ and GPTQ store weights."""
-    parts = weight.float().unflatten(-1, (-1, group))
+    parts = weight.float().reshape(len(weight), -1, group)
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     scale = ((high - low) / 15).clamp(min=1e-12)
-    return (((parts - low) / scale).round() * scale + low).flatten(-2).to(weight.dtype)
+    rounded: Tensor = ((parts - low) / scale).round() * scale + low
+    return rounded.reshape(weight.shape).to(weight.dtype)
 
 
 @contextmanager
