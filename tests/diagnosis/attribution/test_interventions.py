@@ -1,4 +1,4 @@
-"""Each table of interventions finds what it is for: a fault of a tiny model, and the share that the right test leaves."""
+"""Each table of interventions finds what it is for: a fault of a tiny model, and what the right test leaves."""
 
 from __future__ import annotations
 
@@ -199,7 +199,6 @@ def test_sets_of_parts_add_up() -> None:
 SETTINGS = {
     "attention scores soft-capped at 0.3": (lambda m: attention.attention_cap(m, 0.3), "model_config"),
     "RoPE on neighbours": (attention.interleaved_rope, "model_config"),
-    "outputs of attention and feed-forward layers times 1.3": (lambda m: changes.branch_scale(m, 1.3), "model_config"),
     "activation relu": (lambda m: changes.activation(m, "relu"), "model_config"),
     "RoPE of type llama3, factor 8": (lambda m: changes.rope_type(m, "llama3", 8.0), "model_config"),
     "bf16 weights of the output head": (lambda m: changes.rounded_head(m, "bf16", whole=False), "precision"),

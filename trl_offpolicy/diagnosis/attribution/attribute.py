@@ -31,6 +31,8 @@ REMOVED = 0.25
 """A tested cause is named if it leaves at most this share of the mismatch."""
 REDUCED = 0.7
 """The same for precision, whose simulation reproduces an engine's rounding errors only in part."""
+BEYOND_NOISE = 0.95
+"""Confidence of a test or a sight that explains also what looks like noise in the trainer."""
 NAMED = 0.5
 """Confidence below which the answer is "unknown"."""
 
@@ -109,7 +111,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     ]
     answers.sort(key=lambda one: (-one.confidence, -one.explained if math.isfinite(one.explained) else 0.0))
     # A trainer that differs from itself hides every other trace, unless a test with the model explains it.
-    certain = answers and answers[0].basis in ("seen", "tested") and answers[0].confidence >= NAMED
+    certain = answers and answers[0].basis in ("seen", "tested") and answers[0].confidence >= BEYOND_NOISE
     first = {s.cause: s for s in reversed(signatures)}
     for cause in ("dropout", "unreported_sampling", "none"):
         if first[cause].score >= 0.5 and not (cause == "dropout" and certain):

@@ -361,34 +361,12 @@ def settings(model: Any) -> dict[str, Setting]:
         )  # fmt: skip
     root = float(model.get_input_embeddings().weight.shape[1]) ** 0.5  # Gemma multiplies by this
     found["embedding scale"] = Setting(
-        partial(embedding_scale, model), (0.5, 0.9, 1.1, 2.0, root), lambda factor: f"embeddings times {factor:.3g}"
+        partial(embedding_scale, model),
+        (0.5, 0.9, 1.1, 2.0, root),
+        # Norms take out the scale of the residual stream: the same as layers that add 1 / factor times as much.
+        lambda factor: f"embeddings times {factor:.3g} (or what layers add times {1 / factor:.3g})",
     )
-    if _mlps(model):
-        found["branch scale"] = Setting(
-            partial(branch_scale, model), (0.5, 0.9, 1.1, 2.0),
-            lambda factor: f"outputs of attention and feed-forward layers times {factor:.3g}",
-        )  # fmt: skip
     return found
-
-
-@contextmanager
-def branch_scale(model: Any, factor: float) -> Iterator[None]:
-    """What a layer adds to the residual stream times ``factor``, as some models (Granite, MiniCPM) scale it."""
-
-    def scaled(_module: Any, _inputs: Any, output: Any) -> Any:
-        return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
-
-    hooks = [module.register_forward_hook(scaled) for module in _mlps(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _mlps(model: Any) -> list[Any]:
-    """Attention and feed-forward blocks of the layers."""
-    return [module for name, module in model.named_modules() if name.endswith((".self_attn", ".mlp"))]
 
 
 @contextmanager

@@ -185,7 +185,9 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
 
 
 def _truncated(f: Features, limits: Limits) -> Signature:
-    score = min(below(f.positive, limits.positive), below(f.drift, limits.drift), below(f.deep, limits.deep))
+    # Where rare tokens are known to be reported, a small kept mass is no sign of another token's log-prob.
+    deep = 0.0 if f.above_entropy > limits.above_entropy else f.deep
+    score = min(below(f.positive, limits.positive), below(f.drift, limits.drift), below(deep, limits.deep))
     return Signature("truncated_sampling", score, f"old / sampling hardly ever exceeds 1 ({f.positive:.1%} of tokens)")
 
 
