@@ -15,6 +15,7 @@ from typing import Literal
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
+from trl_offpolicy.diagnosis.attribution.parts import PART
 from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (
     DIFFUSE,
@@ -265,7 +266,8 @@ def _tested(evidence: TokenEvidence) -> list[_Answer]:
         _, cause, detail = name.split(":", 2)
         key = cause if " + " not in detail else f"{cause} + {detail.rpartition(' + ')[2].split(':')[0]}"
         _keep(best, key, left_share(evidence, name), detail)
-        if cause in MEMBERS and " + " not in detail:
+        # One of the many parts of the weights is like any mismatch up to a factor: only whole ones are judged in part.
+        if cause in MEMBERS and " + " not in detail and PART not in detail:
             _keep(in_part, OTHER_WEIGHTS, left_in_part(evidence, name), detail)
     alone = {key: left for key, (left, _) in best.items()}
     found = [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
@@ -294,7 +296,7 @@ def _less_sure(answers: list[_Answer]) -> list[_Answer]:
         rivals = [
             other for other in answers
             if coarse_of(other.cause) != coarse_of(one.cause) and not other.parts
-            and 1 - other.explained <= max(RIVAL * left, EXACTLY)
+            and 1 - other.explained <= min(max(RIVAL * left, EXACTLY), REMOVED)
         ]  # fmt: skip
         flexible = f"{one.cause}:".startswith(FLEXIBLE)
         beaten = [other for other in rivals if flexible or not f"{other.cause}:".startswith(FLEXIBLE)]

@@ -46,7 +46,7 @@ from trl_offpolicy.diagnosis.attribution.interventions import (
     switch,
 )
 from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, windows
-from trl_offpolicy.diagnosis.attribution.parts import Division, best_sets, captured, divisions, holding
+from trl_offpolicy.diagnosis.attribution.parts import PART, Division, best_sets, captured, divisions, holding
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
     Inside,
@@ -500,7 +500,7 @@ class _Parts:
         search, names = self.search, division.union(chosen)
         part = {name: value for name, value in self.values(context).items() if name in names}
         words = " and ".join(name for name in division.parts if name in chosen)
-        detail = f"{words} as in {context.partition(':')[2]}"
+        detail = f"{words}{PART}{context.partition(':')[2]}"
         one = _of_change(search, f"stale_weights:{detail}", _Change(partial(holding, search.bench.model, part)))
         return search.try_value(one, 1.0)
 

@@ -29,6 +29,8 @@ MOST_PARTS = 10
 DEARER = 0.02
 """Share of the mismatch that one more part must explain."""
 
+PART = " as in "
+"""Stands in the name of a test between the parts of the weights and the weights that they are taken from."""
 SCALES = (0.1, 1.3)
 """Times the effect of the weights at hand that the engine's may have."""
 
