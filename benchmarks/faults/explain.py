@@ -24,6 +24,7 @@ from worlds import World
 from trl_offpolicy.diagnosis.attribution.attribute import attribute
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
+from trl_offpolicy.diagnosis.attribution.spellings import spellings_of
 from trl_offpolicy.engines.hf import Head
 
 ROWS = 4
@@ -80,7 +81,8 @@ class Benches:
         assert case.evidence.token_ids is not None
         ids = [row[: keep.sum()].tolist() for row, keep in zip(case.evidence.token_ids, mask, strict=True)]
         said = case.evidence.trainer
-        more = {"head": Head(1.0 if said is None else said.temperature or 1.0), "stop_ids": world.stop, "pad_ids": (0,)}
+        more = {"head": Head(1.0 if said is None else said.temperature or 1.0), "stop_ids": world.stop, "pad_ids": (0,),
+                "spellings": None if world.task is None else spellings_of(world.task.tokenizer)}  # fmt: skip
         known = {item.name for item in fields(Bench)}
         return Bench(
             world.model, case.prompt_ids, ids, weights=weights_at_hand(world), prompts=prompts_at_hand(world),

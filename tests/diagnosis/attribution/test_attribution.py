@@ -200,7 +200,7 @@ def test_a_hypothesis_that_removes_the_mismatch_is_the_cause() -> None:
 def test_a_part_of_an_update_is_recognised_and_its_opposite_is_not() -> None:
     evidence = make("other_weights")
     d = evidence.old_per_token_logps - evidence.sampling_per_token_logps
-    for factor, cause in ((10.0, "stale_weights"), (-10.0, "unknown")):
+    for factor, cause in ((10.0, "other_weights"), (-10.0, "unknown")):
         tested = {"reference": evidence.old_per_token_logps,
                   "engine:stale_weights:version 2": evidence.old_per_token_logps - factor * d}  # fmt: skip
         assert attribute(replace(evidence, tested=tested)).cause == cause

@@ -154,7 +154,7 @@ def test_other_weights_are_found_also_in_part() -> None:
             ids, logps = sampled(model)
         bench = Bench(model, PROMPTS, ids, weights=weights, precisions={})
         found = attribute(run_hypotheses(evidence_of(model, ids, logps), bench))
-        assert (found.cause, found.detail) == ("stale_weights", "version 1")
+        assert found.cause == "stale_weights" and found.detail.endswith("version 1")
 
 
 def test_a_trainer_that_sees_other_prompts_is_found() -> None:
@@ -266,7 +266,7 @@ def test_log_probs_moved_by_tokens_or_rows_are_misaligned() -> None:
     assert answer(model, ids, swapped).cause == "misalignment" and order
     running = [np.cumsum(row).tolist() for row in logps]
     found = answer(model, ids, running)
-    assert found.cause == "misalignment" and "running sum" in found.detail
+    assert found.cause == "misalignment" and "running sums" in found.detail
 
 
 LONG = [[3 + i, 9, 40 + i, 7, 8, 11, 30, 31, 32, 33][: 7 + i % 4] for i in range(6) for _ in range(4)]

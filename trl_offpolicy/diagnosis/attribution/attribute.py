@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
-from trl_offpolicy.diagnosis.attribution.hypotheses import REFERENCE, at_fault, left_share
+from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
+from trl_offpolicy.diagnosis.attribution.parts import PART
+from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
 from trl_offpolicy.diagnosis.attribution.signatures import (
     DIFFUSE,
     MEMBERS,
@@ -30,6 +32,8 @@ REMOVED = 0.25
 """A tested cause is named if it leaves at most this share of the mismatch."""
 REDUCED = 0.7
 """The same for precision, whose simulation reproduces an engine's rounding errors only in part."""
+BEYOND_NOISE = 0.95
+"""Confidence of a test or a sight that explains also what looks like noise in the trainer."""
 NAMED = 0.5
 """Confidence below which the answer is "unknown"."""
 
@@ -106,9 +110,9 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
         *_tested(evidence),
         *_by_trace(evidence, features, signatures),
     ]
-    answers.sort(key=lambda one: -one.confidence)
+    answers.sort(key=lambda one: (-one.confidence, -one.explained if math.isfinite(one.explained) else 0.0))
     # A trainer that differs from itself hides every other trace, unless a test with the model explains it.
-    certain = answers and answers[0].basis in ("seen", "tested") and answers[0].confidence >= NAMED
+    certain = answers and answers[0].basis in ("seen", "tested") and answers[0].confidence >= BEYOND_NOISE
     first = {s.cause: s for s in reversed(signatures)}
     for cause in ("dropout", "unreported_sampling", "none"):
         if first[cause].score >= 0.5 and not (cause == "dropout" and certain):
@@ -197,6 +201,12 @@ DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
 
+IN_PART = 0.8
+"""The same for weights that are like a part of those at hand."""
+RIVAL, EXACTLY, AMBIGUOUS = 1.5, 1e-4, 0.6
+"""Times the share left that a rival may leave, the share at which both fit exactly, and the factor that rivals cost."""
+
+
 def _of_left(cause: str, left: float) -> float:
     """The same for a test that leaves this share of the mismatch."""
     if left <= 0.05:
@@ -249,16 +259,49 @@ def _tested(evidence: TokenEvidence) -> list[_Answer]:
         return []
     side = at_fault(evidence, evidence.tested[REFERENCE])
     best: dict[str, tuple[float, str]] = {}
+    in_part: dict[str, tuple[float, str]] = {}
     for name in evidence.tested:
         if name == REFERENCE:
             continue
         _, cause, detail = name.split(":", 2)
-        left = left_share(evidence, name)
         key = cause if " + " not in detail else f"{cause} + {detail.rpartition(' + ')[2].split(':')[0]}"
-        if key not in best or left < best[key][0]:
-            best[key] = (left, detail)
+        _keep(best, key, left_share(evidence, name), detail)
+        # One of the many parts of the weights is like any mismatch up to a factor: only whole ones are judged in part.
+        if cause in MEMBERS and " + " not in detail and PART not in detail:
+            _keep(in_part, OTHER_WEIGHTS, left_in_part(evidence, name), detail)
     alone = {key: left for key, (left, _) in best.items()}
-    return [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
+    found = [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
+    found += [_in_part(side, left, detail) for left, detail in in_part.values() if left < 0.95]
+    return _less_sure(found)
+
+
+def _keep(best: dict[str, tuple[float, str]], key: str, left: float, detail: str) -> None:
+    if key not in best or left < best[key][0]:
+        best[key] = (left, detail)
+
+
+def _in_part(side: str, left: float, detail: str) -> _Answer:
+    """A change of the weights that is at hand fits up to a factor: other weights, but not these."""
+    text = (
+        f"the {side}'s mismatch is like a part of that under {detail}, with {left:.1%} left: other weights in between"
+    )
+    return _Answer(OTHER_WEIGHTS, min(IN_PART, _of_left(OTHER_WEIGHTS, left)), text, "tested", detail, 1 - left)
+
+
+def _less_sure(answers: list[_Answer]) -> list[_Answer]:
+    """Answers that another cause fits nearly as well are less sure, first of all those of many fitted numbers."""
+    found = []
+    for one in answers:
+        left = 1 - one.explained
+        rivals = [
+            other for other in answers
+            if coarse_of(other.cause) != coarse_of(one.cause) and not other.parts
+            and 1 - other.explained <= min(max(RIVAL * left, EXACTLY), REMOVED)
+        ]  # fmt: skip
+        flexible = f"{one.cause}:".startswith(FLEXIBLE)
+        beaten = [other for other in rivals if flexible or not f"{other.cause}:".startswith(FLEXIBLE)]
+        found.append(replace(one, confidence=AMBIGUOUS * one.confidence) if beaten and not one.parts else one)
+    return found
 
 
 def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: str, alone: dict[str, float]) -> _Answer:

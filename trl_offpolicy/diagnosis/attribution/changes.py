@@ -6,18 +6,31 @@ RoPE, an untied head) offers no context.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.diagnosis.attribution.precision import SIGNIFICANT_BITS, round_significant
+from trl_offpolicy.diagnosis.attribution.attention import (
+    attention_cap,
+    can_interleave,
+    interleaved_rope,
+    replaceable,
+    rounded_attention,
+)
+from trl_offpolicy.diagnosis.attribution.precision import (
+    SIGNIFICANT_BITS,
+    Inside,
+    round_significant,
+    scaled_fp8,
+    scaled_int8,
+)
 from trl_offpolicy.engines.rounding import parse_rounding
-
-Inside = Callable[[], AbstractContextManager[Any]]
 
 # --------------------------------------------------------------------------------------------- position and attention
 
@@ -111,7 +124,7 @@ def _attentions(model: Any) -> list[Any]:
 
 @contextmanager
 def rounded_cache(kind: str) -> Iterator[None]:
-    """Keys and values pass through "fp8" (e4m3, scale 1), "int8" (a scale per token and head) or "bf16" storage."""
+    """Keys and values pass through a format: "fp8" is e4m3 of scale 1, "int8" has a scale for each head."""
     from transformers.cache_utils import Cache
 
     plain = Cache.update
@@ -123,24 +136,21 @@ def rounded_cache(kind: str) -> Iterator[None]:
         yield
 
 
-def _int8(values: Tensor) -> Tensor:
-    scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return (values / scale).round() * scale
-
-
 _STORED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "fp8": lambda values: values.to(torch.float8_e4m3fn).to(values.dtype),
-    "int8": _int8,
+    "int8": scaled_int8,
     "bf16": lambda values: values.to(torch.bfloat16).to(values.dtype),
+    "fp8 (e5m2)": lambda values: values.to(torch.float8_e5m2).to(values.dtype),
+    "fp8 (scaled)": lambda values: scaled_fp8(values, whole=True),
 }
 
 
 @contextmanager
-def rounded_head(model: Any, kind: str) -> Iterator[None]:
-    """The output head alone, with weights rounded as ``kind``; "bf16" also rounds its input and the logits."""
+def rounded_head(model: Any, kind: str, *, whole: bool = True) -> Iterator[None]:
+    """The output head alone, with weights rounded as ``kind``; whole: "bf16" also rounds its input and the logits."""
     head = model.get_output_embeddings()
     with ExitStack() as stack:
-        if kind in SIGNIFICANT_BITS:
+        if whole and kind in SIGNIFICANT_BITS:
             bits = SIGNIFICANT_BITS[kind]
             before = head.register_forward_pre_hook(lambda _m, inputs: (round_significant(inputs[0], bits),))
             after = head.register_forward_hook(lambda _m, _i, output: round_significant(output, bits))
@@ -211,9 +221,14 @@ def adapter_changes(model: Any) -> dict[str, Inside]:
     }
 
 
-def cache_changes() -> dict[str, Inside]:
-    """Storage formats of the KV cache."""
-    return {f"precision:{kind} KV cache": partial(rounded_cache, kind) for kind in _STORED}
+def cache_changes(model: Any) -> dict[str, Inside]:
+    """Storage formats of the KV cache, and attention in 16 bits."""
+    found: dict[str, Inside] = {f"precision:{kind} KV cache": partial(rounded_cache, kind) for kind in _STORED}
+    if replaceable(model):
+        found["precision:attention in bf16"] = partial(
+            rounded_attention, model, partial(round_significant, bits=SIGNIFICANT_BITS["bf16"])
+        )
+    return found
 
 
 def head_changes(model: Any) -> dict[str, Inside]:
@@ -224,6 +239,8 @@ def head_changes(model: Any) -> dict[str, Inside]:
     found: dict[str, Inside] = {
         f"precision:{kind} output head": partial(rounded_head, model, kind) for kind in ("bf16", "fp16", "int8", "fp8")
     }
+    for kind in ("bf16", "fp16"):
+        found[f"precision:{kind} weights of the output head"] = partial(rounded_head, model, kind, whole=False)
     if head.weight is not embeddings.weight and head.weight.shape == embeddings.weight.shape:
         found["other_weights:output head tied to the embeddings"] = partial(tied_head, model)
     return found
@@ -280,7 +297,7 @@ def part_changes(model: Any) -> dict[str, Inside]:
     if _biased(model):
         found["model_config:no biases of linear layers"] = partial(without_biases, model)
     if _activated(model):
-        for name in ("gelu", "gelu_pytorch_tanh", "silu"):
+        for name in ("gelu", "gelu_pytorch_tanh", "silu", "relu", "quick_gelu"):
             found[f"model_config:activation {name}"] = partial(activation, model, name)
     return found
 
@@ -296,39 +313,109 @@ def expert_changes(model: Any) -> dict[str, Inside]:
     return found
 
 
-Dial = tuple[Callable[[float], AbstractContextManager[Any]], tuple[float, ...], Callable[[float], str]]
-"""A setting with one number: its context, values to try first, and its name for people."""
+@dataclass(frozen=True)
+class Setting:
+    """A setting of one number.
+
+    Args:
+        context: makes the context of a value.
+        values: tried first.
+        text: a value in words.
+        neutral: the value of the model itself; None = it has none.
+    """
+
+    context: Callable[[float], AbstractContextManager[Any]]
+    values: tuple[float, ...]
+    text: Callable[[float], str]
+    neutral: float | None = 1.0
 
 
-def dials(model: Any) -> dict[str, Dial]:
-    """Settings of the configuration that are one number each: RoPE base and scaling, norm epsilon, attention scale."""
-    found: dict[str, Dial] = {}
+def settings(model: Any) -> dict[str, Setting]:
+    """Settings of the configuration that are one number each, on a log scale: RoPE, norms, attention, embeddings."""
+    found: dict[str, Setting] = {}
     if _rope_modules(model):
         base = _rope_theta(model)
-        found["rope base"] = (
-            partial(rope_base, model), (100.0, 0.01, 10.0, 0.1, 2.0, 0.5),
+        found["rope base"] = Setting(
+            partial(rope_base, model), (0.01, 0.1, 0.5, 2.0, 10.0, 100.0),
             lambda factor: f"RoPE base {base * factor:.3g} for {base:.3g}" if base else f"RoPE base times {factor:.3g}",
         )  # fmt: skip
-        found["rope scaling"] = (
-            partial(rope_scaling, model), (2.0, 4.0, 0.5, 1.2), lambda factor: f"RoPE positions divided by {factor:.3g}"
+        found["rope scaling"] = Setting(
+            partial(rope_scaling, model), (0.25, 0.5, 0.75, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 8.0),
+            lambda factor: f"RoPE positions divided by {factor:.3g}",
         )  # fmt: skip
     if norms := _norms(model):
         now = float(getattr(*norms[0]))
-        found["norm epsilon"] = (
+        found["norm epsilon"] = Setting(
             lambda factor: norm_eps(model, now * factor), (0.1, 10.0, 100.0, 1e3, 1e4),
             lambda factor: f"norm epsilon {now * factor:.2g} for {now:.2g}",
         )  # fmt: skip
     if _attentions(model):
-        found["attention scale"] = (
-            partial(attention_scale, model), (0.5, 2.0, 0.8, 1.25),
+        found["attention scale"] = Setting(
+            partial(attention_scale, model), (0.5, 0.8, 1.25, 2.0),
             lambda factor: f"attention scores times {factor:.3g}",
         )  # fmt: skip
+    if replaceable(model):
+        found["attention cap"] = Setting(
+            partial(attention_cap, model), (1.0, 5.0, 20.0, 50.0),
+            lambda cap: f"attention scores soft-capped at {cap:.3g}", neutral=None,
+        )  # fmt: skip
     root = float(model.get_input_embeddings().weight.shape[1]) ** 0.5  # Gemma multiplies by this
-    found["embedding scale"] = (
-        partial(embedding_scale, model), (0.5, 2.0, 0.9, 1.1, root),
-        lambda factor: f"embeddings times {factor:.3g}",
-    )  # fmt: skip
+    found["embedding scale"] = Setting(
+        partial(embedding_scale, model),
+        (0.5, 0.9, 1.1, 2.0, root),
+        # Norms take out the scale of the residual stream: the same as layers that add 1 / factor times as much.
+        lambda factor: f"embeddings times {factor:.3g} (or what layers add times {1 / factor:.3g})",
+    )
     return found
+
+
+@contextmanager
+def rope_type(model: Any, kind: str, factor: float) -> Iterator[None]:
+    """RoPE of transformers' type ``kind`` ("llama3", "yarn"), with a factor and its usual other options."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = copy.deepcopy(model.config)
+    longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    now = dict(getattr(config, "rope_parameters", None) or {})
+    options: dict[str, Any] = {"original_max_position_embeddings": max(1, int(longest / factor))}
+    if kind == "llama3":
+        options |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config.rope_parameters = {**now, "rope_type": kind, "factor": factor, **options}
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, None)
+    with ExitStack() as stack:
+        for module in _rope_modules(model):
+            if module.inv_freq.shape == frequencies.shape:
+                stack.enter_context(_replaced(module, "inv_freq", frequencies.to(module.inv_freq)))
+                stack.enter_context(_replaced(module, "attention_scaling", scaling))
+        yield
+
+
+@contextmanager
+def rope_rounded(model: Any) -> Iterator[None]:
+    """Frequencies of RoPE in bf16, as a model that was cast as a whole holds them."""
+    with ExitStack() as stack:
+        for module in _rope_modules(model):
+            frequencies = module.inv_freq.to(torch.bfloat16).to(module.inv_freq.dtype)
+            stack.enter_context(_replaced(module, "inv_freq", frequencies))
+        yield
+
+
+def position_changes(model: Any) -> dict[str, Inside]:
+    """Other kinds of RoPE."""
+    found: dict[str, Inside] = {}
+    if _rope_modules(model):
+        found["precision:RoPE frequencies in bf16"] = partial(rope_rounded, model)
+        for kind, factor in (("llama3", 8.0), ("llama3", 32.0), ("yarn", 2.0), ("yarn", 4.0)):
+            if _has_rope_types(model):
+                found[f"model_config:RoPE of type {kind}, factor {factor:g}"] = partial(rope_type, model, kind, factor)
+    if can_interleave(model):
+        found["model_config:RoPE on neighbours in place of halves"] = partial(interleaved_rope, model)
+    return found
+
+
+def _has_rope_types(model: Any) -> bool:
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    return parameters.get("rope_type") == "default"
 
 
 def _rope_theta(model: Any) -> float | None:

@@ -7,6 +7,7 @@ token by about 1 - p times that noise. So z of rounding errors has about the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,12 @@ TOP_SHARE = 0.02
 LEAST_DOUBT = 0.05
 """z is left out where 1 - p is smaller: there d / (1 - p) is rounding."""
 EARLY_TOKENS = 3
+LEAST_MOVED, MOST_CHANCE = 10, 0.5
+"""Disagreeing tokens that are looked for at other places, and the share that chance may find."""
+LEAST_ENTROPY = 0.05
+"""Entropy in nats below which a token says nothing about what it is the log-prob of."""
+DEEP = 2.3
+"""Nats by which the trainer is below the engine at a token that it finds deep: a tenth of the probability."""
 LEAST_TOKENS = 50
 """Tokens from which a mean over the batch is judged."""
 FLOORS = {"float32": 1e-6, "fp32": 1e-6, "float16": 5e-5, "fp16": 5e-5, "half": 5e-5}
@@ -58,6 +65,10 @@ class Features:
         early: mean square of z in the first three tokens / that in all tokens.
         by_token: correlation of z of equal tokens in different prompt groups (intra-class).
         swapped: distance between a and b of the best other row / distance in place, median of the rows that disagree.
+        elsewhere: share of the disagreeing tokens (a count) whose a is another token's b, beyond chance.
+        above_entropy: share of tokens (a count) whose -a is above the entropy; 0 = a is never that of a rare token.
+        deep: share of tokens (a count) to which the trainer gives less than a tenth of the engine's probability.
+        exact_rows: share of rows (a count) that agree at every token although others do not.
         rewritten: distance between a and the best simple function of b (running sum, probability, other base) /
             distance in place.
         rewritten_as: name of that function.
@@ -88,6 +99,10 @@ class Features:
     early: float
     by_token: float
     swapped: float = float("nan")
+    elsewhere: float = float("nan")
+    above_entropy: float = float("nan")
+    deep: float = 0.0
+    exact_rows: float = 0.0
     rewritten: float = float("nan")
     rewritten_as: str = ""
     surprise: float = float("nan")
@@ -146,7 +161,11 @@ def extract(evidence: TokenEvidence) -> Features:
         disagreeing_rows=float(rows.sum()) / max(1, int(seen.any(1).sum())),
         early=_early(z),
         by_token=_by_token(z, evidence),
-        swapped=_swapped(a, b, d, rows),
+        swapped=_swapped(a, b, rows),
+        elsewhere=_elsewhere(a, b, d, noise),
+        above_entropy=_never_rare(a, evidence.entropies),
+        deep=float(np.mean(flat < -DEEP)),
+        exact_rows=_exact_rows(d),
         rewritten=rewritten,
         rewritten_as=rewritten_as,
         surprise=surprise,
@@ -190,16 +209,66 @@ def _surprise(evidence: TokenEvidence, b: Array) -> tuple[float, float]:
     return mean, mean * float(np.sqrt(values.size)) / float(values.std())
 
 
-def _swapped(a: Array, b: Array, d: Array, rows: Array) -> float:
+def fitting_rows(a: Array, b: Array, rows: Array) -> dict[int, tuple[int, float]]:
+    """For each of some rows of a the row of b that fits it best, and its distance as a share of that in place.
+
+    Rows of about the same number of tokens are compared.
+
+    Args:
+        a: (B, T) log-probs that may be another row's.
+        b: (B, T) log-probs of all rows.
+        rows: (B,) bool: rows that are looked at.
+    """
+    lengths = np.isfinite(b).sum(1)
+    found = {}
+    for row in np.flatnonzero(rows).tolist():
+        own = distance(_cut(a[row] - b[row]))
+        others = [r for r in range(len(b)) if r != row and abs(int(lengths[r]) - int(lengths[row])) <= 1]
+        gaps = {r: distance(_cut(a[row] - b[r])) for r in others if np.isfinite(a[row] - b[r]).sum() >= 3}
+        if gaps and own > 0:
+            best = min(gaps, key=lambda r: gaps[r])
+            found[row] = (best, gaps[best] / own)
+    return found
+
+
+def _cut(d: Array) -> Array:
+    return np.clip(d, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _swapped(a: Array, b: Array, rows: Array) -> float:
     """How badly rows that disagree fit another row, as a share of the distance in place; near 0 = they are its."""
-    lengths = np.isfinite(d).sum(1)
-    found = []
-    for row in np.flatnonzero(rows):
-        others = [r for r in range(len(d)) if r != row and abs(int(lengths[r]) - int(lengths[row])) <= 1]
-        gaps = [distance(a[row] - b[r]) for r in others if np.isfinite(a[row] - b[r]).sum() >= 3]
-        if gaps and (own := distance(d[row])) > 0:
-            found.append(min(gaps) / own)
-    return float(np.median(found)) if found else float("nan")
+    shares = [share for _, share in fitting_rows(a, b, rows).values()]
+    return float(np.median(shares)) if shares else float("nan")
+
+
+def _elsewhere(a: Array, b: Array, d: Array, noise: float) -> float:
+    """Share of the disagreeing tokens whose a is another token's b, beyond what chance gives; NaN if chance gives most.
+
+    Only tokens of a clear log-prob count: those near 0 are alike everywhere.
+    """
+    near = max(3 * noise, 1e-5)
+    far = np.isfinite(d) & (np.abs(d) > 20 * near) & (a < -0.2)
+    if far.sum() < LEAST_MOVED:
+        return float("nan")
+    known = np.sort(b[np.isfinite(b)])
+
+    def met(values: Array) -> float:
+        return float(np.mean(np.searchsorted(known, values + near) > np.searchsorted(known, values - near)))
+
+    # The same numbers moved by some times the tolerance meet others by chance only.
+    chance = float(np.mean([met(a[far] + step * near) for step in (-7, -4, 4, 7)]))
+    return (met(a[far]) - chance) / (1 - chance) if chance < MOST_CHANCE else float("nan")
+
+
+def _never_rare(a: Array, entropies: Array | None) -> float:
+    """Share of tokens with -a above the entropy; a drawn token is, about every third time. NaN without entropies.
+
+    The most likely token's log-prob is never below minus the entropy, whatever the distribution.
+    """
+    if entropies is None:
+        return float("nan")
+    excess = (-a - entropies)[np.isfinite(a) & np.isfinite(entropies) & (entropies > LEAST_ENTROPY)]
+    return float(np.mean(excess > 1e-4)) if excess.size >= LEAST_TOKENS // 2 else float("nan")
 
 
 def floor_k3(evidence: TokenEvidence) -> float:
@@ -244,6 +313,15 @@ def disagreeing_rows(d: Array, noise: float) -> Array:
     largest = np.nanmax(np.where(np.isnan(d), 0.0, np.abs(d)), axis=1)
     rows: Array = largest > max(20 * noise, 1e-3 * largest.max())
     return rows
+
+
+def _exact_rows(d: Array) -> float:
+    """Share of rows whose largest |d| is far below that of other rows. Short rows say nothing."""
+    rows = np.isfinite(d).sum(1) >= EARLY_TOKENS
+    if not rows.any():
+        return 0.0
+    largest = np.nanmax(np.abs(d[rows]), axis=1)
+    return float(np.mean(largest < 0.01 * np.quantile(largest, 0.75)))
 
 
 def _scaled(b: Array, d: Array) -> Array:
@@ -300,17 +378,37 @@ def _shift(a: Array, b: Array, d: Array, noise: float) -> float:
     return min(shares, default=float("nan"))
 
 
+def _means(b: Array) -> Array:
+    """Every token has the mean of its row."""
+    seen = np.isfinite(b)
+    mean = np.where(seen, b, 0.0).sum(1, keepdims=True) / np.maximum(seen.sum(1, keepdims=True), 1)
+    return np.where(seen, mean, np.nan)
+
+
+def _running(b: Array) -> Array:
+    return np.where(np.isfinite(b), np.nancumsum(b, axis=1), np.nan)
+
+
+def _running_means(b: Array) -> Array:
+    return _running(b) / np.arange(1, b.shape[1] + 1)
+
+
+REWRITTEN: Mapping[str, Callable[[Array], Array]] = {
+    "running sums over the tokens": _running,
+    "running means over the tokens": _running_means,
+    "the mean of the response at every token": _means,
+    "the sum of the response at every token": lambda b: _means(b) * np.isfinite(b).sum(1, keepdims=True),
+    "probabilities in place of log-probs": np.exp,
+    "log-probs in base 2": lambda b: b / np.log(2),
+    "log-probs in base 10": lambda b: b / np.log(10),
+    "negative log-probs": np.negative,
+}
+"""Functions of log-probs (B, T) that were taken for log-probs."""
+
+
 def _rewritten(a: Array, b: Array, d: Array) -> tuple[float, str]:
-    """The best of some functions of b that give a: share of the distance that it leaves, and its name."""
-    running = np.where(np.isfinite(b), np.nancumsum(b, axis=1), np.nan)
-    ways = {
-        "running sums over the tokens": running,
-        "probabilities": np.exp(b),
-        "logarithms of base 2": b / np.log(2),
-        "logarithms of base 10": b / np.log(10),
-        "negative log-probs": -b,
-    }
-    left = {name: distance(a - values) / max(distance(d), 1e-30) for name, values in ways.items()}
+    """The best function of b that gives a: share of the distance that it leaves, and its name."""
+    left = {name: distance(a - change(b)) / max(distance(d), 1e-30) for name, change in REWRITTEN.items()}
     best = min(left, key=lambda name: left[name])
     return left[best], best
 

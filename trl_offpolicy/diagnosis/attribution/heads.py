@@ -5,7 +5,7 @@ Every family has one number (a temperature, a penalty, a bias). It is fitted to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.evidence import Floats
 from trl_offpolicy.diagnosis.attribution.features import MAX_LOG_RATIO, distance
+from trl_offpolicy.diagnosis.attribution.interventions import minimise
 from trl_offpolicy.engines.hf import Head, Ids, completion_logits
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 
@@ -23,8 +24,8 @@ MAX_LOGITS = 32_000_000
 """Logits that are held at once; longer rows are cut, so that this many suffice."""
 TOGETHER = (0.02, 0.7)
 """Share that temperature or truncation alone leaves, within which they are fitted together."""
-HOPELESS = 0.98
-"""Share of the loss that the best value of a grid leaves, above which it is not refined."""
+GENERAL = 0.6
+"""Share of the mismatch of rows that were not looked at, up to which biases found on others hold for them."""
 MOST_BIASES, BETTER = 6, 0.8
 """Tokens with a bias at most, and the share of the mismatch that one more must go below."""
 CANDIDATES = 20
@@ -101,43 +102,6 @@ def _gap(logps: Any, target: Floats) -> float:
     return distance(np.clip(np.asarray(logps, np.float64) - target, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-Loss = Callable[[float], float]
-
-
-def minimise(loss: Loss, grid: Sequence[float], *, neutral: float | None = None, steps: int = 9) -> float:
-    """The value of the least loss: the best of a sorted grid, refined by golden sections between its neighbours.
-
-    Args:
-        loss: of one value.
-        grid: sorted values.
-        neutral: the value of the grid that changes nothing; where nothing is better there is no search.
-        steps: golden sections.
-
-    Example:
-        >>> round(minimise(lambda x: (x - 0.3) ** 2, (0.0, 0.25, 1.0), steps=40), 4)
-        0.3
-    """
-    values = [loss(x) for x in grid]
-    best = int(np.argmin(values))
-    if neutral is not None and values[best] > HOPELESS * values[grid.index(neutral)]:
-        return grid[best]
-    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-    golden = (np.sqrt(5) - 1) / 2
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    at_left, at_right = loss(left), loss(right)
-    for _ in range(steps):
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
-            left = high - golden * (high - low)
-            at_left = loss(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + golden * (high - low)
-            at_right = loss(right)
-    refined = (low + high) / 2
-    return float(refined if loss(refined) <= values[best] else grid[best])
-
-
 def sampling_tests(logits: Logits, target: Floats, ranks: Floats, top_logps: Floats) -> dict[str, Tensor]:
     """Log-probs (N,) under the best temperature, truncation and both; arguments as for :func:`truncation_tests`."""
     found = {**_temperature(logits, target), **_raw(logits), **truncation_tests(logits, target, ranks, top_logps)}
@@ -158,13 +122,13 @@ def processor_tests(logits: Logits, target: Floats, *, stop_ids: Iterable[int] =
     found: dict[str, Tensor] = {}
     found |= _soft_cap(logits, target)
     found |= _penalties(logits, target)
-    found |= _biases(logits, target, tuple(stop_ids))
+    found |= _general_biases(logits, target, tuple(stop_ids))
+    found |= _bans(logits, target, tuple(stop_ids))
     found |= _extra_mass(logits, target)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         found[f"precision:logits in {name}"] = logits.chosen(logits.values.to(dtype).float())
         found[f"precision:log-probs stored in {name}"] = logits.plain.to(dtype).float()
-    top = logits.head.logps(logits.values).amax(1)
-    return found | {"misalignment:log-prob of the most likely token": top}
+    return found
 
 
 def _fitted(
@@ -223,6 +187,92 @@ def _penalties(logits: Logits, target: Floats) -> dict[str, Tensor]:
     return found
 
 
+def _general_biases(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[str, Tensor]:
+    """Biases that hold for rows on which they were not fitted.
+
+    A few biases have enough freedom to fit any mismatch of a few large tokens. A real one also moves the log-probs of
+    other tokens, in every row. So biases of one half of the prompts must explain the other half.
+    """
+    found = _biases(logits, target, stop_ids)
+    if not found:
+        return found
+    prompts = [tuple(prompt) for prompt, _ in logits.contexts]
+    labels: list[Any] = prompts if len(set(prompts)) > 1 else logits.rows.tolist()
+    known = list(dict.fromkeys(labels))
+    halves = [np.array([known.index(label) % 2 == half for label in labels]) for half in (0, 1)]
+    if not halves[1].any():
+        return found
+    held = [_held_out(logits, target, stop_ids, here, there) for here, there in (halves, halves[::-1])]
+    return found if max(held) < GENERAL else {}
+
+
+def _held_out(logits: Logits, target: Floats, stop_ids: tuple[int, ...], here: Any, there: Any) -> float:
+    """Share of the mismatch of the tokens ``there`` that the biases of the tokens ``here`` leave."""
+    part = replace(logits, values=logits.values[here], ids=logits.ids[here])
+    other = replace(logits, values=logits.values[there], ids=logits.ids[there])
+    whole = _gap(other.plain.numpy(), target[there])
+    if not whole:
+        return 0.0
+    values = _bias_values(part, target[here], stop_ids)
+    return _gap(_under_biases(other, values).numpy(), target[there]) / whole
+
+
+def _bias_values(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[int, float]:
+    """The biases that fit, by token."""
+    probs, logps = logits.head.logps(logits.values).exp(), logits.plain
+    found: dict[int, float] = {}
+    for _ in range(MOST_BIASES):
+        before = _gap(logps.numpy(), target)
+        token, value, changed, probs = _bias(probs, logps, logits.ids, target, stop_ids)
+        if _gap(changed.numpy(), target) > BETTER * before:
+            break
+        logps, found[token] = changed, found.get(token, 0.0) + value
+    return found
+
+
+def _under_biases(logits: Logits, values: Mapping[int, float]) -> Tensor:
+    changed = logits.values.clone()
+    for token, value in values.items():
+        changed[:, token] += value * logits.head.temperature
+    return logits.chosen(changed)
+
+
+def _bans(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[str, Tensor]:
+    """Tokens that are banned in some places: the end before a number of tokens, and n-grams that were there before."""
+    found: dict[str, Tensor] = {}
+    stops = [token for token in stop_ids if token < logits.values.shape[1]]
+    if stops:
+        without = logits.values.clone()
+        without[:, stops] = -torch.inf
+        without[torch.arange(len(without)), logits.ids] = logits.values[torch.arange(len(without)), logits.ids]
+        banned = logits.chosen(without)
+        counts = range(1, int(logits.places.max()) + 1)
+        tried = {n: torch.where(logits.places < n, banned, logits.plain) for n in counts}
+        if tried:
+            best = min(tried, key=lambda n: _gap(tried[n].numpy(), target))
+            found[f"logit_processors:no end before token {best} (min_tokens)"] = tried[best]
+    for size in (2, 3, 4):
+        banned_ids = [_repeats([*prompt, *before], size) for prompt, before in logits.contexts]
+        if not any(banned_ids):
+            continue
+        values = logits.values.clone()
+        for row, ids in enumerate(banned_ids):
+            values[row, [one for one in ids if one != int(logits.ids[row])]] = -torch.inf
+        found[f"logit_processors:no repeated {size}-gram"] = logits.chosen(values)
+    return found
+
+
+def _repeats(ids: Sequence[int], size: int) -> list[int]:
+    """Tokens that would end a sequence of ``size`` tokens that was there before.
+
+    Example:
+        >>> _repeats([5, 6, 7, 5, 6], 3)
+        [7]
+    """
+    last = list(ids[len(ids) - size + 1 :])
+    return sorted({ids[n + size - 1] for n in range(len(ids) - size + 1) if list(ids[n : n + size - 1]) == last})
+
+
 def _biases(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[str, Tensor]:
     """Biases on a few tokens, or bans, one after the other while they help."""
     probs = logits.head.logps(logits.values).exp()
@@ -230,18 +280,18 @@ def _biases(logits: Logits, target: Floats, stop_ids: tuple[int, ...]) -> dict[s
     texts: list[str] = []
     for _ in range(MOST_BIASES):
         before = _gap(logps.numpy(), target)
-        text, changed, probs = _bias(probs, logps, logits.ids, target, stop_ids)
+        token, value, changed, probs = _bias(probs, logps, logits.ids, target, stop_ids)
         if _gap(changed.numpy(), target) > BETTER * before:
             break
-        logps, texts = changed, [*texts, text]
+        logps, texts = changed, [*texts, _bias_text(token, value, logits.ids, stop_ids)]
         found[f"logit_processors:{', '.join(texts)}"] = logps
     return found
 
 
 def _bias(
     probs: Tensor, logps: Tensor, ids: Tensor, target: Floats, stop_ids: tuple[int, ...]
-) -> tuple[str, Tensor, Tensor]:
-    """The bias on one token that fits best: in words, the log-probs (N,) and the probabilities (N, V) under it.
+) -> tuple[int, float, Tensor, Tensor]:
+    """The bias on one token that fits best: token, bias, the log-probs (N,) and the probabilities (N, V) under it.
 
     A bias moves the log-prob of other tokens by -log(1 + (e^bias - 1) p(token)). To first order the change is bias *
     (1[token chosen] - p(token)). The tokens of the best linear fit are tested exactly.
@@ -265,15 +315,19 @@ def _bias(
             best = (left, token, value, changed)
     assert best is not None
     _, token, value, changed = best
+    scale = 1 + np.expm1(value) * probs[:, token]
+    probs = probs / scale[:, None]
+    probs[:, token] *= float(np.exp(value))
+    return token, value, changed, probs
+
+
+def _bias_text(token: int, value: float, ids: Tensor, stop_ids: tuple[int, ...]) -> str:
     text = f"bias {value:.3g} on token {token}"
     if value < -10 and not (ids == token).any():
         text = f"token {token} banned"
     if token in stop_ids:
         text += " (an end of sequence: min_tokens or ignore_eos?)"
-    scale = 1 + np.expm1(value) * probs[:, token]
-    probs = probs / scale[:, None]
-    probs[:, token] *= float(np.exp(value))
-    return text, changed, probs
+    return text
 
 
 def _extra_mass(logits: Logits, target: Floats) -> dict[str, Tensor]:

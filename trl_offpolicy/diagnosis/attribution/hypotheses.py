@@ -1,145 +1,89 @@
 """Tests causes with the model: the same tokens are scored again under the conditions of each cause.
 
 A cause that removes the mismatch is no longer a guess. First the tokens are scored plainly. The side that is further
-from these scores is at fault, and its log-probs are the target. Tests follow in the order of their cost. Shifts,
-swapped rows and other units need no forward. Everything between logits and log-probs shares one. Weights, precision,
-model configuration, prompts and layouts need one each. If a test explains a part, it is combined with others.
+from these scores is at fault, and its log-probs are the target. Then tables of interventions follow in the order of
+their cost, until one explains the mismatch: book-keeping needs no forward, everything between logits and log-probs
+shares one, the others need one each. Two rows are scored at first, and the others if that helps. If a test explains a
+part, it is combined with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.bench import Bench
+from trl_offpolicy.diagnosis.attribution.bookkeeping import Books, bookkeeping
 from trl_offpolicy.diagnosis.attribution.changes import (
-    Dial,
-    Inside,
+    Setting,
     adapter_changes,
+    adapter_scale,
     cache_changes,
-    dials,
     expert_changes,
     head_changes,
     part_changes,
+    position_changes,
+    settings,
 )
-from trl_offpolicy.diagnosis.attribution.evidence import Array, Floats, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.edits import PromptSearch, search_prompts
+from trl_offpolicy.diagnosis.attribution.evidence import Floats, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import (
     MAX_LOG_RATIO,
-    disagreeing_rows,
     distance,
     noise_rms,
-    rank_correlation,
 )
 from trl_offpolicy.diagnosis.attribution.heads import logits_of, processor_tests, sampling_tests
-from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, score_in_layout
+from trl_offpolicy.diagnosis.attribution.interventions import (
+    SMALL_TURN,
+    Intervention,
+    minimise,
+    predicted,
+    switch,
+)
+from trl_offpolicy.diagnosis.attribution.layouts import Layout, layouts, windows
+from trl_offpolicy.diagnosis.attribution.parts import PART, Division, best_sets, captured, divisions, holding
 from trl_offpolicy.diagnosis.attribution.precision import (
     SIGNIFICANT_BITS,
-    int8_activations,
+    Inside,
+    activation_roundings,
     rounded_routers,
     rounded_weights,
     routers,
     simulated_dtype,
+    weight_roundings,
 )
-from trl_offpolicy.diagnosis.attribution.signatures import MEMBERS
-from trl_offpolicy.engines.hf import Head, Ids, TokenScores, score_completions
+from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
+from trl_offpolicy.diagnosis.attribution.spellings import respelled
+from trl_offpolicy.engines.hf import Head, Ids
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
-Side = Literal["engine", "trainer"]
-REFERENCE = "reference"
-"""Name of the plain scoring."""
-OUTLIERS = 0.1
-"""Share of the tokens, those of the largest differences, without which a hypothesis must hold too."""
-LEAST_REST = 1e-3
-"""Share of the mismatch that the other tokens must have to be asked."""
+__all__ = ["REFERENCE", "Bench", "at_fault", "left_share", "run_hypotheses"]
+
 EXPLAINED = 0.03
 """Share of the mismatch left at which the search stops: nothing else can do much better."""
+EXACT = 1e-3
+"""The same for tests with so many numbers that they fit other faults in part."""
+FLEXIBLE = ("logit_processors:",)
+"""Names of such tests."""
 PARTIAL = (0.15, 0.85)
 """Share left by the best test within which it is tested together with others."""
 PROMISING = 0.9
-"""Share left by the best value of a dial from which its value is refined."""
-PRECISION_SCALE = (0.5, 2.0)
-"""Times the simulated rounding errors that an engine's may be."""
+"""Share left by the best value of a number from which its value is refined, and other rows are scored."""
 MOST_PAIRS = 6
 """Tests that are combined with the best one."""
-WEIGHTS_SCALE = (0.003, 5.0)
-"""Times a known change of the weights that the engine's may be: a part of an update, or several."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A model and what can be changed about it.
-
-    Args:
-        model: the trainer's model, in eval mode and with the trainer's weights.
-        prompt_ids: B prompts as the engine got them.
-        completion_ids: B completions as the engine returned them.
-        weights: contexts in which the model holds other weights, by ``cause:detail``, e.g. "wrong_adapter:no adapter".
-        precisions: contexts in which it computes in another precision, by ``precision:detail``; None = the usual ones.
-        prompts: other renderings of the prompts, by name; those that follow from the ids are added.
-        rows: number of completions that are scored under each hypothesis.
-        head: temperature and truncation under which the trainer scores.
-        stop_ids: tokens that end a completion.
-        pad_ids: ids that may pad; the first comes first.
-    """
-
-    model: Any
-    prompt_ids: Ids
-    completion_ids: Ids
-    weights: Mapping[str, Inside] = field(default_factory=dict)
-    precisions: Mapping[str, Inside] | None = None
-    prompts: Mapping[str, Ids] = field(default_factory=dict)
-    rows: int = 8
-    head: Head = Head()  # noqa: RUF009  frozen
-    stop_ids: Sequence[int] | None = None
-    pad_ids: Sequence[int] | None = None
-
-    def score(self, rows: Sequence[int], *, prompts: Ids | None = None, inside: Inside = nullcontext,
-              heads: Sequence[Head] | None = None, width: int) -> list[TokenScores]:  # fmt: skip
-        """Scores (B, ``width``) of some completions; NaN in the other rows."""
-        chosen = [(prompts or self.prompt_ids)[row] for row in rows]
-        completions = [self.completion_ids[row] for row in rows]
-        with inside():
-            found = score_completions(self.model, chosen, completions, heads=heads or [self.head])
-        return [TokenScores(*(self._placed(x, rows, width) for x in vars(scores).values())) for scores in found]
-
-    def score_layout(self, rows: Sequence[int], layout: Layout, prompt_width: int, *, width: int) -> Floats:
-        """Log-probs (B, ``width``) of some completions in another layout; NaN in the other rows."""
-        chosen, completions = [self.prompt_ids[row] for row in rows], [self.completion_ids[row] for row in rows]
-        found = score_in_layout(self.model, chosen, completions, layout, prompt_width=prompt_width, head=self.head)
-        return self._placed(found, rows, width)
-
-    def _placed(self, values: Floats, rows: Sequence[int], width: int) -> Floats:
-        out = np.full((len(self.completion_ids), width), np.nan)
-        out[np.asarray(rows), : values.shape[1]] = values[:, :width]
-        return out
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Ids that end a completion: those given, or those of the model's generation configuration."""
-        if self.stop_ids is not None:
-            return tuple(self.stop_ids)
-        return _listed(self._configured("eos_token_id"))
-
-    @property
-    def pads(self) -> tuple[int, ...]:
-        """Ids that may pad."""
-        if self.pad_ids is not None:
-            return tuple(self.pad_ids)
-        return tuple(dict.fromkeys([*_listed(self._configured("pad_token_id")), *self.ends, 0]))
-
-    def _configured(self, name: str) -> Any:
-        configs = (getattr(self.model, "generation_config", None), self.model.config)
-        return next((value for c in configs if (value := getattr(c, name, None)) is not None), None)
-
-
-def _listed(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+MOST_CONTEXTS, WAYS = 8, 2
+"""Weights at hand of which parts are tested, and of which points on the way are."""
+SETS, CLIMBS = 3, 4
+"""Sets of parts of the weights that are scored, and steps from the best of them."""
+FIRST_TOKENS_SCORED = 32
+"""Tokens of the rows that are scored at first."""
+REFINED = 5
+"""Golden sections of a number that costs a forward for each value."""
 
 
 # ------------------------------------------------------------------------------------------------------- the search
@@ -163,14 +107,25 @@ class _Search:
         if self.side == "trainer":
             self.target = evidence.old_per_token_logps
 
+    @cached_property
+    def first_rows(self) -> list[int]:
+        """Some of the rows, those with most disagreement: they decide whether a test is worth the others."""
+        size = np.nansum(np.clip(self.evidence.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO) ** 2, axis=1)
+        order = sorted(self.rows, key=lambda row: -size[row])
+        counts = np.cumsum(self.evidence.observed.sum(1)[order])
+        enough = max(2, int(np.searchsorted(counts, FIRST_TOKENS_SCORED)) + 1)
+        return sorted(order[:enough])
+
     def add(self, name: str, logps: Floats) -> float:
         """Keep a result; returns the share of the mismatch that it leaves."""
-        key = f"{self.side}:{name}"
-        self.tested[key] = logps
-        # This test alone beside the plain scores: the others do not change what it leaves.
-        alone = replace(self.evidence, tested={REFERENCE: self.plain.logps, key: logps})
-        self.left[name] = left_share(alone, key)
+        self.tested[f"{self.side}:{name}"] = logps
+        self.left[name] = left_share(*self.alone(name))
         return self.left[name]
+
+    def alone(self, name: str) -> tuple[TokenEvidence, str]:
+        """A test alone beside the plain scores: the others do not change what it leaves."""
+        key = f"{self.side}:{name}"
+        return replace(self.evidence, tested={REFERENCE: self.plain.logps, key: self.tested[key]}), key
 
     def best(self) -> tuple[float, str]:
         """Share left by the best test, and its name without the side."""
@@ -179,7 +134,59 @@ class _Search:
 
     @property
     def solved(self) -> bool:
-        return self.best()[0] <= EXPLAINED
+        share, name = self.best()
+        return share <= (EXACT if name.startswith(FLEXIBLE) else EXPLAINED)
+
+    def try_value(self, one: Intervention, value: float) -> tuple[float, Floats]:
+        """Share left by an intervention at a value, and its log-probs: on a few rows, and on all if that helps."""
+        name = f"{one.cause}:{one.text(value)}"
+        self.note(name)
+        rows = self.first_rows if one.forwards else self.rows
+        logps = one.score(value, rows)
+        share = self.add(name, logps)
+        others = [row for row in self.rows if row not in rows]
+        if others and share < PROMISING:
+            rest = one.score(value, others)
+            logps = np.where(np.isfinite(rest) | np.isneginf(rest), rest, logps)
+            share = self.add(name, logps)
+        return share, logps
+
+    def turn(self, one: Intervention) -> None:
+        """Try the values of an intervention, and refine the best one if it helps."""
+        tried: dict[float, tuple[float, Floats]] = {}
+        if one.neutral is not None:
+            tried[one.neutral] = (1.0, self.plain.logps)
+
+        def share(x: float) -> float:
+            value = one.at(x)
+            if value not in tried:
+                tried[value] = self.try_value(one, value)
+            return tried[value][0]
+
+        if one.scale == "switch":
+            for value in one.values:
+                share(value)
+            return
+        grid = [one.place(value) for value in one.values]
+        if one.neutral is not None:
+            grid += self._guesses(one, share, tried)
+        grid = sorted({*grid, *(one.place(value) for value in tried)})
+        neutral = None if one.neutral is None else one.place(one.neutral)
+        minimise(
+            share, grid, neutral=neutral, steps=REFINED, hopeless=PROMISING, enough=EXPLAINED, open_ends=True
+        )  # fmt: skip
+
+    def _guesses(
+        self, one: Intervention, share: Callable[[float], float], tried: Mapping[float, tuple[float, Floats]]
+    ) -> list[float]:
+        """A small step gives the direction of the change; how far it goes follows from the mismatch."""
+        assert one.neutral is not None
+        start = one.place(one.neutral)
+        share(start + SMALL_TURN)
+        moved = tried[one.at(start + SMALL_TURN)][1] - self.plain.logps
+        step = predicted(moved / SMALL_TURN, self.target - self.plain.logps)
+        share(start + step)
+        return [start + SMALL_TURN, start + step]
 
 
 def run_hypotheses(
@@ -193,67 +200,11 @@ def run_hypotheses(
         note: called with the name of what is being tested.
     """
     search = _Search(evidence, bench, note or (lambda _text: None))
-    for stage in (_test_bookkeeping, _test_heads, _test_forwards, _test_dials, _test_pairs):
+    for stage in STAGES:
         stage(search)
         if search.solved:
             break
     return replace(evidence, tested=search.tested)
-
-
-def at_fault(evidence: TokenEvidence, reference: Floats) -> Side:
-    """The side whose log-probs are further from the plain scoring."""
-    use = evidence.observed & np.isfinite(reference)
-    engine = distance(reference[use] - evidence.sampling_per_token_logps[use])
-    trainer = distance(reference[use] - evidence.old_per_token_logps[use])
-    return "trainer" if trainer > engine else "engine"
-
-
-def left_share(evidence: TokenEvidence, name: str) -> float:
-    """Share of the mismatch that is left under a tested hypothesis, over the tokens that it was tested on.
-
-    The mismatch is :func:`.features.distance`: d^2 for small differences, 2 |d| for large ones. A hypothesis on the
-    engine is compared with the engine's log-probs, one on the trainer with the trainer's. The share must hold without
-    the tokens of the largest differences as well, so that what fits one token does not explain the batch.
-
-    Other weights and precisions may hold only in part (a tenth of an update, rounding half as coarse). Let g be the
-    change of the log-probs under the hypothesis and d the mismatch. Then 1 - R^2 of the fit d = s g counts if it is
-    smaller and s is plausible. R^2 is the smaller one of values and of ranks.
-    """
-    values = evidence.tested[name]
-    side, cause, *_ = name.split(":")
-    use = evidence.observed & (np.isfinite(values) | np.isneginf(values))
-    mu, old = evidence.sampling_per_token_logps[use], evidence.old_per_token_logps[use]
-    target, other = (old, mu) if side == "trainer" else (mu, old)
-    reference = evidence.tested.get(REFERENCE)
-    if reference is not None:
-        other = np.where(np.isfinite(reference[use]), reference[use], other)
-    scored = np.where(np.isneginf(values[use]), target - MAX_LOG_RATIO, values[use])
-    if not use.any() or not distance(other - target):
-        return float("inf")
-    left = _left(scored - target, other - target, noise_rms(evidence))
-    scales = {"precision": PRECISION_SCALE, **dict.fromkeys(MEMBERS, WEIGHTS_SCALE)}
-    if cause in scales:
-        return min(left, 1 - _fit_in_part(other - scored, other - target, scales[cause]))
-    return left
-
-
-def _left(left: Array, whole: Array, noise: float) -> float:
-    """The larger share of all tokens and of all but those with the largest differences, if these are above noise."""
-    share = distance(left) / distance(whole)
-    rest = np.abs(whole) <= np.quantile(np.abs(whole), 1 - OUTLIERS)
-    whole_of_rest = distance(whole[rest])
-    if not rest.any() or whole_of_rest < max(LEAST_REST * distance(whole), 100 * noise**2):
-        return share
-    return max(share, distance(left[rest]) / whole_of_rest)
-
-
-def _fit_in_part(change: Array, d: Array, scale: tuple[float, float]) -> float:
-    """The smaller R^2 of values (through 0) and of ranks; 0 if the fitted factor is not within ``scale``."""
-    along, square = float(change @ d), float(change @ change)
-    ranks = rank_correlation(change, d)
-    if along <= 0 or not ranks > 0 or not scale[0] <= np.sqrt(float(d @ d) / square) <= scale[1]:
-        return 0.0
-    return min(along**2 / max(square * float(d @ d), 1e-60), ranks**2)
 
 
 def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
@@ -266,59 +217,146 @@ def _telling_rows(evidence: TokenEvidence, count: int) -> list[int]:
     return sorted(set(chosen))
 
 
-# ------------------------------------------------------------------------------------------ tests without a forward
+# ------------------------------------------------------------------------------------------------- tables of tests
 
 
-def _test_bookkeeping(search: _Search) -> None:
-    """Shifts, swapped rows, running sums, other units and bounds: log-probs that were written down wrongly."""
-    search.note("shifts, swapped rows and units")
-    plain, target = search.plain.logps, search.target
-    for name, logps in {**_shifts(search, plain), **_swaps(search, plain)}.items():
-        search.add(name, logps)
-    search.add("misalignment:running sum over the tokens", np.cumsum(plain, axis=1))
-    search.add("misalignment:log-probs in base 2", plain / np.log(2))
-    search.add("misalignment:log-probs in base 10", plain / np.log(10))
-    search.add("misalignment:probabilities in place of log-probs", np.exp(plain))
-    use = np.isfinite(plain) & np.isfinite(target) & search.evidence.observed
-    lowest = float(target[use].min())
-    if np.mean(target[use] <= lowest + 1e-9) > 2 / max(use.sum(), 1):  # more than one token at the bound
-        search.add(f"misalignment:log-probs clipped at {lowest:.4g}", np.maximum(plain, lowest))
+def _bookkeeping(search: _Search) -> Iterator[Intervention]:
+    whole = search.evidence.old_per_token_logps
+    if search.side == "trainer":
+        whole = search.evidence.sampling_per_token_logps
+    return bookkeeping(Books(search.evidence, search.plain, search.target, whole))
 
 
-def _shifts(search: _Search, reference: Floats) -> dict[str, Floats]:
-    """The plain log-probs moved by one to three tokens, in the rows that disagree."""
-    rows = _disagreeing(search.evidence)
-    found = {}
-    for step in (1, -1, 2, -2, 3, -3):
-        moved = np.full_like(reference, np.nan)
-        source, place = (slice(None, -step), slice(step, None)) if step > 0 else (slice(-step, None), slice(None, step))
-        moved[:, place] = reference[:, source]
-        word = "late" if step > 0 else "early"
-        count = "one token" if abs(step) == 1 else f"{abs(step)} tokens"
-        found[f"misalignment:log-probs {count} {word}"] = np.where(rows[:, None], moved, reference)
-    return found
+def _common(search: _Search) -> Iterator[Intervention]:
+    """Weights at hand, usual precisions, prompts and layouts: switches of a forward each, the most common first."""
+    bench = search.bench
+    for name, change in common_changes(bench).items():
+        yield _of_change(search, name, change)
+    yield Intervention(
+        "misalignment", lambda count: f"the first {count:.0f} of the response's tokens lost",
+        lambda count, rows: bench.score_without(rows, int(count), width=search.width), (1.0, 2.0),
+    )  # fmt: skip
+    for name, layout in layouts(bench.prompt_ids, bench.completion_ids, search.rows, pad_ids=bench.pads).items():
+        yield _of_change(search, name, _Change(layout=layout))
 
 
-def _swaps(search: _Search, reference: Floats) -> dict[str, Floats]:
-    """Each disagreeing row with the log-probs of the row that fits it best, out of the same number of tokens."""
-    evidence = search.evidence
-    rows = _disagreeing(evidence)
-    lengths = evidence.completion_mask.sum(1)
-    # The other side agrees with plain scoring, and it covers all rows.
-    whole = evidence.old_per_token_logps if search.side == "engine" else evidence.sampling_per_token_logps
-    out, moved = reference.copy(), 0
-    for row in np.flatnonzero(rows & np.isfinite(reference).any(1)):
-        others = [r for r in range(len(lengths)) if r != row and abs(int(lengths[r]) - int(lengths[row])) <= 1]
-        gaps = {r: float(np.nanmedian(np.abs(whole[r] - search.target[row]))) for r in others}
-        best = min(gaps, key=lambda r: gaps[r], default=None)
-        if best is not None and gaps[best] < 0.1 * float(np.nanmedian(np.abs(whole[row] - search.target[row]))):
-            out[row], moved = whole[best], moved + 1
-    return {"misalignment:log-probs of swapped rows": out} if moved else {}
+def _rare(search: _Search) -> Iterator[Intervention]:
+    """Other parts, kinds of RoPE and roundings."""
+    bench = search.bench
+    if bench.precisions is not None:
+        return
+    for name, inside in rare_contexts(bench.model).items():
+        yield _of_change(search, name, _Change(inside))
 
 
-def _disagreeing(evidence: TokenEvidence) -> Any:
-    gap = np.clip(evidence.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return disagreeing_rows(gap, min(noise_rms(evidence), 1e-3))
+def _numbers(search: _Search) -> Iterator[Intervention]:
+    """Settings of the configuration that are one number each."""
+    bench = search.bench
+    for setting in settings(bench.model).values():
+        yield _of_setting(search, setting)
+    sizes = windows(bench.prompt_ids, bench.completion_ids, search.rows)
+    if sizes:
+        widest = max(len(ids) for ids in bench.prompt_ids)
+
+        def windowed(size: float, rows: Sequence[int]) -> Floats:
+            return bench.score_layout(rows, Layout(window=int(size)), widest, width=search.width)
+
+        yield Intervention(
+            "model_config", lambda size: f"attention window of {size:.0f} tokens", windowed, sizes, "whole"
+        )
+    if not bench.weights and adapter_changes(bench.model):
+        yield Intervention(
+            "wrong_adapter", lambda factor: f"adapter at {factor:.3g} times its scale",
+            lambda factor, rows: _Change(partial(adapter_scale, bench.model, factor)).score(search, rows),
+            (1.5, 3.0), "linear", 1.0,
+        )  # fmt: skip
+
+
+def _of_setting(search: _Search, setting: Setting) -> Intervention:
+    return Intervention(
+        "model_config", setting.text,
+        lambda value, rows: _Change(partial(setting.context, value)).score(search, rows),
+        setting.values, "log", setting.neutral,
+    )  # fmt: skip
+
+
+def _of_change(search: _Search, name: str, change: _Change) -> Intervention:
+    cause, _, detail = name.partition(":")
+    return switch(cause, detail, lambda rows: change.score(search, rows))
+
+
+Table = Callable[[_Search], Iterable[Intervention]]
+
+
+def _table(table: Table) -> Callable[[_Search], None]:
+    """A stage of the search: every intervention of a table, until one explains the mismatch."""
+
+    def stage(search: _Search) -> None:
+        for one in table(search):
+            search.turn(one)
+            if search.solved:
+                return
+
+    return stage
+
+
+# ------------------------------------------------------------------------------------------------ changes of a forward
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A way to score again: a context, other prompts, or another layout."""
+
+    inside: Inside = nullcontext
+    prompts: Ids | None = None
+    layout: tuple[Layout, int] | None = None
+
+    def score(self, search: _Search, rows: Sequence[int] | None = None) -> Floats:
+        bench, chosen = search.bench, search.rows if rows is None else rows
+        if self.layout is not None:
+            with self.inside():
+                return bench.score_layout(chosen, *self.layout, width=search.width)
+        return bench.score(chosen, prompts=self.prompts, inside=self.inside, width=search.width)[0].logps
+
+
+def common_changes(bench: Bench) -> dict[str, _Change]:
+    """Weights and prompts at hand, and the usual precisions, by ``cause:detail``."""
+    contexts: dict[str, Inside] = {**usual_routers(bench.model), **bench.weights}
+    if not bench.weights:
+        contexts |= adapter_changes(bench.model)
+    contexts |= usual_precisions(bench.model) if bench.precisions is None else bench.precisions
+    found = {name: _Change(inside) for name, inside in contexts.items()}
+    return found | {f"prompt_difference:{detail}": _Change(prompts=ids) for detail, ids in bench.prompts.items()}
+
+
+def rare_contexts(model: Any) -> dict[str, Inside]:
+    """Contexts of faults that are seldom, by ``cause:detail``."""
+    return {
+        **expert_changes(model), **part_changes(model), **position_changes(model), **weight_roundings(model),
+        **activation_roundings(model),
+    }  # fmt: skip
+
+
+def usual_routers(model: Any) -> dict[str, Inside]:
+    """Contexts in which routers see a less precise input; empty for a dense model."""
+    if not routers(model):
+        return {}
+    return {
+        f"routing:router in {name}": partial(rounded_routers, model, SIGNIFICANT_BITS[name])
+        for name in ("bf16", "fp16")
+    }
+
+
+def usual_precisions(model: Any) -> dict[str, Inside]:
+    """Contexts for the precisions that engines run in: 16 bits, rounded weights, KV cache and output head."""
+    simulated: dict[str, Inside] = {
+        f"precision:{name}": partial(simulated_dtype, model, name) for name in ("bf16", "fp16")
+    }
+    rounded: dict[str, Inside] = {
+        f"precision:{name} weights": partial(rounded_weights, model, name)
+        for name in ("int8", "fp8", "int4", "bf16", "fp16")
+    }
+    return {**simulated, **rounded, **cache_changes(model), **head_changes(model)}
 
 
 # --------------------------------------------------------------------------------------------- tests of one forward
@@ -353,158 +391,128 @@ def _test_heads(search: _Search) -> None:
             return
 
 
-# ------------------------------------------------------------------------------------------- tests of a forward each
+# ----------------------------------------------------------------------------------------- prompts and parts of weights
 
 
-@dataclass(frozen=True)
-class _Change:
-    """A way to score again: a context, other prompts, or another layout."""
-
-    inside: Inside = nullcontext
-    prompts: Ids | None = None
-    layout: tuple[Layout, int] | None = None
-
-    def score(self, search: _Search) -> Floats:
-        bench = search.bench
-        if self.layout is not None:
-            with self.inside():
-                return bench.score_layout(search.rows, *self.layout, width=search.width)
-        return bench.score(search.rows, prompts=self.prompts, inside=self.inside, width=search.width)[0].logps
+def _test_spellings(search: _Search) -> None:
+    """The same text in other tokens."""
+    search.note("the text in other tokens")
+    noise = min(noise_rms(search.evidence), 1e-3)
+    found = respelled(search.bench, search.rows, search.plain.logps, search.target, noise)
+    if found is not None:
+        search.add("misalignment:the text in other tokens (decoded and tokenised again)", found)
 
 
-def _changes(search: _Search) -> dict[str, _Change]:
-    """Everything that is tested with a forward each, by ``cause:detail``; the most common causes first."""
-    bench, model = search.bench, search.bench.model
-    precisions = usual_precisions(model) if bench.precisions is None else bench.precisions
-    contexts: dict[str, Inside] = {**usual_routers(model), **bench.weights}
-    if not bench.weights:
-        contexts |= adapter_changes(model)
-    contexts |= precisions
-    if bench.precisions is None:
-        contexts |= {**cache_changes(), **head_changes(model), **expert_changes(model), **part_changes(model)}
-    found = {name: _Change(inside) for name, inside in contexts.items()}
-    prompts = {**bench.prompts, **prompt_variants(bench.prompt_ids, model, bench.pads)}
-    found |= {f"prompt_difference:{detail}": _Change(prompts=ids) for detail, ids in prompts.items()}
-    places = layouts(bench.prompt_ids, bench.completion_ids, search.rows, pad_ids=bench.pads)
-    return found | {name: _Change(layout=layout) for name, layout in places.items()}
+def _test_prompts(search: _Search) -> None:
+    """The edit of the prompts that explains the rows."""
+    observed = search.evidence.observed & np.isfinite(search.plain.logps)
+    whole = Books(search.evidence, search.plain, search.target, search.target)
+    worst = max(search.rows, key=lambda row: _size(search, row))
+    search.note("prompts that are cut, swapped or edited")
+    prompts = PromptSearch(search.bench, search.plain.logps, search.target, observed)
+    found = search_prompts(prompts, search.rows, worst, whole.differs)
+    if found is not None:
+        search.add(*found)
 
 
-def _test_forwards(search: _Search) -> None:
-    for name, change in _changes(search).items():
-        search.note(name)
-        if search.add(name, change.score(search)) <= EXPLAINED:
-            return
+def _size(search: _Search, row: int) -> float:
+    """Disagreement of a row's first tokens, per token."""
+    gap = np.clip(search.plain.logps[row] - search.target[row], -MAX_LOG_RATIO, MAX_LOG_RATIO)[:FIRST_TOKENS_SCORED]
+    return distance(gap)
 
 
-def prompt_variants(prompt_ids: Ids, model: Any, special_ids: Sequence[int] = ()) -> dict[str, list[list[int]]]:
-    """Other prompts that follow from the ids: a token doubled, dropped or added at the ends, the start cut, swaps."""
-    rows = [list(ids) for ids in prompt_ids]
-    bos = next(iter(_listed(getattr(model.config, "bos_token_id", None))), None)
-    found = {
-        "first token doubled": [ids[:1] + ids for ids in rows],
-        "first token missing": [ids[1:] for ids in rows],
-        "last token missing": [ids[:-1] for ids in rows],
-        "last two tokens missing": [ids[:-2] for ids in rows],
-        "last three tokens missing": [ids[:-3] for ids in rows],
-        "last token doubled": [ids + ids[-1:] for ids in rows],
-    }
-    specials = dict.fromkeys(special_ids)
-    for token in specials if bos is None else {bos: None, **specials}:
-        what = "BOS token" if token == bos else f"token {token}"
-        found[f"a {what} more in front"] = [[token, *ids] for ids in rows]
-        found[f"a {what} more at the end"] = [[*ids, token] for ids in rows]
-    longest = max(len(ids) for ids in rows)
-    for keep in (512, 256, 128, 64, 32, 16, 8):
-        if keep < longest:
-            found[f"cut to its last {keep} tokens"] = [ids[-keep:] for ids in rows]
-    distinct = list(dict.fromkeys(map(tuple, rows)))
-    for step in (1, -1):
-        if len(distinct) > 1:
-            after = {ids: list(distinct[(n + step) % len(distinct)]) for n, ids in enumerate(distinct)}
-            found[f"that of the {'next' if step > 0 else 'previous'} group"] = [after[tuple(ids)] for ids in rows]
-    return {name: ids for name, ids in found.items() if all(ids)}
-
-
-def usual_routers(model: Any) -> dict[str, Inside]:
-    """Contexts in which routers see a less precise input; empty for a dense model."""
-    if not routers(model):
-        return {}
-    return {
-        f"routing:router in {name}": partial(rounded_routers, model, SIGNIFICANT_BITS[name])
-        for name in ("bf16", "fp16")
-    }
-
-
-def usual_precisions(model: Any) -> dict[str, Inside]:
-    """Contexts for the precisions that engines run in: bf16, fp16, and int8, fp8 or int4 weights."""
-    simulated: dict[str, Inside] = {
-        f"precision:{name}": partial(simulated_dtype, model, name) for name in ("bf16", "fp16")
-    }
-    rounded: dict[str, Inside] = {
-        f"precision:{name} weights": partial(rounded_weights, model, name)
-        for name in ("int8", "fp8", "int4", "bf16", "fp16")
-    }
-    rounded["precision:int8 activations"] = partial(int8_activations, model)
-    return {**simulated, **rounded}
-
-
-# ------------------------------------------------------------------------------------------------ numbers of a setting
-
-
-def _test_dials(search: _Search) -> None:
-    """Settings of one number: a few values each, and a search for the value where one of them helps."""
-    for dial in dials(search.bench.model).values():
-        _turn(search, dial)
+def _test_parts(search: _Search) -> None:
+    """Weights at hand in a part of the model, and all of them for a part of the way."""
+    weights = search.bench.weights
+    contexts = sorted(weights, key=lambda name: search.left.get(name, 1.0))[:MOST_CONTEXTS]
+    parts = _Parts(search)
+    for context in contexts:
+        parts.score_single(context)
         if search.solved:
             return
-
-
-def _turn(search: _Search, dial: Dial) -> None:
-    context, grid, describe = dial
-    logps: dict[float, Floats] = {0.0: search.plain.logps}
-    left: dict[float, float] = {0.0: 1.0}
-
-    def tried(x: float) -> float:
-        """Share left at the logarithm ``x`` of the factor."""
-        if x not in left:
-            name = f"model_config:{describe(float(np.exp(x)))}"
-            search.note(name)
-            logps[x] = _Change(partial(context, float(np.exp(x)))).score(search)
-            left[x] = search.add(name, logps[x])
-        return left[x]
-
-    for factor in grid:
-        tried(float(np.log(factor)))
-    # A small step gives the direction of the change. How far it goes follows from the mismatch.
-    tried(SMALL_TURN)
-    tried(_predicted((logps[SMALL_TURN] - logps[0.0]) / SMALL_TURN, search.target - logps[0.0]))
-    best = min(left, key=lambda x: left[x])
-    if not EXPLAINED < left[best] < PROMISING:
-        return
-    # Golden sections between the neighbours of the best value.
-    known = sorted(left)
-    place = known.index(best)
-    low = known[place - 1] if place else 2 * best
-    high = known[place + 1] if place + 1 < len(known) else 2 * best
-    golden = (np.sqrt(5) - 1) / 2
-    for _ in range(5):
-        one, two = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, two) if tried(one) < tried(two) else (one, high)
+    for division in parts.divisions:
+        parts.climb(division)
         if search.solved:
             return
+    for context in sorted(contexts, key=lambda name: left_in_part(*search.alone(name)))[:WAYS]:
+        if held := parts.values(context):
+            search.turn(_on_the_way(search, context, held))
 
 
-def _predicted(direction: Floats, change: Floats) -> float:
-    """The step along ``direction`` that fits ``change`` best, by the median of their ratio where it moves much."""
-    use = np.isfinite(direction) & np.isfinite(change)
-    d, c = direction[use], change[use]
-    much = np.abs(d) >= np.quantile(np.abs(d), 0.5)
-    step = float(np.median(c[much] / np.where(d[much] == 0, 1e-30, d[much])))
-    return float(np.clip(step, -LARGEST_TURN, LARGEST_TURN)) or SMALL_TURN
+class _Parts:
+    """Looks for the parts of the weights that are other ones: first by sums of their effects, then by single changes.
+
+    Args:
+        search: the search.
+    """
+
+    def __init__(self, search: _Search) -> None:
+        self.search = search
+        self.divisions: list[Division] = []
+        self._held: tuple[str, dict[str, Any]] = ("", {})
+        self._effects: dict[tuple[int, str], dict[str, Floats]] = {}
+
+    def values(self, context: str) -> dict[str, Any]:
+        """The parameters that a context changes; those of one context are held at a time."""
+        if self._held[0] != context:
+            self._held = ("", {})
+            self._held = (context, captured(self.search.bench.model, self.search.bench.weights[context]))
+        return self._held[1]
+
+    def score_single(self, context: str) -> None:
+        """Score every part alone."""
+        held = self.values(context)
+        self.divisions = self.divisions or [one for one in divisions(list(held)) if len(one.parts) > 1]
+        for number, division in enumerate(self.divisions):
+            for name in division.parts:
+                logps = self.score(division, frozenset([name]), context)[1]
+                self._effects.setdefault((number, context), {})[name] = logps - self.search.plain.logps
+
+    def climb(self, division: Division) -> None:
+        """Score the sets that add up best, and then change the best one by a part each time."""
+        number = self.divisions.index(division)
+        contexts = [context for at, context in self._effects if at == number]
+        starts = [
+            (left, sorted(chosen), context) for context in contexts for chosen, left in self._sums(number, context)
+        ]
+        tried = [(self.score(division, frozenset(names), context)[0], names, context)
+                 for left, names, context in sorted(starts)[:SETS] if left < PROMISING]  # fmt: skip
+        if not tried:
+            return
+        best = min(tried)
+        for _ in range(CLIMBS):
+            _, names, context = best
+            near = [frozenset(names) ^ {name} for name in division.parts]
+            found = [(self.score(division, one, context)[0], sorted(one), context) for one in near if one]
+            if self.search.solved or min(found)[0] >= best[0]:
+                return
+            best = min(found)
+
+    def _sums(self, number: int, context: str) -> list[tuple[frozenset[str], float]]:
+        search, effects = self.search, self._effects[number, context]
+        change = np.clip(search.target - search.plain.logps, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        use = search.evidence.observed & np.isfinite(change)
+        use[[row for row in range(len(use)) if row not in search.first_rows]] = False
+        return best_sets({name: effect[use] for name, effect in effects.items()}, change[use])[:SETS]
+
+    def score(self, division: Division, chosen: frozenset[str], context: str) -> tuple[float, Floats]:
+        """Share left with some parts as in a context, and the log-probs."""
+        search, names = self.search, division.union(chosen)
+        part = {name: value for name, value in self.values(context).items() if name in names}
+        words = " and ".join(name for name in division.parts if name in chosen)
+        detail = f"{words}{PART}{context.partition(':')[2]}"
+        one = _of_change(search, f"stale_weights:{detail}", _Change(partial(holding, search.bench.model, part)))
+        return search.try_value(one, 1.0)
 
 
-SMALL_TURN, LARGEST_TURN = 0.01, 3.0
-"""Logarithms of the factors: of the small step, and of the largest that may be predicted from it."""
+def _on_the_way(search: _Search, name: str, held: Mapping[str, Any]) -> Intervention:
+    """All weights between those of the trainer and others at hand, or beyond."""
+    cause, _, detail = name.partition(":")
+    return Intervention(
+        cause, lambda share: f"{share:.3g} of the way to {detail}",
+        lambda share, rows: _Change(partial(holding, search.bench.model, held, share)).score(search, rows),
+        (-1.0, 0.5), "linear", 0.0,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------- two causes at once
@@ -515,19 +523,25 @@ def _test_pairs(search: _Search) -> None:
     share, name = search.best()
     if not PARTIAL[0] < share < PARTIAL[1]:
         return
-    changes, head = _changes(search), _head_of(name, search.bench.head)
+    changes, head = _combinable(search), _head_of(name, search.bench.head)
     if head is None and (name not in changes or changes[name].layout is not None):
         return
     left = {
         other: search.left[other]
         for other, change in changes.items()
-        if other.split(":")[0] != name.split(":")[0] and change.layout is None
+        if other in search.left and other.split(":")[0] != name.split(":")[0] and change.layout is None
     }
     for other in [one for one in sorted(left, key=lambda one: left[one]) if left[one] < 1.0][:MOST_PAIRS]:
         search.note(f"{name} with {other}")
         logps = _score_both(search, changes.get(name), head, changes[other])
         if logps is not None and search.add(f"{name} + {other}", logps) <= EXPLAINED:
             return
+
+
+def _combinable(search: _Search) -> dict[str, _Change]:
+    bench = search.bench
+    rare = rare_contexts(bench.model) if bench.precisions is None else {}
+    return common_changes(bench) | {name: _Change(inside) for name, inside in rare.items()}
 
 
 def _score_both(search: _Search, first: _Change | None, head: Head | None, second: _Change) -> Floats | None:
@@ -556,3 +570,10 @@ def _head_of(name: str, head: Head) -> Head | None:
     if cause != "temperature":
         return None
     return Head() if "before" in detail else replace(head, temperature=float(detail))
+
+
+STAGES: Sequence[Callable[[_Search], None]] = (
+    _table(_bookkeeping), _test_heads, _table(_common), _test_spellings, _test_prompts, _table(_numbers), _test_parts,
+    _table(_rare), _test_pairs,
+)  # fmt: skip
+"""The search: tables of interventions, and the tests with a search of their own, in the order of cost and use."""

@@ -23,12 +23,16 @@ class Layout:
         counted: positions count the left padding, as without ``position_ids``.
         window: a token sees this many tokens, itself included; None = all before it.
         pad: id of the padding.
+        gap: the completion's positions do not count the left padding, the prompt's do: they overlap.
+        reset: the completion's positions begin at 0 again.
     """
 
     attended: bool = False
     counted: bool = False
     window: int | None = None
     pad: int = 0
+    gap: bool = False
+    reset: bool = False
 
 
 @torch.no_grad()
@@ -51,9 +55,7 @@ def score_in_layout(
     for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
         padding = max(prompt_width - len(prompt), 0)
         ids = torch.tensor([[layout.pad] * padding + [*prompt, *completion]])
-        positions = torch.arange(ids.shape[1])
-        if not layout.counted:
-            positions = (positions - padding).clamp(min=0)
+        positions = _positions(len(prompt), len(completion), padding, layout)
         logits = model(
             input_ids=ids.to(device),
             attention_mask=_allowed(ids.shape[1], padding, layout)[None, None].to(device),
@@ -63,6 +65,18 @@ def score_in_layout(
         logps = (head or Head()).logps(logits.cpu())
         out[row, : len(completion)] = logps.gather(1, torch.tensor(completion)[:, None])[:, 0].double().numpy()
     return out
+
+
+def _positions(prompt: int, completion: int, padding: int, layout: Layout) -> Tensor:
+    """(L,) positions of padding, prompt and completion."""
+    positions = torch.arange(padding + prompt + completion)
+    if not layout.counted and not layout.gap:
+        positions = (positions - padding).clamp(min=0)
+    if layout.gap:
+        positions[padding + prompt :] -= padding
+    if layout.reset:
+        positions[padding + prompt :] = torch.arange(completion)
+    return positions
 
 
 def _allowed(length: int, padding: int, layout: Layout) -> Tensor:
@@ -83,13 +97,17 @@ def layouts(
     widest = max(len(ids) for ids in prompt_ids)
     found: dict[str, tuple[Layout, int]] = {}
     if any(len(prompt_ids[row]) < widest for row in rows):
+        found["padding:left padding counted in the positions of the prompt alone"] = (Layout(gap=True), widest)
         for pad in dict.fromkeys(pad_ids):
             found[f"padding:left padding (id {pad}) attended"] = (Layout(attended=True, pad=pad), widest)
             found[f"padding:left padding (id {pad}) attended and counted in the positions"] = (
                 Layout(attended=True, counted=True, pad=pad), widest
             )  # fmt: skip
-    longest = max(len(prompt_ids[row]) + len(completion_ids[row]) for row in rows)
-    windows = [size for size in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < longest]
-    for size in windows[-4:]:
-        found[f"model_config:attention window of {size} tokens"] = (Layout(window=size), widest)
+    found["padding:positions that begin again at the completion"] = (Layout(reset=True), widest)
     return found
+
+
+def windows(prompt_ids: Ids, completion_ids: Ids, rows: Sequence[int]) -> tuple[float, ...]:
+    """Sizes of an attention window that these rows would feel."""
+    longest = max(len(prompt_ids[row]) + len(completion_ids[row]) for row in rows)
+    return tuple(float(size) for size in (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if size < longest)[-5:]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding, round_weights
 
+Inside = Callable[[], AbstractContextManager[Any]]
 SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11, "tf32": 11}
 
 
@@ -47,20 +49,95 @@ def rounded_activations(model: Any, bits: int) -> Iterator[None]:
 
 
 @contextmanager
-def int8_activations(model: Any) -> Iterator[None]:
-    """A context in which the inputs of linear layers are rounded to int8, with a scale per token."""
-
-    def rounded(_module: Any, inputs: Any) -> Any:
-        scale = inputs[0].abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-        return ((inputs[0] / scale).round() * scale, *inputs[1:])
-
+def rounded_inputs(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """A context in which the inputs of linear layers are rounded, as engines with quantised activations do."""
     linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
-    hooks = [module.register_forward_pre_hook(rounded) for module in linears]
+    hooks = [
+        module.register_forward_pre_hook(lambda _module, inputs: (change(inputs[0]), *inputs[1:])) for module in linears
+    ]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def scaled_int8(values: Tensor, *, whole: bool = False) -> Tensor:
+    """Symmetric 8-bit integers with a scale for each row of the last dimension, or for the ``whole`` tensor."""
+    largest = values.abs().amax() if whole else values.abs().amax(-1, keepdim=True)
+    scale = largest.clamp(min=1e-12) / 127
+    return (values / scale).round() * scale
+
+
+def scaled_fp8(values: Tensor, *, whole: bool = False) -> Tensor:
+    """8-bit floats (e4m3) with a scale for each row of the last dimension, or for the ``whole`` tensor."""
+    largest = values.abs().amax() if whole else values.abs().amax(-1, keepdim=True)
+    scale = largest.float().clamp(min=1e-12) / 448.0
+    return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(values.dtype)
+
+
+def activation_roundings(model: Any) -> dict[str, Inside]:
+    """Contexts of quantised activations, by ``precision:detail``."""
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "int8 activations": scaled_int8,
+        "fp8 activations": scaled_fp8,
+        "fp8 activations with a scale a tensor": partial(scaled_fp8, whole=True),
+        "int8 activations with a scale a tensor": partial(scaled_int8, whole=True),
+    }
+    return {f"precision:{name}": partial(rounded_inputs, model, way) for name, way in ways.items()}
+
+
+NF4 = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302,
+       0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0)  # fmt: skip
+"""Levels of QLoRA's NormalFloat4 (arXiv:2305.14314, appendix E)."""
+
+
+def round_nf4(weight: Tensor, *, block: int = 64) -> Tensor:
+    """A matrix in NF4 with a scale for each block, as bitsandbytes holds it (without double quantisation)."""
+    parts = weight.float().reshape(-1, block)
+    scale = parts.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    levels = torch.tensor(NF4, device=weight.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    return (levels[torch.bucketize(parts / scale, middles)] * scale).reshape(weight.shape).to(weight.dtype)
+
+
+def round_int4(weight: Tensor, *, group: int) -> Tensor:
+    """4-bit integers with a scale and an offset per ``group`` columns, as AWQ and GPTQ store weights."""
+    parts = weight.float().reshape(len(weight), -1, group)
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).clamp(min=1e-12)
+    rounded: Tensor = ((parts - low) / scale).round() * scale + low
+    return rounded.reshape(weight.shape).to(weight.dtype)
+
+
+@contextmanager
+def changed_weights(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """A context in which the weights of linear layers, without the head, are changed."""
+    modules = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
+    before = [module.weight.data for module in modules]
+    try:
+        for module in modules:
+            module.weight.data = change(module.weight.data)
+        yield
+    finally:
+        for module, weight in zip(modules, before, strict=True):
+            module.weight.data = weight
+
+
+def weight_roundings(model: Any) -> dict[str, Inside]:
+    """Contexts of weights that are rounded in rarer ways, by ``precision:detail``."""
+    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in name]
+    columns = [m.weight.shape[1] for m in linears]
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "fp8 weights with a scale a tensor": partial(scaled_fp8, whole=True),
+        "int8 weights with a scale a tensor": partial(scaled_int8, whole=True),
+    }
+    for group in (32, 128):
+        if all(count % group == 0 for count in columns):
+            ways[f"int4 weights in groups of {group}"] = partial(round_int4, group=group)
+    if all(m.weight.numel() % 64 == 0 for m in linears):
+        ways["nf4 weights"] = round_nf4
+    return {f"precision:{name}": partial(changed_weights, model, way) for name, way in ways.items()}
 
 
 @contextmanager

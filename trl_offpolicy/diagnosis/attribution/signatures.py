@@ -22,11 +22,15 @@ class Limits:
     Args:
         floor_factor: multiple of the noise floor up to which there is no mismatch.
         self_ratio: below it the trainer differs more from itself than from the engine.
+        exact_rows: share of rows that agree at every token up to which noise in the trainer is in every token.
         forced: share of the mismatch at tokens that the engine was certain of.
         unit_fit: R^2 above which log-probs differ by a factor.
         clipped: share of tokens at the smallest log-prob.
         positive: share of positive d up to which the support is truncated.
         drift: mean / root mean square of d below which it is.
+        above_entropy: share of tokens above the entropy up to which they are the most likely ones.
+        deep: share of tokens that are deep in the trainer, above which the support is not just truncated.
+        elsewhere: share of the disagreeing numbers that are another token's, above which they are moved.
         shift: residual after a shift by one below which tokens are shifted.
         onset: share of rows that break off at a token.
         temperature_fit: R^2 above which the sharpness explains all.
@@ -45,11 +49,15 @@ class Limits:
 
     floor_factor: float = 2.0
     self_ratio: float = 0.8
+    exact_rows: float = 0.05
     forced: float = 0.5
     unit_fit: float = 0.98
     clipped: float = 0.05
     positive: float = 0.02
     drift: float = -0.3
+    above_entropy: float = 0.02
+    deep: float = 0.02
+    elsewhere: float = 0.6
     shift: float = 0.3
     onset: float = 0.5
     temperature_fit: float = 0.85
@@ -129,12 +137,29 @@ def _dropout(f: Features, limits: Limits) -> Signature:
 
     If each scoring draws its own dropout, the distance to itself is twice that to the engine.
     """
-    score = below(f.self_ratio, limits.self_ratio) if f.floor > f.trusted_floor else 0.0
+    # Each token has its own noise, so no row agrees. Padding spares the rows of the longest prompt.
+    everywhere = f.exact_rows <= limits.exact_rows
+    score = below(f.self_ratio, limits.self_ratio) if f.floor > f.trusted_floor and everywhere else 0.0
     text = (
         f"the trainer differs from itself (KL {f.floor:.2g} nats per token) {1 / max(f.self_ratio, 1e-9):.2g} times as "
         "much as from the engine"
     )
     return Signature("dropout", score, text)
+
+
+def _top_token(f: Features, limits: Limits) -> Signature:
+    """The engine's log-probs are never those of a rare token, although the trainer finds rare ones."""
+    score = min(below(f.above_entropy, limits.above_entropy), above(f.deep, limits.deep))
+    text = (
+        f"{f.above_entropy:.1%} of the engine's log-probs are below minus the entropy: they are those of the most "
+        "likely token"
+    )
+    return Signature("misalignment", score, text)
+
+
+def _elsewhere(f: Features, limits: Limits) -> Signature:
+    text = f"{f.elsewhere:.0%} of the numbers that disagree are the log-prob of another token"
+    return Signature("misalignment", above(f.elsewhere, limits.elsewhere), text)
 
 
 def _swapped(f: Features, limits: Limits) -> Signature:
@@ -160,7 +185,9 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
 
 
 def _truncated(f: Features, limits: Limits) -> Signature:
-    score = min(below(f.positive, limits.positive), below(f.drift, limits.drift))
+    # Where rare tokens are known to be reported, a small kept mass is no sign of another token's log-prob.
+    deep = 0.0 if f.above_entropy > limits.above_entropy else f.deep
+    score = min(below(f.positive, limits.positive), below(f.drift, limits.drift), below(deep, limits.deep))
     return Signature("truncated_sampling", score, f"old / sampling hardly ever exceeds 1 ({f.positive:.1%} of tokens)")
 
 
@@ -207,8 +234,8 @@ def _prompt_rows(f: Features, limits: Limits) -> Signature:
 
 
 TESTS: Sequence[Test] = (
-    _none, _unreported, _dropout, _tool_tokens, _arithmetic, _truncated, _shifted, _swapped, _temperature, _routing,
-    _prompt_start,    _other_weights, _precision, _prompt_rows,
+    _none, _unreported, _dropout, _tool_tokens, _arithmetic, _top_token, _truncated, _shifted, _swapped, _elsewhere,
+    _temperature, _routing, _prompt_start, _other_weights, _precision, _prompt_rows,
 )  # fmt: skip
 """The tests in order; the causes with the clearest trace come first."""
 DIFFUSE = ("prompt_difference", OTHER_WEIGHTS, "precision", "routing")

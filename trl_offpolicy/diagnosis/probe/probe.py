@@ -21,6 +21,7 @@ from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import noise_level
 from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recommend import Recommendation, recommend
+from trl_offpolicy.diagnosis.attribution.spellings import spellings_of
 from trl_offpolicy.diagnosis.probe.against import Against, compare_answers, with_tested_cause
 from trl_offpolicy.diagnosis.probe.asked import Proof
 from trl_offpolicy.diagnosis.probe.exactness import Exactness, asked_exact, judge_exactness
@@ -95,6 +96,7 @@ def run_probe(options: ProbeOptions, *, note: Note | None = None) -> ProbeResult
             prompts={name: [row for row in found for _ in range(options.samples)]
                      for name, found in prompts.others.items()},
             head=options.trainer_head, stop_ids=sides.stop_ids, pad_ids=sides.pad_ids,
+            spellings=spellings_of(sides.tokenizer),
         )  # fmt: skip
         evidence = run_hypotheses(evidence, bench, note=lambda text: clock(f"testing {text}", "testing hypotheses"))
         attribution = attribute(evidence)

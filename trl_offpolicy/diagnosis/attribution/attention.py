@@ -1,0 +1,125 @@
+"""Contexts in which the attention of a model computes in another way: capped, windowed, in less precision, interleaved.
+
+They replace the attention function of transformers by one that shows its scores. A model with an implementation that
+is not in the table of transformers (its own, or flash attention) offers none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHOWN = ("sdpa", "eager")
+"""Implementations that give the same numbers as this one."""
+
+
+def replaceable(model: Any) -> bool:
+    """True if the model takes its attention from the table."""
+    return _implementation(model) in SHOWN
+
+
+def _implementation(model: Any) -> str:
+    return str(getattr(model.config, "_attn_implementation", None) or "")
+
+
+@contextmanager
+def shown_attention(
+    model: Any, scores: Callable[[Tensor], Tensor] | None = None, inputs: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[None]:
+    """Attention in plain steps, with changed ``scores`` or changed ``inputs``.
+
+    Args:
+        model: a causal LM of transformers.
+        scores: changes (B, heads, queries, keys) scores, scaled.
+        inputs: changes (B, heads, length, size) queries, keys and values.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
+
+    same = lambda values: values  # noqa: E731
+    change, prepare = scores or same, inputs or same
+
+    def attend(
+        _module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None,
+        **_others: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        query, key, value = prepare(query), prepare(key), prepare(value)
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        found = change(query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5))
+        return (_masked(found, mask).softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+    name = _implementation(model)
+    before = TABLE.get(name) if name in TABLE else None
+    TABLE[name] = attend
+    try:
+        yield
+    finally:
+        if before is None:
+            del TABLE[name]
+        else:
+            TABLE[name] = before
+
+
+def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    lowest = torch.finfo(scores.dtype).min
+    queries, keys = scores.shape[-2:]
+    if mask is None:
+        place = torch.arange(keys, device=scores.device)
+        later = place[None] > place[keys - queries :, None]
+        return scores.masked_fill(later, lowest)
+    mask = mask[..., :keys]
+    return scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+
+
+def attention_cap(model: Any, cap: float) -> Any:
+    """Attention scores s as cap tanh(s / cap), as in Gemma 2."""
+    return shown_attention(model, scores=lambda scores: cap * torch.tanh(scores / cap))
+
+
+def rounded_attention(model: Any, rounding: Callable[[Tensor], Tensor]) -> Any:
+    """Queries, keys, values and scores in less precision."""
+    return shown_attention(model, scores=rounding, inputs=rounding)
+
+
+@contextmanager
+def interleaved_rope(model: Any) -> Iterator[None]:
+    """RoPE that turns neighbours (2i, 2i + 1) where the model turns halves (i, i + n / 2), as GPT-J does.
+
+    Scores do not change if queries and keys are permuted alike, so the permuted halves are what is turned.
+    """
+    with ExitStack() as stack:
+        for module, size in _rotated(model):
+            order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
+            handle = module.register_forward_hook(_permuted(order, size))
+            stack.callback(handle.remove)
+        yield
+
+
+def _permuted(order: Tensor, size: int) -> Callable[[Any, Any, Tensor], Tensor]:
+    def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        heads = output.view(*output.shape[:-1], -1, size)
+        return heads[..., order.to(output.device)].reshape(output.shape)
+
+    return hook
+
+
+def _rotated(model: Any) -> list[tuple[Any, int]]:
+    """The modules whose outputs RoPE turns, with the size of a head: norms of queries and keys, or projections."""
+    found = []
+    for layer in model.modules():
+        size = getattr(layer, "head_dim", None)
+        if not isinstance(size, int) or not hasattr(layer, "q_proj") or not hasattr(layer, "k_proj"):
+            continue
+        norms = hasattr(layer, "q_norm") and hasattr(layer, "k_norm")
+        names = ("q_norm", "k_norm") if norms else ("q_proj", "k_proj")
+        found += [(getattr(layer, name), size) for name in names]
+    return found
+
+
+def can_interleave(model: Any) -> bool:
+    """True if it has RoPE on separate queries and keys."""
+    return bool(_rotated(model))
