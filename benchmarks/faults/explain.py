@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +80,10 @@ class Benches:
         assert case.evidence.token_ids is not None
         ids = [row[: keep.sum()].tolist() for row, keep in zip(case.evidence.token_ids, mask, strict=True)]
         said = case.evidence.trainer
-        more = {"head": Head(1.0 if said is None else said.temperature or 1.0), "stop_ids": world.stop, "pad_ids": (0,),
-                "spellings": None if world.task is None else spellings_of(world.task.tokenizer)}  # fmt: skip
-        known = {item.name for item in fields(Bench)}
         return Bench(
             world.model, case.prompt_ids, ids, weights=weights_at_hand(world), prompts=prompts_at_hand(world),
-            rows=ROWS, **{name: value for name, value in more.items() if name in known},
+            rows=ROWS, head=Head(1.0 if said is None else said.temperature or 1.0), stop_ids=world.stop, pad_ids=(0,),
+            spellings=None if world.task is None else spellings_of(world.task.tokenizer),
         )  # fmt: skip
 
     def trainer(self, case: Case) -> AbstractContextManager[Any]:

@@ -105,3 +105,17 @@ def listed(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def stop_ids_of(model: Any, tokenizer: Any) -> list[int]:
+    """Ids that end a completion: the model's own, else the tokenizer's."""
+    stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None) or tokenizer.eos_token_id
+    if stop is None:
+        return []
+    return list(stop) if isinstance(stop, list | tuple) else [stop]
+
+
+def pad_ids_of(tokenizer: Any, stop_ids: Sequence[int]) -> list[int]:
+    """Ids that a trainer may pad with, the tokenizer's own first."""
+    own = tokenizer.pad_token_id
+    return list(dict.fromkeys([*([] if own is None else [own]), *stop_ids, 0]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trl_offpolicy.diagnosis.attribution.bench import pad_ids_of, stop_ids_of
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared
 from trl_offpolicy.diagnosis.attribution.precision import rounded_weights
 from trl_offpolicy.diagnosis.probe.against import Answer, scored_rows
@@ -271,17 +272,12 @@ class Sides:
     @property
     def stop_ids(self) -> list[int]:
         """Ids that end a completion."""
-        config = getattr(self.model, "generation_config", None)
-        stop = getattr(config, "eos_token_id", None) or self.tokenizer.eos_token_id
-        if stop is None:
-            return []
-        return list(stop) if isinstance(stop, list | tuple) else [stop]
+        return stop_ids_of(self.model, self.tokenizer)
 
     @property
     def pad_ids(self) -> list[int]:
         """Ids that a trainer may pad with."""
-        own = self.tokenizer.pad_token_id
-        return list(dict.fromkeys([*([] if own is None else [own]), *self.stop_ids, 0]))
+        return pad_ids_of(self.tokenizer, self.stop_ids)
 
     # ------------------------------------------------------------------------------------------- what is declared
 

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
+from trl_offpolicy.diagnosis.attribution.bench import Bench, pad_ids_of, stop_ids_of
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Floats, Seen, TokenEvidence
 from trl_offpolicy.diagnosis.attribution.features import distance
-from trl_offpolicy.diagnosis.attribution.hypotheses import Bench, run_hypotheses
+from trl_offpolicy.diagnosis.attribution.hypotheses import run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recorded import (
     EXACT,
     LOW_PRECISION,
@@ -29,6 +30,7 @@ from trl_offpolicy.diagnosis.attribution.recorded import (
     course_of,
     evidence_of_rows,
 )  # fmt: skip
+from trl_offpolicy.diagnosis.attribution.spellings import spellings_of
 from trl_offpolicy.diagnosis.rescoring import weights
 from trl_offpolicy.diagnosis.rescoring.renderings import other_renderings
 from trl_offpolicy.engines.hf import Head
@@ -300,12 +302,18 @@ def _opening(hand: weights.AtHand, at: weights.Snapshot, declared: Mapping[str, 
     def opened(recorded: Recorded) -> Iterator[Bench]:
         model = weights.load(at, hand.base)
         tokenizer = weights.load_tokenizer(hand.base)
-        prompts = {}
+        of_text: dict[str, Any] = {}
         if tokenizer is not None:
-            prompts = other_renderings(tokenizer, recorded.prompts, recorded.prompt_ids)
+            stop_ids = stop_ids_of(model, tokenizer)
+            of_text = {
+                "prompts": other_renderings(tokenizer, recorded.prompts, recorded.prompt_ids),
+                "stop_ids": stop_ids,
+                "pad_ids": pad_ids_of(tokenizer, stop_ids),
+                "spellings": spellings_of(tokenizer),
+            }
         bench = Bench(
-            model, recorded.prompt_ids, recorded.completion_ids, prompts=prompts, head=recorded.head,
-            weights=weights.other_weights(model, at, hand.snapshots),
+            model, recorded.prompt_ids, recorded.completion_ids, head=recorded.head,
+            weights=weights.other_weights(model, at, hand.snapshots), **of_text,
         )  # fmt: skip
         with _nearest(bench, recorded.evidence, weights.precisions(model, declared))():
             yield bench

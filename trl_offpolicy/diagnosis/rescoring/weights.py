@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.diagnosis.attribution.changes import Inside, adapter_changes
+from trl_offpolicy.diagnosis.attribution.changes import adapter_changes
+from trl_offpolicy.diagnosis.attribution.precision import Inside
 
 AUTO = "auto"
 ADAPTER_FILE, MODEL_FILE = "adapter_config.json", "config.json"
