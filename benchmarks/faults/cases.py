@@ -63,6 +63,11 @@ class Case:
         return replace(self, evidence=replace(self.evidence, tested=dict(tested)))
 
 
+def rescored_file(folder: Path, name: str) -> Path:
+    """The answer of ``doctor --model``: it belongs to a version of the attribution, too."""
+    return folder / TESTED_FOLDER / f"{name}.doctor.json"
+
+
 def _write(path: Path, **arrays: Any) -> None:
     part = path.with_suffix(".part.npz")
     np.savez_compressed(part, **arrays)

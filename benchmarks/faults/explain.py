@@ -94,8 +94,12 @@ class Benches:
         return contexts.cast(self._of(case).model, getattr(torch, said))
 
     def _of(self, case: Case) -> World:
-        if self._at != (case.world, case.seed):
-            self._world, self._at = self._sources.world(case.world, case.seed), (case.world, case.seed)
+        return self.world(case.world, case.seed)
+
+    def world(self, name: str, seed: int) -> World:
+        """The model of a world with the prompts of a seed; the last one is kept."""
+        if self._at != (name, seed):
+            self._world, self._at = self._sources.world(name, seed), (name, seed)
         assert self._world is not None
         return self._world
 

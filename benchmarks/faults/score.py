@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cases import Case, load_cases
+from cases import Case, load_cases, rescored_file
 from kind import CLEAN, Kind
 from kinds import KINDS, kind_of
 
@@ -30,6 +30,7 @@ from trl_offpolicy.run_folder.rollouts import read_rollouts
 
 PATHS = {
     "probe": "log-probs, what both sides declare, tests with the model",
+    "doctor --model": "what a run folder holds, and tests with the run's model",
     "doctor": "what a run folder holds: log-probs, and what both sides declare",
     "logps": "log-probs alone",
 }
@@ -94,7 +95,19 @@ def verdict_of(kind: Kind, cause: str, world: str = "") -> str:
 def answers(folder: Path) -> list[Answer]:
     """All paths of all cases of a split's folder."""
     found = [answer for case in load_cases(folder) for answer in of_case(case)]
-    return found + [answer for run in sorted(folder.glob("*.run")) for answer in of_run(run)]
+    found += [answer for run in sorted(folder.glob("*.run")) for answer in of_run(run)]
+    again = (_rescored(answer, folder) for answer in found if answer.path == "doctor")
+    return found + [answer for answer in again if answer is not None]
+
+
+def _rescored(doctor: Answer, folder: Path) -> Answer | None:
+    """The answer of ``doctor --model`` for the same case; None if rescore.py has not made it."""
+    file = rescored_file(folder, doctor.case)
+    if not file.exists():
+        return None
+    said, kind = json.loads(file.read_text()), kind_of(doctor.kind)
+    verdict = _verdict(kind, said["cause"], doctor.world)
+    return replace(doctor, path="doctor --model", verdict=verdict, **said)
 
 
 def of_case(case: Case) -> Iterator[Answer]:
@@ -130,10 +143,14 @@ def of_run(folder: Path) -> Iterator[Answer]:
 
 
 def _answer(case: str, world: str, kind: Kind, path: str, found: Attribution, ratio: float) -> Answer:
-    verdict = verdict_of(kind, found.cause, world)
-    if kind.family == CLEAN and verdict != "right":
-        verdict = "wrong"
+    verdict = _verdict(kind, found.cause, world)
     return Answer(case, world, kind.name, path, found.cause, float(found.confidence), float(ratio), verdict)
+
+
+def _verdict(kind: Kind, cause: str, world: str) -> str:
+    """:func:`verdict_of`; whatever is said of a clean case is wrong."""
+    verdict = verdict_of(kind, cause, world)
+    return "wrong" if kind.family == CLEAN and verdict != "right" else verdict
 
 
 # ---------------------------------------------------------------------------------------------------------- summaries

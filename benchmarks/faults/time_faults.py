@@ -116,6 +116,7 @@ def _write_part(folder: Path, world: World, run: RunFault, step: int, batch: Bat
         rows.append({
             "step": step, "policy_version": sampled, "prompt": str(batch.prompt_ids[row][:4]), "completion": str(ids),
             "reward": float(len(set(ids))), "advantage": 0.0, "group_id": GROUPS * step + row // COMPLETIONS,
+            "prompt_ids": batch.prompt_ids[row],
             "completion_ids": ids, "completion_mask": [True] * len(ids), "keep_mask": [True] * len(ids),
             "sampling_per_token_logps": batch.logps[row, cut].tolist(),
             "old_per_token_logps": scored["old_per_token_logps"][row, cut].tolist(),
