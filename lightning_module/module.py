@@ -188,7 +188,7 @@ class OffPolicyGRPOModule(LightningModule):
         """Sample if the generation batch is new, then compute the loss of one of its micro-batches.
 
         Raises:
-            TypeError: the batch is not one of a :class:`PromptDataModule`.
+            TypeError: the batch is not one of a :class:`~lightning_module.PromptDataModule`.
         """
         _check_batch(batch, MicroStep)
         inputs = self.generation.micro_batch(batch)
@@ -282,7 +282,7 @@ class OffPolicyGRPOModule(LightningModule):
         """Sample held-out prompts and log their reward and pass@1.
 
         Raises:
-            TypeError: the batch is not one of a :class:`PromptDataModule`.
+            TypeError: the batch is not one of a :class:`~lightning_module.PromptDataModule`.
         """
         _check_batch(batch, HeldOut)
         for name, metric in self.validation.observe(batch).items():

@@ -19,6 +19,7 @@ from trl_offpolicy import PolicyBatch
 from trl_offpolicy.control import CONTROL_METRICS
 from trl_offpolicy.objective import objective as objectives
 from trl_offpolicy.objective.measure import GRADIENT_METRICS
+from trl_offpolicy.rollouts.duplicates import DUPLICATE_METRICS
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
@@ -121,6 +122,7 @@ def test_every_diagnostic_reaches_metrics_jsonl(
         sampled = row["step"] == 1 or steps_per_generation == 2  # in this step
         assert ("offpolicy/rollout/noncanonical_fraction" in keys) is sampled
         keys.discard("offpolicy/rollout/noncanonical_fraction")
+        keys -= {f"offpolicy/rollout/{name}" for name in DUPLICATE_METRICS}  # of a generation, not of a loss step
         assert {key for key in keys if not key.endswith("_ci95")} == expected
         assert {key.removesuffix("_ci95") for key in keys - expected} <= expected
         assert all(isinstance(row[key], float) and math.isfinite(row[key]) for key in expected)

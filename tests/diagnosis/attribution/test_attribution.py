@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from toy_policy import ROWS, make
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute, coarse_of
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Seen, TokenEvidence, differences, excluded, padded
 from trl_offpolicy.diagnosis.attribution.features import extract, kl_k3, noise_level
+from trl_offpolicy.diagnosis.attribution.shares import REFERENCE
 from trl_offpolicy.diagnosis.attribution.signatures import TESTS, read_signatures
 
 CAUSES = (
@@ -254,3 +256,38 @@ def test_every_test_scores_between_0_and_1_on_every_cause() -> None:
     for cause in CAUSES:
         signatures = read_signatures(extract(make(cause)))
         assert len(signatures) == len(TESTS) and all(0 <= s.score <= 1 and s.reason for s in signatures)
+
+
+def evidence_of(sampling: Any, old: Any) -> TokenEvidence:
+    mask = np.ones_like(old, dtype=bool)
+    return TokenEvidence(sampling_per_token_logps=sampling, old_per_token_logps=old, completion_mask=mask)
+
+
+def test_zeros_at_single_tokens_are_no_tools_output() -> None:
+    """A tool's output is a run of tokens; a lost log-prob at each row's end is a fault of book-keeping."""
+    random = np.random.default_rng(0)
+    old = -random.exponential(1.0, (8, 20)) - 0.05
+    runs, ends = old.copy(), old.copy()
+    runs[::2, 5:12] = 0.0
+    ends[:, -1] = 0.0
+    found = [attribute(evidence_of(mu, old)).cause for mu in (runs, ends)]
+    assert found == ["tool_tokens", "misalignment"]
+
+
+@pytest.mark.parametrize(
+    ("left", "dtype", "cause"),
+    [(0.04, "float32", "model_config"), (0.08, "float32", "model_config"), (0.2, "float32", "unknown"),
+     (0.2, "bfloat16", "model_config"), (0.3, "bfloat16", "unknown")],
+)  # fmt: skip
+def test_between_float32_sides_a_cause_must_leave_next_to_nothing(left: float, dtype: str, cause: str) -> None:
+    random = np.random.default_rng(0)
+    old = -random.exponential(1.0, (8, 40)) - 0.05
+    gap = 0.3 * random.standard_normal(old.shape)
+    side = Declared(dtype=dtype, quantization="none")
+    evidence = replace(
+        evidence_of(old - gap, old), engine=side, trainer=side,
+        tested={REFERENCE: old, "engine:model_config:something else": old - (1 - left**0.5) * gap},
+    )  # fmt: skip
+    found = attribute(evidence)
+    assert found.cause == cause
+    assert found.explained == pytest.approx(1 - left, abs=0.05)

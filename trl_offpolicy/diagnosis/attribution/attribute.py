@@ -30,6 +30,8 @@ from trl_offpolicy.diagnosis.causes import CAUSES
 Basis = Literal["seen", "tested", "declared", "log-probs"]
 REMOVED = 0.25
 """A tested cause is named if it leaves at most this share of the mismatch."""
+CLOSE = 0.1
+"""The same between two sides that both declare float32."""
 REDUCED = 0.7
 """The same for precision, whose simulation reproduces an engine's rounding errors only in part."""
 BEYOND_NOISE = 0.95
@@ -201,20 +203,29 @@ DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
 
+FITTED = ("temperature",)
+"""Causes whose tests find what is not known about them, so that a test which fails speaks against them. Truncated
+sampling has other forms than those that are tested."""
 IN_PART = 0.8
 """The same for weights that are like a part of those at hand."""
 RIVAL, EXACTLY, AMBIGUOUS = 1.5, 1e-4, 0.6
 """Times the share left that a rival may leave, the share at which both fit exactly, and the factor that rivals cost."""
 
 
-def _of_left(cause: str, left: float) -> float:
-    """The same for a test that leaves this share of the mismatch."""
+def _of_left(cause: str, left: float, *, exact: bool = False) -> float:
+    """The same for a test that leaves this share of the mismatch.
+
+    A simulated precision reproduces an engine's rounding only in part. Any other cause, if it is the right one, leaves
+    next to nothing between two sides in float32 (``exact``), so there a rest of a tenth is something else.
+    """
     if left <= 0.05:
         return 0.97
-    if left <= REMOVED:
-        return 0.9
     if cause == "precision" and left <= REDUCED:
-        return 0.7
+        return 0.9 if left <= REMOVED else 0.7
+    if left <= CLOSE:
+        return 0.75
+    if left <= REMOVED and not exact:
+        return 0.6
     return 0.45 * (1 - left)  # not named: it explains a part, or fits by chance
 
 
@@ -271,7 +282,8 @@ def _tested(evidence: TokenEvidence) -> list[_Answer]:
             _keep(in_part, OTHER_WEIGHTS, left_in_part(evidence, name), detail)
     alone = {key: left for key, (left, _) in best.items()}
     found = [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
-    found += [_in_part(side, left, detail) for left, detail in in_part.values() if left < 0.95]
+    exact = _both_exact(evidence)
+    found += [_in_part(side, left, detail, exact=exact) for left, detail in in_part.values() if left < 0.95]
     return _less_sure(found)
 
 
@@ -280,12 +292,13 @@ def _keep(best: dict[str, tuple[float, str]], key: str, left: float, detail: str
         best[key] = (left, detail)
 
 
-def _in_part(side: str, left: float, detail: str) -> _Answer:
+def _in_part(side: str, left: float, detail: str, *, exact: bool) -> _Answer:
     """A change of the weights that is at hand fits up to a factor: other weights, but not these."""
     text = (
         f"the {side}'s mismatch is like a part of that under {detail}, with {left:.1%} left: other weights in between"
     )
-    return _Answer(OTHER_WEIGHTS, min(IN_PART, _of_left(OTHER_WEIGHTS, left)), text, "tested", detail, 1 - left)
+    confidence = min(IN_PART, _of_left(OTHER_WEIGHTS, left, exact=exact))
+    return _Answer(OTHER_WEIGHTS, confidence, text, "tested", detail, 1 - left)
 
 
 def _less_sure(answers: list[_Answer]) -> list[_Answer]:
@@ -307,18 +320,29 @@ def _less_sure(answers: list[_Answer]) -> list[_Answer]:
 def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: str, alone: dict[str, float]) -> _Answer:
     """The answer of one test; for a pair, the part of each cause is what it explains beyond the other."""
     cause, _, second = key.partition(" + ")
+    exact = _both_exact(evidence)
     reason = (
         f"scoring the same tokens with {cause.replace('_', ' ')} {detail} leaves {left:.1%} of the {side}'s mismatch"
     )
     if not second:
         member = _member(evidence, cause)
-        return _Answer(member, _of_left(cause, left), reason, "tested", detail, 1 - left)
+        return _Answer(member, _of_left(cause, left, exact=exact), reason, "tested", detail, 1 - left)
     first_share = 1 - alone.get(cause, 1.0)
     gain = alone.get(cause, 1.0) - left
     # A pair has more freedom than its first cause, so it must explain clearly more.
-    confidence = _of_left(cause, left) if gain > 0.1 else 0.0
+    confidence = _of_left(cause, left, exact=exact) if gain > 0.1 else 0.0
     parts = ((cause, first_share), (second, gain))
     return _Answer(cause, confidence, reason, "tested", detail, 1 - left, parts)
+
+
+def _both_exact(evidence: TokenEvidence) -> bool:
+    """True if both sides declare float32 and no rounding."""
+    sides = (evidence.engine, evidence.trainer)
+    return all(
+        one is not None and one.dtype == "float32" and one.quantization in (None, "none")
+        and one.kv_cache in (None, "auto", "float32")
+        for one in sides
+    )  # fmt: skip
 
 
 def _member(evidence: TokenEvidence, cause: str) -> str:
@@ -335,6 +359,7 @@ def _member(evidence: TokenEvidence, cause: str) -> str:
 def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[Signature]) -> list[_Answer]:
     """Traces in the log-probs, and declared differences that they do not contradict."""
     passed = [s for s in signatures if s.score >= 0.5 and s.cause not in ("none", "unreported_sampling")]
+    passed = [s for s in passed if not _denied(evidence, s.cause)]
     ruled_out: frozenset[str] = frozenset()
     if evidence.engine is not None and evidence.trainer is not None:
         ruled_out = excluded(evidence.engine, evidence.trainer)
@@ -352,6 +377,12 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
     if evidence.engine is None or evidence.trainer is None:
         return answers[:1]
     return answers[:1] + _declared(evidence.engine, evidence.trainer, signatures, passed)
+
+
+def _denied(evidence: TokenEvidence, cause: str) -> bool:
+    """True if the model was tested under this cause and the test leaves too much: a trace is not better evidence."""
+    lefts = [left_share(evidence, name) for name in evidence.tested if name.split(":", 2)[1:2] == [cause]]
+    return cause in FITTED and bool(lefts) and min(lefts) > REMOVED
 
 
 def _temperature(features: Features) -> str:

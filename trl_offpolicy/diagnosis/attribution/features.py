@@ -37,6 +37,8 @@ LEAST_TOKENS = 50
 FLOORS = {"float32": 1e-6, "fp32": 1e-6, "float16": 5e-5, "fp16": 5e-5, "half": 5e-5}
 LARGEST_FLOOR = 5e-3
 """Largest KL k3 between two scorings that arithmetic explains, nats per token: float32, float16, and bfloat16."""
+FORCED = -1e-3
+"""log(old / mu) below which a token that the engine was certain of is not one that the trainer was certain of, too."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Features:
         unit_fit: R^2 of d = s a.
         clipped: share of tokens (a count) at the smallest a.
         forced: share of the k3 at tokens whose a is exactly 0 although the trainer gives them a probability below 1.
+        forced_alone: share of these tokens without another one beside them.
         shift: distance between a[t] and b[t + s] of the best s in -3..3 / distance in place, in the rows that disagree.
         onset: share of disagreeing rows that agree up to a token and hardly ever after it.
         disagreeing_rows: share of rows (a count) that hold disagreement well above the noise.
@@ -109,6 +112,7 @@ class Features:
     surprise_z: float = float("nan")
     trusted_floor: float = float("inf")
     both_low: bool = False
+    forced_alone: float = 0.0
 
 
 def kl_k3(log_ratio: Array) -> float:
@@ -155,7 +159,7 @@ def extract(evidence: TokenEvidence) -> Features:
         surprise_fit=_r_squared(flat, np.stack([np.ones_like(log_mu), log_mu, log_mu**2], 1)),
         unit_fit=_r_squared(flat, log_mu[:, None], centred=False),
         clipped=float(np.mean(log_mu <= log_mu.min() + 1e-9)),
-        forced=float(size[(log_mu == 0.0) & (flat < -1e-3)].sum() / max(size.sum(), 1e-60)),
+        forced=float(size[(log_mu == 0.0) & (flat < FORCED)].sum() / max(size.sum(), 1e-60)),
         shift=_shift(a[rows], b[rows], d[rows], noise),
         onset=_onset(d[rows], noise),
         disagreeing_rows=float(rows.sum()) / max(1, int(seen.any(1).sum())),
@@ -172,7 +176,15 @@ def extract(evidence: TokenEvidence) -> Features:
         surprise_z=surprise_z,
         trusted_floor=trusted_floor(evidence),
         both_low=_both_low(evidence),
+        forced_alone=_alone(seen & (a == 0.0) & (d < FORCED)),
     )
+
+
+def _alone(marked: Array) -> float:
+    """Share of the marked tokens (B, T) whose neighbours in the row are not marked."""
+    around = np.pad(marked, ((0, 0), (1, 1)))
+    beside = around[:, :-2] | around[:, 2:]
+    return float((marked & ~beside).sum()) / max(1, int(marked.sum()))
 
 
 def trusted_floor(evidence: TokenEvidence) -> float:

@@ -64,6 +64,8 @@ from trl_offpolicy.functional.truncated_sampling import Truncation
 
 __all__ = ["REFERENCE", "Bench", "at_fault", "left_share", "run_hypotheses"]
 
+FOUND = 1e-4
+"""Share of the mismatch at which a fitted number is known well enough."""
 EXPLAINED = 0.03
 """Share of the mismatch left at which the search stops: nothing else can do much better."""
 EXACT = 1e-3
@@ -173,8 +175,12 @@ class _Search:
         grid = sorted({*grid, *(one.place(value) for value in tried)})
         neutral = None if one.neutral is None else one.place(one.neutral)
         minimise(
-            share, grid, neutral=neutral, steps=REFINED, hopeless=PROMISING, enough=EXPLAINED, open_ends=True
+            share, grid, neutral=neutral, steps=REFINED, hopeless=PROMISING, enough=FOUND, open_ends=True
         )  # fmt: skip
+        best = min(tried, key=lambda value: tried[value][0])
+        if tried[best][0] <= EXPLAINED:  # settings are round numbers, and the right one leaves nothing
+            for value in {float(f"{best:.{digits}g}") for digits in (1, 2, 3)} - set(tried):
+                self.try_value(one, value)
 
     def _guesses(
         self, one: Intervention, share: Callable[[float], float], tried: Mapping[float, tuple[float, Floats]]

@@ -24,6 +24,7 @@ class Limits:
         self_ratio: below it the trainer differs more from itself than from the engine.
         exact_rows: share of rows that agree at every token up to which noise in the trainer is in every token.
         forced: share of the mismatch at tokens that the engine was certain of.
+        forced_alone: share of these tokens that stand alone, above which they are no tool's output.
         unit_fit: R^2 above which log-probs differ by a factor.
         clipped: share of tokens at the smallest log-prob.
         positive: share of positive d up to which the support is truncated.
@@ -51,6 +52,7 @@ class Limits:
     self_ratio: float = 0.8
     exact_rows: float = 0.05
     forced: float = 0.5
+    forced_alone: float = 0.5
     unit_fit: float = 0.98
     clipped: float = 0.05
     positive: float = 0.02
@@ -168,7 +170,10 @@ def _swapped(f: Features, limits: Limits) -> Signature:
 
 
 def _tool_tokens(f: Features, limits: Limits) -> Signature:
+    """A tool's output is a run of tokens. Zeros at single tokens are log-probs that were filled in."""
     text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
+    if f.forced_alone > limits.forced_alone:
+        return Signature("misalignment", above(f.forced, limits.forced), text + ", one here and one there: filled in")
     return Signature("tool_tokens", above(f.forced, limits.forced), text)
 
 
