@@ -29,6 +29,7 @@ MISMATCH = "offpolicy/mismatch/logp_diff_max"
 
 AGREEMENT = "offpolicy/rollout/sync_agreement"
 BYTES = "offpolicy/rollout/sync_bytes"
+DRAWS = "offpolicy/rollout"
 
 
 def main() -> None:
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--rounding")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--generations", type=int, default=4)
     options = parser.parse_args()
     model = save_tiny_model(options.folder / "model")
     if options.no_sync:
@@ -77,7 +79,7 @@ def main() -> None:
         max_grad_norm=1e9,
         max_steps=3,
         per_device_train_batch_size=8,
-        num_generations=4,
+        num_generations=options.generations,
         max_completion_length=8,
         logging_steps=1,
         save_strategy="no",
@@ -102,6 +104,8 @@ def main() -> None:
                 "bytes": [row[BYTES] for row in rows if BYTES in row],
                 "syncs": [(sync.changed, sync.visible, sync.checksum) for sync in read_syncs(options.folder / "run")],
                 "moved": moved,
+                "distinct": [row[f"{DRAWS}/distinct_fraction"] for row in rows if f"{DRAWS}/distinct_fraction" in row],
+                "copied": [row.get(f"{DRAWS}/copied_fraction", 0.0) for row in rows if "loss" in row],
                 "ranks": trainer.accelerator.num_processes,
                 "dtype": str(llm_config.dtype),
                 "max_model_len": llm_config.max_model_len,

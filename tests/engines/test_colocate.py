@@ -103,9 +103,12 @@ def test_the_adapter_alone_gives_the_same_policy_for_a_fraction_of_the_bytes() -
 
 @pytest.mark.slow
 def test_two_processes_each_with_an_engine() -> None:
-    done = start(launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"))
+    """One group of 16 lies on both: with the same seed for both engines half of it would be copies."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = start("--generations", "16", launcher=launcher)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])  # of the main rank: the metrics are those of both
     assert result["ranks"] == 2
+    assert max(result["copied"]) == 0.0 and result["distinct"][0] > 0.8
     assert len(result["mismatch"]) == 3 and max(result["mismatch"]) < AGREE
     assert min(result["agreement"]) > 1 - AGREE
