@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lightning_module.callbacks import run_folder
 from lightning_module.engines import wants_exact
 from lightning_module.host import Host
-from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.probe.exactness import Exactness, ask_exact, judge_exactness
-from trl_offpolicy.run_folder.writer import add_to_run
-
-logger = logging.getLogger(__name__)
+from trl_offpolicy.diagnosis.probe.exactness import Exactness, ask_exact, judge_generation, report_exactness
 
 
 class ExactCheck:
@@ -64,17 +58,7 @@ class ExactCheck:
         again = module.score(rows, batch_size=size // 2).logps if size > 1 else None
         generation = module.generation
         asked = ask_exact(generation.engine, module.policy, generation.prompts.tokenizer, rows=size)
-        sampled = rows["sampling_per_token_logps"]
-        self.found = judge_exactness(
-            _masked(sampled, mask), _masked(old, mask), None if again is None else _masked(again, mask), asked=asked
-        )
+        self.found = judge_generation(rows["sampling_per_token_logps"], old, again, mask, asked=asked)
         folder = run_folder(module.trainer)
         if module.trainer.is_global_zero:
-            say = tqdm.write if self.found.at_floor else logger.warning
-            say(f"engine.exact: {self.found.text}")
-            add_to_run(folder, "exact", self.found.as_dict())
-
-
-def _masked(values: Tensor, mask: Tensor) -> Floats:
-    found: Floats = torch.where(mask, values.float(), torch.nan).double().cpu().numpy()
-    return found
+            report_exactness(self.found, folder)

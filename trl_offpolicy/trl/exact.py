@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 from trl.models.utils import disable_gradient_checkpointing
 
-from trl_offpolicy.diagnosis.attribution.evidence import Floats
-from trl_offpolicy.diagnosis.probe.exactness import Exactness, ask_exact, judge_exactness
+from trl_offpolicy.diagnosis.probe.exactness import Exactness, ask_exact, judge_generation, report_exactness
 from trl_offpolicy.engines.exact import exact_trainer
 from trl_offpolicy.rollouts.batches import trainable
-from trl_offpolicy.run_folder.writer import add_to_run
-
-logger = logging.getLogger(__name__)
 
 _REFUSED = {
     "bf16": "autocast rounds what the engine does not; for bfloat16 load the model in it (dtype: bfloat16)",
@@ -102,8 +95,8 @@ class ExactRun:
         with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
             old = trainer._score(trainer.model, output, batch_size=size)[0]
             again = trainer._score(trainer.model, output, batch_size=size // 2)[0] if size > 1 else None
-        self.found = judge_exactness(
-            _masked(sampling, mask), _masked(old, mask), None if again is None else _masked(again, mask),
+        self.found = judge_generation(
+            sampling, old, again, mask,
             asked=ask_exact(
                 trainer.vllm_generation,
                 trainer.accelerator.unwrap_model(trainer.model),
@@ -112,16 +105,9 @@ class ExactRun:
             ),
         )  # fmt: skip
         if trainer.accelerator.is_main_process:
-            say = tqdm.write if self.found.at_floor else logger.warning
-            say(f"engine.exact: {self.found.text}")
-            add_to_run(Path(trainer.args.output_dir), "exact", self.found.as_dict())
+            report_exactness(self.found, Path(trainer.args.output_dir))
 
 
 def exact_run(trainer: Any) -> ExactRun | None:
     """The check of a trainer, if its configuration asks for it."""
     return ExactRun(trainer) if wants_exact(cast("dict[str, Any] | None", trainer.args.engine)) else None
-
-
-def _masked(values: Tensor, mask: Tensor) -> Floats:
-    found: Floats = torch.where(mask, values.float(), torch.nan).double().cpu().numpy()
-    return found

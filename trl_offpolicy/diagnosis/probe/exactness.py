@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
 
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Floats
 from trl_offpolicy.diagnosis.attribution.features import kl_k3
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.asked import Asked
 from trl_offpolicy.diagnosis.probe.proof import compare_facts
-from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL
+from trl_offpolicy.diagnosis.thresholds import SAME_POLICY_KL, Thresholds
 from trl_offpolicy.engines.effective import facts_of_model, tokenizer_facts
 from trl_offpolicy.engines.exact import Exact, server_findings, server_flags
+from trl_offpolicy.run_folder.writer import add_to_run
 
-ABOVE = 2.0
+logger = logging.getLogger(__name__)
+
+ABOVE = Thresholds().floor_factor
 """A distance up to this multiple of the noise floor counts as none, as everywhere in the diagnosis."""
 _TOPICS: tuple[Compared, ...] = ("weights", "adapter", "prompts", "sampling", "logprobs_mode", "model_config",
                                  "precision", "parallelism")  # fmt: skip
@@ -122,6 +130,33 @@ def asked_exact(
     start = f"start the server with {server_flags(dtype=dtype, rows=rows, sglang=sglang)}{variable}"
     return ExactAsked(applied="nothing: a server keeps its settings", rows=compared,
                       missing=(*found, start) if found else ())  # fmt: skip
+
+
+def judge_generation(
+    sampling: Tensor, old: Tensor, again: Tensor | None, mask: Tensor, *, asked: ExactAsked
+) -> Exactness:
+    """:func:`judge_exactness` of a trainer's generation batch.
+
+    Args:
+        sampling: (B, T) the engine's log-probs, nats.
+        old: (B, T) the trainer's.
+        again: (B, T) the trainer's from other batches; None = the floor is not measured.
+        mask: (B, T) bool, the completions' tokens.
+        asked: what the engine runs with.
+    """
+
+    def masked(values: Tensor) -> Floats:
+        found: Floats = torch.where(mask, values.float(), torch.nan).double().cpu().numpy()
+        return found
+
+    return judge_exactness(masked(sampling), masked(old), None if again is None else masked(again), asked=asked)
+
+
+def report_exactness(found: Exactness, folder: Path | str) -> None:
+    """Say what was found, as a warning if the engine is not exact, and add it to ``run.json``, on the main rank."""
+    say = tqdm.write if found.at_floor else logger.warning
+    say(f"engine.exact: {found.text}")
+    add_to_run(folder, "exact", found.as_dict())
 
 
 def judge_exactness(sampling: Floats, old: Floats, again: Floats | None, *, asked: ExactAsked) -> Exactness:
