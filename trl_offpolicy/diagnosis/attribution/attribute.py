@@ -282,7 +282,7 @@ def _tested(evidence: TokenEvidence) -> list[_Answer]:
             _keep(in_part, OTHER_WEIGHTS, left_in_part(evidence, name), detail)
     alone = {key: left for key, (left, _) in best.items()}
     found = [_answer(evidence, side, key, left, detail, alone) for key, (left, detail) in best.items() if left < 0.95]
-    exact = _both_exact(evidence)
+    exact = evidence.both_exact
     found += [_in_part(side, left, detail, exact=exact) for left, detail in in_part.values() if left < 0.95]
     return _less_sure(found)
 
@@ -320,7 +320,7 @@ def _less_sure(answers: list[_Answer]) -> list[_Answer]:
 def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: str, alone: dict[str, float]) -> _Answer:
     """The answer of one test; for a pair, the part of each cause is what it explains beyond the other."""
     cause, _, second = key.partition(" + ")
-    exact = _both_exact(evidence)
+    exact = evidence.both_exact
     reason = (
         f"scoring the same tokens with {cause.replace('_', ' ')} {detail} leaves {left:.1%} of the {side}'s mismatch"
     )
@@ -333,16 +333,6 @@ def _answer(evidence: TokenEvidence, side: str, key: str, left: float, detail: s
     confidence = _of_left(cause, left, exact=exact) if gain > 0.1 else 0.0
     parts = ((cause, first_share), (second, gain))
     return _Answer(cause, confidence, reason, "tested", detail, 1 - left, parts)
-
-
-def _both_exact(evidence: TokenEvidence) -> bool:
-    """True if both sides declare float32 and no rounding."""
-    sides = (evidence.engine, evidence.trainer)
-    return all(
-        one is not None and one.dtype == "float32" and one.quantization in (None, "none")
-        and one.kv_cache in (None, "auto", "float32")
-        for one in sides
-    )  # fmt: skip
 
 
 def _member(evidence: TokenEvidence, cause: str) -> str:
@@ -381,8 +371,10 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
 
 def _denied(evidence: TokenEvidence, cause: str) -> bool:
     """True if the model was tested under this cause and the test leaves too much: a trace is not better evidence."""
+    if cause not in FITTED:
+        return False
     lefts = [left_share(evidence, name) for name in evidence.tested if name.split(":", 2)[1:2] == [cause]]
-    return cause in FITTED and bool(lefts) and min(lefts) > REMOVED
+    return bool(lefts) and min(lefts) > REMOVED
 
 
 def _temperature(features: Features) -> str:

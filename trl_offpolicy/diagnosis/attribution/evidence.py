@@ -68,6 +68,12 @@ class Declared:
         """True if it declares 16-bit arithmetic."""
         return self.dtype in LOW_PRECISION
 
+    @property
+    def exact(self) -> bool:
+        """True if it declares float32 and no rounding of weights or cache."""
+        plain = self.quantization in (None, "none") and self.kv_cache in (None, "auto", "float32")
+        return self.dtype == "float32" and plain
+
 
 Compared = Literal[
     "weights",
@@ -159,6 +165,11 @@ class TokenEvidence:
                 raise ValueError(f"{name} must have shape {wanted}, but got {value.shape}.")
         if not self.observed.any():
             raise ValueError("completion_mask must leave a token with finite log-probs on both sides, but got none.")
+
+    @property
+    def both_exact(self) -> bool:
+        """True if both sides declare float32 and no rounding."""
+        return all(side is not None and side.exact for side in (self.engine, self.trainer))
 
     @property
     def observed(self) -> Bools:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.changes import adapter_changes
 from trl_offpolicy.diagnosis.attribution.precision import Inside
+from trl_offpolicy.rollouts.ahead.old_policy import loaded
 
 AUTO = "auto"
 ADAPTER_FILE, MODEL_FILE = "adapter_config.json", "config.json"
@@ -212,15 +213,6 @@ def _tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     return {re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", name): value for name, value in found.items()}
 
 
-@contextmanager
-def holding(model: Any, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model with other values of some parameters."""
-    parameters = {name: value for name, value in model.named_parameters() if name in tensors}
-    kept = {name: value.data for name, value in parameters.items()}
-    try:
-        for name, value in parameters.items():
-            value.data = tensors[name].to(device=value.device, dtype=value.dtype)
-        yield
-    finally:
-        for name, value in parameters.items():
-            value.data = kept[name]
+def holding(model: Any, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """A context in which some parameters of the model have other values."""
+    return loaded({name: value for name, value in model.named_parameters() if name in tensors}, tensors)

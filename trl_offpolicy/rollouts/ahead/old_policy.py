@@ -18,7 +18,7 @@ def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 @contextmanager
-def loaded(parameters: Mapping[str, torch.nn.Parameter], weights: Weights) -> Iterator[None]:
+def loaded(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which the parameters have the values ``weights``. Afterwards they have their own again."""
     own = {name: value.data for name, value in parameters.items()}
     try:
