@@ -16,15 +16,13 @@ from unittest.mock import patch
 
 import torch
 from allocator import fix_allocator
-from correction_cost import make_batch
+from correction_cost import make_batch, measure
 
 import trl_offpolicy as op
 from trl_offpolicy.functional import moments
 from trl_offpolicy.functional._fast import row_blocks
 from trl_offpolicy.objective import objective as objectives
 from trl_offpolicy.stats import Stats
-
-WARM_UP = 5
 
 
 def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
@@ -57,20 +55,6 @@ def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median CPU seconds of each candidate."""
-    for run in runs.values():
-        for _ in range(WARM_UP):
-            run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            started = time.thread_time()
-            run()
-            seconds[name].append(time.thread_time() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,7 +65,8 @@ def main() -> None:
     fix_allocator(warm=True)
     torch.set_num_threads(1)
     runs = candidates(make_batch(args.rows, args.length))
-    found = measure(runs, args.rounds)
+    spent = measure(runs, args.rounds, clock=time.thread_time)
+    found = {name: statistics.median(seconds) for name, seconds in spent.items()}
     whole = found["objective without estimator/*"]
     print(f"B={args.rows} T={args.length} torch {torch.__version__}, 1 thread, {args.rounds} rounds, CPU time")
     for name, seconds in found.items():
