@@ -1,9 +1,9 @@
 """The queue of generation batches that were requested from a server before a trainer needs them.
 
 At a generation boundary all ranks do three things: replace the engine's weights (requests in flight are cut or waited
-for), request as many batches as the bound on their lag admits, and take the oldest batch. Only the requests run in other
-threads, on the main rank. Prompts and results travel between ranks here, in the main thread. Which prompts come next is
-the trainer's to say.
+for), request as many batches as the bound on their lag admits, and take the oldest batch. Only the requests run in
+other threads, on the main rank. Prompts and results travel between ranks here, in the main thread. Which prompts come
+next is the trainer's to say.
 """
 
 from __future__ import annotations
