@@ -229,6 +229,8 @@ class Generation:
     def _generate(self, step: MicroStep) -> dict[str, Tensor]:
         """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss will read."""
         module, count = self._module, step.plan.num_generations
+        if module.replay is not None:
+            module.replay.check(step)
         sampled = self.sample(step.prompts, count, step)
         rows, device = sampled.rows, module.device
         module.measuring.completions.update(
@@ -249,7 +251,7 @@ class Generation:
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
         if module.objective.kl is not None:
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
-        return rows
+        return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
 
     def _count_tokens(self, rows: dict[str, Tensor]) -> None:
         counts = torch.stack([rows["completion_mask"].sum(), rows["prompt_mask"].sum()])

@@ -22,6 +22,7 @@ from lightning_module.exact import ExactCheck
 from lightning_module.generation import Generation
 from lightning_module.measuring import Measuring
 from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
+from lightning_module.replay import replayed
 from lightning_module.rewards import Rewards
 from lightning_module.spec import hyperparameters, resolve
 from lightning_module.streams import HeldOut, MicroStep
@@ -67,6 +68,8 @@ class OffPolicyGRPOModule(LightningModule):
         control: how the run is watched, as in the TRL trainer (``docs/control.md``).
         async_rollouts: sample generation batches ahead of learning, with ``engine: server``: a lag, or a mapping of
             :class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`. None: sample and learn in turn.
+        replay: add groups of a replay buffer to each generation batch: ``{groups: 2, max_rows: 10000}``, or another
+            mapping of :class:`~trl_offpolicy.rollouts.replay.settings.ReplaySettings`. None: every row is fresh.
         noise_floor_steps: once in this many optimizer steps one micro-batch is scored twice; 0 = never.
         sync_check: whether to prove every weight sync on a probe.
 
@@ -100,6 +103,7 @@ class OffPolicyGRPOModule(LightningModule):
         sync_check: bool = True,
         control: Any = "warn",
         async_rollouts: Any = None,
+        replay: Any = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -119,6 +123,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.measuring = Measuring(self.rewards.names)
         self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers")
         self.ahead = sample_ahead(self)  # None: sample and learn in turn
+        self.replay = replayed(self)  # None: every row is fresh
         self.generation = Generation(self)
         self.validation = Validation(self, self.generation)
         self.strict_loading = adapter is None
@@ -169,6 +174,8 @@ class OffPolicyGRPOModule(LightningModule):
         self.generation.start()
         if self.ahead is not None:
             self.ahead.start(self.generation.engine)
+        if self.replay is not None:
+            self.replay.start()
 
     def on_train_start(self) -> None:
         """After a resume, restore the rollouts in use and the random state of the checkpoint."""
@@ -179,6 +186,8 @@ class OffPolicyGRPOModule(LightningModule):
             self.generation.load_state_dict(self._restored)
             if self.ahead is not None:
                 self.ahead.load_state_dict(restored.get("ahead", {}))
+            if self.replay is not None:
+                self.replay.load_state_dict(restored.get("replay", {}))
             self._restored = None
         self.measuring.start()
 
@@ -191,6 +200,8 @@ class OffPolicyGRPOModule(LightningModule):
         """Free the engine, if the module built it."""
         if self.ahead is not None:
             self.ahead.close()
+        if self.replay is not None:
+            self.replay.close()
         self.generation.close()
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -310,6 +321,8 @@ class OffPolicyGRPOModule(LightningModule):
         states = {"control": self.control.state_dict(), "auto": self.auto.state_dict()}
         if self.ahead is not None:
             states["ahead"] = self.ahead.state_dict()
+        if self.replay is not None:
+            states["replay"] = self.replay.state_dict()
         checkpoint[_STATE] = {**self.generation.state_dict(), **states}
         alone = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)  # others save in another format
         if self.settings["adapter"] is not None and alone:

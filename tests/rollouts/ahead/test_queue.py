@@ -1,4 +1,4 @@
-"""The queue between a server and a trainer: what is asked for when, which row goes to which rank, errors on all ranks."""
+"""The queue between a server and a trainer: what is asked for when, whose row is whose, errors on all ranks."""
 
 from __future__ import annotations
 
