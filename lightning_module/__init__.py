@@ -5,6 +5,7 @@ Needs ``lightning`` (``pip install "trl-offpolicy[lightning]"``); TRL's trainer 
 
 from lightning_module.callbacks import OffPolicyProgressBar, RunFolder
 from lightning_module.data import PromptDataModule
+from lightning_module.export import SaveModel
 from lightning_module.module import OffPolicyGRPOModule
 
-__all__ = ["OffPolicyGRPOModule", "OffPolicyProgressBar", "PromptDataModule", "RunFolder"]
+__all__ = ["OffPolicyGRPOModule", "OffPolicyProgressBar", "PromptDataModule", "RunFolder", "SaveModel"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -10,7 +12,11 @@ from torchmetrics import Metric
 
 
 class CompletionMetric(Metric):
-    """Rewards and lengths of completions, under TRL's names. Every completion counts once.
+    """Rewards and lengths of completions, under TRL's names and with TRL's meaning.
+
+    Every number is computed on the completions of one generation batch over all ranks. Several generation batches
+    between two logging steps give the mean of their numbers. One whose number is NaN (a reward function that gave
+    nothing) is left out.
 
     Args:
         names: names of the reward functions.
@@ -30,7 +36,7 @@ class CompletionMetric(Metric):
     def update(
         self, by_function: Tensor, total: Tensor, lengths: Tensor, terminated: Tensor, num_generations: int
     ) -> None:
-        """Add a generation batch of whole groups, group after group.
+        """Add a generation batch of whole groups, group after group. All ranks add the same number of them.
 
         Args:
             by_function: (B, K) reward of each function; NaN = the function gave none.
@@ -40,14 +46,22 @@ class CompletionMetric(Metric):
             num_generations: completions per group.
         """
         self.num_generations = num_generations
-        columns = [total.unsqueeze(1), lengths.unsqueeze(1), terminated.unsqueeze(1), by_function]
-        self.rows.append(torch.cat([column.to(torch.float64) for column in columns], dim=1))
+        batch = torch.full_like(total, len(self.rows))  # its number, by which compute finds the rows of all ranks
+        columns = [column.unsqueeze(1) for column in (batch, total, lengths, terminated)]
+        self.rows.append(torch.cat([column.to(torch.float64) for column in (*columns, by_function)], dim=1))
 
     def compute(self) -> dict[str, float]:
         """Means, standard deviations and extremes over all ranks; empty if there was no completion."""
         rows = torch.cat(self.rows) if isinstance(self.rows, list) and self.rows else self.rows
         if isinstance(rows, list):
             return {}
+        count = int(rows[:, 0].max()) + 1
+        batches = [self._of_batch(rows[rows[:, 0] == number, 1:]) for number in range(count)]
+        by_name = {name: [one[name] for one in batches if not math.isnan(one[name])] for name in batches[0]}
+        return {name: fmean(values) if values else math.nan for name, values in by_name.items()}
+
+    def _of_batch(self, rows: Tensor) -> dict[str, float]:
+        """The numbers of one generation batch: rows of total, length, terminated, reward by function."""
         total, lengths, terminated = rows[:, 0], rows[:, 1], rows[:, 2].bool()
         of_group = total.view(-1, self.num_generations)
         spread = of_group.std(dim=1) if self.num_generations > 1 else torch.zeros(len(of_group))

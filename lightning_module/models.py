@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
+
+FSDP1_PREFIX = "_fsdp_wrapped_module."
+"""What FSDP1 adds to the names of the parameters that it wraps."""
 
 
 def load_policy(
@@ -113,6 +118,27 @@ def whole_weights(wrapped: nn.Module | None) -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(wrapped, writeback=False)
     return context
+
+
+def in_forward(wrapped: nn.Module | None, module: Any, function: Callable[[], T]) -> T:
+    """Call ``function`` inside the forward of the model as the strategy wraps it, if FSDP1 does.
+
+    FSDP1 gathers the parts that no wrapped block owns (embedding, LM head) in the forward of the whole alone.
+
+    Args:
+        wrapped: the model as the strategy wraps it.
+        module: the LightningModule inside it.
+        function: called once, on all ranks.
+    """
+    if wrapped is None or not is_flattened(wrapped):
+        return function()
+    found: list[T] = []
+    module.forward = lambda: found.append(function())
+    try:
+        wrapped()
+    finally:
+        del module.forward
+    return found[0]
 
 
 def is_flattened(wrapped: nn.Module) -> bool:
