@@ -172,7 +172,8 @@ class Generation:
                 return engine.sync_weights(version)
 
         precision = getattr(engine, "precision", UNKNOWN)  # an engine of a user may not tell
-        report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
+        with nullcontext() if module.ahead is None else module.ahead.quiet():
+            report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
         self._synced = version
         if not self.is_trainer:
             module.measuring.add_sync(report)
@@ -195,14 +196,20 @@ class Generation:
 
     # ------------------------------------------------------------------------------------------------------- sampling
 
-    def sample(self, prompts: Sequence[Mapping[str, Any]], count: int) -> Sampled:
-        """``count`` completions of each prompt at the current weights, with rewards. All ranks call it."""
+    def sample(self, prompts: Sequence[Mapping[str, Any]], count: int, step: MicroStep | None = None) -> Sampled:
+        """``count`` completions of each prompt, with rewards. All ranks call it.
+
+        They are sampled at the current weights, unless the module samples ahead for the training step ``step``.
+        """
         module, engine = self._module, self.engine
         assert engine is not None
         ids = self.prompts.encode([row["prompt"] for row in prompts])
         with self._numerics():
             self._sync(ids)
-            rollouts = engine.generate(ids, module.sampling, n=count)
+            if step is None or module.ahead is None:
+                rollouts = engine.generate(ids, module.sampling, n=count)
+            else:
+                rollouts = module.ahead.generate(step, ids, self.prompts.encode)
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
         repeated = [row for row in prompts for _ in range(count)]
         completions = self.prompts.decode(rollouts.completion_ids, repeated)
@@ -247,7 +254,9 @@ class Generation:
     def _generate(self, step: MicroStep) -> dict[str, Tensor]:
         """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss will read."""
         module, count = self._module, step.plan.num_generations
-        sampled = self.sample(step.prompts, count)
+        if module.replay is not None:
+            module.replay.check(step)
+        sampled = self.sample(step.prompts, count, step)
         rows, device = sampled.rows, module.device
         module.measuring.completions.update(
             sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
@@ -267,7 +276,7 @@ class Generation:
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
         if module.objective.kl is not None:
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
-        return rows
+        return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
 
     def _count_tokens(self, rows: dict[str, Tensor]) -> None:
         counts = torch.stack([rows["completion_mask"].sum(), rows["prompt_mask"].sum()])
@@ -285,15 +294,27 @@ class Generation:
 
         if self._misaligned(step) and not stages.needs_old:  # else `decide` scores them and leaves them in the rows
             rows["old_per_token_logps"] = score_old()[0]
+        if module.ahead is not None:
+            module.ahead.complete(rows, lambda: score_old()[0])
         rows["advantages"] = torch.zeros_like(sampled.total)  # `decide` fills them
         inputs = advantage_inputs(rows, sampled.by_function, module.rewards.weights, rank=0)  # rewards of this rank
-        stats = decide(stages, rows, inputs, score_old=score_old, version=module.trainer.global_step)
+        stats = decide(
+            stages,
+            rows,
+            inputs,
+            score_old=score_old,
+            version=module.trainer.global_step,
+            keep_as="old_per_token_logps" if module.ahead is None else module.ahead.name_of_scores,
+        )
         if stats.groups:
             module.measuring.add_stats(stats)
 
     def _misaligned(self, step: MicroStep) -> bool:
         """True if this generation batch spans several optimizer steps and something reads old log-probs."""
+        ahead = self._module.ahead
         reads = self.is_trainer or self._module.objective.proximal.reads_old
+        if ahead is not None:
+            reads = ahead.reads_scores
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
     def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:

@@ -29,6 +29,10 @@ class Host(Protocol):
     auto: AutoCorrection
     exact: Any
     """The check of an exact engine (:class:`~lightning_module.exact.ExactCheck`)."""
+    ahead: Any
+    """What samples ahead (:class:`~lightning_module.ahead.ModuleAhead`); None = sample and learn in turn."""
+    replay: Any
+    """What adds replayed rows (:class:`~lightning_module.replay.ModuleReplay`); None = every row is fresh."""
     objective: Objective
     """The loss. Assigning another objective changes the loss from the next micro-batch on."""
     stages: Stages

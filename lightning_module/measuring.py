@@ -68,7 +68,11 @@ class Measuring:
         """Add one weight sync. On all ranks the same numbers are known."""
         self.syncs.append(report)
         for name, value in report.metrics().items():
-            self._add_mean(f"{PREFIX}rollout/{name}", value)
+            self.add_rollout_number(name, value)
+
+    def add_rollout_number(self, name: str, value: float) -> None:
+        """Add a number of a generation, whose mean is logged as ``offpolicy/rollout/<name>``. All ranks call it."""
+        self._add_mean(f"{PREFIX}rollout/{name}", value)
 
     def add_reward_metric(self, name: str, value: float) -> None:
         """TRL's ``log_metric`` for reward functions: logs the mean under ``name``. All ranks call it, or none does."""
@@ -95,9 +99,15 @@ class Measuring:
         self._steps += 1
         return sums
 
-    def close(self, objective: Objective, device: torch.device) -> dict[str, float]:
-        """All numbers since the last call, over all ranks. All ranks call it; the next window then begins."""
-        values = self.stats.all_reduce(gather_rows).compute()
+    def close(self, objective: Objective, device: torch.device, *, stale: bool = False) -> dict[str, float]:
+        """All numbers since the last call, over all ranks. All ranks call it; the next window then begins.
+
+        Args:
+            objective: the loss, whose numbers also get TRL's names.
+            device: of the metrics.
+            stale: whether rows may be older than the weights (:meth:`~trl_offpolicy.stats.Stats.measured`).
+        """
+        values = self.stats.all_reduce(gather_rows).measured(stale=stale).compute()
         named: dict[str, float] = {"loss": float(self.loss.compute()), "step_time": self._seconds()}
         named |= self.completions.compute() if self.completions.update_called else {}
         named |= {**values, **trl_names(objective, values)} if values else {}

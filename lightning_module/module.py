@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_module import models
+from lightning_module.ahead import sample_ahead
 from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
 from lightning_module.control import Control
@@ -21,6 +22,7 @@ from lightning_module.exact import ExactCheck
 from lightning_module.generation import Generation
 from lightning_module.measuring import Measuring
 from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
+from lightning_module.replay import replayed
 from lightning_module.rewards import Rewards
 from lightning_module.spec import hyperparameters, resolve
 from lightning_module.streams import HeldOut, MicroStep
@@ -65,6 +67,10 @@ class OffPolicyGRPOModule(LightningModule):
         gradient_checkpointing: whether to save memory by computing activations again in the backward.
         correct_threshold: a reward of at least this is a correct answer, for ``eval_pass@1``; None = not reported.
         control: how the run is watched, as in the TRL trainer (``docs/control.md``).
+        async_rollouts: sample generation batches ahead of learning, with ``engine: server``: a lag, or a mapping of
+            :class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`. None: sample and learn in turn.
+        replay: add groups of a replay buffer to each generation batch: ``{groups: 2, max_rows: 10000}``, or another
+            mapping of :class:`~trl_offpolicy.rollouts.replay.settings.ReplaySettings`. None: every row is fresh.
         noise_floor_steps: once in this many optimizer steps one micro-batch is scored twice; 0 = never.
         sync_check: whether to prove every weight sync on a probe.
 
@@ -97,6 +103,8 @@ class OffPolicyGRPOModule(LightningModule):
         noise_floor_steps: int = 100,
         sync_check: bool = True,
         control: Any = "warn",
+        async_rollouts: Any = None,
+        replay: Any = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -115,6 +123,8 @@ class OffPolicyGRPOModule(LightningModule):
         self.rewards = Rewards(reward_funcs, reward_weights)
         self.measuring = Measuring(self.rewards.names)
         self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers")
+        self.ahead = sample_ahead(self)  # None: sample and learn in turn
+        self.replay = replayed(self)  # None: every row is fresh
         self.generation = Generation(self)
         self.validation = Validation(self, self.generation)
         self.strict_loading = adapter is None
@@ -163,6 +173,10 @@ class OffPolicyGRPOModule(LightningModule):
     def on_fit_start(self) -> None:
         """Build the engine, unless an earlier run of this module built it."""
         self.generation.start()
+        if self.ahead is not None:
+            self.ahead.start(self.generation.engine)
+        if self.replay is not None:
+            self.replay.start()
 
     def on_train_start(self) -> None:
         """After a resume, restore the rollouts in use and the random state of the checkpoint."""
@@ -171,6 +185,10 @@ class OffPolicyGRPOModule(LightningModule):
         self.control.start(self, restored.get("control", {}))
         if self._restored is not None:
             self.generation.load_state_dict(self._restored)
+            if self.ahead is not None:
+                self.ahead.load_state_dict(restored.get("ahead", {}))
+            if self.replay is not None:
+                self.replay.load_state_dict(restored.get("replay", {}))
             self._restored = None
         self.measuring.start()
 
@@ -184,6 +202,10 @@ class OffPolicyGRPOModule(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Free the engine, if the module built it."""
+        if self.ahead is not None:
+            self.ahead.close()
+        if self.replay is not None:
+            self.replay.close()
         self.generation.close()
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -269,7 +291,7 @@ class OffPolicyGRPOModule(LightningModule):
     def _log_step(self, optimizer: torch.optim.Optimizer) -> None:
         wrapped = self.trainer.strategy.model or self
         logs = {
-            **self.measuring.close(self.objective, self.device),
+            **self.measuring.close(self.objective, self.device, stale=self.ahead is not None),
             "grad_norm": gradient_norm(self.policy, flattened=models.is_flattened(wrapped)),
             "learning_rate": self.control.learning_rate(optimizer),
         }
@@ -325,6 +347,10 @@ class OffPolicyGRPOModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters, controllers, rollouts in use and random states. With an adapter, drop the frozen weights."""
         states = {"control": self.control.state_dict(), "auto": self.auto.state_dict()}
+        if self.ahead is not None:
+            states["ahead"] = self.ahead.state_dict()
+        if self.replay is not None:
+            states["replay"] = self.replay.state_dict()
         checkpoint[_STATE] = {**self.generation.state_dict(), **states}
         alone = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)  # others save in another format
         if self.settings["adapter"] is not None and alone:

@@ -54,10 +54,11 @@ class RolloutBuffer:
 
         With a single micro-batch no order is drawn.
         """
-        order = torch.arange(plan.completions)
+        count = len(rows["completion_ids"])  # with replayed rows more than plan.completions
+        order = torch.arange(count)
         if plan.steps_per_generation > 1:
-            order = torch.randperm(plan.completions, generator=torch.Generator().manual_seed(hash(generation)))
-        parts = torch.split(order, plan.micro_batch_size)
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(hash(generation)))
+        parts = torch.split(order, count // plan.steps_per_generation)
         return cls(
             generation,
             [{name: v if v.dim() == 0 else v[part.to(v.device)] for name, v in rows.items()} for part in parts],
