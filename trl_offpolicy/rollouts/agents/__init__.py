@@ -1,0 +1,25 @@
+"""Completions of several turns, over any engine: tools, environments, or a rollout function of the user's.
+
+``Chat`` turns messages into ids and replies into messages. ``answer_calls`` runs the tools. ``Environments`` holds one
+object per rollout. ``AgentEngine`` runs the loop. ``RolloutSampler`` puts them together for a trainer.
+"""
+
+from trl_offpolicy.rollouts.agents.chat import Chat, chat_tokenizer
+from trl_offpolicy.rollouts.agents.environments import Environments
+from trl_offpolicy.rollouts.agents.loop import AgentEngine, Episodes
+from trl_offpolicy.rollouts.agents.recorded import RecordedEngine
+from trl_offpolicy.rollouts.agents.sampler import Request, RolloutSampler, Sampled
+from trl_offpolicy.rollouts.agents.tools import answer_calls
+
+__all__ = [
+    "AgentEngine",
+    "Chat",
+    "Environments",
+    "Episodes",
+    "RecordedEngine",
+    "Request",
+    "RolloutSampler",
+    "Sampled",
+    "answer_calls",
+    "chat_tokenizer",
+]
