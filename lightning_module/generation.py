@@ -29,6 +29,7 @@ from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.rollouts.agents import Completions
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
@@ -41,7 +42,8 @@ class Sampled(NamedTuple):
     """Completions with their rewards.
 
     ``rows`` holds tensors under TRL's names. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is
-    their weighted sum, ``lengths`` (B,) counts tokens, ``terminated`` (B,) says whether a completion ended by itself.
+    their weighted sum, ``lengths`` (B,) counts sampled tokens, ``terminated`` (B,) says whether a completion ended by
+    itself, ``completions`` are the texts or messages.
     """
 
     rows: dict[str, Tensor]
@@ -49,6 +51,7 @@ class Sampled(NamedTuple):
     total: Tensor
     lengths: Tensor
     terminated: Tensor
+    completions: Completions
 
 
 class Generation:
@@ -76,8 +79,7 @@ class Generation:
     def prompts(self) -> Prompts:
         """The tokenizer, with the ids that end a completion."""
         if self._prompts is None:
-            given = self._module.settings
-            self._prompts = Prompts.of(given["model"], given["tokenizer"], self._module.policy)
+            self._prompts = Prompts.of(self._module.settings, self._module.policy)
         return self._prompts
 
     def start(self) -> None:
@@ -89,6 +91,7 @@ class Generation:
         model = module.settings["model"]
         run = module.trainer.strategy.broadcast(f"{id(self):x}-{torch.initial_seed() & 0xFFFF:x}")
         module.exact.check_precision()
+        module.agents.start(self.prompts)
         self._draw_apart()
         with engine_numerics(module.device):
             self.engine = build_engine(
@@ -175,17 +178,17 @@ class Generation:
         """``count`` completions of each prompt at the current weights, with rewards. All ranks call it."""
         module, engine = self._module, self.engine
         assert engine is not None
-        ids = self.prompts.encode([row["prompt"] for row in prompts])
+        request = module.agents.request(prompts, count)
         with torch.no_grad(), nullcontext() if self.is_trainer else engine_numerics(module.device):
-            self._sync(ids)
-            rollouts = engine.generate(ids, module.sampling, n=count)
+            self._sync(request.prompt_ids)
+            completions = module.agents.sample(engine, request)
+        rollouts = completions.rollouts
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
-        repeated = [row for row in prompts for _ in range(count)]
-        completions = self.prompts.decode(rollouts.completion_ids, repeated)
         by_function = module.rewards(
-            repeated,
-            completions,
+            completions.reward_rows(request),
+            completions.completions,
             rollouts.completion_ids,
+            **({} if request.environments is None else {"environments": request.environments}),
             trainer_state=self._trainer_state(),
             log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
             log_extra=_ignore,
@@ -196,8 +199,9 @@ class Generation:
             rows,
             by_function,
             total_rewards(by_function, module.rewards.weights),
-            rows["completion_mask"].sum(-1),
+            trainable(rows).sum(-1),
             torch.tensor(ended, device=module.device),
+            completions,
         )
 
     def _trainer_state(self) -> SimpleNamespace:
@@ -227,6 +231,8 @@ class Generation:
         module.measuring.completions.update(
             sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
         )
+        module.measuring.add_tools(sampled.completions)
+        module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))
         sampling = rows.get("sampling_per_token_logps")
         module.measuring.add_stats(duplicate_stats(rows["completion_ids"], trainable(rows), sampling, group_size=count))
         trainer, groups = module.trainer, len(step.prompts)
@@ -245,7 +251,7 @@ class Generation:
         return rows
 
     def _count_tokens(self, rows: dict[str, Tensor]) -> None:
-        counts = torch.stack([rows["completion_mask"].sum(), rows["prompt_mask"].sum()])
+        counts = torch.stack([trainable(rows).sum(), rows["prompt_mask"].sum()])
         completion, prompt = sum_ranks(counts).unbind()
         rows["num_items_in_batch"] = completion
         self.num_tokens += int(completion + prompt)

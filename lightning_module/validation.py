@@ -9,8 +9,10 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_module.generation import Generation
 from lightning_module.host import Host
+from lightning_module.metrics import FractionMetric, tool_counts
 from lightning_module.state import random_state, seed_random, set_random_state
 from lightning_module.streams import HeldOut
+from trl_offpolicy.rollouts.agents import Completions
 
 _SEED = 1 << 20
 """What the seed of validations is above that of training: more than there are ranks."""
@@ -32,6 +34,8 @@ class Validation:
         # They are submodules of the LightningModule, so Lightning synchronises and resets them.
         for name in names:
             module.add_module(_attribute(name), MeanMetric())
+        for name in tool_counts([], []) if module.agents.has_tools else ():
+            module.add_module(_attribute(name), FractionMetric())
         self.names = names
         self._training: dict[str, Any] | None = None
 
@@ -63,7 +67,18 @@ class Validation:
             metric: Metric = getattr(module, _attribute(name))
             metric.update(value[~value.isnan()])
             metrics[f"eval_{name}"] = metric
-        return metrics
+        return metrics | self._tool_metrics(sampled.completions, count)
+
+    def _tool_metrics(self, completions: Completions, count: int) -> dict[str, Metric]:
+        """The metrics of tool calls, with those of the first ``count`` completions; empty if there are no tools."""
+        if completions.tool_calls is None or completions.tool_failures is None:
+            return {}
+        found: dict[str, Metric] = {}
+        counts = tool_counts(completions.tool_calls[:count], completions.tool_failures[:count])
+        for name, (part, whole) in counts.items():
+            found[f"eval_{name}"] = getattr(self._module, _attribute(name))
+            found[f"eval_{name}"].update(part, whole)
+        return found
 
 
 def _attribute(name: str) -> str:

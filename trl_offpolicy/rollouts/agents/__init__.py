@@ -8,18 +8,18 @@ from trl_offpolicy.rollouts.agents.chat import Chat, chat_tokenizer
 from trl_offpolicy.rollouts.agents.environments import Environments
 from trl_offpolicy.rollouts.agents.loop import AgentEngine, Episodes
 from trl_offpolicy.rollouts.agents.recorded import RecordedEngine
-from trl_offpolicy.rollouts.agents.sampler import Request, RolloutSampler, Sampled
+from trl_offpolicy.rollouts.agents.sampler import Completions, Request, RolloutSampler
 from trl_offpolicy.rollouts.agents.tools import answer_calls
 
 __all__ = [
     "AgentEngine",
     "Chat",
+    "Completions",
     "Environments",
     "Episodes",
     "RecordedEngine",
     "Request",
     "RolloutSampler",
-    "Sampled",
     "answer_calls",
     "chat_tokenizer",
 ]

@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
+class Completions:
     """What was sampled, one entry per completion.
 
     Args:
@@ -58,6 +58,12 @@ class Sampled:
     sampled_ids: list[list[int]] | None = None
     tool_calls: list[int] | None = None
     tool_failures: list[int] | None = None
+
+    def reward_rows(self, request: Request) -> list[dict[str, Any]]:
+        """The rows of the request with ``columns``, for the reward functions."""
+        return [
+            {**row, **{name: values[i] for name, values in self.columns.items()}} for i, row in enumerate(request.rows)
+        ]
 
 
 class RolloutSampler:
@@ -135,7 +141,7 @@ class RolloutSampler:
 
     def sample(
         self, engine: RecordedEngine, request: Request, sampling: Sampling, *, context_length: int | None = None
-    ) -> Sampled:
+    ) -> Completions:
         """The completions of a request.
 
         Args:
@@ -152,25 +158,25 @@ class RolloutSampler:
             return self._by_function(engine, request, sampling)
         if not self.has_tools:
             rollouts = engine.generate(request.prompt_ids, sampling, n=request.n)
-            return Sampled(rollouts=rollouts, completions=self._decoded(rollouts, request))
+            return Completions(rollouts=rollouts, completions=self._decoded(rollouts, request))
         agent = AgentEngine(
             engine, self.chat, self.tools, max_iterations=self.max_iterations, context_length=context_length
         )
         episodes = agent.converse(request.prompt_ids, sampling, n=request.n, tools=request.tools)
-        return Sampled(
+        return Completions(
             rollouts=episodes.rollouts,
             completions=list(episodes.messages),
             tool_calls=episodes.tool_calls,
             tool_failures=episodes.tool_failures,
         )
 
-    def _by_function(self, engine: RecordedEngine, request: Request, sampling: Sampling) -> Sampled:
+    def _by_function(self, engine: RecordedEngine, request: Request, sampling: Sampling) -> Completions:
         assert self.rollout is not None
         offered = {"tokenizer": self.chat.tokenizer, "rows": request.rows}
         named = {name: value for name, value in offered.items() if name in inspect.signature(self.rollout).parameters}
         output = self.rollout([row["prompt"] for row in request.rows], engine, sampling, **named)
         returned = read_returned(output, rows=len(request.rows), version=engine.version)
-        return Sampled(
+        return Completions(
             rollouts=returned.rollouts,
             completions=self._decoded(returned.rollouts, request),
             columns=returned.columns,
