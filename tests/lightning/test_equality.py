@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from both_trainers import ENGINE_ONLY, NOT_COMPARED, WatchTRL, distance
 from lightning_runs import Played, Watch, data, module, trainer
 from tiny_models import score_last_word
-from torch import Tensor
 from trainer_runs import Engine, records
-from transformers import TrainerCallback
 
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
@@ -28,9 +26,6 @@ more, and a hundredth of what a wrong sign gives (below)."""
 LARGE_MOMENTS = ("chi2_token", "chi2_sequence", "_ci95", "gradient/signal", "gradient/noise", "grad_norm")
 # of one length: TRL counts positions from the padding on, this kit from the first token, as engines do.
 PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(32)]})
-NOT_COMPARED = {"step", "time", "step_time", "epoch"}
-ENGINE_ONLY = {f"offpolicy/rollout/sync_{name}" for name in ("seconds", "bytes", "changed_fraction")}
-ENGINE_ONLY |= {"offpolicy/rollout/retokenised_fraction"}  # what a rollout_func's engine sampled is not known
 
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's
@@ -91,17 +86,6 @@ def build(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
     return trl
 
 
-class WatchTRL(TrainerCallback):
-    def __init__(self, model: Any) -> None:
-        self.model, self.gradients, self.weights = model, [], []
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.weights.append({name: p.detach().clone() for name, p in self.model.named_parameters()})
-
-
 def run_trl(build: Any, **options: Any) -> tuple[WatchTRL, list[dict[str, Any]], list[dict[str, Any]]]:
     """What TRL saw and logged, and the rollouts."""
     engine, calls = Engine(shift=0.2, noise=0.3), []
@@ -124,13 +108,6 @@ def run_lightning(folder: Path, calls: list[Any], accumulation: int, options: An
     settings = {"correction": "paper/tis", **options}
     fit.fit(module(engine, optimizer=partial(torch.optim.SGD, lr=RATE), **settings), data(PROMPTS, **sizes))
     return watch, engine
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Largest difference, absolute plus relative to the largest entry of all, as in test_trainer_parity."""
-    assert one.keys() == other.keys()
-    largest = max(float(value.abs().max()) for value in other.values())
-    return max(float((one[name] - other[name]).abs().max()) for name in one) / (1 + largest)
 
 
 @pytest.mark.parametrize("case", CASES)
