@@ -19,7 +19,7 @@ from datasets import Dataset
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import OwnMismatch, Watch, data, module, trainer
 from scripted_agents import Script, ScriptedEngine, add, byte_model, byte_tokenizer, call
-from tiny_models import WORDS, tiny_tokenizer
+from tiny_models import EOS, VOCABULARY, WORDS, tiny_model, tiny_tokenizer
 from trainer_runs import generation_batches, records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -29,9 +29,9 @@ from recipes.tasks import final_number
 from trl_offpolicy.engines.engine import Call, Rollouts
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
-STEPS, RATE, LENGTH = 2, 0.02, 260
+STEPS, RATE, LENGTH = 2, 0.02, 420
 BY_TURN = op.Correction(
-    weight=op.TruncateWeight(level="turn", max_weight=1.1), keep=(op.RatioBand(level="turn_mean", low=0.9, high=1.1),)
+    weight=op.TruncateWeight(level="turn", max_weight=1.1), keep=(op.RatioBand(level="turn", low=0.5, high=2.0),)
 )
 OBJECTIVE = op.Objective(correction=BY_TURN)
 SUMS = [(3, 4), (12, 5), (7, 9), (20, 2)]
@@ -245,7 +245,10 @@ class Other(Desk):
 def talks(**options: Any) -> Any:
     """A module whose tiny model samples for real; a reply whose first word is even calls the tool."""
     reward = lambda completions, **_: [float(len(str(one)) % 7) for one in completions]  # noqa: E731
+    model = tiny_model()
+    model.generation_config.eos_token_id = [EOS, *range(EOS + 2, len(VOCABULARY), 2)]  # turns of two tokens or so
     defaults = {
+        "model": model,
         "tokenizer": tool_tokenizer(),
         "tools": [lookup],
         "sampling": {"max_tokens": 24},
@@ -263,7 +266,7 @@ def test_transformers_samples_turns_and_validation_uses_the_same_loop(tmp_path: 
     pl.seed_everything(3, verbose=False)
     watch, ours = Watch(), talks(check_token_ids="raise", max_tool_calling_iterations=2)
     held_out = data(conversations(), val_dataset=conversations(4), val_batch_size=4)
-    owner = trainer(tmp_path, callbacks=[watch], max_steps=2)
+    owner = trainer(tmp_path, callbacks=[watch], max_steps=2, val_check_interval=2)
     owner.fit(ours, held_out)
     rows = ours.generation._buffer.micro_batches[0]
     called = [row for row in range(4) if not rows["tool_mask"][row].all()]
@@ -282,12 +285,12 @@ def test_transformers_samples_turns_and_validation_uses_the_same_loop(tmp_path: 
 @pytest.mark.integration
 def test_a_resumed_run_with_tools_goes_on_exactly(tmp_path: Path) -> None:
     def fit(folder: Path, *, steps: int, resume: Path | None = None) -> Watch:
-        pl.seed_everything(1, verbose=False)
+        pl.seed_everything(3, verbose=False)
         watch = Watch()
         saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
         owner = trainer(folder, callbacks=[watch, saver], enable_checkpointing=True, max_steps=steps)
         rows = data(conversations(), steps_per_generation=2, num_iterations=2)
-        owner.fit(talks(learning_rate=0.01), rows, ckpt_path=resume, weights_only=True if resume else None)
+        owner.fit(talks(learning_rate=1e-3), rows, ckpt_path=resume, weights_only=True if resume else None)
         return watch
 
     whole = fit(tmp_path / "whole", steps=6)
@@ -452,7 +455,7 @@ def test_templates_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"chat_template must write tool calls"):
         fit(chat_template=silent)
     whole = tool_tokenizer()
-    rewrites = "{{ messages | length }} " + whole.chat_template
+    rewrites = "{{ 'w1' if messages | length > 2 else 'w2' }} " + whole.chat_template
     with pytest.raises(ValueError, match=r"earlier messages the same whatever follows .*get_training_chat_template"):
         fit(tokenizer=whole, chat_template=rewrites)
     with pytest.raises(ValueError, match=r"response_template must say how a tool call is read .*add_response_schema"):

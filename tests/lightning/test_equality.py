@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from both_trainers import ENGINE_ONLY, NOT_COMPARED, WatchTRL, distance
+from datasets import Dataset
 from lightning_runs import Played, Watch, data, module, trainer
 from tiny_models import score_last_word
 from trainer_runs import Engine, records
