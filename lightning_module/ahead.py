@@ -6,7 +6,7 @@ part of a checkpoint: a resumed run requests it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_module.engines import engine_type
 from lightning_module.host import Host
 from lightning_module.streams import MicroStep
-from trl_offpolicy.engines.engine import Engine, Rollouts
+from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
+from trl_offpolicy.rollouts.agents import WrappedEngine
 from trl_offpolicy.rollouts.ahead.checks import check_arguments, check_objective, check_server, check_snapshots
 from trl_offpolicy.rollouts.ahead.lookahead import positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy
@@ -83,13 +84,16 @@ class ModuleAhead:
             version = self._module.trainer.global_step
             self._old.keep(self._module.policy, version, oldest=self._queue.oldest_version)
 
-    def generate(self, step: MicroStep, ids: Prompts, encode: Callable[[list[Any]], Prompts]) -> Rollouts:
+    def due(self, engine: Engine, step: MicroStep) -> Engine:
+        """An engine whose ``generate`` returns the generation batch of ``step``, which was requested before."""
+        return _Due(engine, lambda ids: self._take(step, ids))
+
+    def _take(self, step: MicroStep, ids: Prompts) -> Rollouts:
         """The completions of the generation batch that is due. It also requests more. All ranks call it.
 
         Args:
             step: the micro-step that needs them.
             ids: token ids of its prompts.
-            encode: returns the token ids of prompts.
 
         Raises:
             EngineError: on all ranks, if a request failed or the rows are not those that were requested.
@@ -102,7 +106,7 @@ class ModuleAhead:
 
         def upcoming(first: int, end: int) -> Iterator[Prompts]:
             for number in self._reached(step, end)[first:]:
-                yield repeated(encode([row["prompt"] for row in step.coming(number)]))
+                yield repeated(module.agents.request(step.coming(number), 1).prompt_ids)
 
         options = module.sampling.vllm_options
         rollouts, waited = self._queue.take(repeated(ids), upcoming=upcoming, options=options, n=n)
@@ -161,6 +165,18 @@ class ModuleAhead:
         """Continue from :meth:`state_dict`."""
         if self._old.average is not None and state:
             self._old.average.load_state_dict(state)
+
+
+class _Due(WrappedEngine):
+    """A server that answers with what was requested before."""
+
+    def __init__(self, engine: Engine, take: Callable[[Prompts], Rollouts]) -> None:
+        super().__init__(engine)
+        self._take = take
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
+        """The completions that were requested for these prompts."""
+        return self._take([list(ids) for ids in prompt_ids])
 
 
 def sample_ahead(module: Host) -> ModuleAhead | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.rollouts.agents import Completions, Request
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
@@ -41,8 +42,8 @@ class Sampled(NamedTuple):
     """Completions with their rewards.
 
     ``rows`` holds tensors under TRL's names. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is
-    their weighted sum, ``lengths`` (B,) counts tokens, ``terminated`` (B,) says whether a completion ended by itself.
-    ``completions`` are texts or messages, as the reward functions got them.
+    their weighted sum, ``lengths`` (B,) counts sampled tokens, ``terminated`` (B,) says whether a completion ended by
+    itself, ``completions`` are the texts or messages, ``prompts`` what the model saw.
     """
 
     rows: dict[str, Tensor]
@@ -50,7 +51,8 @@ class Sampled(NamedTuple):
     total: Tensor
     lengths: Tensor
     terminated: Tensor
-    completions: list[Any]
+    completions: Completions
+    prompts: list[Any]
 
 
 class Generation:
@@ -71,6 +73,7 @@ class Generation:
         self._reference: nn.Module | None = None  # not a submodule: neither saved, sharded nor trained
         self._sync_weights: WeightSync | None = None
         self._prompts: Prompts | None = None
+        self._requested: Request | None = None  # for the batch that begins
 
     # --------------------------------------------------------------------------------------------------------- engine
 
@@ -78,8 +81,7 @@ class Generation:
     def prompts(self) -> Prompts:
         """The tokenizer, with the ids that end a completion."""
         if self._prompts is None:
-            given = self._module.settings
-            self._prompts = Prompts.of(given["model"], given["tokenizer"], self._module.policy)
+            self._prompts = Prompts.of(self._module.settings, self._module.policy)
         return self._prompts
 
     def start(self) -> None:
@@ -91,6 +93,7 @@ class Generation:
         model = module.settings["model"]
         run = module.trainer.strategy.broadcast(f"{id(self):x}-{torch.initial_seed() & 0xFFFF:x}")
         module.exact.check_precision()
+        module.agents.start(self.prompts)
         self._draw_apart()
         with engine_numerics(module.device):
             self.engine = build_engine(
@@ -145,9 +148,10 @@ class Generation:
         It is called before the strategy's forward begins, inside which FSDP1 cannot gather the weights.
         """
         if isinstance(batch, HeldOut) or self._is_new(batch):
-            ids = self.prompts.encode([row["prompt"] for row in batch.prompts])
+            count = batch.num_generations if isinstance(batch, HeldOut) else batch.plan.num_generations
+            self._requested = self._module.agents.request(batch.prompts, count)
             with self._numerics():
-                self._sync(ids)
+                self._sync(self._requested.prompt_ids)
 
     def _is_new(self, step: MicroStep) -> bool:
         return self._buffer is None or self._buffer.generation != step.generation
@@ -203,20 +207,19 @@ class Generation:
         """
         module, engine = self._module, self.engine
         assert engine is not None
-        ids = self.prompts.encode([row["prompt"] for row in prompts])
+        request = self._requested or module.agents.request(prompts, count)
+        self._requested = None
+        ahead = None if step is None else module.ahead
         with self._numerics():
-            self._sync(ids)
-            if step is None or module.ahead is None:
-                rollouts = engine.generate(ids, module.sampling, n=count)
-            else:
-                rollouts = module.ahead.generate(step, ids, self.prompts.encode)
+            self._sync(request.prompt_ids)
+            completions = module.agents.sample(engine if ahead is None else ahead.due(engine, step), request)
+        rollouts = completions.rollouts
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
-        repeated = [row for row in prompts for _ in range(count)]
-        completions = self.prompts.decode(rollouts.completion_ids, repeated)
         by_function = module.rewards(
-            repeated,
-            completions,
+            completions.reward_rows(request),
+            completions.completions,
             rollouts.completion_ids,
+            **({} if request.environments is None else {"environments": request.environments}),
             trainer_state=self._trainer_state(),
             log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
             log_extra=_ignore,
@@ -227,9 +230,10 @@ class Generation:
             rows,
             by_function,
             total_rewards(by_function, module.rewards.weights),
-            rows["completion_mask"].sum(-1),
+            trainable(rows).sum(-1),
             torch.tensor(ended, device=module.device),
             completions,
+            [row["prompt"] for row in request.rows],
         )
 
     def _trainer_state(self) -> SimpleNamespace:
@@ -261,6 +265,8 @@ class Generation:
         module.measuring.completions.update(
             sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
         )
+        module.measuring.add_tools(sampled.completions)
+        module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))
         sampling = rows.get("sampling_per_token_logps")
         module.measuring.add_stats(duplicate_stats(rows["completion_ids"], trainable(rows), sampling, group_size=count))
         trainer, groups = module.trainer, len(step.prompts)
@@ -279,7 +285,7 @@ class Generation:
         return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
 
     def _count_tokens(self, rows: dict[str, Tensor]) -> None:
-        counts = torch.stack([rows["completion_mask"].sum(), rows["prompt_mask"].sum()])
+        counts = torch.stack([trainable(rows).sum(), rows["prompt_mask"].sum()])
         completion, prompt = sum_ranks(counts).unbind()
         rows["num_items_in_batch"] = completion
         self.num_tokens += int(completion + prompt)

@@ -27,6 +27,8 @@ class Host(Protocol):
     rewards: Rewards
     measuring: Measuring
     auto: AutoCorrection
+    agents: Any
+    """What samples (:class:`~lightning_module.agents.Agents`)."""
     exact: Any
     """The check of an exact engine (:class:`~lightning_module.exact.ExactCheck`)."""
     ahead: Any

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_module.metrics import CompletionMetric
+from lightning_module.metrics import CompletionMetric, FractionMetric, tool_counts
 from trl_offpolicy.engines.engine import SyncReport
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import sampled_tokens
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.rollouts.agents import Completions
 from trl_offpolicy.stats import PREFIX, Stats
 from trl_offpolicy.types import PolicyBatch
 
@@ -34,6 +35,7 @@ class Measuring:
         self.completions = CompletionMetric(reward_names)
         self.loss = MeanMetric()
         self.means: dict[str, MeanMetric] = {}
+        self.fractions: dict[str, FractionMetric] = {}
         self.syncs: deque[SyncReport] = deque(maxlen=256)  # those that no run folder has taken
         self._step_loss: Tensor | None = None
         self._step: Tensor | None = None
@@ -78,6 +80,13 @@ class Measuring:
         """TRL's ``log_metric`` for reward functions: logs the mean under ``name``. All ranks call it, or none does."""
         self._add_mean(name, value)
 
+    def add_tools(self, completions: Completions) -> None:
+        """Add the tool calls of a generation batch, if there are tools. All ranks call it."""
+        if completions.tool_calls is None or completions.tool_failures is None:
+            return
+        for name, counts in tool_counts(completions.tool_calls, completions.tool_failures).items():
+            self.fractions.setdefault(name, FractionMetric()).update(*counts)
+
     def _add_mean(self, name: str, value: float) -> None:
         if name not in self.means:
             self.means[name] = MeanMetric()
@@ -113,9 +122,12 @@ class Measuring:
         named |= {**values, **trl_names(objective, values)} if values else {}
         for name, metric in sorted(self.means.items()):
             named[name] = float(metric.to(device).compute())
+        for name, fraction in self.fractions.items():
+            named[name] = float(fraction.to(device).compute())
         self.stats = Stats({})
         self.completions.reset()
         self.loss.reset()
+        self.fractions.clear()
         self.means.clear()
         return named
 

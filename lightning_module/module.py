@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_module import models
+from lightning_module.agents import Agents
 from lightning_module.ahead import sample_ahead
 from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
@@ -66,6 +67,15 @@ class OffPolicyGRPOModule(LightningModule):
         warmup_steps: optimizer steps in which the schedule warms up.
         gradient_checkpointing: whether to save memory by computing activations again in the backward.
         correct_threshold: a reward of at least this is a correct answer, for ``eval_pass@1``; None = not reported.
+        tools: functions that the model may call between its turns, or their import paths (``docs/lightning.md``).
+        environment_factory: class (or function, or import path) of an object per rollout, whose methods are tools; or
+            a mapping from names to such, which the column ``environment`` chooses from.
+        rollout: ``f(prompts, engine, sampling)`` that samples in place of the loop, or its import path.
+        max_tool_calling_iterations: most rounds of tool calls per completion; None = any number.
+        chat_template: template of messages in place of the tokenizer's: a Jinja text, or its file.
+        response_template: how replies are read (``parse_response``): a mapping, or its JSON file.
+        chat_template_kwargs: further variables of the chat template.
+        check_token_ids: what happens if rows do not hold the ids that the engine sampled: ``warn``, ``raise``, ``off``.
         control: how the run is watched, as in the TRL trainer (``docs/control.md``).
         async_rollouts: sample generation batches ahead of learning, with ``engine: server``: a lag, or a mapping of
             :class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`. None: sample and learn in turn.
@@ -79,6 +89,7 @@ class OffPolicyGRPOModule(LightningModule):
     """
 
     policy: Any
+    _objective: Objective
 
     def __init__(
         self,
@@ -105,22 +116,32 @@ class OffPolicyGRPOModule(LightningModule):
         control: Any = "warn",
         async_rollouts: Any = None,
         replay: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
+        rollout: Any = None,
+        max_tool_calling_iterations: int | None = None,
+        chat_template: str | None = None,
+        response_template: Any = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        check_token_ids: str = "warn",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.save_hyperparameters(hyperparameters(given))
         self.settings = given
+        self.agents = Agents(self)
         kind = engine_type(engine)
+        sampler = kind if rollout is None else "own"  # a function may bring log-probs of its own
         self.preset = resolve(
-            correction, objective, advantages, default="measure" if kind == "transformers" else "paper/tis"
+            correction, objective, advantages, default="measure" if sampler == "transformers" else "paper/tis"
         )
         self.objective = starting_preset(self.preset).objective
         fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
-        check_sampling(kind, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
+        check_sampling(sampler, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
         self.exact = ExactCheck(self)
-        self.rewards = Rewards(reward_funcs, reward_weights)
+        self.rewards = Rewards(reward_funcs, reward_weights, self.agents.rewards)
         self.measuring = Measuring(self.rewards.names)
         self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers")
         self.ahead = sample_ahead(self)  # None: sample and learn in turn
@@ -347,6 +368,7 @@ class OffPolicyGRPOModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters, controllers, rollouts in use and random states. With an adapter, drop the frozen weights."""
         states = {"control": self.control.state_dict(), "auto": self.auto.state_dict()}
+        states["agents"] = self.agents.state_dict()
         if self.ahead is not None:
             states["ahead"] = self.ahead.state_dict()
         if self.replay is not None:
@@ -383,6 +405,7 @@ class OffPolicyGRPOModule(LightningModule):
             ValueError: the checkpoint lacks trained weights of the adapter.
         """
         self._restored = checkpoint.get(_STATE)
+        self.agents.check_restored((self._restored or {}).get("agents", {}))
         if self.settings["adapter"] is not None and "state_dict" in checkpoint:
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}
             if missing := sorted(trained - set(checkpoint["state_dict"])):

@@ -16,7 +16,7 @@ from trl_offpolicy.types import Average
 def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, Tensor]:
     """Tensors with prompts padded on the left and completions on the right, under the names of TRL's batches.
 
-    ``sampling_per_token_logps`` is present only if the engine reports log-probs.
+    ``sampling_per_token_logps`` is present only if the engine reports log-probs, ``tool_mask`` only if there are turns.
     """
     prompts, completions = rollouts.prompt_ids, rollouts.completion_ids
     tensors = {
@@ -27,6 +27,8 @@ def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, 
     }
     if rollouts.sampling_per_token_logps is not None:
         tensors["sampling_per_token_logps"] = _padded(rollouts.sampling_per_token_logps, 0.0)
+    if rollouts.tool_mask is not None:
+        tensors["tool_mask"] = _padded(rollouts.tool_mask, 1)
     return {name: value.to(device) for name, value in tensors.items()}
 
 

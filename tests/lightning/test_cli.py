@@ -105,7 +105,7 @@ def test_recipes_run_and_report(recipe: Path, tmp_path: Path) -> None:
         options = entry.get("init_args", {})
         options |= {key: str(tmp_path) for key in ("folder", "save_dir", "dirpath") if key in options}
     spec["trainer"] |= {"max_steps": 2, "val_check_interval": 2, "default_root_dir": str(tmp_path)}
-    spec["data"]["dataset_options"] = {"eval_size": 4, "train_size": 40}
+    spec["data"].setdefault("dataset_options", {}).update(eval_size=4, train_size=40)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "lightning_module", "fit", "--config", str(tmp_path / "config.yaml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700)

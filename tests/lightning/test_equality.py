@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from both_trainers import GRADIENT_LIMIT, PROMPTS, WatchTRL, assert_same_numbers, distance
-from lightning_runs import Played, Watch, data, module, trainer
-from tiny_models import score_last_word
-from trainer_runs import Engine, records
-
-from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
-
-STEPS, RATE = 3, 0.02
+from both_trainers import GRADIENT_LIMIT, STEPS, assert_same_numbers, distance, run_lightning, run_trl, trl_side
 
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's
@@ -57,47 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
 
 @pytest.fixture
 def build(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
-    """``build(rollout_func, **options)``: TRL's side, with the optimizer of both."""
-    same = {
-        "optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_steps": STEPS,
-        "max_grad_norm": 1e9, "shuffle_dataset": False,
-    }  # fmt: skip
-
-    def trl(rollout_func: Any, **options: Any) -> OffPolicyGRPOTrainer:
-        return OffPolicyGRPOTrainer(
-            fresh_model(),
-            score_last_word,
-            make_args(**same, **options),
-            train_dataset=PROMPTS,
-            processing_class=tokenizer,
-            rollout_func=rollout_func,
-        )
-
-    return trl
-
-
-def run_trl(build: Any, **options: Any) -> tuple[WatchTRL, list[dict[str, Any]], list[dict[str, Any]]]:
-    """What TRL saw and logged, and the rollouts."""
-    engine, calls = Engine(shift=0.2, noise=0.3), []
-
-    def rollouts(prompts: list[str], owner: Any) -> dict[str, Any]:
-        calls.append(engine(prompts, owner))
-        return calls[-1]
-
-    ours = build(rollouts, **{"offpolicy": "paper/tis", **options})
-    watch = WatchTRL(ours.model)
-    ours.add_callback(watch)
-    ours.train()
-    return watch, records(ours), calls
-
-
-def run_lightning(folder: Path, calls: list[Any], accumulation: int, options: Any, sizes: Any) -> tuple[Watch, Played]:
-    engine, watch = Played(calls), Watch()
-    steps = {"max_steps": STEPS, "accumulate_grad_batches": accumulation}
-    fit = trainer(folder, callbacks=[watch], **steps)
-    settings = {"correction": "paper/tis", **options}
-    fit.fit(module(engine, optimizer=partial(torch.optim.SGD, lr=RATE), **settings), data(PROMPTS, **sizes))
-    return watch, engine
+    return trl_side(make_args, fresh_model, tokenizer)
 
 
 @pytest.mark.parametrize("case", CASES)
