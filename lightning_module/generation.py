@@ -19,7 +19,7 @@ from lightning_module import models
 from lightning_module.engines import build_engine, engine_numerics, in_this_process
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
-from lightning_module.rollouts import RolloutBuffer, collate
+from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
 from lightning_module.state import of_all_ranks, seed_random, set_random_state
 from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
@@ -92,7 +92,7 @@ class Generation:
         self._draw_apart()
         with engine_numerics(module.device):
             self.engine = build_engine(
-                module.settings["engine"],
+                module.experts.engine,
                 model_name=model if isinstance(model, str) else None,
                 policy=lambda: module.policy,
                 pad_token_id=self.prompts.pad,
@@ -180,6 +180,7 @@ class Generation:
             self._sync(ids)
             rollouts = engine.generate(ids, module.sampling, n=count)
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
+        rows |= module.experts.reported(module.policy, rows, rollouts)
         repeated = [row for row in prompts for _ in range(count)]
         completions = self.prompts.decode(rollouts.completion_ids, repeated)
         by_function = module.rewards(
@@ -191,7 +192,8 @@ class Generation:
             log_extra=_ignore,
         )
         by_function = by_function.to(module.device)
-        ended = [bool(row) and row[-1] in self.prompts.ends for row in rollouts.completion_ids]
+        ends = (*self.prompts.ends, self.prompts.pad)  # TRL counts both
+        ended = [bool(row) and row[-1] in ends for row in rollouts.completion_ids]
         return Sampled(
             rows,
             by_function,
@@ -222,11 +224,14 @@ class Generation:
     def _generate(self, step: MicroStep) -> dict[str, Tensor]:
         """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss will read."""
         module, count = self._module, step.plan.num_generations
+        module.experts.check_steps(step.plan.window / module.trainer.accumulate_grad_batches)
         sampled = self.sample(step.prompts, count)
         rows, device = sampled.rows, module.device
         module.measuring.completions.update(
             sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
         )
+        if module.settings["mask_truncated_completions"]:
+            without_truncated(rows, sampled.terminated)
         sampling = rows.get("sampling_per_token_logps")
         module.measuring.add_stats(duplicate_stats(rows["completion_ids"], trainable(rows), sampling, group_size=count))
         trainer, groups = module.trainer, len(step.prompts)
@@ -236,7 +241,7 @@ class Generation:
         rows["group_rewards"] = sampled.total.view(-1, count).repeat_interleave(count, dim=0)
         rows["group_ids"] = first + torch.arange(len(sampled.total), device=device) // count
         rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
-        self._count_tokens(rows)
+        self._count_tokens(rows, sampled.lengths)
         self._decide(rows, sampled, step)
         module.exact.check(rows, step.plan.micro_batch_size)
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
@@ -244,18 +249,18 @@ class Generation:
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
         return rows
 
-    def _count_tokens(self, rows: dict[str, Tensor]) -> None:
-        counts = torch.stack([rows["completion_mask"].sum(), rows["prompt_mask"].sum()])
-        completion, prompt = sum_ranks(counts).unbind()
-        rows["num_items_in_batch"] = completion
-        self.num_tokens += int(completion + prompt)
+    def _count_tokens(self, rows: dict[str, Tensor], lengths: Tensor) -> None:
+        counts = torch.stack([rows["completion_mask"].sum(), lengths.sum() + rows["prompt_mask"].sum()])
+        rows["num_items_in_batch"], sampled = sum_ranks(counts).unbind()
+        self.num_tokens += int(sampled)
 
     def _decide(self, rows: dict[str, Tensor], sampled: Sampled, step: MicroStep) -> None:
         """Add advantages, the old log-probs if they will be read, and the decisions of a batch-wide correction."""
         module, stages, size = self._module, self._module.stages, step.plan.micro_batch_size
 
         def score_old() -> tuple[Tensor, Tensor]:
-            scores = module.score(rows, batch_size=size)
+            with module.experts.recorded(module.policy, rows):
+                scores = module.score(rows, batch_size=size)
             return scores.logps, scores.sum_sq_probs
 
         if self._misaligned(step) and not stages.needs_old:  # else `decide` scores them and leaves them in the rows
@@ -267,8 +272,8 @@ class Generation:
             module.measuring.add_stats(stats)
 
     def _misaligned(self, step: MicroStep) -> bool:
-        """True if this generation batch spans several optimizer steps and something reads old log-probs."""
-        reads = self.is_trainer or self._module.objective.proximal.reads_old
+        """True if this generation batch spans several optimizer steps and something reads what the old pass gives."""
+        reads = self.is_trainer or self._module.objective.proximal.reads_old or self._module.experts.records
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
     def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:
@@ -307,7 +312,8 @@ class Generation:
         mine = state["ranks"][module.trainer.global_rank]
         set_random_state(mine["random"])
         if mine["rollouts"] is not None:
-            self._buffer = RolloutBuffer.restored(mine["rollouts"], module.device)
+            on_host = module.experts.on_host
+            self._buffer = RolloutBuffer.restored(mine["rollouts"], module.device, on_host=on_host)
 
 
 def _ignore(name: str, value: object) -> None:

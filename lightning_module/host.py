@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_module.auto import AutoCorrection
+from lightning_module.experts import Experts
 from lightning_module.measuring import Measuring
 from lightning_module.rewards import Rewards
 from trl_offpolicy.engines.engine import Sampling
@@ -29,6 +30,8 @@ class Host(Protocol):
     auto: AutoCorrection
     exact: Any
     """The check of an exact engine (:class:`~lightning_module.exact.ExactCheck`)."""
+    experts: Experts
+    """Routing replay and what else a mixture of experts asks for."""
     objective: Objective
     """The loss. Assigning another objective changes the loss from the next micro-batch on."""
     stages: Stages

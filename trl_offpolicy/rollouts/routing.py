@@ -131,7 +131,7 @@ class Routing:
         rows[KEY] = recorded.routed_experts
 
     @contextmanager
-    def replayed(self, model: nn.Module, rows: Mapping[str, Any]) -> Iterator[None]:
+    def replayed(self, model: nn.Module, rows: dict[str, Any]) -> Iterator[None]:
         """A context in which the model routes these rows as recorded, if they have a record."""
         self._last = None
         routes = rows.get(KEY)
@@ -155,7 +155,7 @@ def attended_ids(rows: Mapping[str, Tensor]) -> list[list[int]]:
     return [row[here.bool()].tolist() for row, here in zip(ids, _attended(rows), strict=True)]
 
 
-def predicting(rows: Mapping[str, Any]) -> Tensor:
+def predicting(rows: dict[str, Any]) -> Tensor:
     """(B, P + T) bool: the positions whose output gives the log-prob of a trainable token."""
     mask = trainable(rows)
     width = rows["prompt_ids"].shape[1]
