@@ -101,6 +101,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
         self._kl = self.objective.kl  # its coefficient may move
+        if not self.use_adaptive_entropy:  # `offpolicy` may have set it
+            self.entropy_coef = self.objective.entropy_coef
+            self._entropy_bonus_enabled = self.entropy_coef != 0.0
         self._window = StepWindow()
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
