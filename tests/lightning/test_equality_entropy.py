@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 from equality_runs import assert_same_numbers, distance, keep_order, run_lightning, run_trl, trl_side
+from tiny_models import PAD
+from trainer_runs import Engine
+
+pytestmark = pytest.mark.integration
 
 STEPS, LIMIT = 3, 1e-5
 ADAPTIVE = {
@@ -24,7 +28,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # TRL's options, th
         {**ADAPTIVE, "top_entropy_quantile": 0.5}, {"entropy": {**ADAPTIVE, "top_entropy_quantile": 0.5}},
     ),
     "truncated": (CUT, CUT),
-    "truncated_by_response": ({**CUT, "loss_type": "grpo"}, {**CUT, "objective": {"aggregation": "seq_mean_token_mean"}}),
+    "truncated_by_response": (
+        {**CUT, "loss_type": "grpo"}, {**CUT, "objective": {"aggregation": "seq_mean_token_mean"}},
+    ),
 }  # fmt: skip
 
 
@@ -73,3 +79,27 @@ def test_another_setting_is_seen(case: str, changed: dict[str, Any], build: Any,
     """The comparison above is not satisfied by a module that ignores the option."""
     theirs, _, watch = both(case, build, tmp_path, **changed)
     assert max(map(distance, watch.gradients, theirs.gradients)) > 100 * LIMIT
+
+
+class EndsWithPadding(Engine):
+    """Every third completion of the longest length ends with the padding token."""
+
+    def __init__(self) -> None:
+        super().__init__(shift=0.2, noise=0.3)
+        self.drawn = 0
+
+    def _words(self) -> list[int]:
+        words, self.drawn = super()._words(), self.drawn + 1
+        return [*words[:-1], PAD] if self.drawn % 3 == 0 else words
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_completion_that_ends_with_padding_has_ended(build: Any, tmp_path: Path, cut: bool) -> None:
+    options = {"mask_truncated_completions": cut}
+    theirs, rows, calls = run_trl(build, engine=EndsWithPadding(), **ACCUMULATED, **options)
+    watch, _ = run_lightning(tmp_path, calls, 2, options, {"steps_per_generation": 2})
+    ends = [ids[-1] for call in calls for ids in call["completion_ids"]]
+    assert ends.count(PAD) >= 6
+    for step in range(STEPS):
+        assert distance(watch.gradients[step], theirs.gradients[step]) < LIMIT
+        assert_same_numbers(watch.logs[step], rows[step])

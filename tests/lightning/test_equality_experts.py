@@ -14,6 +14,8 @@ from trainer_runs import Engine
 from trl_offpolicy.engines.routing import record
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RouteStore
 
+pytestmark = pytest.mark.integration
+
 STEPS, LIMIT = 4, 1e-5
 FLIPS = "offpolicy/routing/flip_fraction"
 TWO = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}

@@ -37,8 +37,8 @@ def duplicate_stats(ids: Tensor, mask: Tensor, sampling_logps: Tensor | None, *,
     """``rollout/distinct_fraction`` and ``rollout/copied_fraction`` of a generation batch. All ranks call it.
 
     A short answer that the policy is sure of comes up several times by chance. One to which the engine gave a
-    probability of at most 1e-4 does not: of these, the copied ones equal another completion of their group. Rows without
-    a token (``mask_truncated_completions``) do not count.
+    probability of at most 1e-4 does not: of these, the copied ones equal another completion of their group. Rows
+    without a token (``mask_truncated_completions``) do not count.
 
     Args:
         ids: (B, T) completion ids of this rank. The rows of all ranks, in rank order, are groups of ``group_size``.
