@@ -19,7 +19,7 @@ from lightning_module import models
 from lightning_module.engines import build_engine, engine_numerics, in_this_process
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
-from lightning_module.rollouts import RolloutBuffer, collate
+from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
 from lightning_module.state import of_all_ranks, seed_random, set_random_state
 from lightning_module.streams import HeldOut, MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
@@ -97,7 +97,7 @@ class Generation:
         self._draw_apart()
         with engine_numerics(module.device):
             self.engine = build_engine(
-                module.settings["engine"],
+                module.experts.engine,
                 model_name=model if isinstance(model, str) else None,
                 policy=lambda: module.policy,
                 pad_token_id=self.prompts.pad,
@@ -215,6 +215,7 @@ class Generation:
             completions = module.agents.sample(engine if ahead is None else ahead.due(engine, step), request)
         rollouts = completions.rollouts
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
+        rows |= module.experts.reported(module.policy, rows, rollouts)
         by_function = module.rewards(
             completions.reward_rows(request),
             completions.completions,
@@ -225,7 +226,8 @@ class Generation:
             log_extra=_ignore,
         )
         by_function = by_function.to(module.device)
-        ended = [bool(row) and row[-1] in self.prompts.ends for row in rollouts.completion_ids]
+        ends = (*self.prompts.ends, self.prompts.pad)  # TRL counts both
+        ended = [bool(row) and row[-1] in ends for row in rollouts.completion_ids]
         return Sampled(
             rows,
             by_function,
@@ -258,6 +260,7 @@ class Generation:
     def _generate(self, step: MicroStep) -> dict[str, Tensor]:
         """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss will read."""
         module, count = self._module, step.plan.num_generations
+        module.experts.check_steps(step.plan.window / module.trainer.accumulate_grad_batches)
         if module.replay is not None:
             module.replay.check(step)
         sampled = self.sample(step.prompts, count, step)
@@ -266,6 +269,8 @@ class Generation:
             sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
         )
         module.measuring.add_tools(sampled.completions)
+        if module.settings["mask_truncated_completions"]:
+            without_truncated(rows, sampled.terminated)
         module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))
         sampling = rows.get("sampling_per_token_logps")
         module.measuring.add_stats(duplicate_stats(rows["completion_ids"], trainable(rows), sampling, group_size=count))
@@ -276,7 +281,7 @@ class Generation:
         rows["group_rewards"] = sampled.total.view(-1, count).repeat_interleave(count, dim=0)
         rows["group_ids"] = first + torch.arange(len(sampled.total), device=device) // count
         rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
-        self._count_tokens(rows)
+        self._count_tokens(rows, sampled.lengths)
         self._decide(rows, sampled, step)
         module.exact.check(rows, step.plan.micro_batch_size)
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
@@ -284,18 +289,18 @@ class Generation:
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
         return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
 
-    def _count_tokens(self, rows: dict[str, Tensor]) -> None:
-        counts = torch.stack([trainable(rows).sum(), rows["prompt_mask"].sum()])
-        completion, prompt = sum_ranks(counts).unbind()
-        rows["num_items_in_batch"] = completion
-        self.num_tokens += int(completion + prompt)
+    def _count_tokens(self, rows: dict[str, Tensor], lengths: Tensor) -> None:
+        counts = torch.stack([trainable(rows).sum(), lengths.sum() + rows["prompt_mask"].sum()])
+        rows["num_items_in_batch"], sampled = sum_ranks(counts).unbind()
+        self.num_tokens += int(sampled)
 
     def _decide(self, rows: dict[str, Tensor], sampled: Sampled, step: MicroStep) -> None:
         """Add advantages, the old log-probs if they will be read, and the decisions of a batch-wide correction."""
         module, stages, size = self._module, self._module.stages, step.plan.micro_batch_size
 
         def score_old() -> tuple[Tensor, Tensor]:
-            scores = module.score(rows, batch_size=size)
+            with module.experts.recorded(module.policy, rows):
+                scores = module.score(rows, batch_size=size)
             return scores.logps, scores.sum_sq_probs
 
         if self._misaligned(step) and not stages.needs_old:  # else `decide` scores them and leaves them in the rows
@@ -316,11 +321,11 @@ class Generation:
             module.measuring.add_stats(stats)
 
     def _misaligned(self, step: MicroStep) -> bool:
-        """True if this generation batch spans several optimizer steps and something reads old log-probs."""
-        ahead = self._module.ahead
-        reads = self.is_trainer or self._module.objective.proximal.reads_old
-        if ahead is not None:
-            reads = ahead.reads_scores
+        """True if this generation batch spans several optimizer steps and something reads what the old pass gives."""
+        module = self._module
+        reads = self.is_trainer or module.objective.proximal.reads_old or module.experts.records
+        if module.ahead is not None:
+            reads = module.ahead.reads_scores
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
     def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:
@@ -359,7 +364,8 @@ class Generation:
         mine = state["ranks"][module.trainer.global_rank]
         set_random_state(mine["random"])
         if mine["rollouts"] is not None:
-            self._buffer = RolloutBuffer.restored(mine["rollouts"], module.device)
+            on_host = module.experts.on_host
+            self._buffer = RolloutBuffer.restored(mine["rollouts"], module.device, on_host=on_host)
 
 
 def _ignore(name: str, value: object) -> None:

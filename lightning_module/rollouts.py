@@ -38,6 +38,18 @@ def _padded(rows: Sequence[Sequence[Any]], fill: float, *, left: bool = False) -
     return torch.tensor(filled)
 
 
+def without_truncated(rows: dict[str, Tensor], terminated: Tensor) -> None:
+    """TRL's ``mask_truncated_completions``: completions that did not end by themselves lose all their tokens.
+
+    Args:
+        rows: a generation batch; its masks are replaced.
+        terminated: (B,) bool, True = the completion ended by itself.
+    """
+    for name in ("completion_mask", "tool_mask"):
+        if name in rows:
+            rows[name] = rows[name] * terminated.unsqueeze(1).to(rows[name].dtype)
+
+
 class RolloutBuffer:
     """The rollouts of one generation batch, shuffled and split as TRL does it.
 
@@ -71,10 +83,10 @@ class RolloutBuffer:
         return {"generation": list(self.generation), "micro_batches": [_stored(part) for part in self.micro_batches]}
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], device: torch.device) -> RolloutBuffer:
-        """The buffer whose :meth:`state_dict` is ``state``, with its tensors on ``device``."""
+    def restored(cls, state: Mapping[str, Any], device: torch.device, *, on_host: Sequence[str] = ()) -> RolloutBuffer:
+        """The buffer whose :meth:`state_dict` is ``state``: on ``device``, but the fields named ``on_host`` there."""
         first, second = state["generation"]
-        return cls((first, second), [_restored(part, device) for part in state["micro_batches"]])
+        return cls((first, second), [_restored(part, device, on_host) for part in state["micro_batches"]])
 
 
 def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +95,7 @@ def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
     return tensors if average is None else {**tensors, "past_average": vars(average)}
 
 
-def _restored(part: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    moved = {name: value.to(device) for name, value in part.items() if isinstance(value, Tensor)}
+def _restored(part: Mapping[str, Any], device: torch.device, on_host: Sequence[str]) -> dict[str, Any]:
+    tensors = {name: value for name, value in part.items() if isinstance(value, Tensor)}
+    moved = {name: value if name in on_host else value.to(device) for name, value in tensors.items()}
     return {**moved, "past_average": Average(**part["past_average"])} if "past_average" in part else moved
