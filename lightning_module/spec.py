@@ -108,6 +108,8 @@ def hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reward_paths(functions: Any) -> list[str] | None:
+    if functions is None:  # environments give the reward
+        return []
     listed = functions if isinstance(functions, list | tuple) else [functions]
     found: list[str] | None = _paths(listed)
     return found

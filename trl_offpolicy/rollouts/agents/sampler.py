@@ -113,10 +113,18 @@ class RolloutSampler:
         if self.environments is not None:
             return self._in_environments(repeated, count)
         prompts = [row["prompt"] for row in rows]
+        if self.rollout is not None:  # it makes the ids; these serve to prove a weight sync
+            return Request(rows=repeated, prompt_ids=self._any_ids(prompts), n=count, tools=[[]] * len(repeated))
         self._check_messages(prompts)
         ids = self.chat.encode(prompts, self.tools)
         check_prompts(ids, prompts)
         return Request(rows=repeated, prompt_ids=ids, n=count, tools=[self.tools] * len(repeated))
+
+    def _any_ids(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Ids of prompts that may be anything that the user's function understands."""
+        if isinstance(prompts[0], str) or self.chat.tokenizer.chat_template is not None:
+            return self.chat.encode(prompts)
+        return self.chat.encode([str(prompt) for prompt in prompts])
 
     def _in_environments(self, rows: list[dict[str, Any]], count: int) -> Request:
         assert self.environments is not None
