@@ -52,7 +52,9 @@ class Observer:
         ValueError: it is an OffPolicyGRPOTrainer, it is attached already, or ``control`` would change the run.
     """
 
-    def __init__(self, trainer: GRPOTrainer | RLOOTrainer, *, control: Any, record_rollouts: bool, write_report: bool) -> None:
+    def __init__(
+        self, trainer: GRPOTrainer | RLOOTrainer, *, control: Any, record_rollouts: bool, write_report: bool
+    ) -> None:
         _check(trainer)
         spec = parse_control(control)
         if spec is not None and spec.policy == "act":
