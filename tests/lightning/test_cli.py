@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from engines.server.servers import Server
 from tiny_models import tiny_prompts
 
 from lightning_module.cli import main
@@ -101,6 +104,26 @@ def test_recipes_parse_and_describe_an_objective(recipe: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_run_and_report(recipe: Path, tmp_path: Path) -> None:
     spec = yaml.safe_load(recipe.read_text())
+    with served(spec["model"], tmp_path / "server.log"):
+        check_shortened(spec, tmp_path)
+
+
+@contextmanager
+def served(model: dict[str, Any], log: Path) -> Iterator[None]:
+    """With a vLLM server behind the recipe, if it asks for one."""
+    if model["engine"]["type"] != "server":
+        yield
+        return
+    flags = ("--max-model-len", "256")
+    server = Server(ROOT / model["model"], log, lora_rank=model["adapter"]["r"], flags=flags).start()
+    model["engine"]["base_url"] = server.url
+    try:
+        yield
+    finally:
+        server.kill()
+
+
+def check_shortened(spec: dict[str, Any], tmp_path: Path) -> None:
     for entry in (*spec["trainer"]["callbacks"], *spec["trainer"]["logger"]):  # the same, into a folder of the test
         options = entry.get("init_args", {})
         options |= {key: str(tmp_path) for key in ("folder", "save_dir", "dirpath") if key in options}

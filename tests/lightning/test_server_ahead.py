@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("ahead_run.py")
 AGREE = 2e-3
-"""Nats, as in ``tests/rollouts/ahead/test_server_ahead.py``, where another version is 3 away or more."""
+"""Nats, as in ``tests/rollouts/ahead/test_server_ahead.py``; weights of another version are 3 away or more there."""
 
 
 @pytest.fixture(scope="module")
