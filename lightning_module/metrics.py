@@ -10,7 +10,10 @@ from torchmetrics import Metric
 
 
 class CompletionMetric(Metric):
-    """Rewards and lengths of completions, under TRL's names. Every completion counts once.
+    """Rewards and lengths of completions, under TRL's names and with TRL's meaning.
+
+    A number is computed for each generation batch, over all ranks, and the batches of a logging window are averaged. So
+    ``completions/max_length`` over a window is the mean of the batches' longest completions.
 
     Args:
         names: names of the reward functions.
@@ -40,14 +43,20 @@ class CompletionMetric(Metric):
             num_generations: completions per group.
         """
         self.num_generations = num_generations
-        columns = [total.unsqueeze(1), lengths.unsqueeze(1), terminated.unsqueeze(1), by_function]
+        number = torch.full_like(total, len(self.rows))  # of the generation batch, the same on all ranks
+        columns = [*(column.unsqueeze(1) for column in (number, total, lengths, terminated)), by_function]
         self.rows.append(torch.cat([column.to(torch.float64) for column in columns], dim=1))
 
     def compute(self) -> dict[str, float]:
-        """Means, standard deviations and extremes over all ranks; empty if there was no completion."""
+        """Means, standard deviations and extremes; empty if there was no completion."""
         rows = torch.cat(self.rows) if isinstance(self.rows, list) and self.rows else self.rows
         if isinstance(rows, list):
             return {}
+        batches = [self._batch(rows[rows[:, 0] == number, 1:]) for number in rows[:, 0].unique()]
+        return {name: float(torch.stack([one[name] for one in batches]).nanmean()) for name in batches[0]}
+
+    def _batch(self, rows: Tensor) -> dict[str, Tensor]:
+        """The numbers of one generation batch: (B, 3 + K) rows of total reward, length, terminated, rewards."""
         total, lengths, terminated = rows[:, 0], rows[:, 1], rows[:, 2].bool()
         of_group = total.view(-1, self.num_generations)
         spread = of_group.std(dim=1) if self.num_generations > 1 else torch.zeros(len(of_group))
@@ -66,7 +75,7 @@ class CompletionMetric(Metric):
         }
         for name, column in zip(self.names, rows[:, 3:].T, strict=True):
             values |= {f"rewards/{name}/mean": column.nanmean(), f"rewards/{name}/std": _nanstd(column)}
-        return {name: float(value) for name, value in values.items()}
+        return values
 
 
 def _nanstd(values: Tensor) -> Tensor:
