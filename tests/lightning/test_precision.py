@@ -32,10 +32,19 @@ def test_fifty_steps(make_args: Any, fresh_model: Any, tokenizer: Any, tmp_path:
     for case in (FULL, MIXED, WEIGHTS):
         dtype = torch.bfloat16 if case == WEIGHTS else torch.float32
         build = trl_side(make_args, lambda kind: fresh_model(kind).to(dtype), tokenizer)
-        theirs, rows, calls = run_trl(build, gradient_accumulation_steps=1, max_steps=STEPS, learning_rate=RATE, bf16=case == MIXED)
+        theirs, rows, calls = run_trl(
+            build, gradient_accumulation_steps=1, max_steps=STEPS, learning_rate=RATE, bf16=case == MIXED
+        )
         options = {"model": tiny_model().to(dtype)}
         watch, _ = run_lightning(
-            tmp_path, calls, 1, options, {}, steps=STEPS, rate=RATE, precision="bf16-mixed" if case == MIXED else "32-true"
+            tmp_path,
+            calls,
+            1,
+            options,
+            {},
+            steps=STEPS,
+            rate=RATE,
+            precision="bf16-mixed" if case == MIXED else "32-true",
         )
         found[case] = (moved(theirs.weights), moved(watch.weights), rows, watch.logs)
         print(case, gap(found[case][1], found[case][0]), gap(found[case][0], found[FULL][0]))
