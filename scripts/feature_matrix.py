@@ -1,6 +1,6 @@
-"""Writes the table of features by trainer in docs/lightning.md. Each cell names the test that shows it, or says why not.
+"""Writes the table of features by trainer in docs/lightning.md. A cell names the test that shows it, or says why not.
 
-python scripts/feature_matrix.py    # tests/docs/test_docs_features.py holds that the tests exist and the page is current
+python scripts/feature_matrix.py    # tests/docs/test_docs_features.py: the tests exist and the page is current
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from equality_runs import assert_same_numbers, keep_order, run_lightning, run_trl, trl_side
+from both_trainers import assert_same_numbers, keep_order, run_lightning, run_trl, trl_side
 
 pytestmark = pytest.mark.integration
 
