@@ -69,6 +69,13 @@ class OffPolicyGRPOModule(LightningModule):
         warmup_steps: optimizer steps in which the schedule warms up.
         gradient_checkpointing: whether to save memory by computing activations again in the backward.
         correct_threshold: a reward of at least this is a correct answer, for ``eval_pass@1``; None = not reported.
+        noise_floor_steps: once in this many optimizer steps one micro-batch is scored twice; 0 = never.
+        sync_check: whether to prove every weight sync on a probe.
+        control: how the run is watched, as in the TRL trainer (``docs/control.md``).
+        async_rollouts: sample generation batches ahead of learning, with ``engine: server``: a lag, or a mapping of
+            :class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`. None: sample and learn in turn.
+        replay: add groups of a replay buffer to each generation batch: ``{groups: 2, max_rows: 10000}``, or another
+            mapping of :class:`~trl_offpolicy.rollouts.replay.settings.ReplaySettings`. None: every row is fresh.
         tools: functions that the model may call between its turns, or their import paths (``docs/lightning.md``).
         environment_factory: class (or function, or import path) of an object per rollout, whose methods are tools; or
             a mapping from names to such, which the column ``environment`` chooses from.
@@ -78,11 +85,6 @@ class OffPolicyGRPOModule(LightningModule):
         response_template: how replies are read (``parse_response``): a mapping, or its JSON file.
         chat_template_kwargs: further variables of the chat template.
         check_token_ids: what happens if rows do not hold the ids that the engine sampled: ``warn``, ``raise``, ``off``.
-        control: how the run is watched, as in the TRL trainer (``docs/control.md``).
-        async_rollouts: sample generation batches ahead of learning, with ``engine: server``: a lag, or a mapping of
-            :class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`. None: sample and learn in turn.
-        replay: add groups of a replay buffer to each generation batch: ``{groups: 2, max_rows: 10000}``, or another
-            mapping of :class:`~trl_offpolicy.rollouts.replay.settings.ReplaySettings`. None: every row is fresh.
         entropy: TRL's entropy options by name (``entropy_coef``, ``use_adaptive_entropy``, ``entropy_target``,
             ``top_entropy_quantile``, ...): :class:`~trl_offpolicy.objective.coefficients.EntropyOptions`.
         mask_truncated_completions: whether completions that were cut at the longest length leave the loss.
@@ -91,8 +93,6 @@ class OffPolicyGRPOModule(LightningModule):
         freeze_router: whether the routers are not trained.
         freeze_router_bias: whether the routers' biases are not trained.
         router_aux_loss_coef: coefficient of the load-balancing loss; None = that of the model's configuration.
-        noise_floor_steps: once in this many optimizer steps one micro-batch is scored twice; 0 = never.
-        sync_check: whether to prove every weight sync on a probe.
 
     Raises:
         ValueError: settings contradict each other; the message names the field.
@@ -121,12 +121,6 @@ class OffPolicyGRPOModule(LightningModule):
         warmup_steps: int = 0,
         gradient_checkpointing: bool = False,
         correct_threshold: float | None = None,
-        entropy: dict[str, Any] | None = None,
-        mask_truncated_completions: bool = False,
-        routing_replay: Any = "none",
-        freeze_router: bool = False,
-        freeze_router_bias: bool = False,
-        router_aux_loss_coef: float | None = None,
         noise_floor_steps: int = 100,
         sync_check: bool = True,
         control: Any = "warn",
@@ -140,6 +134,12 @@ class OffPolicyGRPOModule(LightningModule):
         response_template: Any = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         check_token_ids: str = "warn",
+        entropy: dict[str, Any] | None = None,
+        mask_truncated_completions: bool = False,
+        routing_replay: Any = "none",
+        freeze_router: bool = False,
+        freeze_router_bias: bool = False,
+        router_aux_loss_coef: float | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
