@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_module.engines import engine_type
 from lightning_module.host import Host
 from lightning_module.streams import MicroStep
+from trl_offpolicy.engines.routing.options import RoutingReplay
 from trl_offpolicy.objective.advantages import GRPO
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
 from trl_offpolicy.rollouts.replay.mixing import check_sizes, mixed, refuse
@@ -112,8 +113,10 @@ def replayed(module: Host) -> ModuleReplay | None:
     whole = stages.early is not None or stages.advantages != GRPO()
     refused = {
         "async_rollouts": given["async_rollouts"] is not None,
-        "tools": bool(given.get("tools")),
-        "a rollout function": bool(given.get("rollout")),
+        "tools": bool(given["tools"]),
+        "environments": given["environment_factory"] is not None,
+        "a rollout function": given["rollout"] is not None,
+        "routing_replay": RoutingReplay.parse(given["routing_replay"]).mode != "none",
         "a KL term": module.objective.kl is not None,
         "an objective that must see the whole generation batch": whole,
         "an engine without log-probs": engine_type(given["engine"]) == "transformers",

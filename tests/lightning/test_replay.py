@@ -121,6 +121,7 @@ BAND = {"preset": "paper/tis", "correction": {"normalize": "original"}}
         ({"replay": {"groups": 1, "rows": 9}}, ValueError, r"^replay.rows is not an option of replay"),
         ({"replay": 3}, ValueError, r"^replay must be a mapping with 'groups' and a buffer, but got 3"),
         ({"objective": {"kl": {"coef": 0.1}}}, NotImplementedError, "^replay does not work with a KL term"),
+        ({"routing_replay": "r3"}, NotImplementedError, "^replay does not work with routing_replay"),
         ({"correction": BAND}, NotImplementedError, "must see the whole generation batch"),
         ({"advantages": "rloo"}, NotImplementedError, "must see the whole generation batch"),
         ({"engine": "transformers", "correction": "measure"}, NotImplementedError, "an engine without log-probs"),

@@ -63,6 +63,23 @@ def check_r3(options: RoutingReplay, *, reports: bool, setting: str) -> None:
         )
 
 
+def check_in_turn(options: RoutingReplay, *, compares: bool) -> None:
+    """Raise for routing with rollouts that are sampled ahead.
+
+    Args:
+        options: the parsed option.
+        compares: whether the engine reports its routing (``engine.return_routing``).
+
+    Raises:
+        ValueError: routing is replayed or compared.
+    """
+    if compares or options.mode != "none":
+        raise ValueError(
+            "routing_replay must be none and engine.return_routing False with async_rollouts: routing is recorded at "
+            f"other weights than those that sampled; but got {options.mode!r} and {compares}."
+        )
+
+
 class Routing:
     """Records and replays routing for one trainer. Without the option it does nothing and costs nothing.
 
