@@ -101,14 +101,20 @@ class Script:
         replies: texts of turns.
         noise: standard deviation of what is added to the log-probs of ``model``, nats.
         model: gives the model whose log-probs are the truth; None = any numbers.
+        forgetful: whether the count starts again with every request.
     """
 
     def __init__(
-        self, replies: Sequence[str] = REPLIES, *, noise: float = 0.1, model: Callable[[], Any] | None = None
+        self,
+        replies: Sequence[str] = REPLIES,
+        *,
+        noise: float = 0.1,
+        model: Callable[[], Any] | None = None,
+        forgetful: bool = False,
     ) -> None:
         tokenizer = byte_tokenizer()
         self.replies = [tokenizer(text)["input_ids"] for text in replies]
-        self.noise, self.model = noise, model
+        self.noise, self.model, self.forgetful = noise, model, forgetful
         self.asked: dict[tuple[int, ...], int] = {}
 
     def __call__(self, context: Sequence[int], most: int) -> tuple[list[int], list[float]]:
@@ -140,6 +146,8 @@ class ScriptedEngine(Played):
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
         self.requests.append((len(prompt_ids), n, sampling.max_tokens))
+        if self.script.forgetful:
+            self.script.asked.clear()
         prompts = [list(ids) for ids in prompt_ids for _ in range(n)]
         turns = [self.script(prompt, sampling.max_tokens) for prompt in prompts]
         return Rollouts(
