@@ -135,6 +135,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
         "advantages": repr(preset.advantages),
         "engine": engine if isinstance(engine, str | dict) else type(engine).__name__,
         "trainer": f"lightning, {type(trainer.strategy).__name__}, {trainer.world_size} processes",
+        "routing_replay": module.hparams.get("routing_replay"),
         "control": repr(module.control.spec),
         SETTINGS: settings_of(trainer, module),
         "declared": declared_sides(

@@ -52,7 +52,8 @@ class CompletionMetric(Metric):
         rows = torch.cat(self.rows) if isinstance(self.rows, list) and self.rows else self.rows
         if isinstance(rows, list):
             return {}
-        batches = [self._batch(rows[rows[:, 0] == number, 1:]) for number in rows[:, 0].unique()]
+        numbers = range(int(rows[:, 0].max()) + 1)
+        batches = [self._batch(rows[rows[:, 0] == number, 1:]) for number in numbers]
         return {name: float(torch.stack([one[name] for one in batches]).nanmean()) for name in batches[0]}
 
     def _batch(self, rows: Tensor) -> dict[str, Tensor]:
