@@ -139,6 +139,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
         "advantages": repr(preset.advantages),
         "engine": engine if isinstance(engine, str | dict) else type(engine).__name__,
         "trainer": f"lightning, {type(trainer.strategy).__name__}, {trainer.world_size} processes",
+        "routing_replay": module.hparams.get("routing_replay"),
         "control": repr(module.control.spec),
         "sampling_states": described(findings),
         SETTINGS: settings_of(trainer, module),

@@ -11,6 +11,7 @@ from lightning_module.callbacks import run_folder
 from lightning_module.engines import wants_exact
 from lightning_module.host import Host
 from trl_offpolicy.diagnosis.probe.exactness import Exactness, ask_exact, judge_generation, report_exactness
+from trl_offpolicy.rollouts.batches import trainable
 
 
 class ExactCheck:
@@ -53,7 +54,7 @@ class ExactCheck:
         module: Any = self._module
         if not self._wanted or self.found is not None or "sampling_per_token_logps" not in rows:
             return
-        mask = rows["completion_mask"].bool()
+        mask = trainable(rows)
         old = module.score(rows, batch_size=size).logps
         again = module.score(rows, batch_size=size // 2).logps if size > 1 else None
         generation = module.generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning_module import models
 from lightning_module.engines import build_engine, engine_numerics, in_this_process
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
-from lightning_module.rollouts import RolloutBuffer, collate
+from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
 from lightning_module.state import of_all_ranks, seed_random, set_random_state
 from lightning_module.streams import HeldOut, MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
@@ -29,6 +29,7 @@ from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.rollouts.agents import Completions, Request
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
@@ -41,8 +42,8 @@ class Sampled(NamedTuple):
     """Completions with their rewards.
 
     ``rows`` holds tensors under TRL's names. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is
-    their weighted sum, ``lengths`` (B,) counts tokens, ``terminated`` (B,) says whether a completion ended by itself.
-    ``completions`` are texts or messages, as the reward functions got them.
+    their weighted sum, ``lengths`` (B,) counts sampled tokens, ``terminated`` (B,) says whether a completion ended by
+    itself, ``completions`` are the texts or messages, ``prompts`` what the model saw.
     """
 
     rows: dict[str, Tensor]
@@ -50,7 +51,8 @@ class Sampled(NamedTuple):
     total: Tensor
     lengths: Tensor
     terminated: Tensor
-    completions: list[Any]
+    completions: Completions
+    prompts: list[Any]
 
 
 class Generation:
@@ -71,6 +73,7 @@ class Generation:
         self._reference: nn.Module | None = None  # not a submodule: neither saved, sharded nor trained
         self._sync_weights: WeightSync | None = None
         self._prompts: Prompts | None = None
+        self._requested: Request | None = None  # for the batch that begins
 
     # --------------------------------------------------------------------------------------------------------- engine
 
@@ -78,8 +81,7 @@ class Generation:
     def prompts(self) -> Prompts:
         """The tokenizer, with the ids that end a completion."""
         if self._prompts is None:
-            given = self._module.settings
-            self._prompts = Prompts.of(given["model"], given["tokenizer"], self._module.policy)
+            self._prompts = Prompts.of(self._module.settings, self._module.policy)
         return self._prompts
 
     def start(self) -> None:
@@ -91,10 +93,11 @@ class Generation:
         model = module.settings["model"]
         run = module.trainer.strategy.broadcast(f"{id(self):x}-{torch.initial_seed() & 0xFFFF:x}")
         module.exact.check_precision()
+        module.agents.start(self.prompts)
         self._draw_apart()
         with engine_numerics(module.device):
             self.engine = build_engine(
-                module.settings["engine"],
+                module.experts.engine,
                 model_name=model if isinstance(model, str) else None,
                 policy=lambda: module.policy,
                 pad_token_id=self.prompts.pad,
@@ -145,9 +148,10 @@ class Generation:
         It is called before the strategy's forward begins, inside which FSDP1 cannot gather the weights.
         """
         if isinstance(batch, HeldOut) or self._is_new(batch):
-            ids = self.prompts.encode([row["prompt"] for row in batch.prompts])
+            count = batch.num_generations if isinstance(batch, HeldOut) else batch.plan.num_generations
+            self._requested = self._module.agents.request(batch.prompts, count)
             with self._numerics():
-                self._sync(ids)
+                self._sync(self._requested.prompt_ids)
 
     def _is_new(self, step: MicroStep) -> bool:
         return self._buffer is None or self._buffer.generation != step.generation
@@ -172,7 +176,8 @@ class Generation:
                 return engine.sync_weights(version)
 
         precision = getattr(engine, "precision", UNKNOWN)  # an engine of a user may not tell
-        report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
+        with nullcontext() if module.ahead is None else module.ahead.quiet():
+            report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
         self._synced = version
         if not self.is_trainer:
             module.measuring.add_sync(report)
@@ -195,34 +200,42 @@ class Generation:
 
     # ------------------------------------------------------------------------------------------------------- sampling
 
-    def sample(self, prompts: Sequence[Mapping[str, Any]], count: int) -> Sampled:
-        """``count`` completions of each prompt at the current weights, with rewards. All ranks call it."""
+    def sample(self, prompts: Sequence[Mapping[str, Any]], count: int, step: MicroStep | None = None) -> Sampled:
+        """``count`` completions of each prompt, with rewards. All ranks call it.
+
+        They are sampled at the current weights, unless the module samples ahead for the training step ``step``.
+        """
         module, engine = self._module, self.engine
         assert engine is not None
-        ids = self.prompts.encode([row["prompt"] for row in prompts])
+        request = self._requested or module.agents.request(prompts, count)
+        self._requested = None
+        ahead = None if step is None else module.ahead
         with self._numerics():
-            self._sync(ids)
-            rollouts = engine.generate(ids, module.sampling, n=count)
+            self._sync(request.prompt_ids)
+            completions = module.agents.sample(engine if ahead is None else ahead.due(engine, step), request)
+        rollouts = completions.rollouts
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
-        repeated = [row for row in prompts for _ in range(count)]
-        completions = self.prompts.decode(rollouts.completion_ids, repeated)
+        rows |= module.experts.reported(module.policy, rows, rollouts)
         by_function = module.rewards(
-            repeated,
-            completions,
+            completions.reward_rows(request),
+            completions.completions,
             rollouts.completion_ids,
+            **({} if request.environments is None else {"environments": request.environments}),
             trainer_state=self._trainer_state(),
             log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
             log_extra=_ignore,
         )
         by_function = by_function.to(module.device)
-        ended = [bool(row) and row[-1] in self.prompts.ends for row in rollouts.completion_ids]
+        ends = (*self.prompts.ends, self.prompts.pad)  # TRL counts both
+        ended = [bool(row) and row[-1] in ends for row in rollouts.completion_ids]
         return Sampled(
             rows,
             by_function,
             total_rewards(by_function, module.rewards.weights),
-            rows["completion_mask"].sum(-1),
+            trainable(rows).sum(-1),
             torch.tensor(ended, device=module.device),
             completions,
+            [row["prompt"] for row in request.rows],
         )
 
     def _trainer_state(self) -> SimpleNamespace:
@@ -247,11 +260,18 @@ class Generation:
     def _generate(self, step: MicroStep) -> dict[str, Tensor]:
         """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss will read."""
         module, count = self._module, step.plan.num_generations
-        sampled = self.sample(step.prompts, count)
+        module.experts.check_steps(step.plan.window / module.trainer.accumulate_grad_batches)
+        if module.replay is not None:
+            module.replay.check(step)
+        sampled = self.sample(step.prompts, count, step)
         rows, device = sampled.rows, module.device
         module.measuring.completions.update(
             sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
         )
+        module.measuring.add_tools(sampled.completions)
+        if module.settings["mask_truncated_completions"]:
+            without_truncated(rows, sampled.terminated)
+        module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))
         sampling = rows.get("sampling_per_token_logps")
         module.measuring.add_stats(duplicate_stats(rows["completion_ids"], trainable(rows), sampling, group_size=count))
         trainer, groups = module.trainer, len(step.prompts)
@@ -261,39 +281,51 @@ class Generation:
         rows["group_rewards"] = sampled.total.view(-1, count).repeat_interleave(count, dim=0)
         rows["group_ids"] = first + torch.arange(len(sampled.total), device=device) // count
         rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
-        self._count_tokens(rows)
+        self._count_tokens(rows, sampled.lengths)
         self._decide(rows, sampled, step)
         module.exact.check(rows, step.plan.micro_batch_size)
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
         if module.objective.kl is not None:
             rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
-        return rows
+        return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
 
-    def _count_tokens(self, rows: dict[str, Tensor]) -> None:
-        counts = torch.stack([rows["completion_mask"].sum(), rows["prompt_mask"].sum()])
-        completion, prompt = sum_ranks(counts).unbind()
-        rows["num_items_in_batch"] = completion
-        self.num_tokens += int(completion + prompt)
+    def _count_tokens(self, rows: dict[str, Tensor], lengths: Tensor) -> None:
+        counts = torch.stack([trainable(rows).sum(), lengths.sum() + rows["prompt_mask"].sum()])
+        rows["num_items_in_batch"], sampled = sum_ranks(counts).unbind()
+        self.num_tokens += int(sampled)
 
     def _decide(self, rows: dict[str, Tensor], sampled: Sampled, step: MicroStep) -> None:
         """Add advantages, the old log-probs if they will be read, and the decisions of a batch-wide correction."""
         module, stages, size = self._module, self._module.stages, step.plan.micro_batch_size
 
         def score_old() -> tuple[Tensor, Tensor]:
-            scores = module.score(rows, batch_size=size)
+            with module.experts.recorded(module.policy, rows):
+                scores = module.score(rows, batch_size=size)
             return scores.logps, scores.sum_sq_probs
 
         if self._misaligned(step) and not stages.needs_old:  # else `decide` scores them and leaves them in the rows
             rows["old_per_token_logps"] = score_old()[0]
+        if module.ahead is not None:
+            module.ahead.complete(rows, lambda: score_old()[0])
         rows["advantages"] = torch.zeros_like(sampled.total)  # `decide` fills them
         inputs = advantage_inputs(rows, sampled.by_function, module.rewards.weights, rank=0)  # rewards of this rank
-        stats = decide(stages, rows, inputs, score_old=score_old, version=module.trainer.global_step)
+        stats = decide(
+            stages,
+            rows,
+            inputs,
+            score_old=score_old,
+            version=module.trainer.global_step,
+            keep_as="old_per_token_logps" if module.ahead is None else module.ahead.name_of_scores,
+        )
         if stats.groups:
             module.measuring.add_stats(stats)
 
     def _misaligned(self, step: MicroStep) -> bool:
-        """True if this generation batch spans several optimizer steps and something reads old log-probs."""
-        reads = self.is_trainer or self._module.objective.proximal.reads_old
+        """True if this generation batch spans several optimizer steps and something reads what the old pass gives."""
+        module = self._module
+        reads = self.is_trainer or module.objective.proximal.reads_old or module.experts.records
+        if module.ahead is not None:
+            reads = module.ahead.reads_scores
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
     def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:
@@ -332,7 +364,8 @@ class Generation:
         mine = state["ranks"][module.trainer.global_rank]
         set_random_state(mine["random"])
         if mine["rollouts"] is not None:
-            self._buffer = RolloutBuffer.restored(mine["rollouts"], module.device)
+            on_host = module.experts.on_host
+            self._buffer = RolloutBuffer.restored(mine["rollouts"], module.device, on_host=on_host)
 
 
 def _ignore(name: str, value: object) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_module.auto import AutoCorrection
+from lightning_module.experts import Experts
 from lightning_module.measuring import Measuring
 from lightning_module.rewards import Rewards
 from trl_offpolicy.engines.engine import Sampling
@@ -27,8 +28,16 @@ class Host(Protocol):
     rewards: Rewards
     measuring: Measuring
     auto: AutoCorrection
+    agents: Any
+    """What samples (:class:`~lightning_module.agents.Agents`)."""
     exact: Any
     """The check of an exact engine (:class:`~lightning_module.exact.ExactCheck`)."""
+    ahead: Any
+    """What samples ahead (:class:`~lightning_module.ahead.ModuleAhead`); None = sample and learn in turn."""
+    replay: Any
+    """What adds replayed rows (:class:`~lightning_module.replay.ModuleReplay`); None = every row is fresh."""
+    experts: Experts
+    """Routing replay and what else a mixture of experts asks for."""
     objective: Objective
     """The loss. Assigning another objective changes the loss from the next micro-batch on."""
     stages: Stages

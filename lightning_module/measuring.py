@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_module.metrics import CompletionMetric
+from lightning_module.metrics import CompletionMetric, FractionMetric, tool_counts
 from trl_offpolicy.engines.engine import SyncReport
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.metrics.trl_names import trl_names
-from trl_offpolicy.objective.coefficients import sampled_tokens
+from trl_offpolicy.objective.coefficients import StepSums, StepWindow
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.rollouts.agents import Completions
 from trl_offpolicy.stats import PREFIX, Stats
 from trl_offpolicy.types import PolicyBatch
 
@@ -34,10 +36,12 @@ class Measuring:
         self.completions = CompletionMetric(reward_names)
         self.loss = MeanMetric()
         self.means: dict[str, MeanMetric] = {}
+        self.fractions: dict[str, FractionMetric] = {}
         self.syncs: deque[SyncReport] = deque(maxlen=256)  # those that no run folder has taken
         self._step_loss: Tensor | None = None
-        self._step: Tensor | None = None
-        self._responses = self.responses = 0
+        self._window = StepWindow()
+        self.responses = 0
+        """Responses of the last optimizer step on this rank."""
         self._since = time.monotonic()
         self._steps = 0
 
@@ -49,10 +53,7 @@ class Measuring:
         """Add a micro-batch. Its loss is scaled so that the losses of an optimizer step add up."""
         loss = loss.detach().float()
         self._step_loss = loss if self._step_loss is None else self._step_loss + loss
-        moments = stats.groups["loss"].moments
-        sums = torch.stack([moments["nonfinite"], moments["kl"], moments["tokens"], sampled_tokens(batch)])
-        self._step = sums if self._step is None else self._step + sums
-        self._responses += len(batch.mask)
+        self._window.add(batch, stats)
         self.add_stats(stats)
 
     def add_stats(self, stats: Stats) -> None:
@@ -68,44 +69,64 @@ class Measuring:
         """Add one weight sync. On all ranks the same numbers are known."""
         self.syncs.append(report)
         for name, value in report.metrics().items():
-            self._add_mean(f"{PREFIX}rollout/{name}", value)
+            self.add_rollout_number(name, value)
+
+    def add_rollout_number(self, name: str, value: float) -> None:
+        """Add a number of a generation, whose mean is logged as ``offpolicy/rollout/<name>``. All ranks call it."""
+        self.add_mean(f"{PREFIX}rollout/{name}", value)
 
     def add_reward_metric(self, name: str, value: float) -> None:
         """TRL's ``log_metric`` for reward functions: logs the mean under ``name``. All ranks call it, or none does."""
-        self._add_mean(name, value)
+        self.add_mean(name, value)
 
-    def _add_mean(self, name: str, value: float) -> None:
+    def add_tools(self, completions: Completions) -> None:
+        """Add the tool calls of a generation batch, if there are tools. All ranks call it."""
+        if completions.tool_calls is None or completions.tool_failures is None:
+            return
+        for name, counts in tool_counts(completions.tool_calls, completions.tool_failures).items():
+            self.fractions.setdefault(name, FractionMetric()).update(*counts)
+
+    def add_mean(self, name: str, value: float | Tensor) -> None:
+        """Add one value of a number that is logged as its mean over calls and ranks. All ranks call it, or none does.
+
+        A tensor (0-d, no gradient) stays on its device.
+        """
         if name not in self.means:
             self.means[name] = MeanMetric()
             self.means[name].set_dtype(torch.float64)
-        self.means[name].update(value)
+        metric = self.means[name]
+        (metric.to(value.device) if isinstance(value, Tensor) else metric).update(value)
 
-    def end_step(self) -> Tensor:
-        """(4,) float64 of one optimizer step, of this rank.
-
-        Tokens without a finite log-prob, the KL summed over tokens, tokens, and tokens with a finite log-prob of the
-        engine (:func:`~trl_offpolicy.objective.coefficients.sampled_tokens`).
-
-        Afterwards ``responses`` counts the responses of this step on this rank.
-        """
-        assert self._step is not None and self._step_loss is not None
+    def end_step(self, reduce: Callable[[Tensor], Tensor] | None = None) -> StepSums:
+        """What one optimizer step measured, of this rank or, with ``reduce``, of all. The only wait for the device."""
+        assert self._step_loss is not None
         self.loss.to(self._step_loss.device).update(self._step_loss)
-        sums, self._step, self._step_loss = self._step, None, None
-        self.responses, self._responses = self._responses, 0
+        self._step_loss = None
+        step = self._window.close(reduce)
+        self.responses = step.responses
         self._steps += 1
-        return sums
+        return step
 
-    def close(self, objective: Objective, device: torch.device) -> dict[str, float]:
-        """All numbers since the last call, over all ranks. All ranks call it; the next window then begins."""
-        values = self.stats.all_reduce(gather_rows).compute()
+    def close(self, objective: Objective, device: torch.device, *, stale: bool = False) -> dict[str, float]:
+        """All numbers since the last call, over all ranks. All ranks call it; the next window then begins.
+
+        Args:
+            objective: the loss, whose numbers also get TRL's names.
+            device: of the metrics.
+            stale: whether rows may be older than the weights (:meth:`~trl_offpolicy.stats.Stats.measured`).
+        """
+        values = self.stats.all_reduce(gather_rows).measured(stale=stale).compute()
         named: dict[str, float] = {"loss": float(self.loss.compute()), "step_time": self._seconds()}
         named |= self.completions.compute() if self.completions.update_called else {}
         named |= {**values, **trl_names(objective, values)} if values else {}
         for name, metric in sorted(self.means.items()):
             named[name] = float(metric.to(device).compute())
+        for name, fraction in self.fractions.items():
+            named[name] = float(fraction.to(device).compute())
         self.stats = Stats({})
         self.completions.reset()
         self.loss.reset()
+        self.fractions.clear()
         self.means.clear()
         return named
 

@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+
+
+class FractionMetric(Metric):
+    """A sum over another one, over all ranks; 0 if the latter is 0, as in TRL."""
+
+    is_differentiable = False
+    full_state_update = False
+    part: Tensor
+    whole: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in ("part", "whole"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, part: float, whole: float) -> None:
+        """Add to both sums."""
+        self.part = self.part + part
+        self.whole = self.whole + whole
+
+    def compute(self) -> Tensor:
+        """The fraction."""
+        return torch.where(self.whole > 0, self.part / self.whole.clamp(min=1.0), 0.0)
+
+
+def tool_counts(calls: Sequence[int], failures: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """TRL's numbers of tool calls, as (part, whole) by name: calls per completion, and failures per call.
+
+    Args:
+        calls: number of tool calls of each completion.
+        failures: number of these that ended in an error.
+    """
+    return {
+        "tools/call_frequency": (sum(calls), len(calls)),
+        "tools/failure_frequency": (sum(failures), sum(calls)),
+    }
 
 
 class CompletionMetric(Metric):
@@ -51,7 +88,7 @@ class CompletionMetric(Metric):
         self.rows.append(torch.cat([column.to(torch.float64) for column in (*columns, by_function)], dim=1))
 
     def compute(self) -> dict[str, float]:
-        """Means, standard deviations and extremes over all ranks; empty if there was no completion."""
+        """Means, standard deviations and extremes; empty if there was no completion."""
         rows = torch.cat(self.rows) if isinstance(self.rows, list) and self.rows else self.rows
         if isinstance(rows, list):
             return {}

@@ -10,17 +10,21 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor
 
 from lightning_module import models
+from lightning_module.agents import Agents
+from lightning_module.ahead import sample_ahead
 from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
 from lightning_module.control import Control
 from lightning_module.engines import check_sampling, engine_type
+from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
+from lightning_module.experts import Experts
 from lightning_module.generation import Generation
 from lightning_module.measuring import Measuring
 from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
+from lightning_module.replay import replayed
 from lightning_module.rewards import Rewards
 from lightning_module.spec import hyperparameters, resolve
 from lightning_module.streams import HeldOut, MicroStep
@@ -28,9 +32,10 @@ from lightning_module.validation import Validation
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.objective.coefficients import adapts, next_kl
 from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
-from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows
+from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
 from trl_offpolicy.types import PolicyBatch, Reduction
@@ -64,15 +69,37 @@ class OffPolicyGRPOModule(LightningModule):
         warmup_steps: optimizer steps in which the schedule warms up.
         gradient_checkpointing: whether to save memory by computing activations again in the backward.
         correct_threshold: a reward of at least this is a correct answer, for ``eval_pass@1``; None = not reported.
-        control: how the run is watched, as in the TRL trainer (``docs/control.md``).
         noise_floor_steps: once in this many optimizer steps one micro-batch is scored twice; 0 = never.
         sync_check: whether to prove every weight sync on a probe.
+        control: how the run is watched, as in the TRL trainer (``docs/control.md``).
+        async_rollouts: sample generation batches ahead of learning, with ``engine: server``: a lag, or a mapping of
+            :class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`. None: sample and learn in turn.
+        replay: add groups of a replay buffer to each generation batch: ``{groups: 2, max_rows: 10000}``, or another
+            mapping of :class:`~trl_offpolicy.rollouts.replay.settings.ReplaySettings`. None: every row is fresh.
+        tools: functions that the model may call between its turns, or their import paths (``docs/lightning.md``).
+        environment_factory: class (or function, or import path) of an object per rollout, whose methods are tools; or
+            a mapping from names to such, which the column ``environment`` chooses from.
+        rollout: ``f(prompts, engine, sampling)`` that samples in place of the loop, or its import path.
+        max_tool_calling_iterations: most rounds of tool calls per completion; None = any number.
+        chat_template: template of messages in place of the tokenizer's: a Jinja text, or its file.
+        response_template: how replies are read (``parse_response``): a mapping, or its JSON file.
+        chat_template_kwargs: further variables of the chat template.
+        check_token_ids: what happens if rows do not hold the ids that the engine sampled: ``warn``, ``raise``, ``off``.
+        entropy: TRL's entropy options by name (``entropy_coef``, ``use_adaptive_entropy``, ``entropy_target``,
+            ``top_entropy_quantile``, ...): :class:`~trl_offpolicy.objective.coefficients.EntropyOptions`.
+        mask_truncated_completions: whether completions that were cut at the longest length leave the loss.
+        routing_replay: for a mixture of experts: ``r2`` replays the trainer's routing, ``r3`` the engine's, as in the
+            TRL trainer (:class:`~trl_offpolicy.engines.routing.options.RoutingReplay`).
+        freeze_router: whether the routers are not trained.
+        freeze_router_bias: whether the routers' biases are not trained.
+        router_aux_loss_coef: coefficient of the load-balancing loss; None = that of the model's configuration.
 
     Raises:
         ValueError: settings contradict each other; the message names the field.
     """
 
     policy: Any
+    _objective: Objective
 
     def __init__(
         self,
@@ -97,24 +124,45 @@ class OffPolicyGRPOModule(LightningModule):
         noise_floor_steps: int = 100,
         sync_check: bool = True,
         control: Any = "warn",
+        async_rollouts: Any = None,
+        replay: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
+        rollout: Any = None,
+        max_tool_calling_iterations: int | None = None,
+        chat_template: str | None = None,
+        response_template: Any = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        check_token_ids: str = "warn",
+        entropy: dict[str, Any] | None = None,
+        mask_truncated_completions: bool = False,
+        routing_replay: Any = "none",
+        freeze_router: bool = False,
+        freeze_router_bias: bool = False,
+        router_aux_loss_coef: float | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self.save_hyperparameters(hyperparameters(given))
         self.settings = given
+        self.agents = Agents(self)
         kind = engine_type(engine)
-        self.preset = resolve(
-            correction, objective, advantages, default="measure" if kind == "transformers" else "paper/tis"
-        )
+        sampler = kind if rollout is None else "own"  # a function may bring log-probs of its own
+        default = "measure" if sampler == "transformers" else "paper/tis"
+        self.entropy = Entropy(entropy)
+        self.preset = self.entropy.in_preset(resolve(correction, objective, advantages, default=default))
         self.objective = starting_preset(self.preset).objective
         fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
-        check_sampling(kind, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
+        check_sampling(sampler, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
+        self.experts = Experts(given)
         self.exact = ExactCheck(self)
-        self.rewards = Rewards(reward_funcs, reward_weights)
+        self.rewards = Rewards(reward_funcs, reward_weights, self.agents.rewards)
         self.measuring = Measuring(self.rewards.names)
         self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers")
+        self.ahead = sample_ahead(self)  # None: sample and learn in turn
+        self.replay = replayed(self)  # None: every row is fresh
         self.generation = Generation(self)
         self.validation = Validation(self, self.generation)
         self.strict_loading = adapter is None
@@ -146,6 +194,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.policy = models.load_policy(
             given["model"], given["model_options"], given["adapter"], checkpointing=given["gradient_checkpointing"]
         )
+        self.experts.prepare(self.policy)
         if self.objective.kl is not None:
             self.generation.keep_reference()
         if self.device_mesh is not None:
@@ -163,14 +212,23 @@ class OffPolicyGRPOModule(LightningModule):
     def on_fit_start(self) -> None:
         """Build the engine, unless an earlier run of this module built it."""
         self.generation.start()
+        if self.ahead is not None:
+            self.ahead.start(self.generation.engine)
+        if self.replay is not None:
+            self.replay.start()
 
     def on_train_start(self) -> None:
         """After a resume, restore the rollouts in use and the random state of the checkpoint."""
         restored = self._restored or {}
         self.auto.start(self, restored.get("auto", {}))
         self.control.start(self, restored.get("control", {}))
+        self.entropy.load_state_dict(restored.get("entropy", {}))
         if self._restored is not None:
             self.generation.load_state_dict(self._restored)
+            if self.ahead is not None:
+                self.ahead.load_state_dict(restored.get("ahead", {}))
+            if self.replay is not None:
+                self.replay.load_state_dict(restored.get("replay", {}))
             self._restored = None
         self.measuring.start()
 
@@ -184,6 +242,10 @@ class OffPolicyGRPOModule(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Free the engine, if the module built it."""
+        if self.ahead is not None:
+            self.ahead.close()
+        if self.replay is not None:
+            self.replay.close()
         self.generation.close()
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -200,26 +262,39 @@ class OffPolicyGRPOModule(LightningModule):
     def training_step(self, batch: MicroStep, batch_idx: int) -> dict[str, Any]:
         """Sample if the generation batch is new, then compute the loss of one of its micro-batches."""
         inputs = self.generation.micro_batch(batch)
-        scores = self.score(inputs)
-        policy = policy_batch(inputs, scores.logps, version=self.trainer.global_step, entropies=scores.entropies)
+        scores = self.score(inputs, aux_loss=self.experts.balances)
+        policy = policy_batch(
+            inputs,
+            scores.logps,
+            version=self.trainer.global_step,
+            entropies=scores.entropies,
+            policy_mask=self.entropy.policy_mask(scores.entropies, trainable(inputs)),
+        )
         self.auto.observe(batch, policy)
-        result = self.stages.late(policy, self._reduction(batch, inputs, batch_idx))
+        reduction = self._reduction(batch, inputs, batch_idx)
+        result = self.entropy.in_force(self.stages.late)(policy, reduction)
         if result.average is not None:
             inputs["past_average"] = result.average  # the next pass over these rows reads it
-        stats = result.stats.union(self.scorer.support_stats(scores, policy.mask))
-        self.measuring.add_loss(result.loss, stats, policy)
+        loss = result.loss + self.experts.aux_term(scores.aux_loss, reduction)
+        stats = result.stats.union(self.scorer.support_stats(scores, policy.mask)).union(self.experts.stats())
+        self.measuring.add_loss(loss, stats, policy)
+        if scores.aux_loss is not None:
+            self.measuring.add_mean("aux_loss", scores.aux_loss.detach())
+        if self.entropy.has_bonus(self.objective):
+            self.measuring.add_mean("policy_loss", self.objective.policy_loss_value(policy, result, reduction))
         self._measure_noise_floor(inputs, policy)
         record = recorded_rows(inputs, policy, result) if batch.iteration == 0 else None
         # Lightning divides the loss by accumulate_grad_batches; the reduction has done that already
         return {
-            "loss": result.loss * self.trainer.accumulate_grad_batches,
+            "loss": loss * self.trainer.accumulate_grad_batches,
             "rollouts": record,
             "step": self.trainer.global_step,
         }
 
-    def score(self, inputs: dict[str, Any], *, batch_size: int | None = None) -> Scores:
-        """Log-probs of the completions under the current policy."""
-        return self.scorer(self.policy, inputs, batch_size=batch_size)
+    def score(self, inputs: dict[str, Any], *, batch_size: int | None = None, aux_loss: bool = False) -> Scores:
+        """Log-probs of the completions under the current policy, routed as recorded if the rows have a record."""
+        with self.experts.replayed(self.policy, inputs):
+            return self.scorer(self.policy, inputs, batch_size=batch_size, aux_loss=aux_loss)
 
     def _reduction(self, batch: MicroStep, inputs: dict[str, Any], batch_idx: int) -> Reduction:
         """TRL's denominators, counted over the micro-batches that this optimizer step has."""
@@ -243,33 +318,25 @@ class OffPolicyGRPOModule(LightningModule):
         self.measuring.add_stats(stats)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop on NaN, move an adaptive KL, and log. This is the only wait for the device per optimizer step."""
-        sums = self.measuring.end_step()
-        nonfinite, _, tokens, sampled = sums.tolist()
-        if nonfinite > 0:
+        """Stop on NaN, move the coefficients, and log. This is the only wait for the device per optimizer step."""
+        kl = self.objective.kl
+        step = self.measuring.end_step(sum_ranks if adapts(kl) or self.entropy.adapts else None)
+        if step.nonfinite > 0:
             raise ValueError(NONFINITE_CURRENT)
-        if self.objective.needs_sampling and tokens > 0 and sampled == 0:
+        if self.objective.needs_sampling and step.tokens > 0 and step.sampled == 0:
             raise ValueError(NO_SAMPLING)
-        self._move_kl(sums)
+        if kl is not None and adapts(kl):
+            self.objective = replace(self.objective, kl=next_kl(kl, step, world_size=self.trainer.world_size))
+        self.entropy.end_step(step, self.objective, self.measuring)
         self.control.compare_gradient(self)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.trainer.fast_dev_run or (every and (self.trainer.global_step + 1) % every == 0):  # type: ignore[attr-defined]
             self._log_step(optimizer)
 
-    def _move_kl(self, sums: Tensor) -> None:
-        """Move the coefficient of an adaptive KL by the KL that this step measured on all ranks."""
-        kl = self.objective.kl
-        if kl is None or not kl.state_dict():
-            return
-        responses = self.measuring.responses * self.trainer.world_size
-        _, total, tokens, _ = sum_ranks(sums).tolist()
-        if tokens > 0:
-            self.objective = replace(self.objective, kl=kl.updated(total / tokens, responses))
-
     def _log_step(self, optimizer: torch.optim.Optimizer) -> None:
         wrapped = self.trainer.strategy.model or self
         logs = {
-            **self.measuring.close(self.objective, self.device),
+            **self.measuring.close(self.objective, self.device, stale=self.ahead is not None),
             "grad_norm": gradient_norm(self.policy, flattened=models.is_flattened(wrapped)),
             "learning_rate": self.control.learning_rate(optimizer),
         }
@@ -324,7 +391,9 @@ class OffPolicyGRPOModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters, controllers, rollouts in use and random states. With an adapter, drop the frozen weights."""
-        states = {"control": self.control.state_dict(), "auto": self.auto.state_dict()}
+        parts = {"control": self.control, "auto": self.auto, "entropy": self.entropy, "agents": self.agents}
+        parts |= {"ahead": self.ahead, "replay": self.replay}
+        states = {name: part.state_dict() for name, part in parts.items() if part is not None}  # type: ignore[attr-defined]
         checkpoint[_STATE] = {**self.generation.state_dict(), **states}
         alone = isinstance(self.trainer.strategy, SingleDeviceStrategy | DDPStrategy)  # others save in another format
         if self.settings["adapter"] is not None and alone:
@@ -357,6 +426,7 @@ class OffPolicyGRPOModule(LightningModule):
             ValueError: the checkpoint lacks trained weights of the adapter.
         """
         self._restored = checkpoint.get(_STATE)
+        self.agents.check_restored((self._restored or {}).get("agents", {}))
         if self.settings["adapter"] is not None and "state_dict" in checkpoint:
             trained = {f"policy.{name}" for name in models.trained_names(self.policy)}
             if missing := sorted(trained - set(checkpoint["state_dict"])):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.parts import imported
+from trl_offpolicy.rollouts.agents.background import run_in_background
 
 RewardFunction = Callable[..., Any]
 _NOT_PASSED = ("prompt", "completion", "completion_ids")
@@ -23,6 +24,7 @@ class Rewards:
         functions: one or several functions ``f(prompts=, completions=, completion_ids=, **columns) -> list[float |
             None]``, plain or async, or their import paths ``package.module:name``.
         weights: weight of each function in the total; None = ones.
+        further: (name, function) of rewards that environments give, each with weight 1.
 
     Raises:
         ValueError: there is no function, or the number of weights differs from that of functions.
@@ -35,20 +37,23 @@ class Rewards:
 
     def __init__(
         self,
-        functions: RewardFunction | str | Sequence[RewardFunction | str],
+        functions: RewardFunction | str | Sequence[RewardFunction | str] | None,
         weights: Sequence[float] | None = None,
+        further: Sequence[tuple[str, RewardFunction]] = (),
     ) -> None:
-        listed = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
+        listed = [functions] if isinstance(functions, str) or callable(functions) else list(functions or ())
         self.functions = [imported(item) if isinstance(item, str) else item for item in listed]
-        if not self.functions or not all(callable(function) for function in self.functions):
+        if not (self.functions or further) or not all(callable(function) for function in self.functions):
             raise ValueError(f"reward_funcs must be one or more functions, but got {functions!r}.")
         weights = [1.0] * len(self.functions) if weights is None else list(weights)
         if len(weights) != len(self.functions):
             raise ValueError(
                 f"reward_weights must have one number a function, but got {len(weights)} for {len(self.functions)}."
             )
-        self.weights = torch.tensor(weights, dtype=torch.float32)
         self.names = [getattr(function, "__name__", type(function).__name__) for function in self.functions]
+        self.names += [name for name, _ in further]
+        self.functions += [function for _, function in further]
+        self.weights = torch.tensor([*weights, *[1.0] * len(further)], dtype=torch.float32)
 
     def __call__(
         self,
@@ -75,7 +80,9 @@ class Rewards:
         }
         answers = [function(**arguments) for function in self.functions]
         waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
-        for i, answer in zip(waiting, asyncio.run(_together(list(waiting.values()))), strict=True) if waiting else ():
+        for i, answer in (
+            zip(waiting, run_in_background(_together(list(waiting.values()))), strict=True) if waiting else ()
+        ):
             answers[i] = answer
         return torch.stack([self._column(*pair, len(rows)) for pair in zip(self.names, answers, strict=True)], dim=1)
 

@@ -16,7 +16,7 @@ from trl_offpolicy.types import Average
 def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, Tensor]:
     """Tensors with prompts padded on the left and completions on the right, under the names of TRL's batches.
 
-    ``sampling_per_token_logps`` is present only if the engine reports log-probs.
+    ``sampling_per_token_logps`` is present only if the engine reports log-probs, ``tool_mask`` only if there are turns.
     """
     prompts, completions = rollouts.prompt_ids, rollouts.completion_ids
     tensors = {
@@ -27,6 +27,8 @@ def collate(rollouts: Rollouts, *, pad: int, device: torch.device) -> dict[str, 
     }
     if rollouts.sampling_per_token_logps is not None:
         tensors["sampling_per_token_logps"] = _padded(rollouts.sampling_per_token_logps, 0.0)
+    if rollouts.tool_mask is not None:
+        tensors["tool_mask"] = _padded(rollouts.tool_mask, 1)
     return {name: value.to(device) for name, value in tensors.items()}
 
 
@@ -34,6 +36,18 @@ def _padded(rows: Sequence[Sequence[Any]], fill: float, *, left: bool = False) -
     width = max([len(row) for row in rows] + [1])
     filled = [[*[fill] * (width - len(row)), *row] if left else [*row, *[fill] * (width - len(row))] for row in rows]
     return torch.tensor(filled)
+
+
+def without_truncated(rows: dict[str, Tensor], terminated: Tensor) -> None:
+    """TRL's ``mask_truncated_completions``: completions that did not end by themselves lose all their tokens.
+
+    Args:
+        rows: a generation batch; its masks are replaced.
+        terminated: (B,) bool, True = the completion ended by itself.
+    """
+    for name in ("completion_mask", "tool_mask"):
+        if name in rows:
+            rows[name] = rows[name] * terminated.unsqueeze(1).to(rows[name].dtype)
 
 
 class RolloutBuffer:
@@ -54,10 +68,11 @@ class RolloutBuffer:
 
         With a single micro-batch no order is drawn.
         """
-        order = torch.arange(plan.completions)
+        count = len(rows["completion_ids"])  # with replayed rows more than plan.completions
+        order = torch.arange(count)
         if plan.steps_per_generation > 1:
-            order = torch.randperm(plan.completions, generator=torch.Generator().manual_seed(hash(generation)))
-        parts = torch.split(order, plan.micro_batch_size)
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(hash(generation)))
+        parts = torch.split(order, count // plan.steps_per_generation)
         return cls(
             generation,
             [{name: v if v.dim() == 0 else v[part.to(v.device)] for name, v in rows.items()} for part in parts],
@@ -68,10 +83,10 @@ class RolloutBuffer:
         return {"generation": list(self.generation), "micro_batches": [_stored(part) for part in self.micro_batches]}
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], device: torch.device) -> RolloutBuffer:
-        """The buffer whose :meth:`state_dict` is ``state``, with its tensors on ``device``."""
+    def restored(cls, state: Mapping[str, Any], device: torch.device, *, on_host: Sequence[str] = ()) -> RolloutBuffer:
+        """The buffer whose :meth:`state_dict` is ``state``: on ``device``, but the fields named ``on_host`` there."""
         first, second = state["generation"]
-        return cls((first, second), [_restored(part, device) for part in state["micro_batches"]])
+        return cls((first, second), [_restored(part, device, on_host) for part in state["micro_batches"]])
 
 
 def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,6 +95,7 @@ def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
     return tensors if average is None else {**tensors, "past_average": vars(average)}
 
 
-def _restored(part: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    moved = {name: value.to(device) for name, value in part.items() if isinstance(value, Tensor)}
+def _restored(part: Mapping[str, Any], device: torch.device, on_host: Sequence[str]) -> dict[str, Any]:
+    tensors = {name: value for name, value in part.items() if isinstance(value, Tensor)}
+    moved = {name: value if name in on_host else value.to(device) for name, value in tensors.items()}
     return {**moved, "past_average": Average(**part["past_average"])} if "past_average" in part else moved

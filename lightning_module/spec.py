@@ -100,15 +100,30 @@ def hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given.get("objective"), Objective) and given["objective"].correction is not None:
         values["correction"], values["objective"] = plain_method(given["objective"]), None
     values["reward_funcs"] = _reward_paths(given["reward_funcs"])
+    for name in ("tools", "environment_factory", "rollout"):
+        values[name] = _paths(given.get(name))
     if not isinstance(given["model"], str):
         values["model"] = getattr(getattr(given["model"], "config", None), "_name_or_path", None) or None
     return {name: value for name, value in values.items() if value is not None and _is_plain(value)}
 
 
 def _reward_paths(functions: Any) -> list[str] | None:
+    if functions is None:  # environments give the reward
+        return []
     listed = functions if isinstance(functions, list | tuple) else [functions]
-    paths = [item if isinstance(item, str) else import_path(item) for item in listed]
-    return None if None in paths else [path for path in paths if path is not None]
+    found: list[str] | None = _paths(listed)
+    return found
+
+
+def _paths(value: Any) -> Any:
+    """Functions and classes as import paths, alone, in a list or in a mapping; None if one of them has none."""
+    if isinstance(value, Mapping):
+        paths = {name: _paths(item) for name, item in value.items()}
+        return None if None in paths.values() else paths
+    if isinstance(value, list | tuple):
+        listed = [_paths(item) for item in value]
+        return None if None in listed else listed
+    return value if value is None or isinstance(value, str) else import_path(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,10 +77,19 @@ class MicroStep:
         position: 0 to ``plan.window`` - 1.
         prompts: rows of the data set: all prompts of this rank's generation batch.
         plan: sizes of the generation batch.
+        coming: returns the prompts of the generation batch that comes k later in this epoch; ``coming(0)`` = prompts.
     """
 
-    def __init__(self, generation: tuple[int, int], position: int, prompts: list[Row], plan: BatchPlan) -> None:
+    def __init__(
+        self,
+        generation: tuple[int, int],
+        position: int,
+        prompts: list[Row],
+        plan: BatchPlan,
+        coming: Callable[[int], list[Row]],
+    ) -> None:
         self.generation, self.position, self.prompts, self.plan = generation, position, prompts, plan
+        self.coming = coming
 
     @property
     def slot(self) -> int:
@@ -161,7 +171,8 @@ class PromptStream:
         for index in range(self._position, len(self)):
             number, position = divmod(index, self.plan.window)
             self._position = index + 1
-            yield MicroStep((epoch, number), position, self._prompts(order, number), self.plan)
+            coming = partial(self._coming, order, number)
+            yield MicroStep((epoch, number), position, coming(0), self.plan, coming)
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -170,8 +181,9 @@ class PromptStream:
         order: list[int] = torch.randperm(len(self.rows), generator=random).tolist()
         return order
 
-    def _prompts(self, order: list[int], number: int) -> list[Row]:
-        first = (number * self.world_size + self.rank) * self.plan.prompts
+    def _coming(self, order: list[int], number: int, later: int) -> list[Row]:
+        """The prompts of generation batch ``number + later`` on this rank."""
+        first = ((number + later) * self.world_size + self.rank) * self.plan.prompts
         return [self.rows[order[i % len(order)]] for i in range(first, first + self.plan.prompts)]
 
     def state_dict(self) -> dict[str, int]:

@@ -9,8 +9,10 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_module.generation import Generation
 from lightning_module.host import Host
+from lightning_module.metrics import FractionMetric, tool_counts
 from lightning_module.state import random_state, seed_random, set_random_state
 from lightning_module.streams import HeldOut
+from trl_offpolicy.rollouts.agents import Completions
 from trl_offpolicy.rollouts.batches import is_correct
 
 _SEED = 1 << 20
@@ -33,6 +35,8 @@ class Validation:
         # They are submodules of the LightningModule, so Lightning synchronises and resets them.
         for name in names:
             module.add_module(_attribute(name), MeanMetric())
+        for name in tool_counts([], []) if module.agents.has_tools else ():
+            module.add_module(_attribute(name), FractionMetric())
         self.names = names
         self._training: dict[str, Any] | None = None
 
@@ -69,17 +73,27 @@ class Validation:
             metric: Metric = getattr(module, _attribute(name))
             metric.update(value[~value.isnan()])
             metrics[f"{prefix}{name}"] = metric
-        return metrics
+        return metrics | self._tool_metrics(sampled.completions, count, prefix)
+
+    def _tool_metrics(self, completions: Completions, count: int, prefix: str) -> dict[str, Metric]:
+        """The metrics of tool calls, with those of the first ``count`` completions; empty if there are no tools."""
+        if completions.tool_calls is None or completions.tool_failures is None:
+            return {}
+        found: dict[str, Metric] = {}
+        counts = tool_counts(completions.tool_calls[:count], completions.tool_failures[:count])
+        for name, (part, whole) in counts.items():
+            found[f"{prefix}{name}"] = getattr(self._module, _attribute(name))
+            found[f"{prefix}{name}"].update(part, whole)
+        return found
 
     @torch.no_grad()
     def predict(self, batch: HeldOut) -> list[dict[str, Any]]:
         """Sample a batch; one entry per completion of a row that counts, with its reward. All ranks call it."""
         names, sampled = self._module.rewards.names, self._generation.sample(batch.prompts, batch.num_generations)
-        repeated = [row for row in batch.prompts for _ in range(batch.num_generations)]
-        counted = list(zip(repeated, sampled.completions, sampled.by_function.tolist(), strict=True))
+        answers = zip(sampled.prompts, sampled.completions.completions, sampled.by_function.tolist(), strict=True)
         return [
-            {"prompt": row["prompt"], "completion": completion, "rewards": dict(zip(names, rewards, strict=True))}
-            for row, completion, rewards in counted[: batch.counted * batch.num_generations]
+            {"prompt": prompt, "completion": completion, "rewards": dict(zip(names, rewards, strict=True))}
+            for prompt, completion, rewards in list(answers)[: batch.counted * batch.num_generations]
         ]
 
 

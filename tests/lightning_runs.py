@@ -41,6 +41,7 @@ class Played:
             sampling_per_token_logps=call["logprobs"],
             policy_versions=[[self.version or 0] * len(ids) for ids in call["completion_ids"]],
             finish_reasons=["stop"] * len(call["completion_ids"]),
+            routed_experts=call.get("routed_experts"),
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:

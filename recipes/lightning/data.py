@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 from recipes.tasks import load_splits
 
@@ -20,5 +23,20 @@ def sums(train_size: int = 2000, eval_size: int = 64, **options: Any) -> tuple[l
         train_size=train_size,
         eval_size=eval_size,
     )
+    train, held_out = load_splits(recipe)
+    return train.to_list(), held_out.to_list()
+
+
+def of_recipe(config: str, train_size: int = 2000, eval_size: int = 64) -> tuple[list[Any], list[Any]]:
+    """Training and held-out prompts of a recipe of the TRL trainer, disjoint.
+
+    Args:
+        config: its ``config.yaml``, which names task, question, system prompt and examples.
+        train_size: number of training prompts.
+        eval_size: number of held-out prompts.
+    """
+    given = yaml.safe_load(Path(config).read_text())
+    names = ("dataset_name", "dataset_options", "question_template", "system_prompt", "examples")
+    recipe = SimpleNamespace(**{name: given.get(name) for name in names}, train_size=train_size, eval_size=eval_size)
     train, held_out = load_splits(recipe)
     return train.to_list(), held_out.to_list()

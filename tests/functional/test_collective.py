@@ -19,6 +19,7 @@ from trl_offpolicy.functional.collective import (
     is_distributed,
     sum_ranks,
 )
+from trl_offpolicy.functional.masks import high_entropy_mask
 from trl_offpolicy.objective.staging import stage
 
 NAN = float("nan")
@@ -94,6 +95,11 @@ def kept_baseline(batch):
     return {**decided.rows, "kept_tokens": decided.kept_tokens, "kept_sequences": decided.kept_sequences}
 
 
+def high_entropies(batch):
+    entropies = torch.where(batch.mask, -batch.per_token_logps, torch.nan)
+    return high_entropy_mask(entropies, batch.mask, top=0.3)
+
+
 def collectives(rank):
     mine = torch.arange(3) + 10 * rank
     total = sum_ranks(mine)
@@ -118,6 +124,7 @@ def run(rank):
         results[scenario] = decide(batch, CORRECTIONS)
         results[scenario, "local"] = decide(batch, LOCAL)
         results[scenario, "baseline"] = kept_baseline(batch)
+        results[scenario, "entropies"] = high_entropies(batch)
     return results
 
 
@@ -196,6 +203,16 @@ def test_a_baseline_of_kept_responses_is_that_of_the_whole_group(ranks, scenario
     close(got["advantages"], expected["advantages"][ROWS[rank]])
     for count in ("kept_tokens", "kept_sequences"):
         assert got[count].item() == expected[count].item() > 0
+
+
+@both_ranks
+@every_scenario
+def test_high_entropies_are_those_of_all_ranks(ranks, scenario, rank):
+    expected = high_entropies(union(scenario))
+
+    assert torch.equal(ranks[rank][scenario, "entropies"], part(expected, rank))
+    if scenario == "spread":
+        assert not torch.equal(high_entropies(shard(scenario, 0)), part(expected, 0)), "alone it decides otherwise"
 
 
 @every_correction

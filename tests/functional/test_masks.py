@@ -11,6 +11,7 @@ from trl_offpolicy.functional.masks import (
     PROBABILITY_STATISTICS,
     STATISTICS,
     divergence,
+    high_entropy_mask,
     off_policy_sequence_mask,
     outlier_veto,
     second_moment_budget,
@@ -241,3 +242,26 @@ def test_k3_of_the_largest_log_ratio_is_finite():
 def test_unknown_statistic_is_refused():
     with pytest.raises(ValueError, match=r"^statistic must be one of \['k1', .*'binary_kl'\], but got 'k4'"):
         divergence(torch.zeros(1), "k4")
+
+
+ENTROPIES = torch.tensor([[0.1, 2.0, 0.7, 9.0], [0.4, 0.0, 0.2, NAN]])
+TRAINABLE = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]]).bool()  # sorted: 0, 0.1, 0.2, 0.4, 0.7, 2
+
+
+@pytest.mark.parametrize(
+    ("top", "kept"),
+    [
+        (1.0, [[1, 1, 1, 0], [1, 1, 1, 0]]),
+        (0.5, [[0, 1, 1, 0], [1, 0, 0, 0]]),  # the quantile 0.3 lies between two values
+        (0.4, [[0, 1, 1, 0], [1, 0, 0, 0]]),  # it is 0.4 itself, which stays
+        (0.3, [[0, 1, 1, 0], [0, 0, 0, 0]]),
+        (0.0, [[0, 1, 0, 0], [0, 0, 0, 0]]),
+    ],
+)
+def test_tokens_of_high_entropy(top, kept):
+    """Padding, with whatever entropy, is neither counted nor kept."""
+    assert high_entropy_mask(ENTROPIES, TRAINABLE, top=top).int().tolist() == kept
+
+
+def test_without_a_trainable_token_no_entropy_is_high():
+    assert not high_entropy_mask(ENTROPIES, torch.zeros_like(TRAINABLE), top=0.5).any()

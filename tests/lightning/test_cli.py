@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tiny_models import tiny_prompts
+from engines.server.servers import Server
+from tiny_models import save_tiny_model, tiny_prompts, tiny_tokenizer
 
 from lightning_module.cli import main
 from lightning_module.spec import resolve
@@ -95,17 +98,49 @@ def test_recipes_parse_and_describe_an_objective(recipe: Path) -> None:
     assert stopped.value.code in (0, None)
 
 
+def on_a_cpu(spec: dict[str, Any], folder: Path) -> None:
+    """A recipe of a mixture of experts, on a tiny one."""
+    model, tokenizer = save_tiny_model(folder / "model", "qwen3_moe"), tiny_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(model)
+    engine = {"type": "vllm", "dtype": "float32", "max_model_len": 64, "seed": 0}
+    spec["model"] |= {"model": str(model), "model_options": {"dtype": "float32"}, "engine": engine}
+    spec["model"]["sampling"] = {"max_tokens": 6}
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_run_and_report(recipe: Path, tmp_path: Path) -> None:
     spec = yaml.safe_load(recipe.read_text())
+    if recipe.stem.startswith("moe_"):
+        on_a_cpu(spec, tmp_path)
+    with served(spec["model"], tmp_path / "server.log"):
+        check_shortened(spec, tmp_path)
+
+
+@contextmanager
+def served(model: dict[str, Any], log: Path) -> Iterator[None]:
+    """With a vLLM server behind the recipe, if it asks for one."""
+    if model["engine"]["type"] != "server":
+        yield
+        return
+    flags = ("--max-model-len", "256")
+    server = Server(ROOT / model["model"], log, lora_rank=model["adapter"]["r"], flags=flags).start()
+    model["engine"]["base_url"] = server.url
+    try:
+        yield
+    finally:
+        server.kill()
+
+
+def check_shortened(spec: dict[str, Any], tmp_path: Path) -> None:
     for entry in (*spec["trainer"]["callbacks"], *spec["trainer"]["logger"]):  # the same, into a folder of the test
         options = entry.get("init_args", {})
         options |= {key: str(tmp_path) for key in ("folder", "save_dir", "dirpath") if key in options}
     spec["trainer"] |= {"max_steps": 2, "val_check_interval": 2, "default_root_dir": str(tmp_path)}
-    spec["data"]["dataset_options"] = {"eval_size": 4, "train_size": 40}
+    spec["data"].setdefault("dataset_options", {}).update(eval_size=4, train_size=40)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(spec))
     command = [sys.executable, "-m", "lightning_module", "fit", "--config", str(tmp_path / "config.yaml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1700)
@@ -113,3 +148,5 @@ def test_recipes_run_and_report(recipe: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len([row for row in rows if "loss" in row]) == 2 and (tmp_path / "report.html").exists()
     assert all(0 < row["offpolicy/rollout/sync_agreement"] <= 1 for row in rows if "reward" in row)
+    if "routing_replay" in spec["model"]:
+        assert all(0 < row["offpolicy/routing/agreement"] <= 1 for row in rows if "loss" in row)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def train(folder: Path, *, devices: int, strategy: Any = "auto", resume: Path | None = None) -> None:
+def train(
+    folder: Path, *, devices: int, strategy: Any = "auto", resume: Path | None = None, tools: bool = False
+) -> None:
     """Two steps of 8 completions in all; every rank leaves what it saw in ``folder``."""
     import lightning.pytorch as pl
     from lightning_runs import Watch, data, module, trainer
@@ -28,18 +30,32 @@ def train(folder: Path, *, devices: int, strategy: Any = "auto", resume: Path | 
 
     pl.seed_everything(1, verbose=False)
     watch = Watch()
-    ours = module(Echo(), optimizer=partial(torch.optim.SGD, lr=0.1), correction=CORRECTION, correct_threshold=0.5)
+    prompts, engine, options = agent() if tools else (tiny_prompts(), Echo(), {"correction": CORRECTION})
+    ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1), correct_threshold=0.5, **options)
     owner = trainer(
         folder, devices=devices, strategy=strategy, max_steps=2 if resume is None else 4,
         callbacks=[watch, RunFolder(str(folder / "run"), report=False)],
     )  # fmt: skip
-    sizes = {"micro_batch_size": 8 // devices, "val_dataset": tiny_prompts(5), "val_batch_size": 2}
-    owner.fit(ours, data(**sizes), ckpt_path=resume, weights_only=True if resume else None)
-    held_out = owner.validate(ours, data(**sizes), verbose=False)[0]
+    sizes = {"micro_batch_size": 8 // devices, "val_dataset": [*prompts][:5], "val_batch_size": 2}
+    owner.fit(ours, data(prompts, **sizes), ckpt_path=resume, weights_only=True if resume else None)
+    held_out = owner.validate(ours, data(prompts, **sizes), verbose=False)[0]
     owner.save_checkpoint(folder / "last.ckpt")
     seen = {"logs": watch.logs, "weights": watch.weights, "losses": watch.losses, "held_out": held_out,
             "world": owner.world_size}  # fmt: skip
     torch.save(seen, folder / f"rank-{owner.global_rank}.pt")
+
+
+def agent() -> tuple[Any, Any, dict[str, Any]]:
+    """Prompts, an engine whose turns depend on their context alone, and the settings of an agent with tools."""
+    from scripted_agents import Script, ScriptedEngine, add, byte_model, byte_tokenizer, later
+
+    settings = {
+        "model": byte_model(), "tokenizer": byte_tokenizer(), "tools": [add, later], "correction": "paper/turn-is",
+        "sampling": {"max_tokens": 300}, "max_tool_calling_iterations": 2, "check_token_ids": "raise",
+        "reward_funcs": lambda completions, **_: [float(len(str(one)) % 7) for one in completions],
+    }  # fmt: skip
+    prompts = [{"prompt": [{"role": "user", "content": f"What is {i:02} + 4?"}]} for i in range(32)]
+    return prompts, ScriptedEngine(Script(model=byte_model, forgetful=True)), settings
 
 
 CORRECTION = {
@@ -118,6 +134,19 @@ def same_numbers(logs: dict[str, float], expected: dict[str, float]) -> None:
     assert set(logs) == set(expected) and len(logs) > 100
     for key in set(logs) - skip:
         assert logs[key] == pytest.approx(expected[key], abs=2e-5, rel=2e-5), key
+
+
+def test_two_processes_with_tools_train_as_one(tmp_path: Path) -> None:
+    """Each rank runs its own loop, with other numbers of rounds; tool calls are counted over all ranks."""
+    start(tmp_path / "two", devices=2, strategy="ddp", tools=True)
+    (tmp_path / "one").mkdir()
+    train(tmp_path / "one", devices=1, tools=True)
+    one, ranks = loaded(tmp_path / "one", 0), [loaded(tmp_path / "two", rank) for rank in range(2)]
+    for rank in ranks:
+        for step in range(2):
+            same_numbers(rank["logs"][step], one["logs"][step])
+        assert rank["held_out"] == pytest.approx(one["held_out"])
+    assert one["logs"][0]["tools/call_frequency"] > 0.5 and one["held_out"]["eval_tools/call_frequency"] > 0
 
 
 def test_held_out_numbers_are_those_of_all_ranks(runs: Path) -> None:

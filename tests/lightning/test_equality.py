@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from datasets import Dataset
-from lightning_runs import Played, Watch, data, module, trainer
-from tiny_models import score_last_word
-from torch import Tensor
-from trainer_runs import Engine, records
-from transformers import TrainerCallback
-
-from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
-
-STEPS, RATE = 3, 0.02
-GRADIENT_LIMIT, METRIC_LIMIT, MOMENT_LIMIT = 1e-4, 2e-4, 2e-3
-"""Largest differences allowed, absolute plus relative. The two sides put the rows into other batches, so float32
-products differ in their last digits, by an amount that depends on the CPU. A log-prob of up to 16 nats is known to
-1e-6, three optimizer steps carry that on, and a product over a response of six tokens squares and sums it: seen on
-AVX-512, on AVX2 and under ``--other-digits`` are 2.5e-6 in gradients, 1.1e-5 in metrics. Chi-square, interval widths
-and the squared norm of the gradient are differences of large moments, with 4.3e-5. Each limit is 20 times that or
-more, and a hundredth of what a wrong sign gives (below)."""
-LARGE_MOMENTS = ("chi2_token", "chi2_sequence", "_ci95", "gradient/signal", "gradient/noise", "grad_norm")
-# of one length: TRL counts positions from the padding on, this kit from the first token, as engines do.
-PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(32)]})
-NOT_COMPARED = {"step", "time", "step_time", "epoch"}
-NOT_COMPARED |= {"offpolicy/rollout/noncanonical_fraction"}  # Lightning has no tools: nothing is tokenised twice
-ENGINE_ONLY = {f"offpolicy/rollout/sync_{name}" for name in ("seconds", "bytes", "changed_fraction")}
+from both_trainers import GRADIENT_LIMIT, STEPS, assert_same_numbers, distance, run_lightning, run_trl, trl_side
 
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's
@@ -72,65 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
 
 @pytest.fixture
 def build(make_args: Any, fresh_model: Any, tokenizer: Any) -> Any:
-    """``build(rollout_func, **options)``: TRL's side, with the optimizer of both."""
-    same = {
-        "optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_steps": STEPS,
-        "max_grad_norm": 1e9, "shuffle_dataset": False,
-    }  # fmt: skip
-
-    def trl(rollout_func: Any, **options: Any) -> OffPolicyGRPOTrainer:
-        return OffPolicyGRPOTrainer(
-            fresh_model(),
-            score_last_word,
-            make_args(**same, **options),
-            train_dataset=PROMPTS,
-            processing_class=tokenizer,
-            rollout_func=rollout_func,
-        )
-
-    return trl
-
-
-class WatchTRL(TrainerCallback):
-    def __init__(self, model: Any) -> None:
-        self.model, self.gradients, self.weights = model, [], []
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.weights.append({name: p.detach().clone() for name, p in self.model.named_parameters()})
-
-
-def run_trl(build: Any, **options: Any) -> tuple[WatchTRL, list[dict[str, Any]], list[dict[str, Any]]]:
-    """What TRL saw and logged, and the rollouts."""
-    engine, calls = Engine(shift=0.2, noise=0.3), []
-
-    def rollouts(prompts: list[str], owner: Any) -> dict[str, Any]:
-        calls.append(engine(prompts, owner))
-        return calls[-1]
-
-    ours = build(rollouts, **{"offpolicy": "paper/tis", **options})
-    watch = WatchTRL(ours.model)
-    ours.add_callback(watch)
-    ours.train()
-    return watch, records(ours), calls
-
-
-def run_lightning(folder: Path, calls: list[Any], accumulation: int, options: Any, sizes: Any) -> tuple[Watch, Played]:
-    engine, watch = Played(calls), Watch()
-    steps = {"max_steps": STEPS, "accumulate_grad_batches": accumulation}
-    fit = trainer(folder, callbacks=[watch], **steps)
-    settings = {"correction": "paper/tis", **options}
-    fit.fit(module(engine, optimizer=partial(torch.optim.SGD, lr=RATE), **settings), data(PROMPTS, **sizes))
-    return watch, engine
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Largest difference, absolute plus relative to the largest entry of all, as in test_trainer_parity."""
-    assert one.keys() == other.keys()
-    largest = max(float(value.abs().max()) for value in other.values())
-    return max(float((one[name] - other[name]).abs().max()) for name in one) / (1 + largest)
+    return trl_side(make_args, fresh_model, tokenizer)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,14 +65,6 @@ def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: A
         assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
         assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
         assert_same_numbers(watch.logs[step], rows[step])
-
-
-def assert_same_numbers(ours: dict[str, float], theirs: dict[str, Any]) -> None:
-    assert set(ours) - ENGINE_ONLY - NOT_COMPARED == set(theirs) - NOT_COMPARED
-    assert sum(key.startswith("offpolicy/") for key in theirs) > 60
-    for key in set(theirs) - NOT_COMPARED:
-        limit = MOMENT_LIMIT if any(part in key for part in LARGE_MOMENTS) else METRIC_LIMIT
-        assert ours[key] == pytest.approx(theirs[key], rel=limit, abs=limit), key
 
 
 def test_a_flipped_sign_of_the_advantage_is_seen(build: Any, tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def test_a_window_computes_what_merged_stats_compute():
     measuring, parts = Measuring([]), [stats_of(one) for one in batches]
     for part, one in zip(parts, batches, strict=True):
         measuring.add_loss(torch.tensor(0.5), part, one)
-    assert measuring.end_step().tolist()[2:] == [60.0, 60.0] and measuring.responses == 12
+    step = measuring.end_step()
+    assert (step.tokens, step.sampled, step.responses) == (60.0, 60.0, 12) and measuring.responses == 12
     logs = measuring.close(OBJECTIVE, torch.device("cpu"))
     expected = parts[0].merge(parts[1]).merge(parts[2]).compute()
     assert {key: logs[key] for key in expected} == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Strategies that shard: two real processes, weights whole for the engine, the same training as DDP."""
+"""Strategies that shard: two real processes, weights whole for the engine, the same training as DDP, and its resume."""
 
 from __future__ import annotations
 
@@ -10,45 +10,81 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+STRATEGIES = ["fsdp2", "fsdp", "zero3"]
+Seen = list[dict[str, Any]]
 
 
-def run(folder: Path, kind: str) -> list[dict[str, Any]]:
+def run(folder: Path, kind: str, *flags: str) -> Seen:
+    """What both ranks saw."""
     script = ROOT / "tests" / "lightning" / "sharded_run.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "ignore", str(script), str(folder), kind]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    if "--gpu" not in flags:
+        environment["DS_ACCELERATOR"] = "cpu"
+    command = [sys.executable, "-W", "ignore", str(script), str(folder), kind, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(folder / f"{kind}-{rank}.pt", weights_only=True) for rank in range(2)]
+    name = kind + "-lora" * ("--lora" in flags) + "-resumed" * ("--resume" in flags)
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("sharded")
+    save_tiny_model(made / "model")
+    return made
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> tuple[Seen, Seen, Seen]:
+    """DDP: two steps, a third one after a resume, and two steps of an adapter."""
+    return run(folder, "ddp"), run(folder, "ddp", "--resume"), run(folder, "ddp", "--lora")
 
 
 @pytest.mark.slow
-def test_fsdp2_shards_and_trains_as_ddp(tmp_path: Path) -> None:
-    whole, parts = run(tmp_path, "ddp")[0], run(tmp_path, "fsdp2")
-    assert not whole["sharded"] and whole["share"] == 1.0
-    for part in parts:
-        assert part["sharded"] and part["share"] == pytest.approx(0.5) and part["world"] == 2
-        assert_same(part, whole)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_it_shards_and_trains_as_ddp(kind: str, folder: Path, whole: tuple[Seen, Seen, Seen]) -> None:
+    for part in run(folder, kind):
+        assert part["share"] == pytest.approx(0.5) and part["world"] == 2
+        assert_same(part, whole[0][0])
+    for part in run(folder, kind, "--resume"):
+        assert len(part["weights"]) == 1
+        assert_same(part, whole[1][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
+def test_an_adapter_on_a_model_by_name(kind: str, folder: Path, whole: tuple[Seen, Seen, Seen]) -> None:
+    """Under ZeRO-3 Lightning makes models inside DeepSpeed's zero.Init, where an adapter would start as noise."""
+    for part in run(folder, kind, "--lora", "--named"):
+        assert_same(part, whole[2][0])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fsdp", "zero3"])
-def test_fsdp_and_zero_3_train_as_ddp(kind: str, tmp_path: Path) -> None:
+def test_fsdp_and_zero_3_train_as_ddp_on_gpus(kind: str, tmp_path: Path) -> None:
     """Needs two GPUs; not run by us so far."""
     whole = run(tmp_path, "ddp")[0]
-    for part in run(tmp_path, kind):
+    for part in run(tmp_path, kind, "--gpu"):
         for name, value in whole["engine"].items():
             assert torch.allclose(part["engine"][name].cpu(), value, atol=1e-4), name
 
 
 def assert_same(part: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Weights after every step, those that the engine was given, loss and gradient norm."""
-    first, last = whole["weights"][0], whole["weights"][-1]
-    assert max(float((last[name] - first[name]).abs().max()) for name in first) > 1e-2  # they move
+    """Weights after every step, those that the engine was given, loss, gradient norm, proof and validation."""
     for mine, theirs in [*zip(part["weights"], whole["weights"], strict=True), (part["engine"], whole["engine"])]:
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():
             assert torch.allclose(mine[name], value, atol=1e-5), name
     for key in ("loss", "grad_norm", "offpolicy/mismatch/kl_k3"):
-        assert part["logs"][-1][key] == pytest.approx(whole["logs"][-1][key], rel=1e-4, abs=1e-6)
+        assert part["logs"][-1][key] == pytest.approx(whole["logs"][-1][key], rel=1e-4, abs=1e-6), key
+    assert part["logs"][-1]["offpolicy/rollout/sync_agreement"] > 0.999
+    assert part["reward"] == pytest.approx(whole["reward"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_weights_of_these_runs_move(whole: tuple[Seen, Seen, Seen]) -> None:
+    for first, last in ((seen[0]["weights"][0], seen[0]["weights"][-1]) for seen in (whole[0], whole[2])):
+        assert max(float((last[name] - first[name]).abs().max()) for name in first) > 1e-2

@@ -38,6 +38,16 @@ def test_engine_and_trainer_agree_after_every_sync(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_turns_are_scored_as_the_engine_sampled_them(tmp_path: Path) -> None:
+    """After a tool's answer too: the next turn's context is the same on both sides, id by id."""
+    seen = run(tmp_path, "--tools")
+    assert len(seen["mismatch"]) == 3 and max(seen["mismatch"]) < 1e-4
+    assert min(seen["calls"]) > 0.2 and min(seen["after_tools"]) > 0.1
+    assert seen["not_sampled"] == [0.0] * 3 and not seen["stopped"] and not seen["trl"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_an_exact_engine_is_checked_at_the_first_generation(tmp_path: Path) -> None:
     seen = run(tmp_path, "--exact")["exact"]
     assert seen["at_floor"] and seen["kl_k3"] < 2e-10 and seen["tokens"] > 50

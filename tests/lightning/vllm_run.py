@@ -1,6 +1,6 @@
 """Train a tiny model for three steps under Lightning with a real vLLM engine in this process; prints one JSON line.
 
-    python tests/lightning/vllm_run.py FOLDER [--lora] [--no-sync] [--rounding int8]
+    python tests/lightning/vllm_run.py FOLDER [--lora] [--no-sync] [--rounding int8] [--tools]
     ... [--server URL --model FOLDER] [--devices 2]     # with a server in place of the engine in this process
 
 A process of its own: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its first weights.
@@ -18,11 +18,26 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from agent_runs import lookup, tool_tokenizer
 from lightning_runs import Watch, data, module, trainer
-from tiny_models import save_tiny_model, spread, tiny_prompts
+from tiny_models import EOS, VOCABULARY, save_tiny_model, spread, tiny_prompts
+from transformers import GenerationConfig
 
 from lightning_module import engines
 from trl_offpolicy.engines.engine import SyncError, SyncReport
+
+
+def agent_settings(model: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Settings of an agent whose turns are a few tokens long, and its prompts."""
+    ends = [EOS, *range(EOS + 2, len(VOCABULARY), 2)]
+    GenerationConfig(eos_token_id=ends).save_pretrained(model)
+    prompts = [{"prompt": [{"role": "user", "content": f"w{i} w{i + 1}"}]} for i in range(8)]
+    return {"tokenizer": tool_tokenizer(), "tools": [lookup], "check_token_ids": "raise"}, prompts
+
+
+def spread_of_turns(completions: Any, **_: Any) -> list[float]:
+    """A reward that differs within every group."""
+    return spread([str(one) for one in completions])
 
 
 def main() -> None:
@@ -32,6 +47,7 @@ def main() -> None:
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--rounding")
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--tools", action="store_true")
     parser.add_argument("--server")
     parser.add_argument("--model")
     parser.add_argument("--devices", type=int, default=1)
@@ -47,26 +63,28 @@ def main() -> None:
     engine |= {"exact": True} if options.exact else {}
     if options.server:
         engine = {"type": "server", "base_url": options.server, "patience": {"timeout": 60.0, "retries": 1}}
+    model = options.model or str(save_tiny_model(options.folder / "model"))
+    agent, prompts = agent_settings(model) if options.tools else ({"tokenizer": None}, None)
     ours = module(
         engine,
-        model=options.model or str(save_tiny_model(options.folder / "model")),
-        tokenizer=None,
-        reward_funcs=spread,
+        model=model,
+        reward_funcs=spread_of_turns if options.tools else spread,
         correction="paper/tis",
         optimizer=partial(torch.optim.SGD, lr=5.0) if options.lora else partial(torch.optim.AdamW, lr=0.01),
         adapter={"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]} if options.lora else None,
         sync_check=True,
-        sampling={"max_tokens": 8},
+        sampling={"max_tokens": 24 if options.tools else 8},
+        **agent,
     )
     watch = Watch()
-    held_out = {"val_dataset": tiny_prompts(2), "val_batch_size": 2}
+    held_out = {"val_dataset": tiny_prompts(2) if prompts is None else prompts[:2], "val_batch_size": 2}
     ranks = {"devices": options.devices, "strategy": "ddp"} if options.devices > 1 else {}
     owner = trainer(
         options.folder, callbacks=[watch], max_steps=3, val_check_interval=3, num_sanity_val_steps=1, **ranks
     )
     stopped = ""
     try:
-        owner.fit(ours, data(micro_batch_size=8, **held_out))
+        owner.fit(ours, data(prompts, micro_batch_size=8, **held_out))
     except SyncError as error:
         stopped = str(error)
     if not owner.is_global_zero:
@@ -80,6 +98,9 @@ def main() -> None:
                 "bytes": [row.get("offpolicy/rollout/sync_bytes") for row in logs],
                 "moved": [row["grad_norm"] for row in logs],
                 "eval_reward": float(owner.callback_metrics.get("eval_reward", torch.nan)),
+                "calls": [row.get("tools/call_frequency") for row in logs],
+                "after_tools": [row.get("offpolicy/post_tool/token_fraction") for row in logs],
+                "not_sampled": [row["offpolicy/rollout/retokenised_fraction"] for row in logs],
                 "ranks": owner.world_size,
                 "stopped": stopped,
                 "exact": None if ours.exact.found is None else ours.exact.found.as_dict(),

@@ -56,3 +56,12 @@ def test_padding_does_not_make_a_completion_improbable():
 def test_missing_log_probs_call_nothing_copied():
     stats = duplicate_stats(IDS, MASK, torch.full((4, 3), math.nan), group_size=4)
     assert "offpolicy/rollout/copied_fraction" not in stats.compute()
+
+
+def test_rows_without_a_token_do_not_count() -> None:
+    """Completions that were cut and left the loss are no copies of each other."""
+    ids = torch.tensor([[5, 6], [7, 8], [9, 9], [9, 9]])
+    mask = torch.tensor([[1, 1], [0, 0], [0, 0], [1, 1]]).bool()
+    logps = torch.full((4, 2), -9.0)
+    found = duplicate_stats(ids, mask, logps, group_size=4).compute()
+    assert found["offpolicy/rollout/distinct_fraction"] == 1 and found["offpolicy/rollout/copied_fraction"] == 0

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollouts.ahead.fake_server import FakeServer, server_class
+from rollouts.ahead.fake_server import FakeServer, note_submissions, server_class
 from trainer_runs import records, rollouts
 
-from trl_offpolicy.rollouts.ahead.flight import Flight
 from trl_offpolicy.trl import engine as trl_engines
 
 pytestmark = pytest.mark.integration
@@ -30,14 +29,7 @@ SERVER = {
 @pytest.fixture
 def run(build: Callable[..., Any], fresh_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """``run(server_options, resume=..., **trainer_options)``: the trained trainer and its server."""
-
-    submit = Flight.submit
-
-    def submitting(self: Flight, prompt: Any, *args: Any) -> Any:
-        self._server.submitted.append(prompt)  # type: ignore[attr-defined]
-        return submit(self, prompt, *args)
-
-    monkeypatch.setattr(Flight, "submit", submitting)
+    note_submissions(monkeypatch)
 
     def train(server: dict[str, Any] | None = None, resume: Any = None, **options: Any) -> tuple[Any, FakeServer]:
         made: list[FakeServer] = []

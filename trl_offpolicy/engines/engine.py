@@ -91,6 +91,8 @@ class Rollouts:
         routed_experts: (tokens, layers with experts, k) expert ids of each prompt and completion without its last
             token, which the engine was never fed; None if the engine does not report them.
         sampling_mask: ids that truncated sampling kept at each token; None if the engine does not report them.
+        tool_mask: 1 = sampled by the engine, 0 = tool output between two turns (its log-probs are placeholders, 0.0);
+            None = the engine sampled every token.
     """
 
     prompt_ids: list[list[int]]
@@ -100,6 +102,7 @@ class Rollouts:
     finish_reasons: list[str]
     routed_experts: list[Any] | None = None
     sampling_mask: list[Any] | None = None
+    tool_mask: list[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -109,6 +112,7 @@ class Rollouts:
         per_token: dict[str, Sequence[Sequence[Any]] | None] = {
             "sampling_per_token_logps": self.sampling_per_token_logps,
             "policy_versions": self.policy_versions,
+            "tool_mask": self.tool_mask,
         }
         for name, rows in per_token.items():
             if rows is not None and [len(row) for row in rows] != lengths:

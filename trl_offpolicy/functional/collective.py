@@ -70,3 +70,12 @@ def gather_objects(value: Any) -> list[Any]:
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, value)
     return everyone
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's picklable object, on every rank. What the others give is ignored."""
+    if not is_distributed():
+        return value
+    sent = [value]
+    torch.distributed.broadcast_object_list(sent, src=0)
+    return sent[0]

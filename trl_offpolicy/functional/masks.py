@@ -165,3 +165,33 @@ def _binary_kl(q: Tensor, difference: Tensor, log_ratios: Tensor) -> Tensor:
     rest = (1 - q).clamp(min=_SMALLEST)
     other = (1 - q - difference).clamp(min=_SMALLEST)
     return (-q * log_ratios + rest * (rest.log() - other.log())).clamp(min=0.0)
+
+
+def high_entropy_mask(entropies: Tensor, mask: Tensor, *, top: float) -> Tensor:
+    """Keep the tokens with the highest entropies of all ranks' micro-batches. All ranks call it.
+
+        keep where H_t >= quantile_{1 - top}(H)
+
+    where H holds the entropies of the trainable tokens of all ranks, and the quantile interpolates linearly.
+
+    Args:
+        entropies: (B, T), nats.
+        mask: (B, T) bool, trainable tokens.
+        top: share to keep, in [0, 1]; 0 keeps the highest alone.
+
+    Returns:
+        (B, T) bool, no grad; False outside ``mask``.
+
+    Example:
+        >>> high_entropy_mask(torch.tensor([[0.1, 2.0, 0.7]]), torch.tensor([[True, True, True]]), top=0.5)
+        tensor([[False,  True,  True]])
+
+    Reference: Wang et al. 2025, "Beyond the 80/20 rule" (arXiv:2506.01939); TRL's ``get_high_entropy_mask``.
+    """
+    check_tokens(mask.shape, entropies=entropies)
+    own = entropies.detach().float()
+    everyone = gather_flat(torch.where(mask, own, -torch.inf), padding=-torch.inf)
+    everyone = everyone[everyone > -torch.inf]
+    if not len(everyone):
+        return torch.zeros_like(mask)
+    return mask & (own >= torch.quantile(everyone, 1 - top))

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from trl_offpolicy.checks import check_bool, check_not_negative, check_number, check_within, near
 from trl_offpolicy.functional.kl import MAX_KL_ERROR
 from trl_offpolicy.objective.kl import AdaptiveKL, KLPenalty
+from trl_offpolicy.parts import as_mapping
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
 
@@ -109,6 +113,111 @@ def check_horizon(kl: KLPenalty | None, responses: int) -> None:
             f"kl.coef.horizon must be above {MAX_KL_ERROR * responses:g} with {responses} responses in an optimizer "
             f"step (they may change the coefficient by 20 % in a horizon), but got {kl.coef.horizon:g}."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyOptions:
+    """TRL's options of the entropy, under TRL's names and with its defaults.
+
+    Args:
+        top_entropy_quantile: share of the tokens, those with the highest entropies, that have a policy term and a
+            bonus; 1 = all, 0 = the highest alone (:func:`~trl_offpolicy.functional.masks.high_entropy_mask`).
+        entropy_coef: coefficient of the entropy bonus; a negative one makes it a penalty.
+        use_adaptive_entropy: whether the coefficient moves (:class:`EntropyControl`), from ``entropy_coef`` on.
+        entropy_coef_min: the lowest coefficient that it moves to.
+        entropy_coef_max: the highest one.
+        entropy_coef_delta: how far it moves in an optimizer step.
+        entropy_target: mean entropy in nats up to which the bonus is applied.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field.
+    """
+
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_within("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0)
+        check_bool(use_adaptive_entropy=self.use_adaptive_entropy)
+        for name in ("entropy_coef", "entropy_coef_min", "entropy_coef_max"):
+            check_number(name, getattr(self, name))
+        check_not_negative(entropy_coef_delta=self.entropy_coef_delta, entropy_target=self.entropy_target)
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef_min must be at most entropy_coef_max, but got {self.entropy_coef_min} and "
+                f"{self.entropy_coef_max}."
+            )
+
+    @classmethod
+    def parse(cls, spec: Any, *, where: str = "entropy") -> EntropyOptions:
+        """The options from a mapping of them; None = TRL's defaults.
+
+        Raises:
+            ValueError: an unknown name or a wrong value; the message names ``where``.
+        """
+        if isinstance(spec, cls):
+            return spec
+        given: Mapping[str, Any] = {} if spec is None else as_mapping(spec, where)
+        known = [item.name for item in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"{where}.{unknown[0]} must be one of {known}.{near(unknown[0], known)}")
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{where}.{error}") from None
+
+
+@dataclass(frozen=True)
+class EntropyControl:
+    """The coefficient of the entropy bonus, as an optimizer step leaves it to the next one.
+
+        coef' = clip(coef + delta, min, max) where H <= target, else clip(coef - delta, min, max)
+
+    where H is the mean entropy of the step's tokens. The next step's bonus is left out where H is above the target.
+
+    Args:
+        options: target, bounds and step.
+        coef: the coefficient.
+        measured: H of the last optimizer step, nats; infinite before the first, which has no bonus if it adapts.
+
+    Reference: He et al. 2025, "Skywork Open Reasoner 1" (arXiv:2505.22312), as in TRL 1.16.
+    """
+
+    options: EntropyOptions
+    coef: float
+    measured: float = math.inf
+
+    @property
+    def adapts(self) -> bool:
+        """True if the coefficient moves in training."""
+        return self.options.use_adaptive_entropy
+
+    @property
+    def in_force(self) -> float:
+        """The coefficient of this step's loss."""
+        return 0.0 if self.adapts and self.measured > self.options.entropy_target else self.coef
+
+    def after(self, entropy: float) -> EntropyControl:
+        """The control of the next step, given the mean entropy of this one; unchanged if it does not adapt."""
+        if not self.adapts:
+            return self
+        options = self.options
+        delta = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
+        moved = min(max(self.coef + delta, options.entropy_coef_min), options.entropy_coef_max)
+        return replace(self, coef=moved, measured=entropy)
+
+    def state_dict(self) -> dict[str, float]:
+        """Coefficient and entropy, for a checkpoint; empty if the coefficient does not move."""
+        return {"coef": self.coef, "measured": self.measured} if self.adapts else {}
+
+    def restored(self, state: Mapping[str, float]) -> EntropyControl:
+        """The control whose :meth:`state_dict` is ``state``; unchanged if that is empty or nothing moves."""
+        return replace(self, coef=state["coef"], measured=state["measured"]) if self.adapts and state else self
 
 
 class Stateful(Protocol):

@@ -239,6 +239,20 @@ class Objective:
             average=average,
         )
 
+    def policy_loss_value(self, batch: PolicyBatch, result: ObjectiveOutput, reduction: Reduction) -> Tensor:
+        """TRL's ``policy_loss``, 0-d: the loss of a micro-batch without entropy bonus and accumulation scaling.
+
+        Args:
+            batch: the micro-batch.
+            result: what this objective returned for it.
+            reduction: the denominators of that call.
+
+        Returns:
+            No gradient. With denominators that span the optimizer step it is this micro-batch's share of the loss.
+        """
+        whole = replace(reduction, accumulation=1)
+        return self._reduce(result.per_token_loss.detach(), batch.mask, result.keep_mask, whole)
+
     def _shift(self, batch: PolicyBatch) -> Tensor | None:
         """log(proximal / old) at the level of the loss's ratio, (B, T) or (B, 1): the part that current/proximal lacks.
 

@@ -37,7 +37,8 @@ def duplicate_stats(ids: Tensor, mask: Tensor, sampling_logps: Tensor | None, *,
     """``rollout/distinct_fraction`` and ``rollout/copied_fraction`` of a generation batch. All ranks call it.
 
     A short answer that the policy is sure of comes up several times by chance. One to which the engine gave a
-    probability of at most 1e-4 does not: of these, the copied ones equal another completion of their group.
+    probability of at most 1e-4 does not: of these, the copied ones equal another completion of their group. Rows
+    without a token (``mask_truncated_completions``) do not count.
 
     Args:
         ids: (B, T) completion ids of this rank. The rows of all ranks, in rank order, are groups of ``group_size``.
@@ -46,14 +47,15 @@ def duplicate_stats(ids: Tensor, mask: Tensor, sampling_logps: Tensor | None, *,
         group_size: completions per prompt.
     """
     keys = gather_rows(completion_keys(ids, mask)).view(-1, group_size)
+    some = gather_rows(mask.any(-1)).view(-1, group_size)
     equal = keys.unsqueeze(-1) == keys.unsqueeze(-2)  # (G, n, n)
-    first = ~equal.tril(-1).any(-1)  # no earlier completion of the group equals it
-    count = torch.tensor(keys.numel(), device=ids.device)
+    first = some & ~equal.tril(-1).any(-1)  # no earlier completion of the group equals it
+    count = some.sum()
     distinct = moments(_DISTINCT, [count, first.sum()])
     groups = {"rollout#distinct": Group(distinct, {"distinct_fraction": fraction("distinct", "completions")})}
     if sampling_logps is not None:
         own = torch.where(mask, sampling_logps.float(), 0.0).sum(-1)
-        improbable = (gather_rows(own) <= IMPROBABLE).view(-1, group_size)
+        improbable = some & (gather_rows(own) <= IMPROBABLE).view(-1, group_size)
         copied = moments(_COPIED, [improbable.sum(), ((equal.sum(-1) > 1) & improbable).sum()])
         finalizers = {"copied_fraction": fraction("copied", "improbable")}
         groups["rollout#copied"] = Group(copied, finalizers, sparse=True)

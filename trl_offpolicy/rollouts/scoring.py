@@ -25,12 +25,16 @@ from trl_offpolicy.types import PolicyBatch
 
 
 class Scores(NamedTuple):
-    """(B, T) each: log-probs and entropies in nats, with gradient; sums of squared probabilities; outside the cut."""
+    """(B, T) each: log-probs and entropies in nats, with gradient; sums of squared probabilities; outside the cut.
+
+    ``aux_loss`` is 0-d with gradient: the load-balancing loss of a mixture of experts, if it was asked for.
+    """
 
     logps: Tensor
     entropies: Tensor
     sum_sq_probs: Tensor
     outside: Tensor
+    aux_loss: Tensor | None = None
 
 
 class Scorer:
@@ -51,7 +55,9 @@ class Scorer:
         kept = Truncation(**cut) if truncated else Truncation()  # type: ignore[arg-type]
         self.truncation = as_vllm_keeps(kept) if by_vllm else kept
 
-    def __call__(self, model: nn.Module, rows: Mapping[str, Tensor], *, batch_size: int | None = None) -> Scores:
+    def __call__(
+        self, model: nn.Module, rows: Mapping[str, Tensor], *, batch_size: int | None = None, aux_loss: bool = False
+    ) -> Scores:
         """Score ``completion_ids``, given ``prompt_ids``.
 
         Args:
@@ -59,16 +65,21 @@ class Scorer:
             rows: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``: prompts padded on the left,
                 completions on the right.
             batch_size: rows per forward; None = all.
+            aux_loss: whether to return the load-balancing loss of a mixture of experts, the mean over the forwards.
         """
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
         mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
         length = rows["completion_ids"].shape[1]
         size = batch_size or len(ids)
         parts = [
-            self._forward(model, *pair, length)
+            self._forward(model, *pair, length, aux_loss=aux_loss)
             for pair in zip(torch.split(ids, size), torch.split(mask, size), strict=True)
         ]
-        return Scores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        losses = [part.aux_loss for part in parts if part.aux_loss is not None]
+        logps, entropies, sums, outside = (
+            torch.cat(columns) for columns in zip(*(part[:4] for part in parts), strict=True)
+        )
+        return Scores(logps, entropies, sums, outside, torch.stack(losses).mean() if losses else None)
 
     def support_stats(self, scores: Scores, mask: Tensor) -> Stats:
         """``rollout/outside_fraction``: share of the tokens in ``mask`` (B, T) that the trainer would have cut."""
@@ -76,18 +87,24 @@ class Scorer:
             return Stats({})
         return support_stats(scores.outside, mask)
 
-    def _forward(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int) -> Scores:
+    def _forward(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int, *, aux_loss: bool) -> Scores:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        router = {"output_router_logits": True} if aux_loss else {}
         # The position before a token predicts it: length + 1 of them reach the head, which drops the last one.
         with _head_in_place(model, self, ids[:, -length:]) as found:
-            output = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=length + 1
-            ).logits
-        head = found[0]
+            whole = model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=length + 1,
+                **router,
+            )
+        head, output = found[0], whole.logits
         logps, entropies, sums, outside = (column.view(len(ids), length) for column in head)
         if output.shape[-1] == 2:  # unchanged on its way out, and known to the hooks of sharded models
             logps, entropies = output.unbind(-1)
-        return Scores(logps, entropies, sums, outside)
+        return Scores(logps, entropies, sums, outside, whole.aux_loss if aux_loss else None)
 
 
 def sequence_logps(model: nn.Module, ids: Sequence[Sequence[int]], *, pad: int) -> list[list[float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -128,41 +128,34 @@ def is_canonical(completion: Ids, mask: Sequence[bool], again: Callable[[list[in
     return all(again(part) == part for part in parts)
 
 
-class TokenIdCheck:
-    """Checks a few rows of each generation batch of a ``trl.GRPOTrainer``.
+class TokenIds:
+    """Checks a few rows of each generation batch.
 
     Args:
-        trainer: a trainer with ``_tokenizer`` and, with vLLM, ``vllm_generation.calls``.
+        tokenizer: decodes and encodes.
         mode: a :data:`CheckTokenIds`, what happens on drift: "warn" (once), "raise", or "off" (no check).
+
+    Raises:
+        ValueError: ``mode`` is none of these.
     """
 
-    def __init__(self, trainer: Any, mode: str) -> None:
-        self.trainer, self.mode = trainer, mode
-        self._sampled: list[Ids] | None = None
+    def __init__(self, tokenizer: Any, mode: str) -> None:
+        if mode not in get_args(CheckTokenIds):
+            raise ValueError(f"check_token_ids must be one of {list(get_args(CheckTokenIds))}, but got {mode!r}.")
+        self.tokenizer, self.mode = tokenizer, mode
         self._warned = False
-        if trainer.rollout_func is not None and mode != "off":
-            trainer.rollout_func = self._watched(trainer.rollout_func)
 
-    def _watched(self, rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap the function to keep the sampled ids that it reports, which a reward function need not see."""
-
-        def watched(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            output = dict(rollout_func(*args, **kwargs))
-            self._sampled = output.pop(SAMPLED_IDS, None)
-            return output
-
-        return watched
-
-    def __call__(self, output: dict[str, Any]) -> Stats:
+    def __call__(self, output: dict[str, Any], calls: Sequence[Call], sampled: Sequence[Ids] | None = None) -> Stats:
         """``rollout/retokenised_fraction`` if the engine's ids are known, and ``rollout/noncanonical_fraction``.
 
         Args:
-            output: TRL's dict of the generation batch.
+            output: tensors of the generation batch, under the names of TRL's dict.
+            calls: the engine's requests and answers for this batch.
+            sampled: per row the ids that the engine returned, in place of ``calls``.
 
         Raises:
             ValueError: with "raise", if a token is not the engine's.
         """
-        calls, sampled = self._take()
         if self.mode == "off" or "pixel_values" in output:  # an engine puts image tokens into the prompt
             return Stats({})
         rows = _host_rows(output)
@@ -180,6 +173,52 @@ class TokenIdCheck:
             groups["rollout#ids"] = _share(same, "retokenised_fraction", output)
         return Stats(groups)
 
+    def _again(self, ids: list[int]) -> list[int]:
+        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def _tell(self, drifts: Mapping[int, Drift]) -> None:
+        if not drifts or (self._warned and self.mode == "warn"):
+            return
+        row = min(drifts)
+        message = _message(row, drifts[row], self.tokenizer.decode, len(drifts))
+        if self.mode == "raise":
+            raise ValueError(message)
+        self._warned = True
+        logger.warning(message)
+
+
+class TokenIdCheck:
+    """:class:`TokenIds` for a ``trl.GRPOTrainer``.
+
+    Args:
+        trainer: a trainer with ``_tokenizer`` and, with vLLM, ``vllm_generation.calls``.
+        mode: a :data:`CheckTokenIds`.
+    """
+
+    def __init__(self, trainer: Any, mode: str) -> None:
+        self.trainer, self.mode = trainer, mode
+        self._check = TokenIds(trainer._tokenizer, mode)
+        self._sampled: list[Ids] | None = None
+        if trainer.rollout_func is not None and mode != "off":
+            trainer.rollout_func = self._watched(trainer.rollout_func)
+
+    def _watched(self, rollout_func: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Wrap the function to keep the sampled ids that it reports, which a reward function need not see."""
+
+        def watched(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            output = dict(rollout_func(*args, **kwargs))
+            self._sampled = output.pop(SAMPLED_IDS, None)
+            return output
+
+        return watched
+
+    def __call__(self, output: dict[str, Any]) -> Stats:
+        """As :meth:`TokenIds.__call__`, for TRL's dict of a generation batch."""
+        calls, sampled = self._take()
+        return self._check(output, calls, sampled)
+
     def _take(self) -> tuple[list[Call], list[Ids] | None]:
         """Take the records since the last generation batch, and clear them."""
         engine_calls = getattr(getattr(self.trainer, "vllm_generation", None), "calls", None)
@@ -188,22 +227,6 @@ class TokenIdCheck:
         if engine_calls:
             engine_calls.clear()
         return calls, sampled
-
-    def _again(self, ids: list[int]) -> list[int]:
-        tokenizer = self.trainer._tokenizer
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
-
-    def _tell(self, drifts: Mapping[int, Drift]) -> None:
-        if not drifts or (self._warned and self.mode == "warn"):
-            return
-        row = min(drifts)
-        message = _message(row, drifts[row], self.trainer._tokenizer.decode, len(drifts))
-        if self.mode == "raise":
-            raise ValueError(message)
-        self._warned = True
-        logger.warning(message)
 
 
 def _message(row: int, drift: Drift, decode: Callable[[list[int]], str], count: int) -> str:

@@ -1,70 +1,129 @@
-"""Sampling ahead in the TRL trainer: starts with a run, and names the log-probs of its rows by what they are."""
+"""Sampling ahead in the TRL trainer: which prompts come next, and how the queue answers TRL's requests."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from trl_offpolicy.engines.engine import EngineError
-from trl_offpolicy.objective.proximal import RecomputedProximal
-from trl_offpolicy.rollouts.ahead.checks import check_snapshots
-from trl_offpolicy.rollouts.ahead.old_policy import Snapshots, WeightAverage
-from trl_offpolicy.rollouts.ahead.parts import padded_versions
-from trl_offpolicy.rollouts.ahead.queue import RolloutsAhead
+from trl_offpolicy.rollouts.ahead.checks import check_server, check_snapshots
+from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, positions_ahead
+from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
+from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
 
-OLD, PROXIMAL = "old_per_token_logps", "proximal_per_token_logps"
 
+class TrainerAhead:
+    """The queue of an :class:`~trl_offpolicy.trainer.OffPolicyGRPOTrainer`, with what replaces the old policy.
 
-class TrainerAhead(RolloutsAhead):
-    """The queue of an :class:`~trl_offpolicy.trainer.OffPolicyGRPOTrainer`, with what replaces the old policy."""
+    Args:
+        trainer: the trainer whose data it reads ahead.
+        settings: the ``async_rollouts`` field of its configuration.
+    """
 
     def __init__(self, trainer: Any, settings: AsyncSettings) -> None:
-        self._snapshots = Snapshots() if settings.old_logps == "snapshot" else None
-        self._average = WeightAverage(settings.ewma_decay) if settings.old_logps == "ewma" else None
-        super().__init__(trainer, settings)
+        self._trainer, self._engine = trainer, trainer.vllm_generation
+        self._old = OldPolicy(settings)
+        self._every = trainer.args.steps_per_generation * trainer.num_iterations
+        rank = trainer.accelerator.process_index
+        self._queue = RolloutsAhead(settings, rank=rank, version=lambda: self._engine.version)
+        self.close()
 
-    def synced(self) -> None:
-        """Keep a copy or average of the weights that were just sent, if ``old_logps`` needs one."""
-        model, version = self._trainer.model, self._engine.version
-        if self._snapshots is not None:
-            self._snapshots.keep(model, version, oldest=self.oldest_version)
-        if self._average is not None:
-            self._average.add(model, version)
+    def start(self) -> None:
+        """Begin a run with an empty queue."""
+        self.close()
+        self._queue.start(self._engine.server)
+
+    def close(self) -> None:
+        """Give up requests in flight and empty the queue."""
+        self._queue.close()
+        self._versions: list[list[int]] = []  # of each token, in the batch that was handed out last
+        self._epoch: Iterator[Any] | None = None
+        self._lookahead = Lookahead(iter(()))
+        self._first_step = 0
+
+    # --------------------------------------------------------------------------------------------------------- data
+
+    def items(self, epoch: Iterator[Any]) -> Lookahead:
+        """Wrap the iterator of an epoch, for the next optimizer step to read from."""
+        if epoch is not self._epoch:
+            self._epoch, self._lookahead = epoch, Lookahead(epoch)
+        self._lookahead.forget()
+        self._first_step = self._trainer._step
+        return self._lookahead
+
+    def _upcoming(self, first: int, end: int) -> Iterator[Prompts]:
+        """Prompts of generation batches, the present one being number 0; fewer near the end of the epoch or run."""
+        trainer = self._trainer
+        position = trainer._step - self._first_step
+        later = trainer.state.max_steps - trainer.state.global_step - 1
+        in_step = trainer.current_gradient_accumulation_steps - position
+        left = in_step + later * trainer.args.gradient_accumulation_steps
+        for at in positions_ahead(position=position, every=self._every, count=end, left=left)[first:]:
+            if (rows := self._lookahead.at(at)) is None:
+                return
+            yield self._tokenized(rows)
+
+    def _tokenized(self, rows: list[dict[str, Any]]) -> Prompts:
+        """Token ids of the rows' prompts, made as TRL will make them when the batch is due."""
+        if any(row.get(name) is not None for row in rows for name in ("image", "images")):
+            raise ValueError("async_rollouts must be left out with images: their requests are not sent ahead.")
+        ids, images, _ = self._trainer._tokenize_prompts(copy.deepcopy([row["prompt"] for row in rows]))
+        if images is not None:
+            raise ValueError("async_rollouts must be left out with images in the prompts.")
+        return [list(row) for row in ids]
+
+    # ----------------------------------------------------------------------------------------------------- sampling
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A context in which no request runs, so that weights may change. Afterwards the new ones are kept."""
+        with self._queue.quiet():
+            yield
+            self._old.keep(self._trainer.model, self._engine.version, oldest=self._queue.oldest_version)
+
+    def generate(self, prompts: list[list[int]], num_generations: int) -> Any:
+        """TRL's contract of ``generate``, for the batch that is due. It also requests more. All ranks call it.
+
+        Raises:
+            EngineError: on all ranks, if a request failed or the rows are not those that were requested.
+        """
+
+        def options() -> dict[str, Any]:
+            return dict(self._engine._sampling().vllm_options())
+
+        rollouts, waited = self._queue.take(prompts, upcoming=self._upcoming, options=options, n=num_generations)
+        self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(waited)
+        self._versions, ids = rollouts.policy_versions, rollouts.completion_ids
+        logps = [[[value] for value in row] for row in rollouts.sampling_per_token_logps or []]
+        return prompts, ids, logps, [[[token] for token in row] for row in ids]
+
+    # ---------------------------------------------------------------------------------------------------- log-probs
 
     @property
     def name_of_scores(self) -> str | None:
-        """The key for log-probs at the current weights of rows that older weights sampled; None = nothing reads them.
-
-        For such rows they are the proximal policy and not the old one. For rows of the current weights they are both.
-        If copies of the weights are kept, the old policy is known and the clip is around it.
-        """
+        """The key for log-probs at the current weights; None = nothing reads them (:class:`OldPolicy`)."""
         if not self._trainer.model.training:
             return OLD
-        if self._snapshots is not None:
-            return None
-        return PROXIMAL if isinstance(self._trainer.objective.proximal, RecomputedProximal) else None
+        return self._old.name_of_scores(self._trainer.objective.proximal)
 
     def complete(self, output: dict[str, Any]) -> None:
         """Add the version of each token to TRL's generation batch, and give its log-probs their right names."""
-        ids = output["completion_ids"]
-        rows = padded_versions(self.versions, length=ids.shape[1], of_empty=self._engine.version)
-        output["policy_versions"] = torch.tensor(rows, device=ids.device)
-        today, name = output.pop(OLD, None), self.name_of_scores
-        score = partial(self._score, output)
-        if self._snapshots is not None:
-            output[OLD] = self._snapshots.score(
-                self._trainer.model, score, output["policy_versions"], trainable(output)
-            )
-        elif self._average is not None:
-            output[PROXIMAL] = self._average.score(self._trainer.model, score)
-        elif today is not None and name is not None:
-            output[name] = today
+        self._old.complete(
+            output,
+            self._versions,
+            model=self._trainer.model,
+            proximal=self._trainer.objective.proximal,
+            score=partial(self._score, output),
+            mask=trainable(output),
+            current=self._engine.version,
+        )
 
     def _score(self, output: dict[str, Any]) -> Tensor:
         logps: Tensor = self._trainer._score_old(output, "train", with_sums=False)[0]
@@ -74,7 +133,7 @@ class TrainerAhead(RolloutsAhead):
 class _Run(TrainerCallback):  # type: ignore[misc]
     """Empties the queue when a run begins and when it ends."""
 
-    def __init__(self, ahead: RolloutsAhead) -> None:
+    def __init__(self, ahead: TrainerAhead) -> None:
         self._ahead = ahead
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -94,16 +153,12 @@ def sample_ahead(trainer: Any) -> TrainerAhead | None:
     settings = AsyncSettings.parse(trainer.args.async_rollouts)
     if settings is None:
         return None
-    check_snapshots(trainer, settings)
-    server = trainer.vllm_generation.server
-    if settings.cuts and server is not None and not server.can_cut:
-        raise EngineError(
-            "async_rollouts.partial must be 'finish' with this vLLM server, which has no /abort_requests: start it "
-            "with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
-        )
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    check_snapshots(settings, sharded="FSDP or DeepSpeed" if sharded else None)
+    if (server := trainer.vllm_generation.server) is not None:
+        check_server(settings, server)
     ahead = TrainerAhead(trainer, settings)
     trainer.vllm_generation.ahead, trainer.vllm_generation.quiet = ahead, ahead.quiet
-    own_centre = not isinstance(trainer.objective.proximal, RecomputedProximal)
-    trainer._leave_out_old |= own_centre or settings.old_logps != "recompute_proximal"
+    trainer._leave_out_old |= not OldPolicy(settings).reads_scores(trainer.objective.proximal)
     trainer.add_callback(_Run(ahead))
     return ahead

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -26,7 +26,15 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.diagnosis.report.model_card import write_card
 from trl_offpolicy.metrics.trl_names import trl_names
-from trl_offpolicy.objective.coefficients import StepWindow, adapts, load_state, next_kl, save_state
+from trl_offpolicy.objective.coefficients import (
+    EntropyControl,
+    EntropyOptions,
+    StepWindow,
+    adapts,
+    load_state,
+    next_kl,
+    save_state,
+)
 from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
@@ -93,6 +101,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
         self._kl = self.objective.kl  # its coefficient may move
+        if not self.use_adaptive_entropy:  # `offpolicy` may have set it
+            self.entropy_coef = self.objective.entropy_coef
+            self._entropy_bonus_enabled = self.entropy_coef != 0.0
         self._window = StepWindow()
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
@@ -262,8 +273,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             objective = replace(objective, kl=self._kl)
         if not self.use_adaptive_entropy:
             return objective
-        active = self._last_world_entropy <= self.args.entropy_target
-        return replace(objective, entropy_coef=self.entropy_coef if active else 0.0)
+        return replace(objective, entropy_coef=self._entropy_control.in_force)
+
+    @property
+    def _entropy_control(self) -> EntropyControl:
+        """The adaptive coefficient, from the attributes that TRL keeps in checkpoints."""
+        options = EntropyOptions(**{item.name: getattr(self.args, item.name) for item in fields(EntropyOptions)})
+        return EntropyControl(options, self.entropy_coef, self._last_world_entropy)
 
     def _end_step(self) -> None:
         """Stop on NaN and move the coefficients; this is the only wait for the device per optimizer step."""
@@ -276,8 +292,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._kl is not None and adapts(self._kl):
             self._kl = next_kl(self._kl, step, world_size=self.accelerator.num_processes)
         if self.use_adaptive_entropy:
-            self._last_world_entropy = step.mean_entropy
-            self.entropy_coef = _next_entropy_coef(self.entropy_coef, step.mean_entropy, self.args)
+            moved = self._entropy_control.after(step.mean_entropy)
+            self.entropy_coef, self._last_world_entropy = moved.coef, moved.measured
         if self._entropy_bonus_enabled:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
@@ -307,9 +323,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._add_stats("train", stats)
 
     def _log_policy_loss(self, batch: PolicyBatch, result: ObjectiveOutput, reduction: Reduction, mode: str) -> None:
-        """TRL's ``policy_loss``: the loss without entropy bonus and accumulation scaling."""
-        whole = replace(reduction, accumulation=1)
-        loss = self.objective._reduce(result.per_token_loss.detach(), batch.mask, result.keep_mask, whole)
+        loss = self.objective.policy_loss_value(batch, result, reduction)
         self._metrics[mode]["policy_loss"].append(self.accelerator.gather(loss).nanmean().item())
 
     def _record(self, inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput, mode: str) -> None:
@@ -353,15 +367,3 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 def _by_name(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
     """The arguments of ``GRPOTrainer`` by name, however they were given."""
     return inspect.signature(GRPOTrainer).bind_partial(*args, **kwargs).arguments
-
-
-def _next_entropy_coef(coef: float, entropy: float, options: Any) -> float:
-    """TRL's controller: the coefficient goes a step up while the entropy is at most the target, else a step down.
-
-        clip(coef +- delta, min, max)
-
-    where delta, min, max and the target are TRL's options ``entropy_coef_*`` and ``entropy_target``.
-    """
-    delta = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
-    moved: float = min(max(coef + delta, options.entropy_coef_min), options.entropy_coef_max)
-    return moved

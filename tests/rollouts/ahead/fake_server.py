@@ -12,11 +12,13 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import FIRST_WORD, VOCABULARY
 
 from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
 from trl_offpolicy.engines.sync_watch import UNKNOWN
+from trl_offpolicy.rollouts.ahead.flight import Flight
 
 
 class FakeServer:
@@ -43,7 +45,7 @@ class FakeServer:
         """Prompt and version of every new request."""
         self.syncs: list[int] = []
         self.submitted: list[list[int]] = []
-        """Prompts in the order in which they were handed to the threads; filled by the test."""
+        """Prompts in the order in which they were handed to the threads (:func:`note_submissions`)."""
         self._cuts = threading.Condition()
         self._number = 0
         self._lock = threading.Lock()
@@ -51,6 +53,9 @@ class FakeServer:
 
     def interview(self) -> None:
         """It has no vLLM to ask."""
+
+    def close(self) -> None:
+        """It holds nothing."""
 
     # ------------------------------------------------------------------------------------------------------ weights
 
@@ -63,6 +68,9 @@ class FakeServer:
             self.version = version
         self.syncs.append(version)
         return SyncReport(version=version, kind="folder", bytes=0, seconds=0.0)
+
+    def score(self, ids: Any) -> list[list[float]]:
+        raise AssertionError("no sync is proven in these runs")
 
     # ----------------------------------------------------------------------------------------------------- sampling
 
@@ -114,3 +122,14 @@ def server_class(model: Any, made: list[FakeServer], **options: Any) -> Callable
         return made[-1]
 
     return make
+
+
+def note_submissions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every :class:`FakeServer` know the prompts in the order in which the trainer asks for them."""
+    submit = Flight.submit
+
+    def submitting(self: Flight, prompt: Any, *args: Any) -> Any:
+        self._server.submitted.append(prompt)  # type: ignore[attr-defined]
+        return submit(self, prompt, *args)
+
+    monkeypatch.setattr(Flight, "submit", submitting)

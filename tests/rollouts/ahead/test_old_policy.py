@@ -80,3 +80,15 @@ def test_the_average_moves_by_the_steps_since() -> None:
 
     assert seen == [1.0, 2.0, 8.75]
     assert model.scale.item() == 11.0
+
+
+def test_autocast_does_not_score_a_copy_with_the_weights_of_before() -> None:
+    """It keeps rounded weights until it ends, and a whole training step is inside one under Lightning."""
+    model, ones = nn.Linear(4, 1, bias=False), torch.ones(1, 4)
+    nn.init.ones_(model.weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        seen = [model(ones).item()]
+        with loaded(trainable(model), {"weight": torch.full((1, 4), 3.0)}):
+            seen.append(model(ones).item())
+        seen.append(model(ones).item())
+    assert seen == [4.0, 12.0, 4.0]

@@ -260,3 +260,20 @@ def test_a_half_written_part_is_cleared_away(tmp_path: Path) -> None:
     (tmp_path / ".part-000000000000.tmp").write_bytes(b"PAR1 and no more")
     assert len(ReplayBuffer(tmp_path, max_rows=10)) == 0
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_checkpoint_brings_back_what_made_room_and_drops_what_came_later(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path, max_rows=6) as buffer:
+        for number in range(3):
+            buffer.add([group(number, version=number)])
+        saved, before = buffer.state_dict(), buffer.entries
+        for number in range(3, 5):
+            buffer.add([group(number, version=number)])
+        assert ids(buffer) == [2, 3, 4]
+        buffer.load_state_dict(saved)
+        assert buffer.entries == before and buffer.rows == 6
+        buffer.add([group(9, version=9)])
+        assert ids(buffer) == [1, 2, 9]
+    with ReplayBuffer(tmp_path, max_rows=6) as again:
+        assert ids(again) == [1, 2, 9]
+        assert again.sample(3, current_version=9, rng=RNG(0)).groups

@@ -204,12 +204,26 @@ def joined(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> EngineRoutes:
 def aligned_routes(
     store: RouteStore, rows: Sequence[Sequence[int]], mask: Tensor, *, numbers: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The engine's routing on the positions of the trainer's input.
+    """:func:`placed_routes` of the records that a store has of these rows.
 
     Args:
         store: the store of the engine.
         rows: attended token ids of each row, prompt and completion.
-        mask: (B, L) 0/1, 1 at the positions of these tokens.
+        mask: as in :func:`placed_routes`, like the following two.
+        numbers: numbers of the layers.
+        dtype: dtype of the result.
+    """
+    return placed_routes([store.find(row) for row in rows], mask, numbers=numbers, dtype=dtype)
+
+
+def placed_routes(
+    found: Sequence[EngineRoutes | None], mask: Tensor, *, numbers: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The engine's routing on the positions of the trainer's input.
+
+    Args:
+        found: the record of each row, of its attended tokens from the first on; None = there is none.
+        mask: (B, L) 0/1, 1 at the attended tokens.
         numbers: numbers of the decoder layers with experts.
         dtype: dtype of the result.
 
@@ -218,9 +232,8 @@ def aligned_routes(
         a tool at its end).
 
     Raises:
-        ValueError: the store has no record of a row, or the layers do not fit.
+        ValueError: a row has no record, or the layers do not fit.
     """
-    found = [store.find(row) for row in rows]
     missing = [index for index, item in enumerate(found) if item is None]
     if missing:
         raise ValueError(f"the engine must know the routing of every completion, but not of rows {missing[:8]}.")
@@ -229,7 +242,7 @@ def aligned_routes(
     out = torch.full((*mask.shape, len(numbers), top_k), UNKNOWN, dtype=dtype)
     for index, item in enumerate(known):
         places = mask[index].nonzero()[: len(item.ids), 0].cpu()
-        out[index, places] = _with_experts(item.routes, numbers).to(dtype)
+        out[index, places] = _with_experts(item.routes[: len(places)], numbers).to(dtype)
     return out
 
 

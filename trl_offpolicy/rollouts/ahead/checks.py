@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trl_offpolicy.correction.terms import KeepTerm, Weight
+from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.proximal import InterpolatedProximal, RecomputedProximal
@@ -71,8 +72,30 @@ def _reads_old(objective: Objective) -> str | None:
     return None
 
 
-def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
+SEVERAL_REQUESTS = ("rollout_func", "rollout", "tools", "environment_factory")
+"""Arguments of the trainers whose rollouts ask the engine again in between."""
+
+
+def check_arguments(settings: AsyncSettings | None, given: Mapping[str, Any]) -> None:
     """Raise if an argument of the trainer needs more than one request per response.
+
+    Args:
+        settings: the parsed field ``async_rollouts``.
+        given: arguments of the trainer by name.
+
+    Raises:
+        ValueError: there is such an argument; the message names it.
+    """
+    for name in SEVERAL_REQUESTS:
+        if settings is not None and given.get(name):
+            raise ValueError(
+                f"{name} must be left out with async_rollouts: its rollouts ask the engine again in between, at the "
+                "trainer's pace, and cannot be asked for ahead."
+            )
+
+
+def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
+    """:func:`check_arguments` of a TRL trainer.
 
     Args:
         args: the configuration.
@@ -81,24 +104,34 @@ def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is such an argument; the message names it.
     """
-    if AsyncSettings.parse(args.async_rollouts) is None:
-        return
-    for name in ("rollout_func", "tools", "environment_factory"):
-        if given.get(name):
-            raise ValueError(
-                f"{name} must be left out with async_rollouts: its rollouts ask the engine again in between, at the "
-                "trainer's pace, and cannot be asked for ahead."
-            )
+    check_arguments(AsyncSettings.parse(args.async_rollouts), given)
 
 
-def check_snapshots(trainer: Any, settings: AsyncSettings) -> None:
+def check_snapshots(settings: AsyncSettings, *, sharded: str | None) -> None:
     """Raise if copies of the weights are needed, but the trainable weights are not whole on each rank.
+
+    Args:
+        settings: the parsed field.
+        sharded: what shards the weights, in words; None = they are whole on each rank.
 
     Raises:
         ValueError: the model is sharded.
     """
-    if settings.old_logps in ("snapshot", "ewma") and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+    if settings.old_logps in ("snapshot", "ewma") and sharded is not None:
         raise ValueError(
-            f"async_rollouts.old_logps must be 'recompute_proximal' or 'refuse' with FSDP or DeepSpeed, whose weights "
+            f"async_rollouts.old_logps must be 'recompute_proximal' or 'refuse' with {sharded}, whose weights "
             f"are sharded, but got {settings.old_logps!r}."
+        )
+
+
+def check_server(settings: AsyncSettings, server: Any) -> None:
+    """Raise unless the server can do what a sync asks of it.
+
+    Raises:
+        EngineError: a sync is to cut requests in flight, but the server cannot do that.
+    """
+    if settings.cuts and not server.can_cut:
+        raise EngineError(
+            "async_rollouts.partial must be 'finish' with this vLLM server, which has no /abort_requests: start it "
+            "with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
         )

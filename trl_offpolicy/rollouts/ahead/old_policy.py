@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trl_offpolicy.objective.proximal import Proximal, RecomputedProximal
+from trl_offpolicy.rollouts.ahead.parts import padded_versions
+from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+
+OLD, PROXIMAL = "old_per_token_logps", "proximal_per_token_logps"
 Weights = dict[str, Tensor]
 
 
@@ -24,10 +29,12 @@ def loaded(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, T
     try:
         for name, value in parameters.items():
             value.data = weights[name].to(device=value.device, dtype=value.dtype)
+        torch.clear_autocast_cache()  # within autocast it holds the weights of before, rounded
         yield
     finally:
         for name, value in parameters.items():
             value.data = own[name]
+        torch.clear_autocast_cache()
 
 
 class Snapshots:
@@ -107,3 +114,85 @@ class WeightAverage:
         """(B, T) log-probs under the averaged weights; ``score`` is called while the model has them."""
         with loaded(trainable(model), self._average):
             return score()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average and its version, for a checkpoint."""
+        return {"version": self._version, "average": dict(self._average)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self._version = state["version"]
+        self._average = {name: value.cpu() for name, value in state["average"].items()}
+
+
+class OldPolicy:
+    """What takes the place of pi_old on rows that older weights sampled, as ``async_rollouts.old_logps`` says.
+
+    Args:
+        settings: the parsed field.
+    """
+
+    def __init__(self, settings: AsyncSettings) -> None:
+        self._recomputes = settings.old_logps == "recompute_proximal"
+        self._snapshots = Snapshots() if settings.old_logps == "snapshot" else None
+        self.average = WeightAverage(settings.ewma_decay) if settings.old_logps == "ewma" else None
+
+    def keep(self, model: Any, version: int, *, oldest: int) -> None:
+        """Keep a copy or average of the weights that were just sent to the engine, if ``old_logps`` needs one.
+
+        Args:
+            model: the model that has these weights.
+            version: their version.
+            oldest: the oldest version that may have sampled a token still to come.
+        """
+        if self._snapshots is not None:
+            self._snapshots.keep(model, version, oldest=oldest)
+        if self.average is not None:
+            self.average.add(model, version)
+
+    def reads_scores(self, proximal: Proximal) -> bool:
+        """True if log-probs at the current weights are read, so that they are worth a forward."""
+        return self._recomputes and isinstance(proximal, RecomputedProximal)
+
+    def name_of_scores(self, proximal: Proximal) -> str | None:
+        """The key for log-probs at the current weights of rows that older weights sampled; None = nothing reads them.
+
+        For such rows they are the proximal policy and not the old one. For rows of the current weights they are both.
+        If copies of the weights are kept, the old policy is known and the clip is around it.
+        """
+        if self._snapshots is not None:
+            return None
+        return PROXIMAL if isinstance(proximal, RecomputedProximal) else None
+
+    def complete(
+        self,
+        rows: dict[str, Any],
+        versions: Sequence[Sequence[int]],
+        *,
+        model: Any,
+        proximal: Proximal,
+        score: Callable[[], Tensor],
+        mask: Tensor,
+        current: int,
+    ) -> None:
+        """Add the version of each token to a generation batch, and give its log-probs their right names.
+
+        Args:
+            rows: the batch; ``old_per_token_logps`` in it are those at the current weights.
+            versions: the version of each token of each row.
+            model: the model whose weights are exchanged meanwhile.
+            proximal: of the objective.
+            score: returns (B, T) log-probs of the model as it is.
+            mask: (B, T) bool, the trainable tokens.
+            current: the present version, which rows without a token get.
+        """
+        ids = rows["completion_ids"]
+        padded = padded_versions(versions, length=ids.shape[1], of_empty=current)
+        rows["policy_versions"] = torch.tensor(padded, device=ids.device)
+        today, name = rows.pop(OLD, None), self.name_of_scores(proximal)
+        if self._snapshots is not None:
+            rows[OLD] = self._snapshots.score(model, score, rows["policy_versions"], mask)
+        elif self.average is not None:
+            rows[PROXIMAL] = self.average.score(model, score)
+        elif today is not None and name is not None:
+            rows[name] = today

@@ -8,6 +8,7 @@ from trl_offpolicy.rollouts.replay.batch import PaddedGroups, pad_groups, replay
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer, ReplaySample
 from trl_offpolicy.rollouts.replay.priority import AgeDecay, Draw, draw_without_repetition, ess_by_lag, fitted_decay
 from trl_offpolicy.rollouts.replay.records import ReplayGroup, Response
+from trl_offpolicy.rollouts.replay.settings import ReplaySettings
 
 __all__ = [
     "AgeDecay",
@@ -16,6 +17,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayGroup",
     "ReplaySample",
+    "ReplaySettings",
     "Response",
     "draw_without_repetition",
     "ess_by_lag",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from trl_offpolicy.engines.weights.files import fsync
@@ -150,6 +151,29 @@ class ReplayBuffer:
             oldest = next(iter(self._parts))
             oldest.unlink()
             del self._parts[oldest], self._sizes[oldest]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The files of the buffer by name, each as a (bytes,) uint8 tensor, for a checkpoint."""
+        return {path.name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in self._parts}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Make the buffer what it was at :meth:`state_dict`: later groups go, groups that made room come back.
+
+        A kill meanwhile leaves some of the files of both.
+        """
+        for path in [path for path in self._parts if path.name not in state]:
+            path.unlink()
+        self._parts, self._sizes, self._next = {}, {}, 0
+        for name in sorted(state):
+            path = self.folder / name
+            temporary = self.folder / f".{path.stem}.tmp"
+            temporary.write_bytes(state[name].cpu().numpy().tobytes())
+            fsync(temporary)
+            temporary.replace(path)
+            self._next = int(path.stem.split("-")[1]) + 1
+            self._open_part(path)
+        fsync(self.folder)
+        self._make_room()
 
     def available(self, *, current_version: int, max_lag: int | None = None) -> int:
         """Number of groups that :meth:`sample` chooses from with these options."""

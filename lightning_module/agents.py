@@ -1,0 +1,159 @@
+"""Tools, environments and rollout functions of a module, and the check of the ids that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+
+from lightning_module.host import Host
+from lightning_module.prompts import Prompts
+from trl_offpolicy.engines.engine import Engine
+from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.parts import imported
+from trl_offpolicy.rollouts.agents import Chat, Completions, Environments, RecordedEngine, Request, RolloutSampler
+from trl_offpolicy.rollouts.agents.sampler import check_arguments
+from trl_offpolicy.rollouts.token_ids import TokenIds
+from trl_offpolicy.stats import Stats
+
+
+class Agents:
+    """Samples the completions of a module: of one turn, with tools, in environments, or by a function of the user's.
+
+    Args:
+        module: the module, with its settings.
+
+    Raises:
+        TypeError: a setting is no function.
+        ValueError: settings contradict each other, or a tool cannot be described to a model.
+    """
+
+    def __init__(self, module: Host) -> None:
+        given = module.settings
+        self._module = module
+        tools = given["tools"] or []
+        self.tools = [_named(tool, "tools") for tool in (tools if isinstance(tools, list | tuple) else [tools])]
+        self.environments = _environments(given["environment_factory"])
+        self.rollout = _named(given["rollout"], "rollout")
+        self._most = given["max_tool_calling_iterations"]
+        check_arguments(self.tools, self.environments, self.rollout, self._most)
+        self._sampler: RolloutSampler | None = None
+        self._engine: RecordedEngine | None = None
+        self._ids = TokenIds(None, given["check_token_ids"])  # the tokenizer is loaded with the policy
+
+    @property
+    def has_tools(self) -> bool:
+        """True if completions may call tools."""
+        return bool(self.tools) or (self.environments is not None and bool(self.environments.tools))
+
+    @property
+    def rewards(self) -> list[tuple[str, Callable[..., Any]]]:
+        """(name, reward function) of each class of environments that has ``get_reward``."""
+        return [] if self.environments is None else self.environments.rewards()
+
+    def start(self, prompts: Prompts) -> None:
+        """Check the templates and that the ranks need not wait for each other. Called before the engine is built.
+
+        Raises:
+            ValueError: see :class:`~trl_offpolicy.rollouts.agents.RolloutSampler`; or ranks share an engine or a model.
+        """
+        self._check_ranks()
+        self._sampler = RolloutSampler(
+            Chat(tokenizer=prompts.tokenizer, options=self._module.settings["chat_template_kwargs"] or {}),
+            tools=self.tools,
+            environments=self.environments,
+            rollout=self.rollout,
+            max_iterations=self._most,
+        )
+        self._ids.tokenizer = prompts.tokenizer
+
+    def _check_ranks(self) -> None:
+        trainer, spec = self._module.trainer, self._module.settings["engine"]
+        if trainer.world_size == 1 or not (self.has_tools or self.rollout is not None):
+            return
+        options = spec if isinstance(spec, Mapping) else {"type": spec}
+        shared = options.get("tensor_parallel_size", 1) > 1
+        own = options["type"] == "transformers" or isinstance(spec, TransformersEngine)
+        sharded = not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        if shared or (own and sharded):
+            raise ValueError(
+                "tools, environment_factory and rollout must have an engine on each rank, but the ranks share "
+                f"{'an engine (tensor_parallel_size)' if shared else 'the sharded model that samples'}: each calls it "
+                "as often as its rows need, and they would wait for each other. Use another engine, or one rank."
+            )
+
+    # ------------------------------------------------------------------------------------------------------- sampling
+
+    def request(self, rows: Sequence[Mapping[str, Any]], count: int) -> Request:
+        """What to sample for ``count`` completions of each row; environments are reset."""
+        assert self._sampler is not None
+        return self._sampler.request(rows, count)
+
+    def sample(self, engine: Engine, request: Request) -> Completions:
+        """The completions of a request."""
+        assert self._sampler is not None
+        if self._engine is None or self._engine.engine is not engine:
+            self._engine = RecordedEngine(engine)
+        module = self._module
+        longest = context_length(engine, module.policy)
+        return self._sampler.sample(self._engine, request, module.sampling, context_length=longest)
+
+    def check_ids(self, rows: dict[str, Tensor], completions: Completions) -> Stats:
+        """Whether the rows hold the ids that the engine sampled (:class:`TokenIds`).
+
+        Args:
+            rows: tensors of the generation batch.
+            completions: what was sampled for it, last.
+        """
+        assert self._engine is not None
+        return self._ids(rows, self._engine.calls, completions.sampled_ids)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names of what a checkpoint cannot hold if it has no import path."""
+        return {
+            "tools": [tool.__name__ for tool in self.tools],
+            "environment_factory": self.environments is not None,
+            "rollout": self.rollout is not None,
+        }
+
+    def check_restored(self, state: Mapping[str, Any]) -> None:
+        """Raise if the run of a checkpoint had what this module lacks: it would go on without, unseen.
+
+        Raises:
+            ValueError: the message names the argument.
+        """
+        for name, had in state.items():
+            if had and not self.state_dict()[name]:
+                raise ValueError(
+                    f"{name} must be given again: the run of the checkpoint had it{_listed(had)}, and a function "
+                    "without an import path is not in a checkpoint."
+                )
+
+
+def context_length(engine: Engine, policy: Any) -> int | None:
+    """Tokens that the engine can take, as TRL counts them: those of vLLM in this process, else of the model."""
+    llm = getattr(getattr(engine, "llm", None), "llm_engine", None)
+    if llm is not None:
+        return int(llm.model_config.max_model_len)
+    return getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _named(value: Any, where: str) -> Any:
+    return imported(value, where=where) if isinstance(value, str) else value
+
+
+def _environments(factory: Any) -> Environments | None:
+    if factory is None:
+        return None
+    where = "environment_factory"
+    if isinstance(factory, Mapping):
+        return Environments({name: _named(one, where) for name, one in factory.items()})
+    return Environments(_named(factory, where))
+
+
+def _listed(had: Any) -> str:
+    return f" ({', '.join(had)})" if isinstance(had, list) else ""

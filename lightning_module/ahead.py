@@ -1,0 +1,206 @@
+"""Sampling ahead in Lightning: which prompts come next, and what takes the place of the old policy on their rows.
+
+The stream of prompts is known in advance, so the next generation batches are read from it. What is in the queue is not
+part of a checkpoint: a resumed run requests it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+
+from lightning_module.engines import engine_type
+from lightning_module.host import Host
+from lightning_module.streams import MicroStep
+from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
+from trl_offpolicy.engines.routing.options import RoutingReplay
+from trl_offpolicy.rollouts.agents import WrappedEngine
+from trl_offpolicy.rollouts.ahead.checks import check_arguments, check_objective, check_server, check_snapshots
+from trl_offpolicy.rollouts.ahead.lookahead import positions_ahead
+from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy
+from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
+from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+from trl_offpolicy.rollouts.batches import trainable
+from trl_offpolicy.rollouts.routing import check_in_turn
+
+_NEEDED = ("parts", "cut", "can_cut")
+"""What a server has beyond an engine: requests in parts, and their end on demand."""
+
+
+class ModuleAhead:
+    """The queue of a module, with what replaces the old policy.
+
+    Args:
+        module: the module whose engine samples ahead.
+        settings: its parsed argument ``async_rollouts``.
+    """
+
+    def __init__(self, module: Host, settings: AsyncSettings) -> None:
+        self._module, self._settings = module, settings
+        self._old = OldPolicy(settings)
+        self._queue: RolloutsAhead | None = None
+        self._versions: list[list[int]] = []  # of each token, in the batch that was handed out last
+
+    def start(self, engine: Engine | None) -> None:
+        """Begin a run with an empty queue.
+
+        Raises:
+            TypeError: the engine is not a server.
+            EngineError: a sync is to cut requests in flight, but the server cannot do that.
+            ValueError: the strategy shards weights of which copies are needed.
+        """
+        self.close()
+        trainer, server = self._module.trainer, engine
+        if lacking := [name for name in _NEEDED if not hasattr(server, name)]:
+            raise TypeError(
+                f"engine must be a server with async_rollouts, but got a {type(engine).__name__}, which lacks "
+                f"{', '.join(lacking)} (trl_offpolicy.engines.server.engine.ServerEngine has them)."
+            )
+        whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        check_snapshots(self._settings, sharded=None if whole else type(trainer.strategy).__name__)
+        check_server(self._settings, server)
+        self._old = OldPolicy(self._settings)
+        self._queue = RolloutsAhead(self._settings, rank=trainer.global_rank, version=lambda: trainer.global_step)
+        self._queue.start(server if trainer.is_global_zero else None)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Give up requests in flight and empty the queue."""
+        if self._queue is not None:
+            self._queue.close()
+        self._queue, self._versions = None, []
+
+    # ----------------------------------------------------------------------------------------------------- sampling
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A context in which no request runs, so that weights may change. Afterwards the new ones are kept."""
+        if self._queue is None:  # a validation without training
+            yield
+            return
+        with self._queue.quiet():
+            yield
+            version = self._module.trainer.global_step
+            self._old.keep(self._module.policy, version, oldest=self._queue.oldest_version)
+
+    def due(self, engine: Engine, step: MicroStep) -> Engine:
+        """An engine whose ``generate`` returns the generation batch of ``step``, which was requested before."""
+        return _Due(engine, lambda ids: self._take(step, ids))
+
+    def _take(self, step: MicroStep, ids: Prompts) -> Rollouts:
+        """The completions of the generation batch that is due. It also requests more. All ranks call it.
+
+        Args:
+            step: the micro-step that needs them.
+            ids: token ids of its prompts.
+
+        Raises:
+            EngineError: on all ranks, if a request failed or the rows are not those that were requested.
+        """
+        assert self._queue is not None
+        module, n = self._module, step.plan.num_generations
+
+        def repeated(prompts: Prompts) -> Prompts:
+            return [one for one in prompts for _ in range(n)]
+
+        def upcoming(first: int, end: int) -> Iterator[Prompts]:
+            for number in self._reached(step, end)[first:]:
+                yield repeated(module.agents.request(step.coming(number), 1).prompt_ids)
+
+        options = module.sampling.vllm_options
+        rollouts, waited = self._queue.take(repeated(ids), upcoming=upcoming, options=options, n=n)
+        module.measuring.add_rollout_number("wait_seconds", waited)
+        self._versions = rollouts.policy_versions
+        return rollouts
+
+    def _reached(self, step: MicroStep, count: int) -> list[int]:
+        """0, 1, ...: which of the next ``count`` generation batches the run reaches in this epoch, from this one on."""
+        trainer, window = self._module.trainer, step.plan.window
+        done = step.generation[1] * window + step.position  # micro-steps of this epoch
+        left = trainer.num_training_batches - done
+        if trainer.max_steps >= 0:
+            accumulation = trainer.accumulate_grad_batches
+            steps = trainer.max_steps - trainer.global_step
+            left = min(left, steps * accumulation - done % accumulation)
+        starts = positions_ahead(position=0, every=window, count=count, left=int(left) + step.position)
+        return [start // window for start in starts]
+
+    # ---------------------------------------------------------------------------------------------------- log-probs
+
+    @property
+    def reads_scores(self) -> bool:
+        """True if log-probs at the current weights are worth a forward before the loss step."""
+        return self._old.reads_scores(self._module.objective.proximal)
+
+    @property
+    def name_of_scores(self) -> str | None:
+        """The key for log-probs at the current weights; None = nothing reads them (:class:`OldPolicy`)."""
+        return self._old.name_of_scores(self._module.objective.proximal)
+
+    def complete(self, rows: dict[str, Tensor], score: Callable[[], Tensor]) -> None:
+        """Add the version of each token to a generation batch, and give its log-probs their right names.
+
+        Args:
+            rows: the batch.
+            score: returns (B, T) log-probs of its completions under the policy as it is.
+        """
+        self._old.complete(
+            rows,
+            self._versions,
+            model=self._module.policy,
+            proximal=self._module.objective.proximal,
+            score=score,
+            mask=trainable(rows),
+            current=self._module.trainer.global_step,
+        )
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average of the weights with ``old_logps: ewma``, else nothing."""
+        return {} if self._old.average is None else self._old.average.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        if self._old.average is not None and state:
+            self._old.average.load_state_dict(state)
+
+
+class _Due(WrappedEngine):
+    """A server that answers with what was requested before."""
+
+    def __init__(self, engine: Engine, take: Callable[[Prompts], Rollouts]) -> None:
+        super().__init__(engine)
+        self._take = take
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
+        """The completions that were requested for these prompts."""
+        return self._take([list(ids) for ids in prompt_ids])
+
+
+def sample_ahead(module: Host) -> ModuleAhead | None:
+    """What samples ahead for a module whose settings are known; None = it samples and learns in turn.
+
+    Raises:
+        ValueError: the settings contradict each other; the message names the field.
+    """
+    given = module.settings
+    settings = AsyncSettings.parse(given["async_rollouts"])
+    if settings is None:
+        return None
+    engine = given["engine"]
+    if (kind := engine_type(engine)) in ("transformers", "vllm"):
+        raise ValueError(
+            f"async_rollouts must be left out with engine {kind!r}: an engine in the trainer's process cannot sample "
+            "while the trainer learns. Start a server (trl-offpolicy serve) and set engine: {type: server, base_url: "
+            "http://127.0.0.1:8000}."
+        )
+    compares = isinstance(engine, Mapping) and bool(engine.get("return_routing"))
+    check_in_turn(RoutingReplay.parse(given["routing_replay"]), compares=compares)
+    check_arguments(settings, given)
+    settings.check_sampling(module.sampling.extra)
+    check_objective(settings, module.objective)
+    return ModuleAhead(module, settings)

@@ -1,0 +1,125 @@
+"""A replay buffer in Lightning: drawn groups are added after the rows of each fresh generation batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lightning_module.engines import engine_type
+from lightning_module.host import Host
+from lightning_module.streams import MicroStep
+from trl_offpolicy.engines.routing.options import RoutingReplay
+from trl_offpolicy.objective.advantages import GRPO
+from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
+from trl_offpolicy.rollouts.replay.mixing import check_sizes, mixed, refuse
+from trl_offpolicy.rollouts.replay.settings import ReplaySettings
+
+_OWNER, _FOLDER = "replay", "replay"
+
+
+class ModuleReplay:
+    """The buffer of a module and its draws. The current policy scores replayed rows in the loss step.
+
+    Args:
+        module: the module whose generation batches it completes.
+        settings: its parsed argument ``replay``.
+    """
+
+    def __init__(self, module: Host, settings: ReplaySettings) -> None:
+        self._module, self._settings = module, settings
+        self._rng = np.random.default_rng(settings.seed)
+        self.buffer: ReplayBuffer | None = settings.buffer
+
+    def start(self) -> None:
+        """Begin a run: open the buffer, and seed the draws.
+
+        Raises:
+            NotImplementedError: there are several processes.
+            BlockingIOError: another process has the buffer open.
+        """
+        trainer = self._module.trainer
+        refuse(_OWNER, {"several processes": trainer.world_size > 1})
+        self._rng = np.random.default_rng(self._settings.seed)
+        if self.buffer is None:
+            self.buffer = self._settings.open(Path(trainer.default_root_dir) / _FOLDER)
+
+    def close(self) -> None:
+        """Close a buffer that was opened here."""
+        if self.buffer is not None and self.buffer is not self._settings.buffer:
+            self.buffer.close()
+            self.buffer = None
+
+    def check(self, step: MicroStep) -> None:
+        """Raise unless the sizes of a generation batch go with replay.
+
+        Raises:
+            ValueError: the replayed rows cannot be split, or a generation batch serves several optimizer steps.
+        """
+        check_sizes(
+            self._settings.groups,
+            generations=step.plan.num_generations,
+            steps_per_generation=step.plan.steps_per_generation,
+            num_iterations=step.plan.num_iterations,
+            accumulation=self._module.trainer.accumulate_grad_batches,
+            names=("replay.groups", "accumulate_grad_batches"),
+        )
+
+    def mixed(self, rows: dict[str, Tensor], step: MicroStep, *, pad: int) -> dict[str, Tensor]:
+        """A generation batch followed by drawn groups; its own groups are then stored."""
+        assert self.buffer is not None
+        return mixed(
+            rows,
+            self.buffer,
+            self._settings.groups,
+            version=self._module.trainer.global_step,
+            rng=self._rng,
+            max_lag=self._settings.max_lag,
+            generations=step.plan.num_generations,
+            pad_token_id=pad,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the draws and, unless ``in_checkpoint`` is false, the files of the buffer."""
+        assert self.buffer is not None
+        files = self.buffer.state_dict() if self._settings.in_checkpoint else {}
+        return {"random": self._rng.bit_generator.state, "buffer": files}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        if not state:  # a checkpoint of a run without replay
+            return
+        assert self.buffer is not None
+        self._rng.bit_generator.state = state["random"]
+        if state["buffer"]:
+            self.buffer.load_state_dict(state["buffer"])
+
+
+def replayed(module: Host) -> ModuleReplay | None:
+    """What replays for a module whose settings are known; None = every row is fresh.
+
+    Raises:
+        ValueError: a field of ``replay`` is not valid.
+        NotImplementedError: replay does not work with another setting; the message names it.
+    """
+    given = module.settings
+    settings = ReplaySettings.parse(given["replay"])
+    if settings is None:
+        return None
+    stages = module.stages
+    whole = stages.early is not None or stages.advantages != GRPO()
+    refused = {
+        "async_rollouts": given["async_rollouts"] is not None,
+        "tools": bool(given["tools"]),
+        "environments": given["environment_factory"] is not None,
+        "a rollout function": given["rollout"] is not None,
+        "routing_replay": RoutingReplay.parse(given["routing_replay"]).mode != "none",
+        "a KL term": module.objective.kl is not None,
+        "an objective that must see the whole generation batch": whole,
+        "an engine without log-probs": engine_type(given["engine"]) == "transformers",
+    }
+    refuse(_OWNER, refused)
+    return ModuleReplay(module, settings)

@@ -1,0 +1,119 @@
+"""Writes the table of features by trainer in docs/lightning.md. A cell names the test that shows it, or says why not.
+
+python scripts/feature_matrix.py    # tests/docs/test_docs_features.py: the tests exist and the page is current
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "lightning.md"
+BEGIN, END = "<!-- features -->\n", "<!-- end of features -->\n"
+BOTH = "tests/lightning/test_equality.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"
+ENTROPY = "tests/lightning/test_equality_entropy.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"
+EXPERTS = "tests/lightning/test_equality_experts.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"
+AHEAD = "tests/lightning/test_ahead.py::test_weights_and_numbers_are_those_of_trl"
+SHARDED = "tests/lightning/test_sharded.py::test_it_shards_and_trains_as_ddp"
+STRATEGIES = "tests/scale_out/test_strategies.py"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row.
+
+    Args:
+        name: what the reader looks for.
+        trl: ``file::test`` that shows it in ``OffPolicyGRPOTrainer``, or a sentence that says why it is not there.
+        lightning: the same for ``OffPolicyGRPOModule``.
+    """
+
+    name: str
+    trl: str
+    lightning: str
+
+
+FEATURES = (
+    Feature("losses, corrections, KL, wide scopes, estimators", BOTH, BOTH),
+    Feature("bfloat16 over 50 steps", "tests/lightning/test_precision.py::test_fifty_steps",
+            "tests/lightning/test_precision.py::test_fifty_steps"),
+    Feature("vLLM in the process, every sync proved", "tests/engines/test_colocate.py",
+            "tests/lightning/test_vllm.py::test_engine_and_trainer_agree_after_every_sync"),
+    Feature("vLLM server, weights or adapter", "tests/engines/server/test_server_training.py",
+            "tests/lightning/test_vllm.py::test_a_server_gets_the_weights_or_the_adapter_from_one_or_two_ranks"),
+    Feature("transfer over NCCL", "TRL's own client, on a GPU: not run",
+            "no: weights go through memory, a folder or as an adapter"),
+    Feature("exact engine", "tests/trl/test_exact.py::test_the_first_generation_is_checked_and_run_json_says_so",
+            "tests/lightning/test_vllm.py::test_an_exact_engine_is_checked_at_the_first_generation"),
+    Feature("independent draws on every rank", "tests/trl/test_trainer_two_ranks.py",
+            "tests/lightning/test_noise.py::test_two_ranks_draw_apart"),
+    Feature("tools", "tests/trl/test_agents.py::test_trls_tool_loop",
+            "tests/lightning/test_agents.py::test_the_calculator_agent_is_the_same_in_both_trainers"),
+    Feature("environments", "tests/trl/test_agents.py::test_an_environment_goes_the_same_way",
+            "tests/lightning/test_agents.py::test_environments_are_the_same_in_both_trainers"),
+    Feature("your own rollout function", "tests/lightning/test_agents.py::test_a_rollout_function_is_that_of_trl",
+            "tests/lightning/test_agents.py::test_a_rollout_function_is_that_of_trl"),
+    Feature("weights and masks by turn", "tests/trl/test_agents.py::test_weights_and_keep_terms_go_by_turn",
+            "tests/lightning/test_agents.py::test_a_broken_mask_is_seen"),
+    Feature("token-id check", "tests/trl/test_agents.py::test_ids_that_were_not_sampled_are_found",
+            "tests/lightning/test_agents.py::test_ids_that_were_not_sampled_are_found"),
+    Feature("sampling ahead, versions by token",
+            "tests/trl/test_ahead.py::test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights", AHEAD),
+    Feature("sampling ahead of a real server", "tests/rollouts/ahead/test_server_ahead.py",
+            "tests/lightning/test_server_ahead.py::test_one_step_off_policy_and_a_resume"),
+    Feature("old policy from snapshots or an average",
+            "tests/trl/test_ahead.py::test_snapshots_give_the_old_policy_to_the_last_digit", AHEAD),
+    Feature("replay buffer", "tests/trl/test_replay.py::test_it_learns_from_fresh_and_replayed_rows",
+            "tests/lightning/test_replay.py::test_weights_and_numbers_are_those_of_trl"),
+    Feature("routing replay R2 and R3, load-balancing loss", EXPERTS, EXPERTS),
+    Feature("R3 with a real vLLM",
+            "tests/engines/routing/test_moe_vllm.py::test_a_training_run_with_r3", "tests/lightning/test_moe_vllm.py"),
+    Feature("frozen routers", "tests/trl/test_routing.py::test_frozen_routers_do_not_move",
+            "tests/lightning/test_experts.py::test_frozen_routers_do_not_move"),
+    Feature("top entropy quantile, adaptive entropy, cut completions left out", ENTROPY, ENTROPY),
+    Feature("images", "TRL's, with its own engines: scored without truncation", "no: the module reads text alone"),
+    Feature("control: stop, act", "tests/trl/test_control.py::test_stop_ends_the_run_with_a_checkpoint_to_go_on_from",
+            "tests/lightning/test_control.py::test_stop_leaves_a_checkpoint_to_go_on_from"),
+    Feature("`auto`", "tests/trl/test_auto.py::test_it_moves_where_the_mismatch_grows",
+            "tests/lightning/test_auto.py::test_it_moves_where_the_mismatch_grows_and_a_resumed_run_moves_alike"),
+    Feature("run folder, report, recorded rollouts",
+            "tests/trl/test_trainer.py::test_rollouts_have_one_correct_row_per_completion",
+            "tests/lightning/test_module.py::test_the_run_folder_holds_what_the_trl_side_writes"),
+    Feature("validation with pass@1",
+            "tests/trl/test_trainer.py::test_evaluation_logs_the_share_of_correct_completions",
+            "tests/lightning/test_module.py::test_validation_reports_reward_and_pass_at_1_over_counted_prompts"),
+    Feature("test and predict loops", "no: TRL has `evaluate` alone",
+            "tests/lightning/test_held_out.py::test_predict_returns_what_was_sampled_for_each_prompt"),
+    Feature("model card, upload", "tests/diagnosis/report/test_model_card.py",
+            "tests/lightning/test_export.py::test_the_folder_is_uploaded_to_the_named_repository"),
+    Feature("resume that goes on exactly", "tests/trl/test_trainer.py::test_resuming_continues_the_records",
+            "tests/lightning/test_checkpoints.py::test_a_resumed_run_goes_on_exactly"),
+    Feature("two ranks train as one", "tests/trl/test_trainer_two_ranks.py",
+            "tests/lightning/test_ddp.py::test_two_processes_train_as_one"),
+    Feature("FSDP2, ZeRO-3, two processes", STRATEGIES, SHARDED),
+    Feature("FSDP1, two processes", "trains on two CPU processes; torch crashes at saving a full state dict", SHARDED),
+    Feature("a trainer that is not this kit's",
+            "tests/trl/test_attach_rloo.py::test_the_engines_log_probs_are_measured_and_recorded",
+            "tests/lightning/test_observer.py::test_it_measures_records_and_reports"),
+)  # fmt: skip
+
+
+def cell(shown_by: str) -> str:
+    """A cell: the test's file and name in code, or the sentence."""
+    return f"`{shown_by.removeprefix('tests/')}`" if shown_by.startswith("tests/") else shown_by
+
+
+def table() -> str:
+    """The table in Markdown."""
+    rows = [f"| {one.name} | {cell(one.trl)} | {cell(one.lightning)} |" for one in FEATURES]
+    return "\n".join(["| feature | `OffPolicyGRPOTrainer` | `OffPolicyGRPOModule` |", "|---|---|---|", *rows]) + "\n"
+
+
+def with_table(page: str) -> str:
+    """The page with the present table."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

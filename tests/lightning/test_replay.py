@@ -1,0 +1,165 @@
+"""A replay buffer under Lightning: the rows, draws, weights and numbers of TRL's trainer; refusals; a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from both_trainers import PROMPTS, WatchTRL, assert_same_numbers, distance
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_runs import OwnMismatch, Played, Watch, data, module, trainer
+from tiny_models import score_last_word
+from trainer_runs import GENERATIONS, Engine, records
+
+from lightning_module import RunFolder
+from trl_offpolicy.rollouts.replay import ReplayBuffer
+
+STEPS, RATE = 4, 0.02
+REPLAY = {"groups": 2, "max_rows": 1000}
+HALVES = {"steps_per_generation": 2}  # two micro-batches a generation, one optimizer step
+
+
+def fit(folder: Path, engine: Any, replay: Any, *, steps: int = STEPS, **flags: Any) -> tuple[Watch, Any]:
+    watch, resume = Watch(), flags.pop("resume", None)
+    callbacks = [watch, RunFolder(str(folder), report=False), *flags.pop("callbacks", [])]
+    owner = trainer(folder, callbacks=callbacks, max_steps=steps, accumulate_grad_batches=2, **flags)
+    ours = module(engine, correction="paper/tis", optimizer=partial(torch.optim.SGD, lr=RATE), replay=replay)
+    owner.fit(ours, data(PROMPTS, **HALVES), ckpt_path=resume, weights_only=True if resume else None)
+    return watch, ours
+
+
+class Same(OwnMismatch):
+    """Completions that depend on prompt and version alone, so that a resumed run samples what the whole one did."""
+
+    def generate(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        self.words.random.manual_seed(sum(map(sum, prompt_ids)) + 1000 * (self.version or 0))
+        return super().generate(prompt_ids, *args, **kwargs)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("max_lag", [None, 1])
+def test_weights_and_numbers_are_those_of_trl(
+    max_lag: int | None, make_args: Any, fresh_model: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    from trl_offpolicy.trl.replay import ReplayGRPOTrainer
+
+    engine, calls = Engine(shift=0.2, noise=0.3), []
+
+    def rollouts(prompts: list[str], owner: Any) -> dict[str, Any]:
+        calls.append(engine(prompts, owner))
+        return calls[-1]
+
+    args = make_args(
+        optim="sgd", learning_rate=RATE, lr_scheduler_type="constant", max_steps=STEPS, max_grad_norm=1e9,
+        shuffle_dataset=False, offpolicy="paper/tis",
+    )  # fmt: skip
+    with ReplayBuffer(tmp_path / "theirs", max_rows=1000) as buffer:
+        theirs = ReplayGRPOTrainer(
+            fresh_model(), score_last_word, args, train_dataset=PROMPTS, processing_class=tokenizer,
+            rollout_func=rollouts, replay=buffer, replay_groups=2, max_lag=max_lag,
+        )  # fmt: skip
+        watch = WatchTRL(theirs.model)
+        theirs.add_callback(watch)
+        theirs.train()
+    seen, _ = fit(tmp_path / "ours", Played(calls), {**REPLAY, "max_lag": max_lag})
+
+    rows = records(theirs)
+    assert len(seen.logs) == len(rows) == STEPS
+    lags = [row["offpolicy/rollout/version_lag_max"] for row in rows]
+    assert lags == [0, 1, 1, 1] if max_lag else max(lags) > 1
+    for step in range(STEPS):
+        assert distance(seen.weights[step], watch.weights[step]) < 1e-5
+        assert_same_numbers(seen.logs[step], rows[step])
+
+
+@pytest.mark.integration
+def test_a_generation_has_its_fresh_rows_and_drawn_ones(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "buffer", max_rows=1000) as buffer:
+        fit(tmp_path, OwnMismatch(noise=0.1), {"groups": 2, "buffer": buffer})
+
+    frame = pd.read_parquet(tmp_path / "rollouts.parquet")
+    for step, rows in frame.groupby("step"):
+        assert (rows.policy_version == step).sum() == 8
+        assert (rows.policy_version < step).sum() == (8 if step else 0)
+        assert all(len(group) == GENERATIONS for _, group in rows.groupby("group_id"))
+    assert len(buffer) == 2 * STEPS  # the user's own stays open
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("in_checkpoint", [True, False])
+def test_a_resumed_run_draws_what_the_whole_one_drew(in_checkpoint: bool, tmp_path: Path) -> None:
+    """Groups that came later go, and groups that made room for them come back; without the files it is another run."""
+    replay = {"groups": 2, "max_rows": 24, "folder": str(tmp_path / "buffer"), "in_checkpoint": in_checkpoint}
+    saver = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    saving = {"callbacks": [saver], "enable_checkpointing": True}
+    whole, _ = fit(tmp_path / "whole", Same(noise=0.2), replay, steps=7, **saving)
+    rest, _ = fit(tmp_path / "rest", Same(noise=0.2), replay, steps=7, resume=tmp_path / "saved" / "step=4.ckpt")
+
+    same = [torch.equal(value, rest.weights[-1][name]) for name, value in whole.weights[-1].items()]
+    assert all(same) == in_checkpoint
+    if in_checkpoint:
+        keys = [key for key in whole.logs[-1] if key not in ("step_time", "offpolicy/rollout/sync_seconds")]
+        assert {key: rest.logs[-1][key] for key in keys} == pytest.approx(
+            {key: whole.logs[-1][key] for key in keys}, abs=1e-12, nan_ok=True
+        )
+
+
+BAND = {"preset": "paper/tis", "correction": {"normalize": "original"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"replay": {"groups": 0, "max_rows": 9}}, ValueError, r"^replay.groups must be .* but got 0"),
+        ({"replay": {"groups": 1}}, ValueError, r"^replay.max_rows or replay.max_bytes must be given"),
+        ({"replay": {"max_rows": 9}}, ValueError, r"^replay.groups must be given"),
+        ({"replay": {"groups": 1, "rows": 9}}, ValueError, r"^replay.rows is not an option of replay"),
+        ({"replay": 3}, ValueError, r"^replay must be a mapping with 'groups' and a buffer, but got 3"),
+        ({"objective": {"kl": {"coef": 0.1}}}, NotImplementedError, "^replay does not work with a KL term"),
+        ({"routing_replay": "r3"}, NotImplementedError, "^replay does not work with routing_replay"),
+        ({"correction": BAND}, NotImplementedError, "must see the whole generation batch"),
+        ({"advantages": "rloo"}, NotImplementedError, "must see the whole generation batch"),
+        ({"engine": "transformers", "correction": "measure"}, NotImplementedError, "an engine without log-probs"),
+        (
+            {"engine": {"type": "server", "base_url": "http://127.0.0.1:1"}, "async_rollouts": 1},
+            NotImplementedError,
+            "^replay does not work with async_rollouts",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"engine": OwnMismatch(), "correction": "paper/tis", "replay": REPLAY, **options}
+    with pytest.raises(error, match=message):
+        module(given.pop("engine"), **given)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accumulation", "message"),
+    [
+        ({"steps_per_generation": 2}, 1, r"^accumulate_grad_batches must be a multiple .* but got 1 and 2 \* 1"),
+        ({"num_iterations": 2}, 1, r"^accumulate_grad_batches must be a multiple .* but got 1 and 1 \* 2"),
+        (
+            {"steps_per_generation": 3},
+            3,
+            r"^replay.groups \* num_generations must be a multiple of .* 3, but got 2 \* 4",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_sampling(
+    sizes: dict[str, Any], accumulation: int, message: str, tmp_path: Path
+) -> None:
+    engine = OwnMismatch()
+    ours = module(engine, correction="paper/tis", replay=REPLAY)
+    owner = trainer(tmp_path, max_steps=1, accumulate_grad_batches=accumulation)
+    with pytest.raises(ValueError, match=message):
+        owner.fit(ours, data(PROMPTS, **sizes))
+    assert not engine.calls
+
+
+def test_the_settings_are_hyperparameters_of_a_mapping() -> None:
+    assert module(OwnMismatch(), correction="paper/tis", replay=REPLAY).hparams["replay"] == REPLAY

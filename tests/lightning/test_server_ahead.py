@@ -1,0 +1,83 @@
+"""A real vLLM server that samples ahead of Lightning: versions, lags, a resume, an adapter, two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.server.servers import Server
+from tiny_models import LONG_CONTEXT, save_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("ahead_run.py")
+AGREE = 2e-3
+"""Nats, as in ``tests/rollouts/ahead/test_server_ahead.py``; weights of another version are 3 away or more there."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
+    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "8")
+    running = Server(model, folder / "log", lora_rank=8, flags=flags).start()
+    yield running
+    running.kill()
+
+
+def run(server: Server, folder: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), server.url, "--model", str(server.model)]
+    root = str(SCRIPT.parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"mismatch'))))
+
+
+def test_an_adapter_one_step_off_policy(server: Server, tmp_path: Path) -> None:
+    """First, because an adapter needs the base weights that the server was started with."""
+    result = run(server, tmp_path, "--lora", "--old-logps", "snapshot")
+    assert result["lags"] == [[0], [1], [1], [1]]
+    assert len(result["mismatch"]) == 4 and max(result["mismatch"]) < AGREE
+    assert min(result["total"][1:]) > 10 * AGREE
+    assert max(result["bytes"]) < 100_000
+
+
+def test_one_step_off_policy_and_a_resume(server: Server, tmp_path: Path) -> None:
+    whole = run(server, tmp_path / "whole")
+    assert whole["lags"] == [[0], [1], [1], [1]]
+    assert whole["lag"] == [0, 1, 1, 1] and whole["crossing"] == [0.0] * 4
+    assert len(whole["mismatch"]) == 1 and whole["mismatch"][0] < AGREE  # only where the weights are those that sampled
+    assert min(whole["total"][1:]) > 10 * AGREE
+    assert min(whole["agreement"]) > 1 - AGREE
+
+    run(server, tmp_path / "parts", "--steps", "2", "--save", "2")
+    resumed = run(server, tmp_path / "parts", "--resume", "2")
+    assert resumed["prompts"] == whole["prompts"]
+    assert resumed["lags"] == [[0], [1], [0], [1]]
+
+
+def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: Path) -> None:
+    """Scored with the weights of each token's own version, the trainer agrees with the engine."""
+    flags = ("--lag", "2", "--old-logps", "snapshot", "--length", "200", "--steps", "5")
+    result = run(server, tmp_path, *flags)
+
+    assert max(map(max, result["lags"])) == 2 and result["in_order"]
+    assert max(result["crossing"]) > 0.1
+    assert len(result["mismatch"]) == 5 and max(result["mismatch"]) < AGREE
+    assert min(result["total"][2:]) > 10 * AGREE
+
+
+def test_two_ranks_share_the_server(server: Server, tmp_path: Path) -> None:
+    result = run(server, tmp_path, "--old-logps", "snapshot", "--devices", "2")
+
+    assert result["processes"] == 2
+    assert result["lags"] == [[0], [1], [1], [1]]
+    assert len({prompt for step in result["prompts"] for prompt in step}) == 4 * 4
+    assert max(result["mismatch"]) < AGREE

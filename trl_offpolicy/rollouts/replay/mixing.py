@@ -1,0 +1,184 @@
+"""Adds drawn groups after the rows of a fresh generation batch, and stores the fresh ones; the same for all trainers.
+
+A generation batch is a dict of tensors under TRL's names, with those of
+:func:`~trl_offpolicy.rollouts.batches.row_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trl_offpolicy.functional.advantages import group_advantages
+from trl_offpolicy.rollouts.replay.batch import PaddedGroups, pad_groups
+from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
+from trl_offpolicy.rollouts.replay.records import ReplayGroup, Response
+
+_LEFT = ("prompt_ids", "prompt_mask")
+_KNOWN = {
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "sampling_per_token_logps",
+    "num_items_in_batch", "group_ids", "policy_versions", "rewards", "group_rewards",
+}  # fmt: skip
+
+
+def mixed(
+    output: dict[str, Any],
+    buffer: ReplayBuffer,
+    count: int,
+    *,
+    version: int,
+    rng: np.random.Generator,
+    max_lag: int | None,
+    generations: int,
+    pad_token_id: int,
+) -> dict[str, Any]:
+    """A generation batch followed by ``count`` drawn groups; its own groups are then stored.
+
+    Nothing is drawn while the buffer holds fewer groups.
+
+    Args:
+        output: the generation batch.
+        buffer: what is drawn from, and stored in.
+        count: groups to draw.
+        version: current weight version.
+        rng: of the draw.
+        max_lag: largest age of a drawn group, in optimizer steps; None = age only lowers priority.
+        generations: rows per group.
+        pad_token_id: id that pads shorter rows.
+
+    Raises:
+        NotImplementedError: the batch holds something that replayed rows lack, or lacks the engine's log-probs.
+    """
+    if unknown := sorted(set(output) - _KNOWN):
+        raise NotImplementedError(f"a generation batch must hold nothing that replayed rows lack, but got {unknown}.")
+    if "sampling_per_token_logps" not in output:
+        raise NotImplementedError("replay does not work with an engine without log-probs.")
+    groups = fresh_groups(output, generations)
+    if buffer.available(current_version=version, max_lag=max_lag) >= count:
+        drawn = buffer.sample(count, current_version=version, rng=rng, max_lag=max_lag)
+        output = with_replayed(output, pad_groups(drawn.groups, pad_token_id=pad_token_id))
+    buffer.add(groups)
+    return output
+
+
+def fresh_groups(output: Mapping[str, Any], generations: int) -> list[ReplayGroup]:
+    """The groups of a generation batch, each of ``generations`` neighbouring rows."""
+    host = {name: value.cpu() for name, value in output.items() if isinstance(value, Tensor)}
+    versions, groups = _by_token(host), []
+    for start in range(0, len(host["prompt_ids"]), generations):
+        responses = [_response(host, versions, row) for row in range(start, start + generations)]
+        prompt = host["prompt_ids"][start][host["prompt_mask"][start].bool()].tolist()
+        identity = int(host["group_ids"][start])
+        groups.append(ReplayGroup(prompt_ids=tuple(prompt), responses=tuple(responses), group_id=identity))
+    return groups
+
+
+def _response(host: dict[str, Tensor], versions: Tensor, row: int) -> Response:
+    inside = host["completion_mask"][row].bool()
+    return Response(
+        completion_ids=tuple(host["completion_ids"][row][inside].tolist()),
+        sampling_logps=tuple(host["sampling_per_token_logps"][row][inside].tolist()),
+        policy_versions=tuple(versions[row][inside].tolist()),
+        reward=float(host["rewards"][row]),
+    )
+
+
+def with_replayed(output: Mapping[str, Any], rows: PaddedGroups) -> dict[str, Any]:
+    """The generation batch followed by the replayed rows, padded to one length, with the new token count."""
+    device, first = output["prompt_ids"].device, int(output["group_ids"].max()) + 1
+    fresh = {**output, "policy_versions": _by_token(output)}
+    replayed: dict[str, Tensor] = {
+        "prompt_ids": rows.prompt_ids,
+        "prompt_mask": rows.prompt_mask,
+        "completion_ids": rows.completion_ids,
+        "completion_mask": rows.attention_mask,
+        "sampling_per_token_logps": torch.where(rows.attention_mask, rows.sampling_per_token_logps, 0.0),
+        "policy_versions": rows.policy_versions,
+        "advantages": group_advantages(rows.rewards, rows.group_ids, torch.ones_like(rows.rewards, dtype=torch.bool)),
+        "rewards": rows.rewards,
+        "group_ids": rows.group_ids + first,
+    }
+    if "group_rewards" in output:
+        generations = output["group_rewards"].shape[1]
+        replayed["group_rewards"] = rows.rewards.view(-1, generations).repeat_interleave(generations, dim=0)
+    mixed = {name: _joined(name, fresh[name], one.to(device)) for name, one in replayed.items()}
+    tokens = output["num_items_in_batch"] + rows.attention_mask.sum().to(device)
+    return {**output, **mixed, "num_items_in_batch": tokens}
+
+
+def _by_token(output: Mapping[str, Any]) -> Tensor:
+    """(B, T) version of each token, also if the batch has one per row."""
+    versions: Tensor = output["policy_versions"]
+    return versions if versions.dim() == 2 else versions.unsqueeze(1).expand_as(output["completion_ids"])
+
+
+def _joined(name: str, fresh: Tensor, replayed: Tensor) -> Tensor:
+    """Both tensors concatenated along rows; 2-d ones are first padded to one length with the value fit for ``name``."""
+    if fresh.dim() == 1:
+        return torch.cat([fresh, replayed.to(fresh.dtype)])
+    length = max(fresh.shape[1], replayed.shape[1])
+
+    def widened(one: Tensor) -> Tensor:
+        more = length - one.shape[1]
+        return pad(one, (more, 0) if name in _LEFT else (0, more))
+
+    return torch.cat([widened(fresh), widened(replayed.to(fresh.dtype))])
+
+
+def check_sizes(
+    count: int,
+    *,
+    generations: int,
+    steps_per_generation: int,
+    num_iterations: int,
+    accumulation: int,
+    names: tuple[str, str] = ("replay_groups", "gradient_accumulation_steps"),
+) -> None:
+    """Raise unless the replayed rows can be split like the fresh ones, and each row serves one optimizer step.
+
+    The log-probs of the loss step are then those of the proximal policy.
+
+    Args:
+        count: replayed groups per generation batch.
+        generations: rows per group.
+        steps_per_generation: micro-batches per generation batch.
+        num_iterations: passes over a generation batch.
+        accumulation: micro-batches per optimizer step.
+        names: the trainer's options for ``count`` and ``accumulation``.
+
+    Raises:
+        ValueError: they cannot; the message names the option.
+    """
+    count_name, accumulation_name = names
+    if count < 1:
+        raise ValueError(f"{count_name} must be at least 1, but got {count}.")
+    if count * generations % steps_per_generation:
+        raise ValueError(
+            f"{count_name} * num_generations must be a multiple of steps_per_generation = "
+            f"{steps_per_generation}, but got {count} * {generations}."
+        )
+    if accumulation % (steps_per_generation * num_iterations):
+        raise ValueError(
+            f"{accumulation_name} must be a multiple of steps_per_generation * num_iterations (one optimizer "
+            f"step a generation batch), but got {accumulation} and {steps_per_generation} * {num_iterations}."
+        )
+
+
+def refuse(owner: str, given: Mapping[str, bool]) -> None:
+    """Raise if something is given that replay does not work with.
+
+    Args:
+        owner: who replays, for the message.
+        given: by its name in words, whether it is given.
+
+    Raises:
+        NotImplementedError: the message names the first one.
+    """
+    for what, is_given in given.items():
+        if is_given:
+            raise NotImplementedError(f"{owner} does not work with {what}.")
