@@ -17,8 +17,8 @@ class WrappedEngine:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that the engine answers with."""
-        return self.engine.version
+        """Version of the weights that the engine answers with; None if it does not say."""
+        return getattr(self.engine, "version", None)
 
     @version.setter
     def version(self, version: int | None) -> None:
