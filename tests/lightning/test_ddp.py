@@ -28,7 +28,10 @@ def train(folder: Path, *, devices: int, strategy: Any = "auto", resume: Path | 
 
     pl.seed_everything(1, verbose=False)
     watch = Watch()
-    ours = module(Echo(), optimizer=partial(torch.optim.SGD, lr=0.1), correction=CORRECTION, correct_threshold=0.5)
+    ours = module(
+        Echo(), optimizer=partial(torch.optim.SGD, lr=0.1), correction=CORRECTION, correct_threshold=0.5,
+        entropy=ENTROPY,
+    )  # fmt: skip
     owner = trainer(
         folder, devices=devices, strategy=strategy, max_steps=2 if resume is None else 4,
         callbacks=[watch, RunFolder(str(folder / "run"), report=False)],
@@ -41,6 +44,9 @@ def train(folder: Path, *, devices: int, strategy: Any = "auto", resume: Path | 
             "world": owner.world_size}  # fmt: skip
     torch.save(seen, folder / f"rank-{owner.global_rank}.pt")
 
+
+ENTROPY = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 0.0}
+"""The quantile is that of both ranks. The coefficient moves alike; its bonus, a mean of rank means, is not in force."""
 
 CORRECTION = {
     "preset": "paper/tis",
