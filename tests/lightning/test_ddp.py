@@ -30,7 +30,8 @@ def train(
 
     pl.seed_everything(1, verbose=False)
     watch = Watch()
-    prompts, engine, options = agent() if tools else (tiny_prompts(), Echo(), {"correction": CORRECTION})
+    plain = {"correction": CORRECTION, "entropy": ENTROPY}
+    prompts, engine, options = agent() if tools else (tiny_prompts(), Echo(), plain)
     ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1), correct_threshold=0.5, **options)
     owner = trainer(
         folder, devices=devices, strategy=strategy, max_steps=2 if resume is None else 4,
@@ -56,6 +57,10 @@ def agent() -> tuple[Any, Any, dict[str, Any]]:
     }  # fmt: skip
     prompts = [{"prompt": [{"role": "user", "content": f"What is {i:02} + 4?"}]} for i in range(32)]
     return prompts, ScriptedEngine(Script(model=byte_model, forgetful=True)), settings
+
+
+ENTROPY = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 0.0}
+"""The quantile is that of both ranks. The coefficient moves alike; its bonus, a mean of rank means, is not in force."""
 
 
 CORRECTION = {

@@ -17,6 +17,7 @@ ADAPTIVE = {
     "use_adaptive_entropy": True, "entropy_coef": 0.2, "entropy_target": 3.26, "entropy_coef_delta": 0.08,
     "entropy_coef_max": 0.25,
 }  # fmt: skip
+ON_QUANTILE = {**ADAPTIVE, "top_entropy_quantile": 0.5, "entropy_target": 3.7}
 CUT = {"mask_truncated_completions": True}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's
@@ -24,9 +25,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # TRL's options, th
     "bonus": ({"entropy_coef": 0.1}, {"entropy": {"entropy_coef": 0.1}}),
     "bonus_of_the_objective": ({"offpolicy": {"preset": "paper/tis", "objective": {"entropy_coef": 0.1}}}, {}),
     "adaptive": (ADAPTIVE, {"entropy": ADAPTIVE}),
-    "adaptive_on_the_quantile": (
-        {**ADAPTIVE, "top_entropy_quantile": 0.5}, {"entropy": {**ADAPTIVE, "top_entropy_quantile": 0.5}},
-    ),
+    "adaptive_on_the_quantile": (ON_QUANTILE, {"entropy": ON_QUANTILE}),
     "truncated": (CUT, CUT),
     "truncated_by_response": (
         {**CUT, "loss_type": "grpo"}, {**CUT, "objective": {"aggregation": "seq_mean_token_mean"}},
