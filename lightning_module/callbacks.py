@@ -11,10 +11,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
+from lightning_module.engines import engine_type, sampling_findings
 from lightning_module.streams import MicroStep
 from trl_offpolicy.diagnosis.fixes import LIGHTNING
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.diagnosis.report.closing import closing_report
+from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, SETTINGS
 from trl_offpolicy.run_folder.syncs import append_sync
@@ -128,6 +130,8 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     """The entries of ``run.json`` that describe the method."""
     preset, engine = module.preset, module.settings["engine"]
     asked = getattr(module.generation.engine, "interview", None)  # an engine of the user's may not have it
+    findings = sampling_findings(engine_type(engine), module.sampling, engine if isinstance(engine, dict) else None)
+    findings += getattr(module.generation.engine, "findings", ())  # what a server told of itself
     precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))
     return {
         "model": module.hparams.get("model", ""),
@@ -137,6 +141,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
         "trainer": f"lightning, {type(trainer.strategy).__name__}, {trainer.world_size} processes",
         "routing_replay": module.hparams.get("routing_replay"),
         "control": repr(module.control.spec),
+        "sampling_states": described(findings),
         SETTINGS: settings_of(trainer, module),
         "declared": declared_sides(
             module.policy,

@@ -31,6 +31,8 @@ class PromptDataModule(LightningDataModule):
         seed: seed of that order.
         val_batch_size: prompts per validation batch and rank.
         val_generations: completions per validation prompt.
+        test_dataset: rows of ``trainer.test`` and ``trainer.predict``, in the batches of validation; None = the
+            validation rows.
 
     Raises:
         ValueError: the sizes would split a prompt group between generation batches.
@@ -49,17 +51,20 @@ class PromptDataModule(LightningDataModule):
         seed: int = 0,
         val_batch_size: int = 8,
         val_generations: int = 1,
+        test_dataset: Any = None,
     ) -> None:
         super().__init__()
-        not_plain = [name for name, value in (("dataset", dataset), ("val_dataset", val_dataset)) if not _plain(value)]
-        self.save_hyperparameters(ignore=not_plain)
-        self.dataset, self.val_dataset, self.dataset_options = dataset, val_dataset, dataset_options or {}
+        given = {"dataset": dataset, "val_dataset": val_dataset, "test_dataset": test_dataset}
+        self.save_hyperparameters(ignore=[name for name, value in given.items() if not _plain(value)])
+        self.dataset, self.val_dataset, self.test_dataset = dataset, val_dataset, test_dataset
+        self.dataset_options = dataset_options or {}
         self.micro_batch_size, self.num_generations = micro_batch_size, num_generations
         self.steps_per_generation, self.num_iterations = steps_per_generation, num_iterations
         self.shuffle, self.seed = shuffle, seed
         self.val_batch_size, self.val_generations = val_batch_size, val_generations
         self._train: Sequence[Row] | None = None
         self._val: Sequence[Row] | None = None
+        self._test: Sequence[Row] | None = None
         if steps_per_generation is not None:
             self._plan(steps_per_generation)
 
@@ -68,6 +73,7 @@ class PromptDataModule(LightningDataModule):
         if self._train is None:
             self._train, brought = load_rows(self.dataset, self.dataset_options)
             self._val = brought if self.val_dataset is None else load_rows(self.val_dataset, {})[0]
+            self._test = self._val if self.test_dataset is None else load_rows(self.test_dataset, {})[0]
 
     def train_dataloader(self) -> PromptStream:
         """A stream of this rank's micro-steps: one for each ``training_step``."""
@@ -86,11 +92,22 @@ class PromptDataModule(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         """Held-out prompts of this rank; an empty loader if there are no validation rows."""
+        return self._held_out(self._val)
+
+    def test_dataloader(self) -> Any:
+        """The prompts of ``test_dataset`` of this rank, or of validation."""
+        return self._held_out(self._test)
+
+    def predict_dataloader(self) -> Any:
+        """The prompts of :meth:`test_dataloader`."""
+        return self.test_dataloader()
+
+    def _held_out(self, rows: Sequence[Row] | None) -> Any:
         assert self.trainer is not None
-        if not self._val:
+        if not rows:
             return []
         place = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
-        return HeldOutStream(self._val, self.val_batch_size, self.val_generations, **place)
+        return HeldOutStream(rows, self.val_batch_size, self.val_generations, **place)
 
     def _plan(self, steps_per_generation: int) -> BatchPlan:
         return BatchPlan(

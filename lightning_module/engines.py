@@ -17,7 +17,7 @@ from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
 from trl_offpolicy.engines.exact import check_exact, exact_engine, exact_trainer
 from trl_offpolicy.engines.hf import TransformersEngine
-from trl_offpolicy.engines.sampling_states import engine_findings, judge, request_findings
+from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, request_findings
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import ServerEngine
@@ -205,10 +205,21 @@ def check_sampling(
             "correction must not read the sampling policy when engine is 'transformers', which samples from the "
             "trainer itself, so that old/sampling is 1. Use correction: measure, or another engine."
         )
-    if kind != "transformers":
-        found = request_findings({"generation_kwargs": dict(sampling.extra)}, device_type=_device_type())
-        judge(found + engine_findings(arguments or {}), needs_sampling=needs_sampling)
+    judge(sampling_findings(kind, sampling, arguments), needs_sampling=needs_sampling)
 
 
-def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def sampling_findings(
+    kind: str, sampling: Sampling, arguments: Mapping[str, Any] | None = None
+) -> tuple[SettingFinding, ...]:
+    """Settings under which vLLM's policy differs from the trainer's. A server says more once it is asked.
+
+    Args:
+        kind: the engine's type, as :func:`engine_type` returns it.
+        sampling: the sampling options.
+        arguments: the engine's arguments, as the user gave them.
+    """
+    if kind == "transformers":
+        return ()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = request_findings({"generation_kwargs": dict(sampling.extra)}, device_type=device)
+    return options + engine_findings(arguments or {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
 from lightning_module.state import of_all_ranks, seed_random, set_random_state
-from lightning_module.streams import MicroStep
+from lightning_module.streams import HeldOut, MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.seeds import seed_of_rank
@@ -42,6 +42,7 @@ class Sampled(NamedTuple):
 
     ``rows`` holds tensors under TRL's names. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is
     their weighted sum, ``lengths`` (B,) counts tokens, ``terminated`` (B,) says whether a completion ended by itself.
+    ``completions`` are texts or messages, as the reward functions got them.
     """
 
     rows: dict[str, Tensor]
@@ -49,6 +50,7 @@ class Sampled(NamedTuple):
     total: Tensor
     lengths: Tensor
     terminated: Tensor
+    completions: list[Any]
 
 
 class Generation:
@@ -137,6 +139,23 @@ class Generation:
         """True if the engine is the trainer's model: it samples in the trainer's precision and needs no proof."""
         return isinstance(self.engine, TransformersEngine)
 
+    def prepare(self, batch: MicroStep | HeldOut) -> None:
+        """Send the engine the current weights, if this batch will be sampled. All ranks call it.
+
+        It is called before the strategy's forward begins, inside which FSDP1 cannot gather the weights.
+        """
+        if isinstance(batch, HeldOut) or self._is_new(batch):
+            ids = self.prompts.encode([row["prompt"] for row in batch.prompts])
+            with self._numerics():
+                self._sync(ids)
+
+    def _is_new(self, step: MicroStep) -> bool:
+        return self._buffer is None or self._buffer.generation != step.generation
+
+    def _numerics(self) -> AbstractContextManager[None]:
+        """Inside it the engine computes, without gradient and in its own precision."""
+        return torch.no_grad() if self.is_trainer else engine_numerics(self._module.device)
+
     def _sync(self, prompt_ids: Sequence[Sequence[int]]) -> None:
         """Send the engine the current weights, unless it has them, and prove the sync. All ranks call it."""
         module, version, engine = self._module, self._module.trainer.global_step, self.engine
@@ -160,12 +179,17 @@ class Generation:
 
     def _weight_sync(self, prompt_ids: Sequence[Sequence[int]]) -> WeightSync:
         """The sync of this run. It is proved on the first prompts, unless the engine is the trainer's model."""
-        policy = self._module.policy
-        if self.is_trainer or not self._module.settings["sync_check"]:
+        module, policy = self._module, self._module.policy
+        if self.is_trainer or not module.settings["sync_check"]:
             return WeightSync()
+
+        def score(ids: Sequence[Sequence[int]]) -> list[list[float]]:
+            scored = partial(sequence_logps, policy, ids, pad=self.prompts.pad)
+            return models.in_forward(module.trainer.strategy.model, module, scored)
+
         return WeightSync(
             probe_of(prompt_ids),
-            lambda ids: sequence_logps(policy, ids, pad=self.prompts.pad),
+            score,
             without_adapter=partial(models.without_adapter, policy) if models.is_adapted(policy) else None,
         )
 
@@ -176,7 +200,7 @@ class Generation:
         module, engine = self._module, self.engine
         assert engine is not None
         ids = self.prompts.encode([row["prompt"] for row in prompts])
-        with torch.no_grad(), nullcontext() if self.is_trainer else engine_numerics(module.device):
+        with self._numerics():
             self._sync(ids)
             rollouts = engine.generate(ids, module.sampling, n=count)
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
@@ -200,6 +224,7 @@ class Generation:
             total_rewards(by_function, module.rewards.weights),
             rows["completion_mask"].sum(-1),
             torch.tensor(ended, device=module.device),
+            completions,
         )
 
     def _trainer_state(self) -> SimpleNamespace:
@@ -213,7 +238,7 @@ class Generation:
 
     def micro_batch(self, step: MicroStep) -> dict[str, Any]:
         """The rows of this micro-step. Samples first if its generation batch is new."""
-        if self._buffer is None or self._buffer.generation != step.generation:
+        if self._buffer is None or self._is_new(step):
             self._module.auto.end_generation(self._module)
             self._buffer = RolloutBuffer.split(step.generation, self._generate(step), step.plan)
         self._position = step.position + 1

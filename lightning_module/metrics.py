@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from torchmetrics import Metric
 class CompletionMetric(Metric):
     """Rewards and lengths of completions, under TRL's names and with TRL's meaning.
 
-    A number is computed for each generation batch, over all ranks, and the batches of a logging window are averaged. So
-    ``completions/max_length`` over a window is the mean of the batches' longest completions.
+    Every number is computed on the completions of one generation batch over all ranks. Several generation batches
+    between two logging steps give the mean of their numbers. One whose number is NaN (a reward function that gave
+    nothing) is left out.
 
     Args:
         names: names of the reward functions.
@@ -33,7 +36,7 @@ class CompletionMetric(Metric):
     def update(
         self, by_function: Tensor, total: Tensor, lengths: Tensor, terminated: Tensor, num_generations: int
     ) -> None:
-        """Add a generation batch of whole groups, group after group.
+        """Add a generation batch of whole groups, group after group. All ranks add the same number of them.
 
         Args:
             by_function: (B, K) reward of each function; NaN = the function gave none.
@@ -43,21 +46,22 @@ class CompletionMetric(Metric):
             num_generations: completions per group.
         """
         self.num_generations = num_generations
-        number = torch.full_like(total, len(self.rows))  # of the generation batch, the same on all ranks
-        columns = [*(column.unsqueeze(1) for column in (number, total, lengths, terminated)), by_function]
-        self.rows.append(torch.cat([column.to(torch.float64) for column in columns], dim=1))
+        batch = torch.full_like(total, len(self.rows))  # its number, by which compute finds the rows of all ranks
+        columns = [column.unsqueeze(1) for column in (batch, total, lengths, terminated)]
+        self.rows.append(torch.cat([column.to(torch.float64) for column in (*columns, by_function)], dim=1))
 
     def compute(self) -> dict[str, float]:
-        """Means, standard deviations and extremes; empty if there was no completion."""
+        """Means, standard deviations and extremes over all ranks; empty if there was no completion."""
         rows = torch.cat(self.rows) if isinstance(self.rows, list) and self.rows else self.rows
         if isinstance(rows, list):
             return {}
-        numbers = range(int(rows[:, 0].max()) + 1)
-        batches = [self._batch(rows[rows[:, 0] == number, 1:]) for number in numbers]
-        return {name: float(torch.stack([one[name] for one in batches]).nanmean()) for name in batches[0]}
+        count = int(rows[:, 0].max()) + 1
+        batches = [self._of_batch(rows[rows[:, 0] == number, 1:]) for number in range(count)]
+        by_name = {name: [one[name] for one in batches if not math.isnan(one[name])] for name in batches[0]}
+        return {name: fmean(values) if values else math.nan for name, values in by_name.items()}
 
-    def _batch(self, rows: Tensor) -> dict[str, Tensor]:
-        """The numbers of one generation batch: (B, 3 + K) rows of total reward, length, terminated, rewards."""
+    def _of_batch(self, rows: Tensor) -> dict[str, float]:
+        """The numbers of one generation batch: rows of total, length, terminated, reward by function."""
         total, lengths, terminated = rows[:, 0], rows[:, 1], rows[:, 2].bool()
         of_group = total.view(-1, self.num_generations)
         spread = of_group.std(dim=1) if self.num_generations > 1 else torch.zeros(len(of_group))
@@ -76,7 +80,7 @@ class CompletionMetric(Metric):
         }
         for name, column in zip(self.names, rows[:, 3:].T, strict=True):
             values |= {f"rewards/{name}/mean": column.nanmean(), f"rewards/{name}/std": _nanstd(column)}
-        return values
+        return {name: float(value) for name, value in values.items()}
 
 
 def _nanstd(values: Tensor) -> Tensor:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
+
+FSDP1_PREFIX = "_fsdp_wrapped_module."
+"""What FSDP1 adds to the names of the parameters that it wraps."""
 
 
 def load_policy(
@@ -15,23 +21,16 @@ def load_policy(
 ) -> nn.Module:
     """Load the model, add the adapter and switch dropout off.
 
+    Under ZeRO-3 every rank loads the whole model, which DeepSpeed partitions when training begins.
+
     Args:
         model: folder or Hub name, or a causal LM.
         options: keyword arguments of ``from_pretrained``; the dtype is float32 unless ``dtype`` is given.
         adapter: fields of ``peft.LoraConfig``, or a PEFT configuration, or None.
         checkpointing: whether to use gradient checkpointing, which saves memory and costs time in the backward.
     """
-    if isinstance(model, str):
-        from transformers import AutoModelForCausalLM
-
-        policy: Any = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "float32", **(options or {})})
-    else:
-        policy = model
-    if adapter is not None:
-        from peft import LoraConfig, get_peft_model
-
-        config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter}) if isinstance(adapter, Mapping) else adapter
-        policy = get_peft_model(policy, config)
+    with _not_partitioned():
+        policy = _loaded(model, options, adapter)
     if checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         if adapter is not None:
@@ -40,6 +39,38 @@ def load_policy(
     policy.train()
     whole: nn.Module = policy
     return whole
+
+
+def _loaded(model: str | nn.Module, options: Mapping[str, Any] | None, adapter: Any) -> Any:
+    policy: Any = model
+    if isinstance(model, str):
+        from transformers import AutoModelForCausalLM
+
+        policy = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "float32", **(options or {})})
+    if adapter is None:
+        return policy
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter}) if isinstance(adapter, Mapping) else adapter
+    return get_peft_model(policy, config)
+
+
+@contextmanager
+def _not_partitioned() -> Iterator[None]:
+    """Leave the ``deepspeed.zero.Init`` that Lightning has opened.
+
+    It takes each module apart as soon as it is made. What is written into the weights then does not arrive: neither
+    those of ``from_pretrained`` nor the zeros of a LoRA adapter, which would start as noise.
+    """
+    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if zero is None:
+        yield
+        return
+    zero.shutdown_init_context()
+    try:
+        yield
+    finally:
+        zero.restore_init_context()
 
 
 def without_dropout(model: nn.Module) -> None:
@@ -113,6 +144,27 @@ def whole_weights(wrapped: nn.Module | None) -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(wrapped, writeback=False)
     return context
+
+
+def in_forward(wrapped: nn.Module | None, module: Any, function: Callable[[], T]) -> T:
+    """Call ``function`` inside the forward of the model as the strategy wraps it, if FSDP1 does.
+
+    FSDP1 gathers the parts that no wrapped block owns (embedding, LM head) in the forward of the whole alone.
+
+    Args:
+        wrapped: the model as the strategy wraps it.
+        module: the LightningModule inside it.
+        function: called once, on all ranks.
+    """
+    if wrapped is None or not is_flattened(wrapped):
+        return function()
+    found: list[T] = []
+    module.forward = lambda: found.append(function())
+    try:
+        wrapped()
+    finally:
+        del module.forward
+    return found[0]
 
 
 def is_flattened(wrapped: nn.Module) -> bool:

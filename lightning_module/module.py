@@ -34,6 +34,7 @@ from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Ob
 from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
+from trl_offpolicy.run_folder.layout import EVAL_PREFIX
 from trl_offpolicy.types import PolicyBatch, Reduction
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,10 @@ class OffPolicyGRPOModule(LightningModule):
         self.measuring.start()
 
     def on_validation_start(self) -> None:
-        """Build the engine for ``trainer.validate``, which runs without ``fit``, and put training's noise aside."""
+        """Build the engine for ``trainer.validate``, ``test`` or ``predict``, which run without ``fit``.
+
+        Training's random numbers are put aside.
+        """
         self.generation.start()
         self.validation.begin()
 
@@ -204,13 +208,17 @@ class OffPolicyGRPOModule(LightningModule):
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def training_step(self, batch: MicroStep, batch_idx: int) -> dict[str, Any]:
-        """Sample if the generation batch is new, then compute the loss of one of its micro-batches.
+    def on_train_batch_start(self, batch: MicroStep, batch_idx: int) -> None:
+        """Send the engine the current weights if the generation batch is new.
 
         Raises:
             TypeError: the batch is not one of a :class:`~lightning_module.PromptDataModule`.
         """
         _check_batch(batch, MicroStep)
+        self.generation.prepare(batch)
+
+    def training_step(self, batch: MicroStep, batch_idx: int) -> dict[str, Any]:
+        """Sample if the generation batch is new, then compute the loss of one of its micro-batches."""
         inputs = self.generation.micro_batch(batch)
         scores = self.score(inputs, aux_loss=self.experts.balances)
         policy = policy_batch(
@@ -303,19 +311,39 @@ class OffPolicyGRPOModule(LightningModule):
 
     # ----------------------------------------------------------------------------------------------------- validation
 
-    def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
-        """Sample held-out prompts and log their reward and pass@1.
+    def on_validation_batch_start(self, batch: HeldOut, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Send the engine the current weights, unless it has them.
 
         Raises:
             TypeError: the batch is not one of a :class:`~lightning_module.PromptDataModule`.
         """
         _check_batch(batch, HeldOut)
-        for name, metric in self.validation.observe(batch).items():
-            self.log(name, metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=name == "eval_reward")
+        self.generation.prepare(batch)
+
+    def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
+        """Sample held-out prompts and log their reward and pass@1."""
+        self._log_held_out(batch, EVAL_PREFIX)
+
+    def _log_held_out(self, batch: HeldOut, prefix: str) -> None:
+        for name, metric in self.validation.observe(batch, prefix).items():
+            self.log(name, metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=name == f"{prefix}reward")
 
     def on_validation_epoch_end(self) -> None:
         """Take up training's noise again. Checkpoints are written after this."""
         self.validation.end()
+
+    # ``trainer.test`` measures what validation measures, ``trainer.predict`` returns what was sampled
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    def test_step(self, batch: HeldOut, batch_idx: int) -> None:
+        """Sample test prompts and log their reward and pass@1 under ``test_``."""
+        self._log_held_out(batch, "test_")
+
+    def predict_step(self, batch: HeldOut, batch_idx: int) -> list[dict[str, Any]]:
+        """Sample the test prompts: prompt, completion and rewards of each completion."""
+        return self.validation.predict(batch)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from trl_offpolicy.functional.collective import sum_ranks
@@ -84,11 +84,24 @@ def gradient_norm(policy: nn.Module, *, flattened: bool = False) -> float:
 
     Args:
         policy: the model whose parameters have gradients. The norm of a DTensor is that of the whole tensor.
-        flattened: True with FSDP1, where every rank holds a plain part of each gradient.
+        flattened: True with FSDP1, where every rank holds a plain part of each gradient (as with ZeRO-3).
     """
-    gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
-    if not gradients:
-        return math.nan  # ZeRO-3 does not expose its gradients
-    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    trained = _trained(policy)
+    in_parts = flattened or any(hasattr(parameter, "ds_id") for parameter in trained)
+    gradients = [gradient for parameter in trained if (gradient := _gradient(parameter)) is not None]
+    if not gradients and not in_parts:
+        return math.nan
+    norm: Any = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return float(sum_ranks(norm.square()).sqrt() if flattened else norm)
+    return float(sum_ranks(norm.square()).sqrt() if in_parts else norm)
+
+
+def _gradient(parameter: Any) -> Tensor | None:
+    """The gradient of a parameter, as far as this rank holds it."""
+    if not hasattr(parameter, "ds_id"):
+        gradient: Tensor | None = parameter.grad
+        return gradient
+    from deepspeed.utils import safe_get_local_grad
+
+    part: Tensor | None = safe_get_local_grad(parameter)
+    return part

@@ -1,4 +1,4 @@
-"""Measures reward, pass@1 and length on held-out prompts, with torchmetrics over all ranks."""
+"""Measures reward, pass@1 and length on held-out prompts over all ranks, or returns what was sampled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning_module.generation import Generation
 from lightning_module.host import Host
 from lightning_module.state import random_state, seed_random, set_random_state
 from lightning_module.streams import HeldOut
+from trl_offpolicy.rollouts.batches import is_correct
 
 _SEED = 1 << 20
 """What the seed of validations is above that of training: more than there are ranks."""
@@ -47,8 +48,13 @@ class Validation:
         self._training = None
 
     @torch.no_grad()
-    def observe(self, batch: HeldOut) -> dict[str, Metric]:
-        """Sample a batch; the updated metrics by the name to log them under. All ranks call it."""
+    def observe(self, batch: HeldOut, prefix: str) -> dict[str, Metric]:
+        """Sample a batch; the updated metrics by the name to log them under. All ranks call it.
+
+        Args:
+            batch: the prompts.
+            prefix: beginning of the names, ``eval_`` or ``test_``.
+        """
         module, count = self._module, batch.counted * batch.num_generations
         sampled = self._generation.sample(batch.prompts, batch.num_generations)
         total = sampled.total[:count]
@@ -57,13 +63,24 @@ class Validation:
             values[f"rewards/{name}/mean"] = column
         threshold = module.settings["correct_threshold"]
         if threshold is not None:
-            values["pass@1"] = (total >= threshold).float()
+            values["pass@1"] = is_correct(total, threshold)
         metrics: dict[str, Metric] = {}
         for name, value in values.items():
             metric: Metric = getattr(module, _attribute(name))
             metric.update(value[~value.isnan()])
-            metrics[f"eval_{name}"] = metric
+            metrics[f"{prefix}{name}"] = metric
         return metrics
+
+    @torch.no_grad()
+    def predict(self, batch: HeldOut) -> list[dict[str, Any]]:
+        """Sample a batch; one entry per completion of a row that counts, with its reward. All ranks call it."""
+        names, sampled = self._module.rewards.names, self._generation.sample(batch.prompts, batch.num_generations)
+        repeated = [row for row in batch.prompts for _ in range(batch.num_generations)]
+        counted = list(zip(repeated, sampled.completions, sampled.by_function.tolist(), strict=True))
+        return [
+            {"prompt": row["prompt"], "completion": completion, "rewards": dict(zip(names, rewards, strict=True))}
+            for row, completion, rewards in counted[: batch.counted * batch.num_generations]
+        ]
 
 
 def _attribute(name: str) -> str:

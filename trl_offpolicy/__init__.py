@@ -40,7 +40,7 @@ __version__ = "0.1.0"
 
 
 def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True, write_report: bool = True) -> Any:
-    """Measure, record and diagnose a stock ``trl.GRPOTrainer`` with one line in an existing script.
+    """Measure, record and diagnose a stock ``trl.GRPOTrainer`` or ``trl.RLOOTrainer`` with one line in a script.
 
     Its logs get the ``offpolicy/*`` metrics. Its output folder gets ``run.json``, ``metrics.jsonl``,
     ``rollouts.parquet`` and, at the end, ``report.html``. New findings are printed. Loss and gradients are untouched,
@@ -53,11 +53,14 @@ def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True,
     ``trl_offpolicy.trainer.OffPolicyGRPOTrainer``. Without log-probs of an engine (``use_vllm`` off and no
     ``rollout_func``) there is no mismatch to measure, and a message says so.
 
-    On a CPU, TRL's vLLM in the trainer's process does not survive its own weight sync. Build the trainer inside
-    ``with trl_offpolicy.trl.engine.trl_engine({}, folder=...)`` there, or use a ``rollout_func``.
+    RLOO drops the engine's log-probs and logs no ratio; they are kept here. Its own loss is not described, so only
+    the distances between the policies are measured.
+
+    On a CPU, call ``trl_offpolicy.engines.environment.prepare_environment()`` before you build a trainer with vLLM in
+    its process.
 
     Args:
-        trainer: a ``trl.GRPOTrainer``, before ``train()``.
+        trainer: a ``trl.GRPOTrainer`` or ``trl.RLOOTrainer``, before ``train()``.
         control: ``warn`` prints findings. ``stop`` also ends the run, with a checkpoint, when a finding is critical. A
             mapping as in ``docs/control.md`` sets more. With None or ``off`` nothing is watched. ``act`` is refused.
         record_rollouts: write every rollout.
@@ -67,7 +70,7 @@ def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True,
         An :class:`~trl_offpolicy.trl.attach.Observer`, whose ``detach()`` undoes it.
 
     Raises:
-        TypeError: ``trainer`` is no ``trl.GRPOTrainer``.
+        TypeError: ``trainer`` is neither.
         ValueError: it is a trainer of this kit, it is attached already, or ``control`` would change the run.
     """
     from trl_offpolicy.trl.attach import Observer

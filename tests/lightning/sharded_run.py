@@ -1,10 +1,15 @@
-"""Two steps on two processes under a strategy of Lightning; every rank leaves what it saw.
+"""Steps on two processes under a strategy of Lightning; every rank leaves what it saw.
 
-python tests/lightning/sharded_run.py FOLDER ddp|fsdp2|fsdp|zero3    # the last two need two GPUs
+python tests/lightning/sharded_run.py FOLDER ddp|fsdp2|fsdp|zero3 [--lora] [--named] [--resume] [--gpu]
+
+Two steps, a validation and a checkpoint; with --resume one step more from that checkpoint. With --named the model is
+loaded from FOLDER/model. Lightning refuses FSDP1 and
+DeepSpeed on a CPU, although torch and DeepSpeed run there: two subclasses leave out the refusal.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,13 +21,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning_runs import Played, Watch, data, module, trainer
+from tiny_models import tiny_model
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from trainer_runs import Engine
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from lightning_module import models
+from trl_offpolicy.rollouts.scoring import sequence_logps
+
+STEPS = 2
+LORA = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "exclude_modules": ["lm_head"]}
+SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
+PROMPTS = [{"prompt": f"w{i} w{i + 1}"} for i in range(36)]
+
 
 class Words(Played):
-    """Words by prompt, log-probs near -5; what was synced is kept."""
+    """Words by prompt, log-probs near -5. It keeps the weights of the last sync, and scores the probe with them."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -38,8 +53,42 @@ class Words(Played):
         words.random.manual_seed(sum(map(sum, prompts)))
         completions = [words._words() for _ in prompts]
         logprobs = [[-5.0] * len(ids) for ids in completions]
-        self.calls.append({"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs})
+        call = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
+        self.calls = [*self.calls[: len(self.prompts)], call]
         return super().generate(prompt_ids, sampling, n=n)
+
+    def score(self, ids: Any) -> list[list[float]]:
+        own = tiny_model(seed=9)
+        own.load_state_dict({name: value.cpu() for name, value in self.weights.items()})
+        return sequence_logps(own, ids, pad=0)
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """Lightning refuses the class by its exact type on a CPU, so a subclass passes. torch wants the device named."""
+
+    def _setup_model(self, model: Any) -> Any:
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(model, sharding_strategy=self.sharding_strategy, device_id=cpu, **self.kwargs)
+
+
+class ZeRO3OnCPU(DeepSpeedStrategy):
+    """Leaves out the check of the accelerator and the number of a GPU; everything else is Lightning's."""
+
+    def setup_environment(self) -> None:
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        import deepspeed
+
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        no_gpu = argparse.Namespace(device_rank=-1)
+        return deepspeed.initialize(no_gpu, model, optimizer, trained, lr_scheduler=lr_scheduler, config=self.config,
+                                    dist_init_required=False)[:2]  # fmt: skip
 
 
 class Shards(Watch):
@@ -49,37 +98,65 @@ class Shards(Watch):
         pass
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        named = pl_module.policy.named_parameters()
-        full = {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named}
-        self.weights.append({name: value.clone() for name, value in full.items()})
+        with models.whole_weights(trainer.strategy.model), models.zero3_gathered(pl_module.policy):
+            named = pl_module.policy.named_parameters()
+            full = {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named}
+            self.weights.append({name.replace(models.FSDP1_PREFIX, ""): value.clone() for name, value in full.items()})
         self.logs.append(dict(pl_module.step_logs))
 
 
+def strategy_of(kind: str, *, on_gpu: bool) -> Any:
+    """The strategy; on a CPU without Lightning's refusal."""
+    if kind == "fsdp2":
+        return ModelParallelStrategy(**SHARDED)
+    if kind == "fsdp":
+        # torch crashes where FSDP1 gathers a full state dict on a CPU
+        layout = "full" if on_gpu else "sharded"
+        return (FSDPStrategy if on_gpu else FSDPOnCPU)(auto_wrap_policy={LlamaDecoderLayer}, state_dict_type=layout)
+    if kind == "zero3":
+        return DeepSpeedStrategy(stage=3) if on_gpu else ZeRO3OnCPU(stage=3, process_group_backend="gloo")
+    return kind
+
+
+def share_of_rank(policy: Any, whole: int) -> float:
+    """The share of the policy's elements that this rank holds. Under ZeRO-3 parameters have a ``ds_tensor``."""
+
+    def local(parameter: torch.nn.Parameter) -> torch.Tensor:
+        if isinstance(parameter, DTensor):
+            return parameter.to_local()
+        return getattr(parameter, "ds_tensor", parameter)
+
+    return sum(local(parameter).numel() for parameter in policy.parameters()) / whole
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("kind")
+    for flag in ("--lora", "--named", "--resume", "--gpu"):
+        parser.add_argument(flag, action="store_true")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
     pl.seed_everything(1, verbose=False)
-    on_gpu = kind in ("fsdp", "zero3")
-    sharded = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
-    strategy = {
-        "ddp": lambda: "ddp",
-        "fsdp2": lambda: ModelParallelStrategy(**sharded),
-        "fsdp": lambda: FSDPStrategy(auto_wrap_policy={LlamaDecoderLayer}),
-        "zero3": lambda: DeepSpeedStrategy(stage=3),
-    }[kind]()
+    name = given.kind + "-lora" * given.lora
     watch, engine = Shards(), Words()
-    ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1), correction="paper/tis")
-    owner = trainer(folder, devices=2, strategy=strategy, max_steps=2, callbacks=[watch],
-                    accelerator="gpu" if on_gpu else "cpu")  # fmt: skip
-    owner.fit(ours, data())
-    parameters = list(ours.policy.parameters())
-    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5), correction="paper/tis",
+                  adapter=LORA if given.lora else None, sync_check=True,
+                  model=str(given.folder / "model") if given.named else tiny_model())  # fmt: skip
+    owner = trainer(given.folder, devices=2, strategy=strategy_of(given.kind, on_gpu=given.gpu), callbacks=[watch],
+                    accelerator="gpu" if given.gpu else "cpu", max_steps=STEPS + given.resume, val_check_interval=1,
+                    limit_val_batches=1)  # fmt: skip
+    checkpoint = given.folder / f"{name}.ckpt"
+    prompts = data(PROMPTS[4:], val_dataset=PROMPTS[:4], val_batch_size=2)
+    owner.fit(ours, prompts, ckpt_path=checkpoint if given.resume else None)
+    if not given.resume:
+        owner.save_checkpoint(checkpoint)
+    whole = sum(value.numel() for value in watch.weights[0].values())
     seen = {
         "weights": watch.weights, "logs": watch.logs, "world": owner.world_size, "engine": engine.weights,
-        "sharded": all(isinstance(p, DTensor) for p in parameters),
-        "share": local / sum(p.numel() for p in parameters),
+        "share": share_of_rank(ours.policy, whole), "reward": float(owner.callback_metrics["eval_reward"]),
     }  # fmt: skip
-    torch.save(seen, folder / f"{kind}-{owner.global_rank}.pt")
+    torch.save(seen, given.folder / f"{name}{'-resumed' * given.resume}-{owner.global_rank}.pt")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ pytestmark = pytest.mark.integration
 STEPS = 6
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}
 ADAPTIVE = {"type": "adaptive", "coef": 0.1, "target": 0.01, "horizon": 99}
+HELD_OUT = [{"prompt": f"w{i} w9"} for i in range(4)]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {  # module, data, trainer, stop
     "at_a_generation": ({}, {}, {}, 3),
     "inside_a_generation": ({}, {"steps_per_generation": 2, "num_iterations": 2}, {}, 3),
     "end_of_an_epoch": ({}, {"shuffle": True}, {"limit_train_batches": 3}, 3),
+    "at_a_validation": ({}, {"val_dataset": HELD_OUT, "val_batch_size": 2}, {"val_check_interval": 1}, 3),
     "adapter_and_kl": (
         {"adapter": LORA, "objective": {"kl": {"coef": ADAPTIVE}}},
         {"num_iterations": 2}, {"accumulate_grad_batches": 1}, 3,
@@ -37,7 +39,10 @@ def fit(folder: Path, case: str, *, steps: int, resume: Path | None = None) -> t
     if resume is not None:
         torch.manual_seed(99)  # other random numbers, until those of the checkpoint are back
     watch, ours = Watch(), module(learning_rate=0.01, lr_scheduler="linear", **options)
-    saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=CASES[case][3], save_top_k=-1, filename="{step}")
+    when: dict[str, Any] = {"every_n_train_steps": CASES[case][3]}
+    if case == "at_a_validation":  # saved when the validation of this step ends
+        when = {"every_n_epochs": 1, "save_on_train_epoch_end": False}
+    saver = ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{step}", **when)
     owner = trainer(folder, callbacks=[watch, saver], enable_checkpointing=True, max_steps=steps, **flags)
     owner.fit(ours, data(**sizes), ckpt_path=resume, weights_only=True if resume else None)
     return watch, folder / f"step={CASES[case][3]}.ckpt", ours

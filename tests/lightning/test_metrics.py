@@ -67,3 +67,16 @@ def test_completions_under_the_names_of_trl():
     assert (values["completions/min_length"], values["completions/max_length"]) == (3, 8)
     assert values["completions/clipped_ratio"] == 0.5 and values["completions/mean_terminated_length"] == 3.5
     assert values["rewards/first/mean"] == 1.25 and values["rewards/second/mean"] == 0.0
+
+
+def test_generation_batches_between_two_logging_steps_count_as_in_trl():
+    """TRL appends a number per generation batch, and logs the mean of those that are not NaN."""
+    metric = CompletionMetric(["first"])
+    for total, ended in ([1.0, 3.0], True), ([10.0, 20.0], False):
+        rewards = torch.tensor(total).unsqueeze(1)
+        given = torch.full_like(rewards, math.nan) if ended else rewards
+        metric.update(given, rewards[:, 0], torch.tensor(total).int(), torch.tensor([ended] * 2), num_generations=2)
+    values = metric.compute()
+    assert values["reward_std"] == pytest.approx((2**0.5 + 50**0.5) / 2)  # not that of the four rows, 8.6
+    assert (values["completions/min_length"], values["completions/max_length"]) == (5.5, 11.5)
+    assert values["completions/max_terminated_length"] == 1.5 and values["rewards/first/mean"] == 15.0

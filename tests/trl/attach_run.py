@@ -1,8 +1,9 @@
 """A stock trl.GRPOTrainer with a real vLLM engine in this process, attached; prints one JSON line.
 
-    python tests/trl/attach_run.py FOLDER [--correction] [--stock]
+    python tests/trl/attach_run.py FOLDER [--correction] [--stock] [--rloo]
 
 With ``--stock`` the engine is TRL's own, too. Otherwise it is this kit's, which can round weights; all else is TRL's.
+With ``--rloo`` the trainer is ``trl.RLOOTrainer``, with its own engine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import trl
@@ -31,8 +33,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--correction", action="store_true")
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--rloo", action="store_true")
     options = parser.parse_args()
-    args = trl.GRPOConfig(
+    own_engine = options.stock or options.rloo
+    correction = {
+        "vllm_importance_sampling_correction": options.correction,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 1.05,
+    }
+    config = trl.RLOOConfig if options.rloo else partial(trl.GRPOConfig, **correction)
+    args = config(
         output_dir=str(options.folder / "run"),
         use_cpu=True,
         bf16=False,
@@ -40,9 +50,6 @@ def main() -> None:
         report_to="none",
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_importance_sampling_correction=options.correction,
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=1.05,
         learning_rate=0.01,
         max_steps=3,
         per_device_train_batch_size=8,
@@ -51,12 +58,12 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
     )
-    if options.stock:
+    if own_engine:
         prepare_environment()
-    with nullcontext() if options.stock else trl_engine(ENGINE, folder=options.folder / "weights"):
-        trainer = trl.GRPOTrainer(
-            str(save_tiny_model(options.folder / "model")), spread, args, train_dataset=tiny_prompts()
-        )
+    trainer_class = trl.RLOOTrainer if options.rloo else trl.GRPOTrainer
+    with nullcontext() if own_engine else trl_engine(ENGINE, folder=options.folder / "weights"):
+        model = str(save_tiny_model(options.folder / "model"))
+        trainer = trainer_class(model, reward_funcs=spread, args=args, train_dataset=tiny_prompts())
     trl_offpolicy.attach(trainer, write_report=False)
     trainer.train()
     lines = (options.folder / "run" / "metrics.jsonl").read_text().splitlines()

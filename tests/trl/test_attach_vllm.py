@@ -25,9 +25,10 @@ def attached(folder: Path, *options: str) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_trls_own_engine_gets_its_weights_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", ["--stock", "--rloo"])
+def test_trls_own_engine_gets_its_weights_on_a_cpu(trainer: str, tmp_path: Path) -> None:
     """The third step's log-probs agree as the first's do, though every step moves the weights by about 0.01."""
-    rows = attached(tmp_path, "--stock")
+    rows = attached(tmp_path, trainer)
     differences = [row["offpolicy/mismatch/logp_diff_mean"] for row in rows]
     assert len(differences) == 3 and max(differences) < 2 * differences[0] + 1e-4, differences
 

@@ -145,7 +145,20 @@ def test_evaluation_has_its_own_names(build: Callable[..., OffPolicyGRPOTrainer]
     trainer = build(Engine(shift=0.1), offpolicy="paper/tis")
     metrics = trainer.evaluate()
     assert metrics["eval_offpolicy/mismatch/kl_k1"] == pytest.approx(0.1, abs=1e-5)
-    assert trainer._stats == {}
+    assert trainer._stats == {} and "eval_pass@1" not in metrics  # what is correct was not said
+
+
+def test_evaluation_logs_the_share_of_correct_completions(build: Callable[..., OffPolicyGRPOTrainer]) -> None:
+    trainer, seen = build(Engine(), correct_threshold=0.2), []
+
+    def watched(**arguments: Any) -> list[float]:
+        seen.extend(rewards := score_last_word(**arguments))
+        return rewards
+
+    trainer.reward_funcs[0] = watched
+    metrics = trainer.evaluate()
+    share = float(np.mean([reward >= 0.2 for reward in seen]))
+    assert 0 < share < 1 and metrics["eval_pass@1"] == pytest.approx(share)
 
 
 # ------------------------------------------------------------------------------------------------------------ rollouts

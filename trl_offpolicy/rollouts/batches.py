@@ -88,6 +88,14 @@ def total_rewards(by_function: Tensor, reward_weights: Tensor) -> Tensor:
     return torch.where(by_function.isnan().all(dim=1), torch.nan, total)
 
 
+def is_correct(rewards: Tensor, threshold: float) -> Tensor:
+    """(N,) float: 1 if the total reward is at least ``threshold``, else 0; NaN if there is no reward.
+
+    The mean of those that are not NaN is pass@1.
+    """
+    return torch.where(rewards.isnan(), torch.nan, (rewards >= threshold).float())
+
+
 def row_fields(
     inputs: dict[str, Any], rewards: Tensor | None, *, rank: int, generations: int, first_group: int, version: int
 ) -> dict[str, Tensor]:

@@ -199,11 +199,18 @@ def _head_options(config: Any) -> dict[str, Any]:
 
 
 def _gathered(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
-    """A context that gathers the head under ZeRO-3, also for the backward; does nothing otherwise."""
-    shared = [value for value in (weight, bias) if value is not None and hasattr(value, "ds_id")]
+    """A context that gathers the head under ZeRO-3, also for the backward; does nothing otherwise.
+
+    The hooks of the head's own module have gathered it as a rule; then the context must not give it back.
+    """
+    shared: list[Any] = [value for value in (weight, bias) if value is not None and hasattr(value, "ds_id")]
     if not shared:
         return nullcontext()
     import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if all(value.ds_status == ZeroParamStatus.AVAILABLE for value in shared):
+        return nullcontext()
 
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(shared)
     return context

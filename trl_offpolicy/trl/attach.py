@@ -1,4 +1,4 @@
-"""Watches a stock ``trl.GRPOTrainer``; this is what :func:`trl_offpolicy.attach` does.
+"""Watches a stock ``trl.GRPOTrainer`` or ``trl.RLOOTrainer``; this is what :func:`trl_offpolicy.attach` does.
 
 Five methods of the trainer are wrapped. Each calls the original and returns its result. The measurements use the
 log-probs that TRL's loss computes and the contents of its batches, so no forward is added.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer.utils import pad
 
 from trl_offpolicy import presets
 from trl_offpolicy.control import parse_control
@@ -47,22 +48,25 @@ class Observer:
         write_report: whether to print the summary and write ``report.html`` at the end.
 
     Raises:
-        TypeError: the trainer is not a ``trl.GRPOTrainer``.
+        TypeError: the trainer is neither a ``trl.GRPOTrainer`` nor a ``trl.RLOOTrainer``.
         ValueError: it is an OffPolicyGRPOTrainer, it is attached already, or ``control`` would change the run.
     """
 
-    def __init__(self, trainer: GRPOTrainer, *, control: Any, record_rollouts: bool, write_report: bool) -> None:
+    def __init__(
+        self, trainer: GRPOTrainer | RLOOTrainer, *, control: Any, record_rollouts: bool, write_report: bool
+    ) -> None:
         _check(trainer)
         spec = parse_control(control)
         if spec is not None and spec.policy == "act":
             raise ValueError("control must be warn, stop or off, but got act: attach measures, it changes nothing.")
         self.trainer = trainer
-        self.preset = trl_preset(trainer)
+        self.preset = presets.get("measure") if isinstance(trainer, RLOOTrainer) else trl_preset(trainer)
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None
         self._row_counter = batches.RowCounter()
         self._scores: tuple[Tensor, Tensor | None] | None = None
         self._in_loss = False
+        self._kept: _Kept | None = None  # while RLOO makes a generation batch
         self._said: set[str] = set()
         self._recorder = rollout_recorder(trainer) if record_rollouts else None
         self._callbacks: list[Any] = [record_run(trainer, _description(trainer), report=write_report)]
@@ -72,6 +76,9 @@ class Observer:
         for name in _WRAPPED:
             setattr(trainer, name, partial(getattr(self, name.strip("_")), getattr(trainer, name)))
         trainer._offpolicy_observer = self
+        self._engine = trainer.vllm_generation if _drops_logps(trainer) else None
+        if self._engine is not None:
+            self._engine.generate = partial(self.generate, self._engine.generate)
         self._syncs_in_memory = syncs_in_memory(trainer)
 
     @property
@@ -85,6 +92,8 @@ class Observer:
             delattr(self.trainer, name)
         for callback in self._callbacks:
             self.trainer.remove_callback(callback)
+        if self._engine is not None:
+            del self._engine.generate
         if self._syncs_in_memory:
             del self.trainer.vllm_generation.sync_weights
 
@@ -101,9 +110,20 @@ class Observer:
 
     def generate_and_score_completions(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Add group, version and reward of each row to TRL's batch. TRL's loss does not read them."""
+        self._kept = _Kept() if isinstance(self.trainer, RLOOTrainer) else None
         output = original(*args, **kwargs)
+        if self._kept is not None:
+            output |= self._kept.fields(output)
+            self._kept = None
         output |= self._row_counter.fields(self.trainer, output, self._rewards)
         return output
+
+    def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keep the engine's log-probs, which RLOO drops."""
+        answer = original(*args, **kwargs)
+        if self._kept is not None:
+            self._kept.sampling = [[token[0] for token in row] for row in answer[2]]
+        return answer
 
     def get_per_token_logps_and_entropies(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep the first log-probs and entropies that the loss computes, detached."""
@@ -111,6 +131,8 @@ class Observer:
         if self._in_loss and self._scores is None:
             entropies = scores[1]
             self._scores = scores[0].detach(), None if entropies is None else entropies.detach()
+        if self._kept is not None and self._kept.old is None:  # RLOO scores the policy first, then the reference
+            self._kept.old = scores[0].detach()
         return scores
 
     def compute_loss(self, original: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
@@ -165,7 +187,31 @@ class Observer:
             logger.warning("trl_offpolicy.attach: %s.", what)
 
 
-def syncs_in_memory(trainer: GRPOTrainer) -> bool:
+@dataclass
+class _Kept:
+    """What ``trl.RLOOTrainer`` computes for a generation batch, but leaves out of it."""
+
+    sampling: list[list[float]] | None = None
+    old: Tensor | None = None
+
+    def fields(self, output: dict[str, Any]) -> dict[str, Tensor]:
+        """(B, T) log-probs of the engine and of the old policy, under the names of GRPO's batch."""
+        found = {} if self.old is None else {"old_per_token_logps": self.old}
+        if self.sampling is not None:
+            ids = output["completion_ids"]
+            rows = pad([torch.tensor(row) for row in self.sampling], padding_value=0.0, padding_side="right")
+            wide = torch.zeros(ids.shape, device=ids.device)
+            wide[:, : rows.shape[1]] = rows
+            found["sampling_per_token_logps"] = wide
+        return found
+
+
+def _drops_logps(trainer: Any) -> bool:
+    """True if the trainer throws the engine's log-probs away."""
+    return isinstance(trainer, RLOOTrainer) and trainer.use_vllm
+
+
+def syncs_in_memory(trainer: GRPOTrainer | RLOOTrainer) -> bool:
     """Give TRL's own engine a sync that works on a CPU, where TRL's reaches for a device; True if that was needed."""
     engine: Any = getattr(trainer, "vllm_generation", None)
     stock = engine is not None and not isinstance(engine, TRLEngine) and engine.mode == "colocate"
@@ -186,26 +232,29 @@ def trl_preset(trainer: GRPOTrainer) -> Preset:
 
 
 def _check(trainer: Any) -> None:
-    if not isinstance(trainer, GRPOTrainer):
-        raise TypeError(f"trainer must be a trl.GRPOTrainer, but got {type(trainer).__name__}.")
+    if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
+        raise TypeError(
+            f"trainer must be a trl.GRPOTrainer or a trl.RLOOTrainer, but got {type(trainer).__name__}, which keeps no "
+            "log-prob of each sampled token."
+        )
     if hasattr(trainer, "_stages"):
         raise ValueError("trainer must be TRL's own, but got an OffPolicyGRPOTrainer, which measures all this itself.")
     if hasattr(trainer, "_offpolicy_observer"):
         raise ValueError("trainer must not be attached twice.")
 
 
-def _description(trainer: GRPOTrainer) -> dict[str, Any]:
-    args = trainer.args
-    corrects = args.use_vllm and args.vllm_importance_sampling_correction
+def _description(trainer: GRPOTrainer | RLOOTrainer) -> dict[str, Any]:
+    args, is_rloo = trainer.args, isinstance(trainer, RLOOTrainer)
+    corrects = not is_rloo and args.use_vllm and args.vllm_importance_sampling_correction
     if args.use_vllm:
         engine = f"vllm {args.vllm_mode}"
     else:
-        engine = "transformers generate" if trainer.rollout_func is None else "rollout_func"
+        engine = "transformers generate" if is_rloo or trainer.rollout_func is None else "rollout_func"
     return {
         "model": getattr(trainer.model.config, "_name_or_path", ""),
         "preset": "stock TRL, measured by trl_offpolicy.attach",
         "correction": f"TRL's own, {args.vllm_importance_sampling_mode}" if corrects else "none",
-        "objective": f"TRL's own, loss_type={args.loss_type}",
+        "objective": "TRL's own, RLOO" if is_rloo else f"TRL's own, loss_type={args.loss_type}",
         "advantages": "TRL's",
         "engine": engine,
     }

@@ -81,6 +81,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         freeze_router_bias: do not train the routers' biases.
         noise_floor_steps: once in this many optimizer steps, one micro-batch is scored again in another batch size.
             ``offpolicy/noise_floor/*`` is how far the trainer then differs from itself. 0 = never.
+        correct_threshold: a reward of at least this is a correct answer. Evaluation then logs ``eval_pass@1``, the
+            share of correct completions. None = not logged.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
@@ -148,6 +150,13 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         metadata={
             "help": "Every so many optimizer steps, score one micro-batch twice (in another batch size) and log how "
             "far the trainer differs from itself as offpolicy/noise_floor. 0 = never."
+        },
+    )
+    correct_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "A reward of at least this is a correct answer: evaluation then logs eval_pass@1, the share of "
+            "correct ones. Default: not logged."
         },
     )
     vllm_importance_sampling_correction: bool = field(

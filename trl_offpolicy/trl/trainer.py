@@ -154,6 +154,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._add_stats(self._mode, self._token_ids(output))
         if self.model.training:
             self._add_stats("train", self._duplicates(output))
+        elif self.args.correct_threshold is not None and self._rewards is not None:
+            rewards = batches.total_rewards(self._rewards, self.reward_weights)
+            correct = batches.is_correct(rewards, self.args.correct_threshold)
+            self._metrics["eval"]["pass@1"].append(float(correct.nanmean()))
         output |= self._row_counter.fields(self, output, self._rewards)
         output |= self._routing.engine_fields(output)
         if self._old_here:
