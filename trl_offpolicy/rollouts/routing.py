@@ -63,6 +63,24 @@ def check_r3(options: RoutingReplay, *, reports: bool, setting: str) -> None:
         )
 
 
+def check_ahead(options: RoutingReplay, *, ahead: bool, compares: bool) -> None:
+    """Raise for a record of the routing in a run that samples ahead.
+
+    Args:
+        options: the parsed option.
+        ahead: whether the run samples ahead (``async_rollouts``).
+        compares: whether the engine's routing is asked for (``engine.return_routing``).
+
+    Raises:
+        ValueError: both.
+    """
+    if ahead and (compares or options.mode != "none"):
+        raise ValueError(
+            "routing_replay must be none and engine.return_routing False with async_rollouts: routing is recorded at "
+            f"other weights than those that sampled; but got {options.mode!r} and {compares}."
+        )
+
+
 class Routing:
     """Records and replays routing for one trainer. Without the option it does nothing and costs nothing.
 

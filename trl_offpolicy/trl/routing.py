@@ -12,7 +12,7 @@ from trl_offpolicy.engines.routing.options import RoutingReplay
 from trl_offpolicy.engines.routing.reported import RouteStore
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
-from trl_offpolicy.rollouts.routing import KEY, Routing, attended_ids, check_r2, check_r3, predicting
+from trl_offpolicy.rollouts.routing import KEY, Routing, attended_ids, check_ahead, check_r2, check_r3, predicting
 from trl_offpolicy.trl.rebinding import is_aligned
 
 __all__ = [
@@ -39,11 +39,7 @@ def check_replay(args: Any) -> RoutingReplay:
     """
     options = RoutingReplay.parse(args.routing_replay)
     compares = (args.engine or {}).get("return_routing", False)
-    if AsyncSettings.parse(args.async_rollouts) is not None and (compares or options.mode != "none"):
-        raise ValueError(
-            "routing_replay must be none and engine.return_routing False with async_rollouts: routing is recorded at "
-            f"other weights than those that sampled; but got {options.mode!r} and {compares}."
-        )
+    check_ahead(options, ahead=AsyncSettings.parse(args.async_rollouts) is not None, compares=compares)
     check_r2(options, optimizer_steps(args), accumulation="gradient_accumulation_steps")
     check_r3(options, reports=args.use_vllm, setting="use_vllm true")
     return options
