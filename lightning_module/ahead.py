@@ -17,7 +17,6 @@ from lightning_module.engines import engine_type
 from lightning_module.host import Host
 from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
-from trl_offpolicy.engines.routing.options import RoutingReplay
 from trl_offpolicy.rollouts.agents import WrappedEngine
 from trl_offpolicy.rollouts.ahead.checks import check_arguments, check_objective, check_server, check_snapshots
 from trl_offpolicy.rollouts.ahead.lookahead import positions_ahead
@@ -25,7 +24,6 @@ from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
-from trl_offpolicy.rollouts.routing import check_in_turn
 
 _NEEDED = ("parts", "cut", "can_cut")
 """What a server has beyond an engine: requests in parts, and their end on demand."""
@@ -191,15 +189,12 @@ def sample_ahead(module: Host) -> ModuleAhead | None:
     settings = AsyncSettings.parse(given["async_rollouts"])
     if settings is None:
         return None
-    engine = given["engine"]
-    if (kind := engine_type(engine)) in ("transformers", "vllm"):
+    if (kind := engine_type(given["engine"])) in ("transformers", "vllm"):
         raise ValueError(
             f"async_rollouts must be left out with engine {kind!r}: an engine in the trainer's process cannot sample "
             "while the trainer learns. Start a server (trl-offpolicy serve) and set engine: {type: server, base_url: "
             "http://127.0.0.1:8000}."
         )
-    compares = isinstance(engine, Mapping) and bool(engine.get("return_routing"))
-    check_in_turn(RoutingReplay.parse(given["routing_replay"]), compares=compares)
     check_arguments(settings, given)
     settings.check_sampling(module.sampling.extra)
     check_objective(settings, module.objective)

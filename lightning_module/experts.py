@@ -14,7 +14,7 @@ from trl_offpolicy.checks import check_bool, check_number
 from trl_offpolicy.engines.engine import Rollouts
 from trl_offpolicy.engines.routing.options import RoutingReplay
 from trl_offpolicy.engines.routing.reported import EngineRoutes
-from trl_offpolicy.rollouts.routing import KEY, Routing, check_r2, check_r3
+from trl_offpolicy.rollouts.routing import KEY, Routing, check_in_turn, check_r2, check_r3
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import Reduction
 
@@ -39,9 +39,17 @@ class Experts:
             check_number("router_aux_loss_coef", settings["router_aux_loss_coef"])
         self._kind = engine_type(settings["engine"])
         check_r3(options, reports=self._kind != "transformers", setting="engine vllm or server")
+        if settings["async_rollouts"] is not None:
+            check_in_turn(options, compares=self._compares)
         self.routing = Routing(options)
         self.aux_loss_coef = 0.0
         """Coefficient of the load-balancing loss; 0 = the model does not compute it."""
+
+    @property
+    def _compares(self) -> bool:
+        """True if the setting ``engine`` itself asks for the engine's routing."""
+        engine = self._settings["engine"]
+        return isinstance(engine, Mapping) and bool(engine.get("return_routing"))
 
     @property
     def engine(self) -> Any:
@@ -61,11 +69,11 @@ class Experts:
             ValueError: an option needs a mixture of experts, and the model is dense.
             NotImplementedError: the kind of its routers is not known.
         """
-        engine, settings = self.engine, self._settings
+        settings = self._settings
         self.aux_loss_coef = aux_loss_coef(policy, settings["router_aux_loss_coef"])
         self.routing.prepare(
             policy,
-            reported=isinstance(engine, Mapping) and bool(engine.get("return_routing")),
+            reported=self._compares or self.routing.options.mode == "r3",
             without_router=settings["freeze_router"],
             without_bias=settings["freeze_router_bias"],
         )

@@ -88,7 +88,7 @@ class CompletionMetric(Metric):
         self.rows.append(torch.cat([column.to(torch.float64) for column in (*columns, by_function)], dim=1))
 
     def compute(self) -> dict[str, float]:
-        """Means, standard deviations and extremes; empty if there was no completion."""
+        """Means, standard deviations and extremes over all ranks; empty if there was no completion."""
         rows = torch.cat(self.rows) if isinstance(self.rows, list) and self.rows else self.rows
         if isinstance(rows, list):
             return {}

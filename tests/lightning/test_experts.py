@@ -12,7 +12,7 @@ from lightning_runs import OwnMismatch, Watch, data, module, trainer
 from tiny_models import tiny_model
 from torch import Tensor
 
-from lightning_module.experts import aux_loss_coef
+from lightning_module.experts import Experts, aux_loss_coef
 from trl_offpolicy.engines.engine import Rollouts
 from trl_offpolicy.engines.routing import record
 from trl_offpolicy.rollouts.routing import KEY
@@ -162,6 +162,10 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_loaded() -> No
         moe(routing_replay="r3")
     with pytest.raises(ValueError, match=r"routing_replay\.mode must be one of .*'r4'"):
         moe(routing_replay="r4")
+    given = dict(moe().settings)
+    for ahead in ({"routing_replay": "r2"}, {"engine": {"type": "server", "return_routing": True}}):
+        with pytest.raises(ValueError, match=r"must be none and engine\.return_routing False with async_rollouts"):
+            Experts({**given, "async_rollouts": 1, **ahead})
     with pytest.raises(ValueError, match="freeze_router must be True or False, but got 'yes'"):
         moe(freeze_router="yes")
     with pytest.raises(ValueError, match="router_aux_loss_coef must be a finite number, but got nan"):

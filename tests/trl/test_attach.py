@@ -205,7 +205,7 @@ def test_detach_leaves_the_trainer_as_it_was(stock: Stock) -> None:
 
 
 def test_what_cannot_be_attached_is_refused(stock: Stock, build: Callable[..., OffPolicyGRPOTrainer]) -> None:
-    with pytest.raises(TypeError, match=r"trainer must be a trl\.GRPOTrainer, but got str"):
+    with pytest.raises(TypeError, match=r"trainer must be a trl\.GRPOTrainer or a trl\.RLOOTrainer, but got str"):
         op.attach("trainer")
     with pytest.raises(ValueError, match="but got an OffPolicyGRPOTrainer"):
         op.attach(build(Engine()))
