@@ -71,7 +71,8 @@ class Agents:
 
     def _check_ranks(self) -> None:
         trainer, spec = self._module.trainer, self._module.settings["engine"]
-        if trainer.world_size == 1 or not (self.has_tools or self.rollout is not None):
+        loops = self.has_tools or self.environments is not None or self.rollout is not None
+        if trainer.world_size == 1 or not loops:
             return
         options = spec if isinstance(spec, Mapping) else {"type": spec}
         shared = options.get("tensor_parallel_size", 1) > 1
@@ -135,7 +136,10 @@ class Agents:
 
 
 def context_length(engine: Engine, policy: Any) -> int | None:
-    """Tokens that the engine can take, as TRL counts them: those of vLLM in this process, else of the model."""
+    """Tokens that the engine can take: what vLLM in this process or its server says, else those of the model."""
+    told = getattr(engine, "context_length", None)
+    if told is not None:
+        return int(told)
     llm = getattr(getattr(engine, "llm", None), "llm_engine", None)
     if llm is not None:
         return int(llm.model_config.max_model_len)

@@ -77,6 +77,6 @@ class Entropy:
         """The coefficient, for a checkpoint; empty if it does not move."""
         return self._control.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self._control = self._control.restored(state)
+    def start(self, state: Mapping[str, float]) -> None:
+        """Begin a run, or continue one from :meth:`state_dict`."""
+        self._control = EntropyControl(self.options, self.options.entropy_coef).restored(state)

@@ -87,7 +87,7 @@ class Generation:
     def start(self) -> None:
         """Build the engine, once. Every run then sends it the weights and proves them again."""
         module = self._module
-        self._synced = self._sync_weights = None
+        self._synced = self._sync_weights = self._requested = None
         if self.engine is not None:
             return
         model = module.settings["model"]
@@ -110,6 +110,10 @@ class Generation:
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):
             atexit.register(self.engine.close)
+
+    def begin(self) -> None:
+        """Forget the rollouts of an earlier run of this module: its generations have the same numbers."""
+        self._buffer, self._position, self._window = None, 0, 0
 
     def _draw_apart(self) -> None:
         """Give this rank random numbers of its own, after the weights were made alike on all ranks.

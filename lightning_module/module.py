@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_module import models
 from lightning_module.agents import Agents
@@ -29,6 +30,7 @@ from lightning_module.rewards import Rewards
 from lightning_module.spec import hyperparameters, resolve
 from lightning_module.streams import HeldOut, MicroStep
 from lightning_module.validation import Validation
+from trl_offpolicy.checks import check_bool
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.collective import sum_ranks
@@ -156,6 +158,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
         check_sampling(sampler, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
+        check_bool(mask_truncated_completions=mask_truncated_completions)
         self.experts = Experts(given)
         self.exact = ExactCheck(self)
         self.rewards = Rewards(reward_funcs, reward_weights, self.agents.rewards)
@@ -222,7 +225,8 @@ class OffPolicyGRPOModule(LightningModule):
         restored = self._restored or {}
         self.auto.start(self, restored.get("auto", {}))
         self.control.start(self, restored.get("control", {}))
-        self.entropy.load_state_dict(restored.get("entropy", {}))
+        self.entropy.start(restored.get("entropy", {}))
+        self.generation.begin()
         if self._restored is not None:
             self.generation.load_state_dict(self._restored)
             if self.ahead is not None:
@@ -235,9 +239,10 @@ class OffPolicyGRPOModule(LightningModule):
     def on_validation_start(self) -> None:
         """Build the engine for ``trainer.validate``, ``test`` or ``predict``, which run without ``fit``.
 
-        Training's random numbers are put aside.
+        Within ``fit`` it is built, and what it holds is known. Training's random numbers are put aside.
         """
-        self.generation.start()
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            self.generation.start()
         self.validation.begin()
 
     def teardown(self, stage: str) -> None:
@@ -318,7 +323,10 @@ class OffPolicyGRPOModule(LightningModule):
         self.measuring.add_stats(stats)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop on NaN, move the coefficients, and log. This is the only wait for the device per optimizer step."""
+        """Stop on NaN, move the coefficients, and log. The only wait for the device per optimizer step.
+
+        With ``top_entropy_quantile`` every micro-batch waits as well.
+        """
         kl = self.objective.kl
         step = self.measuring.end_step(sum_ranks if adapts(kl) or self.entropy.adapts else None)
         if step.nonfinite > 0:

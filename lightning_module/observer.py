@@ -20,6 +20,7 @@ from trl_offpolicy.control import parse_control
 from trl_offpolicy.control.session import ControlSession
 from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.functional.collective import gather_rows
+from trl_offpolicy.functional.levels import turn_index
 from trl_offpolicy.rollouts.batches import recorded_rows, trainable
 from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 from trl_offpolicy.stats import Stats
@@ -44,6 +45,9 @@ class OffPolicyObserver(Callback):
     bool. Further ones are read if they are there: any field of :class:`~trl_offpolicy.PolicyBatch`
     (``old_per_token_logps``, ``advantages``, ``rewards``, ``group_ids``, ``policy_versions``, ...), ``tool_mask``, and
     for ``rollouts.parquet`` ``prompt_ids``, ``prompt_mask`` and ``completion_ids``.
+
+    A step that returns nothing is not measured. A module that passes over a batch several times returns the ids in the
+    first pass alone, or they are recorded again.
 
     Args:
         method: the correction whose weights are measured, though nothing applies them; what
@@ -81,6 +85,7 @@ class OffPolicyObserver(Callback):
         self._logged: int | None = None  # the optimizer step of the last row
         self._restored: dict[str, Any] = {}
         self._session: ControlSession | None = None
+        self._writes = True
         self._writer: RunFolderWriter | None = None
         self._recorder: RolloutRecorder | None = None
 
@@ -98,19 +103,21 @@ class OffPolicyObserver(Callback):
                 "records all this itself (RunFolder sets where)."
             )
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
-        if trainer.is_global_zero:
+        self._writes = not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if trainer.is_global_zero and self._writes:
             report = partial(closing_report, decode=self._decode) if self.report else None
             self._writer = RunFolderWriter(folder, self._description(trainer, pl_module), report=report)
             self._writer.begin(trainer.global_step, seed=os.environ.get("PL_GLOBAL_SEED"))
         trainer.strategy.barrier("run folder")
-        self._recorder = RolloutRecorder(folder, self._decode, trainer.global_rank) if self.rollouts else None
+        records = self.rollouts and self._writes
+        self._recorder = RolloutRecorder(folder, self._decode, trainer.global_rank) if records else None
         self._logged = trainer.global_step
         if self.spec is not None:
             self._session = ControlSession(
                 self.spec, say=partial(print, flush=True), broadcast=trainer.strategy.broadcast
             )
             self._session.load_state_dict(self._restored)
-            self._session.begin(folder, trainer.global_step)
+            self._session.begin(folder, trainer.global_step, records=self._writes)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the version of the weights that this step computes with."""
@@ -126,18 +133,28 @@ class OffPolicyObserver(Callback):
             TypeError: the step returned no mapping.
             ValueError: a tensor is missing, or its name is not known; the message names it.
         """
+        if not outputs and self._fields is None:  # Lightning lets a step return None
+            return
         given = outputs if self._fields is None else self._fields(outputs, batch)
         rows = _checked(given, own=self._fields is not None)
+        self._check_advantages(rows)
         policy = _policy_batch(rows, version=self._version)
         result = self.preset.objective(policy)
         self._stats = self._stats.merge(result.stats)
         self._responses += len(policy.mask)
-        if self._recorder is not None and all(name in rows for name in RECORDED):
+        if self._recorder is not None and all(isinstance(rows.get(name), Tensor) for name in RECORDED):
             self._recorder.add(self._version, **recorded_rows(rows, policy, result))
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step != self._logged and every and step % every == 0:
             self._log(trainer, pl_module, steps=step - (self._logged or 0))
             self._logged = step
+
+    def _check_advantages(self, rows: Mapping[str, Any]) -> None:
+        """Raise if the method reads advantages that the step did not return: it would keep everything, unseen."""
+        correction = self.preset.correction
+        readers = [] if correction is None else [type(one).__name__ for one in correction.keep if one.reads_advantages]
+        if readers and rows.get("advantages") is None:
+            raise ValueError(f"training_step must also return advantages, which {', '.join(readers)} of method reads.")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the rollouts that are still in memory, then the report."""
@@ -216,8 +233,9 @@ def _checked(given: Any, *, own: bool) -> dict[str, Any]:
 
 
 def _policy_batch(rows: Mapping[str, Any], *, version: int) -> PolicyBatch:
-    """The batch of a step. Without advantages they are 0, which only the loss would read."""
+    """The batch of a step. Without advantages they are 0, which only the loss reads then."""
     mask = trainable(dict(rows))
-    chosen = {name: value for name, value in rows.items() if name in _BATCH_FIELDS - {"completion_mask"}}
+    turns = {"turn_ids": turn_index(mask)} if "tool_mask" in rows else {}
+    chosen = turns | {name: value for name, value in rows.items() if name in _BATCH_FIELDS - {"completion_mask"}}
     chosen.setdefault("advantages", torch.zeros(len(mask), device=mask.device))
     return PolicyBatch(completion_mask=mask, current_version=version, **chosen)

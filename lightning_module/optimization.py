@@ -91,7 +91,8 @@ def gradient_norm(policy: nn.Module, *, flattened: bool = False) -> float:
     gradients = [gradient for parameter in trained if (gradient := _gradient(parameter)) is not None]
     if not gradients and not in_parts:
         return math.nan
-    norm: Any = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    none = torch.zeros((), device=next(policy.parameters()).device)  # a rank may hold frozen weights alone
+    norm: Any = torch.nn.utils.get_total_norm(gradients) if gradients else none
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return float(sum_ranks(norm.square()).sqrt() if in_parts else norm)
 

@@ -33,6 +33,7 @@ class ModuleReplay:
         self._module, self._settings = module, settings
         self._rng = np.random.default_rng(settings.seed)
         self.buffer: ReplayBuffer | None = settings.buffer
+        self._closed: Path | None = None
 
     def start(self) -> None:
         """Begin a run: open the buffer, and seed the draws.
@@ -45,11 +46,13 @@ class ModuleReplay:
         refuse(_OWNER, {"several processes": trainer.world_size > 1})
         self._rng = np.random.default_rng(self._settings.seed)
         if self.buffer is None:
-            self.buffer = self._settings.open(Path(trainer.default_root_dir) / _FOLDER)
+            folder = own_folder(Path(trainer.default_root_dir), resumed=trainer.ckpt_path is not None)
+            self.buffer = self._settings.open(folder)
 
     def close(self) -> None:
         """Close a buffer that was opened here."""
         if self.buffer is not None and self.buffer is not self._settings.buffer:
+            self._closed = self.buffer.folder  # a checkpoint after the run reads it there
             self.buffer.close()
             self.buffer = None
 
@@ -84,8 +87,12 @@ class ModuleReplay:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the draws and, unless ``in_checkpoint`` is false, the files of the buffer."""
-        assert self.buffer is not None
-        files = self.buffer.state_dict() if self._settings.in_checkpoint else {}
+        files: dict[str, Tensor] = {}
+        if self._settings.in_checkpoint and self.buffer is not None:
+            files = self.buffer.state_dict()
+        elif self._settings.in_checkpoint and self._closed is not None:
+            with self._settings.open(self._closed) as buffer:
+                files = buffer.state_dict()
         return {"random": self._rng.bit_generator.state, "buffer": files}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -96,6 +103,25 @@ class ModuleReplay:
         self._rng.bit_generator.state = state["random"]
         if state["buffer"]:
             self.buffer.load_state_dict(state["buffer"])
+
+
+def own_folder(root: Path, *, resumed: bool) -> Path:
+    """The buffer's folder in that of the trainer: ``replay``, or ``replay-2``, ... if earlier runs have left theirs.
+
+    Versions begin with 0 in each run, so groups of another one would have a wrong age.
+
+    Args:
+        root: the trainer's folder.
+        resumed: whether the run goes on from a checkpoint: then it is the last one.
+    """
+    taken = 0
+    while any(_numbered(root, taken + 1).glob("part-*.parquet")):
+        taken += 1
+    return _numbered(root, max(taken, 1) if resumed else taken + 1)
+
+
+def _numbered(root: Path, number: int) -> Path:
+    return root / (_FOLDER if number == 1 else f"{_FOLDER}-{number}")
 
 
 def replayed(module: Host) -> ModuleReplay | None:
@@ -117,6 +143,7 @@ def replayed(module: Host) -> ModuleReplay | None:
         "environments": given["environment_factory"] is not None,
         "a rollout function": given["rollout"] is not None,
         "routing_replay": RoutingReplay.parse(given["routing_replay"]).mode != "none",
+        "engine.return_routing": isinstance(given["engine"], Mapping) and bool(given["engine"].get("return_routing")),
         "a KL term": module.objective.kl is not None,
         "an objective that must see the whole generation batch": whole,
         "an engine without log-probs": engine_type(given["engine"]) == "transformers",

@@ -254,3 +254,20 @@ def test_fit_and_validate_one_after_the_other(tmp_path: Path) -> None:
     owner.fit(ours, prompts)
     trainer(tmp_path).validate(ours, prompts, verbose=False)
     assert engine.synced == [0, 1, 0] and ours.generation.engine is engine
+
+
+def test_a_second_fit_samples_anew(tmp_path: Path) -> None:
+    """Its generations have the numbers of the first one's, whose rollouts older weights sampled."""
+    engine = OwnMismatch(noise=0.2)
+    ours = module(engine, correction="paper/tis", learning_rate=0.05)
+    for _ in range(2):
+        trainer(tmp_path, max_steps=1).fit(ours, data())
+    assert len(engine.prompts) == 2
+    assert ours.step_logs["offpolicy/mismatch/kl_k3"] < 0.5
+
+
+def test_a_validation_in_training_does_not_send_the_weights_again(tmp_path: Path) -> None:
+    engine = OwnMismatch(noise=0.2)
+    held_out = data(val_dataset=tiny_prompts(4), num_iterations=2)
+    trainer(tmp_path, max_steps=2, val_check_interval=1).fit(module(engine, correction="paper/tis"), held_out)
+    assert engine.synced == [0, 1, 2]  # a generation serves two steps; each validation has the weights of its step

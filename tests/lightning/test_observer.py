@@ -12,6 +12,7 @@ import torch
 from lightning_runs import data, module, trainer
 from tiny_models import tiny_model, tiny_tokenizer
 
+import trl_offpolicy as op
 from lightning_module import OffPolicyObserver
 from trl_offpolicy.diagnosis.doctor import examine
 
@@ -142,3 +143,35 @@ def test_acting_and_the_kits_own_module_are_refused(tmp_path: Path) -> None:
         OffPolicyObserver(control="act")
     with pytest.raises(TypeError, match="for a module of your own, but got an OffPolicyGRPOModule"):
         trainer(tmp_path, max_steps=1, callbacks=[OffPolicyObserver()]).fit(module(), data())
+
+
+def test_a_method_that_reads_advantages_is_not_measured_without(tmp_path: Path) -> None:
+    def without(loss: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": loss, **{name: value for name, value in tensors.items() if name != "advantages"}}
+
+    method = op.Correction(keep=(op.OffPolicySequenceMask(max_divergence=0.1),))
+    with pytest.raises(ValueError, match="must also return advantages, which OffPolicySequenceMask of method reads"):
+        fit(tmp_path, Stranger(without), OffPolicyObserver(method))
+    fit(tmp_path / "with", Stranger(), OffPolicyObserver(method, report=False))
+    assert all(row["offpolicy/keep/dropped_sequence_fraction"] == 0.5 for row in rows_of(tmp_path / "with"))
+
+
+def test_turns_are_those_of_the_tool_mask(tmp_path: Path) -> None:
+    def with_tool(loss: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        tools = torch.ones_like(tensors["completion_ids"])
+        tools[:, 2:4] = 0
+        return {"loss": loss, **tensors, "tool_mask": tools}
+
+    fit(tmp_path, Stranger(with_tool), OffPolicyObserver(report=False))
+    assert any(key.startswith("offpolicy/post_tool/") for key in rows_of(tmp_path)[0])
+
+
+def test_a_skipped_step_and_a_trial_run_are_left_alone(tmp_path: Path) -> None:
+    class Skips(Stranger):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if batch_idx % 2 else None
+
+    fit(tmp_path / "skips", Skips(), OffPolicyObserver(report=False))
+    assert len(rows_of(tmp_path / "skips")) == BATCHES // 2
+    fit(tmp_path / "trial", Stranger(), OffPolicyObserver(), fast_dev_run=True)
+    assert not list((tmp_path / "trial").glob("*.json*"))

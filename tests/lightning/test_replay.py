@@ -13,10 +13,11 @@ import torch
 from both_trainers import PROMPTS, WatchTRL, assert_same_numbers, distance
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import OwnMismatch, Played, Watch, data, module, trainer
-from tiny_models import score_last_word
+from tiny_models import EOS, FIRST_WORD, score_last_word
 from trainer_runs import GENERATIONS, Engine, records
 
 from lightning_module import RunFolder
+from lightning_module.replay import own_folder
 from trl_offpolicy.rollouts.replay import ReplayBuffer
 
 STEPS, RATE = 4, 0.02
@@ -163,3 +164,38 @@ def test_sizes_that_do_not_fit_are_refused_before_sampling(
 
 def test_the_settings_are_hyperparameters_of_a_mapping() -> None:
     assert module(OwnMismatch(), correction="paper/tis", replay=REPLAY).hparams["replay"] == REPLAY
+
+
+@pytest.mark.integration
+def test_a_checkpoint_after_the_run_holds_the_buffer(tmp_path: Path) -> None:
+    _, ours = fit(tmp_path, Same(noise=0.2), REPLAY, steps=2)
+    ours.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    kept = torch.load(tmp_path / "end.ckpt", weights_only=True)["offpolicy"]["replay"]["buffer"]
+    assert len(kept) == len(list((tmp_path / "replay").glob("part-*.parquet"))) == 2
+
+
+@pytest.mark.integration
+def test_a_new_run_does_not_draw_from_an_earlier_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        fit(tmp_path, Same(noise=0.2), REPLAY, steps=2)
+    assert own_folder(tmp_path, resumed=False).name == "replay-3"
+    assert own_folder(tmp_path, resumed=True).name == "replay-2"
+    assert all(len(list((tmp_path / name).glob("part-*.parquet"))) == 2 for name in ("replay", "replay-2"))
+
+
+@pytest.mark.integration
+def test_groups_with_a_cut_completion_are_not_stored(tmp_path: Path) -> None:
+    class SomeCut(Same):
+        """Every second prompt has completions that end; the others are cut."""
+
+        def generate(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            rollouts = super().generate(prompt_ids, *args, **kwargs)
+            for i, ids in enumerate(rollouts.completion_ids):
+                ids[-1] = EOS if i // GENERATIONS % 2 == 0 else FIRST_WORD
+            return rollouts
+
+    owner = trainer(tmp_path, max_steps=1, accumulate_grad_batches=2)
+    ours = module(SomeCut(noise=0.2), correction="paper/tis", replay=REPLAY, mask_truncated_completions=True)
+    owner.fit(ours, data(PROMPTS, **HALVES))
+    with ReplayBuffer(tmp_path / "replay", max_rows=1000) as buffer:
+        assert len(buffer) == 1 and buffer.rows == GENERATIONS

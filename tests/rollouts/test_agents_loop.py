@@ -101,6 +101,24 @@ def test_every_turn_fits_what_is_left() -> None:
     assert max(lengths) == 230 and min(lengths) < 100
 
 
+def test_no_request_asks_for_more_than_the_engine_takes() -> None:
+    """A server refuses a prompt with a limit beyond its context, so episodes of unlike lengths are asked for alone."""
+    chat, sampling = Chat(tokenizer=byte_tokenizer()), Sampling(max_tokens=230)
+    prompts = chat.encode(PROMPTS, TOOLS)
+    context = max(map(len, prompts)) + sampling.max_tokens
+
+    class Strict(ScriptedEngine):
+        def generate(self, prompt_ids: Any, sampling: Sampling, *, n: int = 1) -> Rollouts:
+            assert max(map(len, prompt_ids)) + sampling.max_tokens <= context
+            return super().generate(prompt_ids, sampling, n=n)
+
+    strict, free = Strict(Script()), ScriptedEngine(Script())
+    found = AgentEngine(strict, chat, TOOLS, context_length=context).converse(prompts, sampling, n=4)
+    wanted = AgentEngine(free, chat, TOOLS).converse(prompts, sampling, n=4)
+    assert found.rollouts == wanted.rollouts and found.messages == wanted.messages
+    assert len(strict.requests) > len(free.requests)
+
+
 def test_a_mask_that_is_shifted_would_be_seen() -> None:
     theirs = trls_loop(Script(), length=600, most=None, context=5000)["mask"]
     found = ours(Script(), length=600, most=None, context=5000)[0]["mask"]
@@ -161,6 +179,12 @@ def test_errors_are_the_tools_answers() -> None:
     assert (found.calls, found.failures) == (5, 3)
     with pytest.raises(NotImplementedError, match="tools must return text, but picture returned an image"):
         answer_calls([function("picture")], [picture])
+    assert answer_calls([function("numbers")], [numbers]).messages[0]["content"] == "[1, 2]"
+
+
+def numbers() -> list[int]:
+    """Count."""
+    return [1, 2]
 
 
 def picture() -> list[dict[str, str]]:

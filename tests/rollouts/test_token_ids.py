@@ -183,3 +183,8 @@ def test_tool_tokens_are_not_compared_but_their_context_is():
     assert values(found)["retokenised_fraction"] == 0.0
     with pytest.raises(ValueError, match="row 0, token 1"):
         TokenIdCheck(trainer(list(calls)), "raise")(batch([[2, 1, 1]], tools=[[1, 0, 1]]))
+
+
+def test_a_row_that_left_the_loss_has_no_drift() -> None:
+    assert drift_of_ids([], [], [12, 13, 14]) is None
+    assert drift_of_ids([5, 6], [False, False], [12]) is None

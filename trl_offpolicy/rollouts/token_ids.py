@@ -115,6 +115,8 @@ def _first_difference(given: tuple[int, ...], known: Mapping[tuple[int, ...], An
 def drift_of_ids(completion: Ids, mask: Sequence[bool], sampled: Ids) -> Drift | None:
     """As :func:`first_drift`, if only the sampled ids are known: the trainable ids must equal them, in order."""
     own = [i for i, inside in enumerate(mask) if inside]
+    if not own:  # the row has left the loss
+        return None
     same = _common([completion[i] for i in own], sampled)
     if same == len(own) and (same == len(sampled) or (own and own[-1] == len(completion) - 1)):
         return None

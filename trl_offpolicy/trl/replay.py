@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
-from trl_offpolicy.rollouts.replay.mixing import check_sizes, mixed, refuse
+from trl_offpolicy.rollouts.replay.mixing import check_sizes, fresh_groups, mixed, refuse, with_replayed
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
+
+__all__ = ["ReplayGRPOTrainer", "fresh_groups", "with_replayed"]
 
 
 class ReplayGRPOTrainer(OffPolicyGRPOTrainer):

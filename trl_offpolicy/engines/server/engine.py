@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -82,7 +82,10 @@ class ServerEngine:
         self._sent: Path | None = None
         self._adapter: str | None = None
         self.client.wait_until_up()
-        self.model = self._base_model()
+        base = self._base_model()
+        self.model = str(base["id"])
+        self.context_length: int | None = base.get("max_model_len")
+        """Tokens of prompt and completion that the server takes; None = it does not tell."""
         self._routes = set(self.client.get("/openapi.json")["paths"])
         config = server_config(self.client, self._routes)
         self.findings = require_ready(self.client, config, return_routing=return_routing)
@@ -315,9 +318,9 @@ class ServerEngine:
             )
         return label == self._label
 
-    def _base_model(self) -> str:
-        models = self.client.get("/v1/models")["data"]
-        return str(next(model["id"] for model in models if not model.get("parent")))
+    def _base_model(self) -> Mapping[str, Any]:
+        models: list[dict[str, Any]] = self.client.get("/v1/models")["data"]
+        return next(model for model in models if not model.get("parent"))
 
     def interview(self) -> Interview:
         """Ask the server what it really runs with."""

@@ -230,7 +230,7 @@ def _check_calls(calls: Any) -> None:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError("tool_calls must be a list of mappings.")
     for call in calls:
-        function = call.get("function", call)
+        function = call.get("function", None if call.get("type") == "function" else call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError("a tool call must name a function.")
         if function.get("arguments") is None:

@@ -98,16 +98,27 @@ class AgentEngine(WrappedEngine):
         going_on = [episode for episode in calling if self._hear_tools(episode, sampling.max_tokens)]
         if not going_on:
             return []
-        # The longest turn that still fits; what another one has too much is cut.
-        left = max(max(sampling.max_tokens - len(episode.ids), 1) for episode in going_on)
-        contexts = [[*episode.prompt, *episode.ids] for episode in going_on]
+        # One request samples all of them up to the longest rest; a longer turn is then cut. Where that would not fit
+        # into the engine, each is asked for with what it has left.
+        rests = [max(sampling.max_tokens - len(episode.ids), 1) for episode in going_on]
+        longest = max(len(episode.prompt) + len(episode.ids) for episode in going_on) + max(rests)
+        fits = self.context_length is None or longest <= self.context_length
+        for asked in [going_on] if fits else [[episode] for episode in going_on]:
+            self._sample_turns(asked, sampling)
+        return [episode for episode in going_on if episode.calls]
+
+    def _sample_turns(self, episodes: Sequence[_Episode], sampling: Sampling) -> None:
+        """Sample the next turn of each, in one request."""
+        contexts = [[*episode.prompt, *episode.ids] for episode in episodes]
+        left = max(max(sampling.max_tokens - len(episode.ids), 1) for episode in episodes)
+        if self.context_length is not None:
+            left = max(min(left, self.context_length - max(map(len, contexts))), 1)
         turns = self.engine.generate(contexts, replace(sampling, max_tokens=left))
-        for i, (episode, context) in enumerate(zip(going_on, contexts, strict=True)):
+        for i, (episode, context) in enumerate(zip(episodes, contexts, strict=True)):
             sampled = episode.add_turn(turns, i, most=sampling.max_tokens - len(episode.ids))
             episode.reply = self.chat.parse(sampled, context, episode.tools) if sampled else {}
             if episode.reply:
                 episode.messages.append(episode.reply)
-        return [episode for episode in going_on if episode.calls]
 
     def _hear_tools(self, episode: _Episode, most: int) -> bool:
         """Run the called tools and append their answers. If these are too long, nothing is appended: False."""

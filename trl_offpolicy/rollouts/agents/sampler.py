@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +110,7 @@ class RolloutSampler:
         Raises:
             ValueError: a prompt has no token, or is a text where tools need messages.
         """
-        repeated = [dict(row) for row in rows for _ in range(count)]
+        repeated = [deepcopy(dict(row)) for row in rows for _ in range(count)]  # an environment may change its own
         if self.environments is not None:
             return self._in_environments(repeated, count)
         prompts = [row["prompt"] for row in rows]

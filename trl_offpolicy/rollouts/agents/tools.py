@@ -94,4 +94,9 @@ def _message(name: str, answer: Any) -> Message:
         answer = {"error": str(answer)}
     if isinstance(answer, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in answer):
         raise NotImplementedError(f"tools must return text, but {name} returned an image, which cannot be sampled on.")
-    return {"role": "tool", "name": name, "content": answer if isinstance(answer, list) else str(answer)}
+    return {"role": "tool", "name": name, "content": answer if _are_parts(answer) else str(answer)}
+
+
+def _are_parts(answer: Any) -> bool:
+    """True if an answer is a list of parts of a message, which go into the template as they are."""
+    return isinstance(answer, list) and bool(answer) and all(isinstance(one, dict) and "type" in one for one in answer)

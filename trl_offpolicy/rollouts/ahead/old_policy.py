@@ -137,17 +137,18 @@ class OldPolicy:
         self._snapshots = Snapshots() if settings.old_logps == "snapshot" else None
         self.average = WeightAverage(settings.ewma_decay) if settings.old_logps == "ewma" else None
 
-    def keep(self, model: Any, version: int, *, oldest: int) -> None:
+    def keep(self, model: Any, version: int, *, oldest: int, averages: bool = True) -> None:
         """Keep a copy or average of the weights that were just sent to the engine, if ``old_logps`` needs one.
 
         Args:
             model: the model that has these weights.
             version: their version.
             oldest: the oldest version that may have sampled a token still to come.
+            averages: whether they enter the average.
         """
         if self._snapshots is not None:
             self._snapshots.keep(model, version, oldest=oldest)
-        if self.average is not None:
+        if self.average is not None and averages:
             self.average.add(model, version)
 
     def reads_scores(self, proximal: Proximal) -> bool:

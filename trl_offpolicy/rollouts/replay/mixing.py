@@ -67,10 +67,15 @@ def mixed(
 
 
 def fresh_groups(output: Mapping[str, Any], generations: int) -> list[ReplayGroup]:
-    """The groups of a generation batch, each of ``generations`` neighbouring rows."""
+    """The groups of a generation batch, each of ``generations`` neighbouring rows.
+
+    A group with a row that has no trainable token (an empty completion, or a cut one that left the loss) is left out.
+    """
     host = {name: value.cpu() for name, value in output.items() if isinstance(value, Tensor)}
     versions, groups = _by_token(host), []
     for start in range(0, len(host["prompt_ids"]), generations):
+        if not host["completion_mask"][start : start + generations].bool().any(dim=1).all():
+            continue
         responses = [_response(host, versions, row) for row in range(start, start + generations)]
         prompt = host["prompt_ids"][start][host["prompt_mask"][start].bool()].tolist()
         identity = int(host["group_ids"][start])
