@@ -108,6 +108,8 @@ def test_no_request_asks_for_more_than_the_engine_takes() -> None:
     context = max(map(len, prompts)) + sampling.max_tokens
 
     class Strict(ScriptedEngine):
+        context_length = context
+
         def generate(self, prompt_ids: Any, sampling: Sampling, *, n: int = 1) -> Rollouts:
             assert max(map(len, prompt_ids)) + sampling.max_tokens <= context
             return super().generate(prompt_ids, sampling, n=n)

@@ -93,16 +93,22 @@ class AgentEngine(WrappedEngine):
             rounds += 1
         return _gathered(episodes)
 
+    @property
+    def _refuses_beyond(self) -> int | None:
+        """Tokens of prompt and limit together beyond which the engine refuses a request; None = it cuts the answer."""
+        limit: int | None = getattr(self.engine, "context_length", None)
+        return limit
+
     def _round(self, calling: Sequence[_Episode], sampling: Sampling) -> list[_Episode]:
         """Run the tools that were called and sample the next turns. Returns the episodes that call tools again."""
         going_on = [episode for episode in calling if self._hear_tools(episode, sampling.max_tokens)]
         if not going_on:
             return []
-        # One request samples all of them up to the longest rest; a longer turn is then cut. Where that would not fit
-        # into the engine, each is asked for with what it has left.
+        # One request samples all of them up to the longest rest; a longer turn is then cut. A server refuses what would
+        # not fit into its context: there each is asked for with what it has left.
         rests = [max(sampling.max_tokens - len(episode.ids), 1) for episode in going_on]
         longest = max(len(episode.prompt) + len(episode.ids) for episode in going_on) + max(rests)
-        fits = self.context_length is None or longest <= self.context_length
+        fits = self._refuses_beyond is None or longest <= self._refuses_beyond
         for asked in [going_on] if fits else [[episode] for episode in going_on]:
             self._sample_turns(asked, sampling)
         return [episode for episode in going_on if episode.calls]
@@ -111,8 +117,8 @@ class AgentEngine(WrappedEngine):
         """Sample the next turn of each, in one request."""
         contexts = [[*episode.prompt, *episode.ids] for episode in episodes]
         left = max(max(sampling.max_tokens - len(episode.ids), 1) for episode in episodes)
-        if self.context_length is not None:
-            left = max(min(left, self.context_length - max(map(len, contexts))), 1)
+        if self._refuses_beyond is not None:
+            left = max(min(left, self._refuses_beyond - max(map(len, contexts))), 1)
         turns = self.engine.generate(contexts, replace(sampling, max_tokens=left))
         for i, (episode, context) in enumerate(zip(episodes, contexts, strict=True)):
             sampled = episode.add_turn(turns, i, most=sampling.max_tokens - len(episode.ids))
