@@ -7,5 +7,13 @@ from lightning_module.callbacks import OffPolicyProgressBar, RunFolder
 from lightning_module.data import PromptDataModule
 from lightning_module.export import SaveModel
 from lightning_module.module import OffPolicyGRPOModule
+from lightning_module.observer import OffPolicyObserver
 
-__all__ = ["OffPolicyGRPOModule", "OffPolicyProgressBar", "PromptDataModule", "RunFolder", "SaveModel"]
+__all__ = [
+    "OffPolicyGRPOModule",
+    "OffPolicyObserver",
+    "OffPolicyProgressBar",
+    "PromptDataModule",
+    "RunFolder",
+    "SaveModel",
+]

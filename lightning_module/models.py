@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch import nn
@@ -20,23 +21,16 @@ def load_policy(
 ) -> nn.Module:
     """Load the model, add the adapter and switch dropout off.
 
+    Under ZeRO-3 every rank loads the whole model, which DeepSpeed partitions when training begins.
+
     Args:
         model: folder or Hub name, or a causal LM.
         options: keyword arguments of ``from_pretrained``; the dtype is float32 unless ``dtype`` is given.
         adapter: fields of ``peft.LoraConfig``, or a PEFT configuration, or None.
         checkpointing: whether to use gradient checkpointing, which saves memory and costs time in the backward.
     """
-    if isinstance(model, str):
-        from transformers import AutoModelForCausalLM
-
-        policy: Any = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "float32", **(options or {})})
-    else:
-        policy = model
-    if adapter is not None:
-        from peft import LoraConfig, get_peft_model
-
-        config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter}) if isinstance(adapter, Mapping) else adapter
-        policy = get_peft_model(policy, config)
+    with _not_partitioned():
+        policy = _loaded(model, options, adapter)
     if checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         if adapter is not None:
@@ -45,6 +39,38 @@ def load_policy(
     policy.train()
     whole: nn.Module = policy
     return whole
+
+
+def _loaded(model: str | nn.Module, options: Mapping[str, Any] | None, adapter: Any) -> Any:
+    policy: Any = model
+    if isinstance(model, str):
+        from transformers import AutoModelForCausalLM
+
+        policy = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "float32", **(options or {})})
+    if adapter is None:
+        return policy
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter}) if isinstance(adapter, Mapping) else adapter
+    return get_peft_model(policy, config)
+
+
+@contextmanager
+def _not_partitioned() -> Iterator[None]:
+    """Leave the ``deepspeed.zero.Init`` that Lightning has opened.
+
+    It takes each module apart as soon as it is made. What is written into the weights then does not arrive: neither
+    those of ``from_pretrained`` nor the zeros of a LoRA adapter, which would start as noise.
+    """
+    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if zero is None:
+        yield
+        return
+    zero.shutdown_init_context()
+    try:
+        yield
+    finally:
+        zero.restore_init_context()
 
 
 def without_dropout(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """Steps on two processes under a strategy of Lightning; every rank leaves what it saw.
 
-python tests/lightning/sharded_run.py FOLDER ddp|fsdp2|fsdp|zero3 [--lora] [--resume] [--gpu]
+python tests/lightning/sharded_run.py FOLDER ddp|fsdp2|fsdp|zero3 [--lora] [--named] [--resume] [--gpu]
 
-Two steps, a validation and a checkpoint; with --resume one step more from that checkpoint. Lightning refuses FSDP1 and
+Two steps, a validation and a checkpoint; with --resume one step more from that checkpoint. With --named the model is
+loaded from FOLDER/model. Lightning refuses FSDP1 and
 DeepSpeed on a CPU, although torch and DeepSpeed run there: two subclasses leave out the refusal.
 """
 
@@ -132,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("kind")
-    for flag in ("--lora", "--resume", "--gpu"):
+    for flag in ("--lora", "--named", "--resume", "--gpu"):
         parser.add_argument(flag, action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -140,7 +141,8 @@ def main() -> None:
     name = given.kind + "-lora" * given.lora
     watch, engine = Shards(), Words()
     ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5), correction="paper/tis",
-                  adapter=LORA if given.lora else None, sync_check=True)  # fmt: skip
+                  adapter=LORA if given.lora else None, sync_check=True,
+                  model=str(given.folder / "model") if given.named else tiny_model())  # fmt: skip
     owner = trainer(given.folder, devices=2, strategy=strategy_of(given.kind, on_gpu=given.gpu), callbacks=[watch],
                     accelerator="gpu" if given.gpu else "cpu", max_steps=STEPS + given.resume, val_check_interval=1,
                     limit_val_batches=1)  # fmt: skip

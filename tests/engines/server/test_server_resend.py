@@ -52,6 +52,16 @@ def engine_of(server: RestartedServer, monkeypatch: pytest.MonkeyPatch, folder: 
     return engine
 
 
+class Weights:
+    """One tensor to send."""
+
+    def __init__(self, is_main: bool) -> None:
+        self.is_main = is_main
+
+    def merged(self):
+        yield "a", torch.zeros(1)
+
+
 class _Started:
     def wait_until_up(self) -> None: ...
 
@@ -65,6 +75,36 @@ def test_only_one_request_sends_the_weights_and_none_goes_before_it(monkeypatch,
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda _: engine._post_completion({}), range(16)))
     assert (server.loads, server.label, server.asked_before_loading) == (1, "mine:4", 0)
+
+
+def test_of_two_ranks_that_meet_a_fresh_server_one_sends(monkeypatch, tmp_path):
+    """A rank that sends nothing at a sync checks as well: else it would sample from the old weights, unseen."""
+    server = RestartedServer()
+    engines = [engine_of(server, monkeypatch, tmp_path) for _ in range(2)]
+    for engine, is_main in zip(engines, (True, False), strict=True):
+        engine._sent = None
+        engine.bind(Weights(is_main))
+        engine.sync_weights(4)
+    server.label, server.loads = "default", 0
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda i: engines[i % 2]._post_completion({}), range(16)))
+    assert (server.loads, server.label, server.asked_before_loading) == (1, "mine:4", 0)
+
+
+def test_a_rank_that_cannot_send_waits_for_the_main_one(monkeypatch, tmp_path):
+    server = RestartedServer()
+    engine = engine_of(server, monkeypatch, tmp_path)
+    engine._sent = tmp_path / "on another machine"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine._post_completion, {})
+        time.sleep(0.3)
+        assert not waiting.done() and server.loads == 0
+        server.label = "mine:4"
+        waiting.result(timeout=5)
+    server.label = "default"
+    monkeypatch.setattr("trl_offpolicy.engines.server.engine.MAIN_PATIENCE", 0.0)
+    with pytest.raises(EngineError, match=r"lacks version 4, which this rank cannot send: .* is on another machine"):
+        engine._post_completion({})
 
 
 def test_every_request_meets_the_weights_of_another_run(monkeypatch, tmp_path):

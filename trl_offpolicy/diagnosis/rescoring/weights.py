@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_offpolicy.diagnosis.attribution.changes import adapter_changes
 from trl_offpolicy.diagnosis.attribution.precision import Inside
+from trl_offpolicy.diagnosis.rescoring import lightning
 from trl_offpolicy.rollouts.ahead.old_policy import loaded
 
 AUTO = "auto"
@@ -32,7 +33,7 @@ class Snapshot:
 
     Args:
         step: optimizer steps.
-        source: folder, or a name in the local cache of the Hub.
+        source: folder, a name in the local cache of the Hub, or a checkpoint of Lightning.
         adapter: whether it is a LoRA adapter alone.
     """
 
@@ -58,7 +59,7 @@ def weights_at_hand(run_dir: Path, info: Mapping[str, Any], model: str = AUTO) -
     """The weights of a run that are on this machine; None if there are none. Nothing is downloaded.
 
     Args:
-        run_dir: folder of the run; its ``checkpoint-N`` are used.
+        run_dir: folder of the run; its ``checkpoint-N`` are used, or Lightning's ``.ckpt`` there or in ``checkpoints``.
         info: ``run.json``; its entry ``model`` is the model that the run began with.
         model: that model instead; "auto" = the one in ``info``.
 
@@ -83,7 +84,7 @@ def weights_at_hand(run_dir: Path, info: Mapping[str, Any], model: str = AUTO) -
 
 
 def _checkpoints(run_dir: Path) -> Iterator[Snapshot]:
-    """Whole models and adapters as transformers and PEFT save them; sharded checkpoints are left out."""
+    """Whole models and adapters as transformers, PEFT and Lightning save them; sharded checkpoints are left out."""
     for folder in run_dir.glob("checkpoint-*"):
         match = _CHECKPOINT.fullmatch(folder.name)
         if match is None or not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
@@ -91,6 +92,8 @@ def _checkpoints(run_dir: Path) -> Iterator[Snapshot]:
         adapter = (folder / ADAPTER_FILE).is_file()
         if adapter or (folder / MODEL_FILE).is_file():
             yield Snapshot(int(match[1]), str(folder), adapter)
+    for path, found in lightning.checkpoints(run_dir):
+        yield Snapshot(found.step, str(path), found.adapter is not None)
 
 
 def _local(name: str, run_dir: Path) -> str | None:
@@ -110,7 +113,9 @@ def _local(name: str, run_dir: Path) -> str | None:
 
 
 def _base_of(snapshot: Snapshot, run_dir: Path) -> str | None:
-    """The model that an adapter was made for; of a whole model, the model itself."""
+    """The model that an adapter was made for; of a whole model, the model itself. A file of Lightning does not tell."""
+    if snapshot.source.endswith(lightning.SUFFIX):
+        return None
     if not snapshot.adapter:
         return snapshot.source
     config = json.loads((Path(snapshot.source) / ADAPTER_FILE).read_text())
@@ -124,9 +129,12 @@ def load(at: Snapshot, base: str) -> Any:
     """The model with these weights, in float32 and in eval mode; on the GPU if there is one."""
     from transformers import AutoModelForCausalLM
 
-    source = base if at.adapter else at.source
+    of_lightning = at.source.endswith(lightning.SUFFIX)
+    source = base if at.adapter or of_lightning else at.source
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
-    if at.adapter:
+    if of_lightning:
+        model = lightning.with_weights(model, lightning.read(at.source))
+    elif at.adapter:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, at.source)
@@ -205,6 +213,8 @@ def _tensors(snapshot: Snapshot) -> dict[str, Tensor]:
     """Tensors of a snapshot by the names that the loaded model has; empty if they cannot be read."""
     from safetensors.torch import load_file
 
+    if snapshot.source.endswith(lightning.SUFFIX):
+        return lightning.read(snapshot.source).tensors
     found: dict[str, Tensor] = {}
     for path in sorted(Path(snapshot.source).glob("*.safetensors")):
         found |= load_file(path)

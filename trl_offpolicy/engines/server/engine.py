@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from filelock import FileLock
+
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 Transfer = Literal["auto", "folder", "adapter"]
 CONCURRENCY = 64
+MAIN_PATIENCE = 60.0
+"""Seconds that another rank waits for the main one to send the weights to a server that was started anew."""
 _ADAPTER = ":adapter"  # ends the label where the base weights are untouched
 _FRESH = "default"  # weight_version of a vLLM server that was given no weights since its start
 
@@ -202,6 +206,7 @@ class ServerEngine:
         if self._source.is_main:
             self._load(target)
             self._tidy(target, previous)
+        self._sent = target  # of the other ranks too: each checks that the server holds it
         kind = "folder" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
 
@@ -232,7 +237,6 @@ class ServerEngine:
         if old_adapter not in (None, self._adapter):
             self._forget(str(old_adapter))
         remove_all_but(self.folder, [path.name for path in (target, self._sent) if path is not None])
-        self._sent = target
 
     def _reload(self, target: Path) -> None:
         body = {"method": self._reload_method, "kwargs": {"weights_path": str(target)}}
@@ -268,15 +272,38 @@ class ServerEngine:
         return str(self.client.get("/weight_info")["weight_version"])
 
     def _ensure_current(self) -> None:
-        """Make sure that the server holds the weights that this run sent last; after a restart it gets them again."""
+        """Make sure that the server holds the weights that this run sent last; after a restart it gets them again.
+
+        Raises:
+            EngineError: they are on the disk of the main rank's machine, and it has not sent them again.
+        """
         if self._sent is None or self._holds_own():
             return
-        # Of many requests that find the server fresh, one sends; the others wait. If they sent too, their reset of the
-        # prefix cache would meet the requests of those that had gone on.
-        with self._resending:
+        if not self._sent.exists():
+            self._wait_for_main()
+            return
+        # Of many requests of all ranks that find the server fresh, one sends; the others wait. If they sent too, their
+        # reset of the prefix cache would meet the requests of those that had gone on.
+        with self._resending, FileLock(self._lock):
             if not self._holds_own():
                 logger.warning("The server was started anew: sending version %s again.", self.version)
                 self._load(self._sent)
+
+    @property
+    def _lock(self) -> Path:
+        return self.folder / f"{self.run}.lock"
+
+    def _wait_for_main(self) -> None:
+        """Wait until the main rank, which meets the same server, has sent the weights again."""
+        until = time.monotonic() + MAIN_PATIENCE
+        while not self._holds_own():
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"The vLLM server at {self.client.base_url} was started anew and lacks version {self.version}, "
+                    f"which this rank cannot send: {self._sent} is on another machine. Put engine.folder on a disk "
+                    "that all machines share."
+                )
+            time.sleep(0.1)
 
     def _holds_own(self) -> bool:
         """True if the server holds this run's weights, False if it was started anew."""
@@ -300,3 +327,4 @@ class ServerEngine:
     def close(self) -> None:
         """Delete this run's weight folders; the server is left as it is."""
         remove_all_but(self.folder, [])
+        self._lock.unlink(missing_ok=True)

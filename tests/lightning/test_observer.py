@@ -1,0 +1,144 @@
+"""OffPolicyObserver on a LightningModule that knows nothing of this kit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning_runs import data, module, trainer
+from tiny_models import tiny_model, tiny_tokenizer
+
+from lightning_module import OffPolicyObserver
+from trl_offpolicy.diagnosis.doctor import examine
+
+pytestmark = pytest.mark.integration
+
+SHIFT, ROWS, LENGTH, BATCHES = 0.3, 4, 6, 6
+
+
+class Stranger(pl.LightningModule):
+    """REINFORCE on given words, as somebody else may write it. The engine is too sure of every token.
+
+    Args:
+        returns: turns the tensors of a step into what it returns.
+        shift: by how many nats the engine's log-probs are too large.
+    """
+
+    def __init__(self, returns: Any = lambda loss, tensors: {"loss": loss, **tensors}, *, shift: float = SHIFT) -> None:
+        super().__init__()
+        self.model, self.returns, self.shift = tiny_model(), returns, shift
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        logits = self.model(batch).logits[:, :-1]
+        logps = logits.log_softmax(-1).gather(-1, batch[:, 1:, None]).squeeze(-1)
+        advantages = torch.linspace(-1, 1, len(batch))
+        tensors = {
+            "per_token_logps": logps,
+            "sampling_per_token_logps": logps.detach() + self.shift,
+            "completion_mask": torch.ones_like(logps, dtype=torch.bool),
+            "advantages": advantages,
+            "rewards": advantages,
+            "prompt_ids": batch[:, :1],
+            "prompt_mask": torch.ones_like(batch[:, :1]),
+            "completion_ids": batch[:, 1:],
+        }
+        self.log("reward", advantages.mean())
+        return self.returns(-(logps.mean(1) * advantages).mean(), tensors)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        random = torch.Generator().manual_seed(3)
+        batches = [torch.randint(3, 128, (ROWS, LENGTH + 1), generator=random) for _ in range(BATCHES)]
+        return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+def fit(folder: Path, stranger: Stranger, *observers: OffPolicyObserver, **flags: Any) -> pl.Trainer:
+    owner = trainer(folder, max_epochs=1, callbacks=list(observers), **flags)
+    owner.fit(stranger)
+    return owner
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_measures_records_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    observer = OffPolicyObserver(method="paper/tis", tokenizer=tiny_tokenizer())
+    owner = fit(tmp_path, Stranger(), observer, accumulate_grad_batches=2)
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["reward"] == pytest.approx(0.0, abs=1e-6)
+    for row in rows:
+        assert row["offpolicy/mismatch/kl_k1"] == pytest.approx(SHIFT, abs=1e-5)
+        assert row["offpolicy/weight_applied/mean"] == pytest.approx(torch.tensor(-SHIFT).exp().item(), abs=1e-5)
+    assert float(owner.callback_metrics["offpolicy/mismatch/kl_k1"]) == pytest.approx(SHIFT, abs=1e-5)
+    assert "[control] step 1" in capsys.readouterr().out and (tmp_path / "report.html").exists()
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert info["model"] == "Stranger" and "not applied" in info["preset"]
+    import pandas as pd
+
+    frame = pd.read_parquet(tmp_path / "rollouts.parquet")
+    assert len(frame) == ROWS * BATCHES and frame["completion"].str.startswith("w").all()
+    found = examine(tmp_path)
+    assert found.attribution is not None
+    assert any(finding.cause == "engine_mismatch" for finding in found.diagnosis.findings)
+
+
+def test_the_training_is_untouched(tmp_path: Path) -> None:
+    alone, watched = Stranger(), Stranger()
+    fit(tmp_path / "alone", alone)
+    fit(tmp_path / "watched", watched, OffPolicyObserver(report=False))
+    for (name, wanted), got in zip(alone.named_parameters(), watched.parameters(), strict=True):
+        assert torch.equal(wanted, got), name
+
+
+def test_a_function_finds_tensors_under_other_names(tmp_path: Path) -> None:
+    def renamed(loss: Any, tensors: Any) -> dict[str, Any]:
+        return {"loss": loss, "new": tensors["per_token_logps"], "mu": tensors["sampling_per_token_logps"]}
+
+    def fields(outputs: Any, batch: torch.Tensor) -> dict[str, Any]:
+        mask = torch.ones_like(batch[:, 1:], dtype=torch.bool)
+        return {"per_token_logps": outputs["new"], "sampling_per_token_logps": outputs["mu"], "completion_mask": mask}
+
+    fit(tmp_path, Stranger(renamed), OffPolicyObserver(fields=fields, control=None))
+    assert all(row["offpolicy/mismatch/kl_k1"] == pytest.approx(SHIFT, abs=1e-5) for row in rows_of(tmp_path))
+    assert not (tmp_path / "rollouts.parquet").exists()  # no ids were given
+
+
+def test_stop_ends_the_run_when_a_finding_is_critical(tmp_path: Path) -> None:
+    owner = fit(tmp_path, Stranger(shift=3.0), OffPolicyObserver(control="stop", report=False))
+    assert 1 < owner.global_step < BATCHES
+
+
+@pytest.mark.parametrize(
+    ("returns", "error", "message"),
+    [
+        (lambda loss, tensors: loss, ValueError, "per_token_logps, .* are missing; it returned loss"),
+        (
+            lambda loss, tensors: {"loss": loss, "per_token_logps": tensors["per_token_logps"]},
+            ValueError,
+            "sampling_per_token_logps, completion_mask are missing; it returned loss, per_token_logps",
+        ),
+    ],
+)
+def test_a_missing_tensor_is_named(returns: Any, error: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        fit(tmp_path, Stranger(returns), OffPolicyObserver())
+
+
+def test_an_unknown_name_of_the_function_is_refused(tmp_path: Path) -> None:
+    observer = OffPolicyObserver(fields=lambda outputs, batch: {**outputs, "logprobs": outputs["per_token_logps"]})
+    with pytest.raises(ValueError, match=r"fields must return some of .* but got logprobs, loss"):
+        fit(tmp_path, Stranger(), observer)
+
+
+def test_acting_and_the_kits_own_module_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="an observer changes nothing"):
+        OffPolicyObserver(control="act")
+    with pytest.raises(TypeError, match="for a module of your own, but got an OffPolicyGRPOModule"):
+        trainer(tmp_path, max_steps=1, callbacks=[OffPolicyObserver()]).fit(module(), data())
