@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -251,7 +252,9 @@ def test_a_failed_request_stops_the_run(run: Any, monkeypatch: pytest.MonkeyPatc
         run(1)
 
 
-def test_rows_of_stale_steps_carry_no_old_log_probs(run: Any) -> None:
-    stale = run(1).rollouts.query("step > 0")
+def test_rows_of_stale_steps_carry_no_old_log_probs_and_the_run_says_why(run: Any, tmp_path: Path) -> None:
+    stale = run({"lag": 1}).rollouts.query("step > 0")
 
     assert stale.old_per_token_logps.map(lambda row: np.isnan(row).all()).all()
+    description = json.loads((tmp_path / "lightning" / "run.json").read_text())
+    assert description["async_rollouts"] == description["settings"]["async_rollouts"] == {"lag": 1}
