@@ -25,6 +25,7 @@ class Sampler:
     """In the place of TRL's vLLM: words, with log-probs of the trainer's own weights plus :data:`SHIFT`."""
 
     mode = "server"
+    logprobs = None
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.words = trainer, Engine(shift=SHIFT)
@@ -91,7 +92,9 @@ def test_detach_leaves_the_engine_as_it_was(stock: Stock) -> None:
     trainer = stock("run")
     observer = op.attach(trainer)
     assert "generate" in vars(trainer.vllm_generation)
+    assert trainer.vllm_generation.logprobs == 0  # RLOO itself asks for none
     observer.detach()
+    assert trainer.vllm_generation.logprobs is None
     assert "generate" not in vars(trainer.vllm_generation) and "_compute_loss" not in vars(trainer)
 
 

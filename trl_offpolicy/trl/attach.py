@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import nan
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class Observer:
         trainer._offpolicy_observer = self
         self._engine = trainer.vllm_generation if _drops_logps(trainer) else None
         if self._engine is not None:
+            self._asked_before = getattr(self._engine, "logprobs", None)
+            self._engine.logprobs = 0  # RLOO asks vLLM for none; 0 = that of the sampled token
             self._engine.generate = partial(self.generate, self._engine.generate)
         self._syncs_in_memory = syncs_in_memory(trainer)
 
@@ -94,6 +97,7 @@ class Observer:
             self.trainer.remove_callback(callback)
         if self._engine is not None:
             del self._engine.generate
+            self._engine.logprobs = self._asked_before
         if self._syncs_in_memory:
             del self.trainer.vllm_generation.sync_weights
 
@@ -119,10 +123,10 @@ class Observer:
         return output
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Keep the engine's log-probs, which RLOO drops."""
+        """Keep the engine's log-probs (NaN where it has none), which RLOO drops."""
         answer = original(*args, **kwargs)
         if self._kept is not None:
-            self._kept.sampling = [[token[0] for token in row] for row in answer[2]]
+            self._kept.sampling = [[nan if token[0] is None else token[0] for token in row] for row in answer[2]]
         return answer
 
     def get_per_token_logps_and_entropies(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
