@@ -71,7 +71,7 @@ class Agents:
 
     def _check_ranks(self) -> None:
         trainer, spec = self._module.trainer, self._module.settings["engine"]
-        loops = self.has_tools or self.environments is not None or self.rollout is not None
+        loops = bool(self.tools) or self.environments is not None or self.rollout is not None
         if trainer.world_size == 1 or not loops:
             return
         options = spec if isinstance(spec, Mapping) else {"type": spec}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,51 @@ from trl_offpolicy.run_folder.syncs import append_sync
 from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
 
-class RunFolder(Callback):
+class RunRecords(Callback):
+    """Writes the records of a run, whatever module it trains. What is in them a subclass says.
+
+    Args:
+        folder: where to write; None = the subclass's default.
+        rollouts: whether to record every rollout.
+        report: whether to print the summary and write the report at the end.
+    """
+
+    def __init__(self, folder: str | None, rollouts: bool, report: bool) -> None:
+        self.folder, self.rollouts, self.report = folder, rollouts, report
+        self._writer: RunFolderWriter | None = None  # on the main process
+        self._recorder: RolloutRecorder | None = None
+
+    def _begin(
+        self, trainer: Trainer, folder: Path, describe: Callable[[], dict[str, Any]], decode: Callable[[list[int]], str]
+    ) -> None:
+        """Prepare the folder; nothing is written with ``fast_dev_run``. All ranks call it.
+
+        Args:
+            trainer: Lightning's trainer.
+            folder: of the run.
+            describe: returns the entries of ``run.json``; called on the main process.
+            decode: turns token ids into text.
+        """
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if trainer.is_global_zero:
+            report = partial(closing_report, decode=decode) if self.report else None
+            self._writer = RunFolderWriter(folder, describe(), report=report)
+            self._writer.begin(trainer.global_step, seed=os.environ.get("PL_GLOBAL_SEED"))
+        trainer.strategy.barrier("run folder")
+        if self.rollouts:
+            self._recorder = RolloutRecorder(folder, decode, trainer.global_rank)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the rollouts that are still in memory, then the report."""
+        if self._recorder is not None:
+            self._recorder.flush()
+        trainer.strategy.barrier("rollouts")
+        if self._writer is not None:
+            self._writer.end()
+
+
+class RunFolder(RunRecords):
     """Writes ``run.json``, ``metrics.jsonl``, ``rollouts.parquet`` and ``report.html`` as the TRL trainer does.
 
     It works with an :class:`~lightning_module.module.OffPolicyGRPOModule`.
@@ -35,26 +80,15 @@ class RunFolder(Callback):
     """
 
     def __init__(self, folder: str | None = None, rollouts: bool = True, report: bool = True) -> None:
-        self.folder, self.rollouts, self.report = folder, rollouts, report
-        self._writer: RunFolderWriter | None = None  # on the main process
-        self._recorder: RolloutRecorder | None = None
+        super().__init__(folder, rollouts, report)
         self._written: dict[str, float] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the folder. A resumed run deletes the records that came after its checkpoint."""
         module: Any = pl_module
-        folder = run_folder(trainer)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        decode = module.generation.prompts.tokenizer.decode
         self._written = module.step_logs
-        if trainer.is_global_zero:
-            report = partial(closing_report, decode=decode) if self.report else None
-            self._writer = RunFolderWriter(folder, _description(trainer, module), report=report)
-            self._writer.begin(trainer.global_step, seed=os.environ.get("PL_GLOBAL_SEED"))
-        trainer.strategy.barrier("run folder")
-        if self.rollouts:
-            self._recorder = RolloutRecorder(folder, decode, trainer.global_rank)
+        decode = module.generation.prompts.tokenizer.decode
+        self._begin(trainer, run_folder(trainer), lambda: _description(trainer, module), decode)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: MicroStep, batch_idx: int
@@ -82,14 +116,6 @@ class RunFolder(Callback):
         values = {name: float(one) for name, one in trainer.callback_metrics.items() if name.startswith(EVAL_PREFIX)}
         if values:
             self._writer.log(trainer.global_step, values)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the rollouts that are still in memory, then the report."""
-        if self._recorder is not None:
-            self._recorder.flush()
-        trainer.strategy.barrier("rollouts")
-        if self._writer is not None:
-            self._writer.end()
 
 
 def run_folder(trainer: Trainer) -> Path:

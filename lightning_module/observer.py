@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_module.callbacks import RunRecords
 from lightning_module.module import OffPolicyGRPOModule
 from lightning_module.spec import resolve
 from trl_offpolicy.control import parse_control
 from trl_offpolicy.control.session import ControlSession
-from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.functional.collective import gather_rows
-from trl_offpolicy.functional.levels import turn_index
-from trl_offpolicy.rollouts.batches import recorded_rows, trainable
-from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
+from trl_offpolicy.rollouts.batches import policy_batch, recorded_rows
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
 
@@ -37,7 +34,7 @@ _BATCH_FIELDS = frozenset(item.name for item in fields(PolicyBatch)) - {"current
 _KNOWN = _BATCH_FIELDS | {*RECORDED, "tool_mask"}
 
 
-class OffPolicyObserver(Callback):
+class OffPolicyObserver(RunRecords):
     """Measures, records and diagnoses a LightningModule of your own, and changes nothing in it.
 
     ``training_step`` returns a dict with ``loss`` and, under these names, tensors that it has anyway (Lightning
@@ -78,16 +75,14 @@ class OffPolicyObserver(Callback):
         self.spec = parse_control(control)
         if self.spec is not None and self.spec.policy == "act":
             raise ValueError("control must be warn, stop or off, but got act: an observer changes nothing.")
-        self.folder, self.rollouts, self.report, self.tokenizer = folder, rollouts, report, tokenizer
+        super().__init__(folder, rollouts, report)
+        self.tokenizer = tokenizer
         self._fields = fields
         self._stats = Stats({})
         self._version = self._responses = 0
         self._logged: int | None = None  # the optimizer step of the last row
         self._restored: dict[str, Any] = {}
         self._session: ControlSession | None = None
-        self._writes = True
-        self._writer: RunFolderWriter | None = None
-        self._recorder: RolloutRecorder | None = None
 
     # ---------------------------------------------------------------------------------------------------------- events
 
@@ -103,21 +98,14 @@ class OffPolicyObserver(Callback):
                 "records all this itself (RunFolder sets where)."
             )
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
-        self._writes = not trainer.fast_dev_run  # type: ignore[attr-defined]
-        if trainer.is_global_zero and self._writes:
-            report = partial(closing_report, decode=self._decode) if self.report else None
-            self._writer = RunFolderWriter(folder, self._description(trainer, pl_module), report=report)
-            self._writer.begin(trainer.global_step, seed=os.environ.get("PL_GLOBAL_SEED"))
-        trainer.strategy.barrier("run folder")
-        records = self.rollouts and self._writes
-        self._recorder = RolloutRecorder(folder, self._decode, trainer.global_rank) if records else None
+        self._begin(trainer, folder, lambda: self._description(trainer, pl_module), self._decode)
         self._logged = trainer.global_step
         if self.spec is not None:
             self._session = ControlSession(
                 self.spec, say=partial(print, flush=True), broadcast=trainer.strategy.broadcast
             )
             self._session.load_state_dict(self._restored)
-            self._session.begin(folder, trainer.global_step, records=self._writes)
+            self._session.begin(folder, trainer.global_step, records=not trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the version of the weights that this step computes with."""
@@ -155,14 +143,6 @@ class OffPolicyObserver(Callback):
         readers = [] if correction is None else [type(one).__name__ for one in correction.keep if one.reads_advantages]
         if readers and rows.get("advantages") is None:
             raise ValueError(f"training_step must also return advantages, which {', '.join(readers)} of method reads.")
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the rollouts that are still in memory, then the report."""
-        if self._recorder is not None:
-            self._recorder.flush()
-        trainer.strategy.barrier("rollouts")
-        if self._writer is not None:
-            self._writer.end()
 
     def state_dict(self) -> dict[str, Any]:
         """What control remembers, for a checkpoint."""
@@ -234,8 +214,7 @@ def _checked(given: Any, *, own: bool) -> dict[str, Any]:
 
 def _policy_batch(rows: Mapping[str, Any], *, version: int) -> PolicyBatch:
     """The batch of a step. Without advantages they are 0, which only the loss reads then."""
-    mask = trainable(dict(rows))
-    turns = {"turn_ids": turn_index(mask)} if "tool_mask" in rows else {}
-    chosen = turns | {name: value for name, value in rows.items() if name in _BATCH_FIELDS - {"completion_mask"}}
-    chosen.setdefault("advantages", torch.zeros(len(mask), device=mask.device))
-    return PolicyBatch(completion_mask=mask, current_version=version, **chosen)
+    none = torch.zeros(len(rows["completion_mask"]), device=rows["completion_mask"].device)
+    others = {name: rows.get(name) for name in ("entropies", "policy_mask", "sum_sq_probs")}
+    batch = policy_batch({"advantages": none, **rows}, rows["per_token_logps"], version=version, **others)
+    return replace(batch, turn_ids=rows["turn_ids"]) if rows.get("turn_ids") is not None else batch

@@ -19,8 +19,8 @@ from trl_offpolicy.engines.routing.reported import (
     EngineRoutes,
     RouteStore,
     StepCapture,
-    aligned_routes,
     joined,
+    placed_routes,
     reported_routes,
     routes_of,
 )
@@ -113,6 +113,11 @@ def test_records_are_found_by_their_tokens() -> None:
     assert store.find([8, 7]) is None
     store.clear()
     assert len(store) == 0
+
+
+def aligned_routes(store: RouteStore, rows: Any, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The records that a store has of these rows, placed as the TRL trainer does it."""
+    return placed_routes([store.find(row) for row in rows], mask, **options)
 
 
 def test_records_stand_on_the_trainers_positions() -> None:

@@ -201,21 +201,6 @@ def joined(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> EngineRoutes:
     return EngineRoutes(tuple(tokens[first].tolist()), routes[first])
 
 
-def aligned_routes(
-    store: RouteStore, rows: Sequence[Sequence[int]], mask: Tensor, *, numbers: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    """:func:`placed_routes` of the records that a store has of these rows.
-
-    Args:
-        store: the store of the engine.
-        rows: attended token ids of each row, prompt and completion.
-        mask: as in :func:`placed_routes`, like the following two.
-        numbers: numbers of the layers.
-        dtype: dtype of the result.
-    """
-    return placed_routes([store.find(row) for row in rows], mask, numbers=numbers, dtype=dtype)
-
-
 def placed_routes(
     found: Sequence[EngineRoutes | None], mask: Tensor, *, numbers: Sequence[int], dtype: torch.dtype
 ) -> Tensor:

@@ -106,8 +106,7 @@ class AgentEngine(WrappedEngine):
             return []
         # One request samples all of them up to the longest rest; a longer turn is then cut. A server refuses what would
         # not fit into its context: there each is asked for with what it has left.
-        rests = [max(sampling.max_tokens - len(episode.ids), 1) for episode in going_on]
-        longest = max(len(episode.prompt) + len(episode.ids) for episode in going_on) + max(rests)
+        longest = max(len(episode.context) for episode in going_on) + _most_left(going_on, sampling)
         fits = self._refuses_beyond is None or longest <= self._refuses_beyond
         for asked in [going_on] if fits else [[episode] for episode in going_on]:
             self._sample_turns(asked, sampling)
@@ -115,8 +114,8 @@ class AgentEngine(WrappedEngine):
 
     def _sample_turns(self, episodes: Sequence[_Episode], sampling: Sampling) -> None:
         """Sample the next turn of each, in one request."""
-        contexts = [[*episode.prompt, *episode.ids] for episode in episodes]
-        left = max(max(sampling.max_tokens - len(episode.ids), 1) for episode in episodes)
+        contexts = [episode.context for episode in episodes]
+        left = _most_left(episodes, sampling)
         if self._refuses_beyond is not None:
             left = max(min(left, self._refuses_beyond - max(map(len, contexts))), 1)
         turns = self.engine.generate(contexts, replace(sampling, max_tokens=left))
@@ -140,6 +139,11 @@ class AgentEngine(WrappedEngine):
         return True
 
 
+def _most_left(episodes: Sequence[_Episode], sampling: Sampling) -> int:
+    """Tokens that the episode with the most left may still have, at least one."""
+    return max(max(sampling.max_tokens - len(episode.ids), 1) for episode in episodes)
+
+
 class _Episode:
     """A completion that grows turn by turn."""
 
@@ -157,6 +161,11 @@ class _Episode:
         self.reply: Message = {}
         self.tool_calls = self.tool_failures = 0
         self.add_turn(rollouts, index, most=len(rollouts.completion_ids[index]))
+
+    @property
+    def context(self) -> list[int]:
+        """Ids that the next turn goes on from."""
+        return [*self.prompt, *self.ids]
 
     @property
     def calls(self) -> list[dict[str, Any]]:
