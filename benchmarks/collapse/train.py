@@ -31,8 +31,8 @@ from trl_offpolicy.run_folder.layout import ACTIONS_FILE, METRICS_FILE
 from trl_offpolicy.run_folder.writer import append_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn, rounded
-from recipes.quantised_rollouts.sorting import COUNT, Sorter, prompts, reward, sample, token_logps, warm_start
+from benchmarks.lab.loop import Rollouts, group_advantages, learn, rounded
+from benchmarks.lab.sorting import COUNT, Sorter, prompts, reward, sample, token_logps, warm_start
 
 GROUPS, GENERATIONS, MINIBATCHES = 16, 8, 2
 WARM_UP_STEPS = 45

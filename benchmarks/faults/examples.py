@@ -35,7 +35,7 @@ from trl_offpolicy.run_folder.rollouts import read_rollouts
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "collapse"))
 import train
 
-from recipes.quantised_rollouts.sorting import Answers, Sorter, warm_start
+from benchmarks.lab.sorting import Answers, Sorter, warm_start
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "diagnosis_examples.json"
 POINTS = 120

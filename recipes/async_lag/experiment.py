@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.lab.jobs import outcome_of, write_outcome
+from benchmarks.lab.loop import Rollouts, group_advantages, learn
+from benchmarks.lab.measure import evaluate, raw_ess, warm_model
+from benchmarks.lab.sorting import Sorter, prompts, reward, sample, token_logps
 from recipes.async_lag.lag import History, StaleBatch, objective_of, sampling_version
-from recipes.quantised_rollouts.experiment import evaluate, raw_ess, warm_model
-from recipes.quantised_rollouts.jobs import outcome_of, write_outcome
-from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn
-from recipes.quantised_rollouts.sorting import Sorter, prompts, reward, sample, token_logps
 from trl_offpolicy.stats import Stats
 
 _READ = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import trl_offpolicy as op
-from recipes.quantised_rollouts.loop import Rollouts, policy_batch, rounded
-from recipes.quantised_rollouts.sorting import Sorter
+from benchmarks.lab.loop import Rollouts, policy_batch, rounded
+from benchmarks.lab.sorting import Sorter
 from trl_offpolicy.proximal import InterpolatedProximal, RecomputedProximal
 
 VARIANTS: Mapping[str, str] = {

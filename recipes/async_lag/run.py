@@ -22,12 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each run has one thread
+from benchmarks.lab.jobs import Experiment, cost_text, run_and_time
+from benchmarks.lab.measure import warm_model
 from recipes.async_lag.experiment import Job, Settings, run
 from recipes.async_lag.figure import draw
 from recipes.async_lag.lag import LAGS, ONLY_AT, VARIANTS
 from recipes.async_lag.tables import lag_name, summarise, table
-from recipes.quantised_rollouts.experiment import warm_model
-from recipes.quantised_rollouts.jobs import Experiment, cost_text, run_and_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.lab.intervals import Interval, interval
 from recipes.async_lag.lag import LAGS, VARIANTS
-from recipes.quantised_rollouts.tables import Interval, interval
 
 Outcome = Mapping[str, Any]
 

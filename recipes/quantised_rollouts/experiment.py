@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import trl_offpolicy as op
-from recipes.quantised_rollouts.jobs import outcome_of, write_atomically, write_outcome
-from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn, rounded
-from recipes.quantised_rollouts.sorting import Answers, Sorter, prompts, reward, sample, token_logps, warm_start
+from benchmarks.lab.jobs import outcome_of, write_outcome
+from benchmarks.lab.loop import Rollouts, group_advantages, learn, rounded
+from benchmarks.lab.measure import evaluate, raw_ess, warm_model
+from benchmarks.lab.sorting import Answers, Sorter, prompts, reward, sample, token_logps
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.metrics.weight import ESSToken
 from trl_offpolicy.stats import Stats
 
 VARIANTS = {
@@ -30,19 +28,6 @@ VARIANTS = {
     "geometric": "geometric mask",
 }
 _MEASURE = ("mismatch", "staleness")
-
-
-class Common(Protocol):
-    """What the settings of every small experiment have; the fields are described in :class:`Settings`."""
-
-    @property
-    def start_accuracy(self) -> float: ...
-
-    @property
-    def warm_up_steps(self) -> int: ...
-
-    @property
-    def questions(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -140,51 +125,6 @@ def _log_ratio(model: Sorter, answers: Answers) -> Tensor:
     return torch.where(answers.mask, token_logps(model, answers.ids) - answers.logps, 0.0)
 
 
-def evaluate(model: Sorter, settings: Common, *, answers: int, greedy: bool = True) -> dict[str, float]:
-    """The learner itself, unrounded, on the held-out prompts.
-
-    Returns:
-        ``accuracy`` (exact, sampled at temperature 1), ``reward`` (sampled), ``entropy``, the mean of -log pi over the
-        tokens of its own samples (nats a token; an unbiased estimate), and with ``greedy`` ``greedy_accuracy``.
-    """
-    questions = prompts(settings.questions, torch.Generator().manual_seed(10**6))
-    drawn = sample(model, questions.repeat_interleave(answers, 0), torch.Generator().manual_seed(10**6 + 1))
-    rewards = reward(drawn)
-    found = {
-        "accuracy": float((rewards == 1).float().mean()),
-        "reward": float(rewards.mean()),
-        "entropy": float(-drawn.logps.sum() / drawn.mask.sum()),
-    }
-    if greedy:
-        best = reward(sample(model, questions, torch.Generator(), greedy=True))
-        found["greedy_accuracy"] = float((best == 1).float().mean())
-    return found
-
-
-def warm_model(settings: Common, seed: int, folder: Path) -> Sorter:
-    """The supervised model of a seed, from ``folder`` if it was made there with the same settings."""
-    key = f"{settings.warm_up_steps} {settings.start_accuracy} {torch.__version__}"
-    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:8]}-{seed}.pt"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Sorter()
-    if path.exists():
-        model.load_state_dict(torch.load(path, weights_only=True))
-        return model
-    questions = prompts(256, torch.Generator().manual_seed(10**6 + 2))
-
-    def enough() -> bool:
-        drawn = sample(model, questions, torch.Generator().manual_seed(seed))
-        return float((reward(drawn) == 1).float().mean()) >= settings.start_accuracy
-
-    chance = torch.Generator().manual_seed(seed)
-    warm_start(model, steps=settings.warm_up_steps, generator=chance, enough=enough)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    write_atomically(path, buffer.getvalue())
-    return model
-
-
 @dataclass
 class Window:
     """What a logging window adds up: diagnostics as moments, rewards and ESS as one value a generation."""
@@ -219,16 +159,6 @@ def generation(
         old = token_logps(model, answers.ids)
     rewards = reward(answers)
     return Rollouts(answers, old, rewards, group_advantages(rewards, settings.group_size), settings.group_size)
-
-
-def raw_ess(rollouts: Rollouts) -> tuple[float, float]:
-    """ESS fractions of the uncorrected ratio pi_old / mu: of the tokens', and of the responses' products."""
-    mask = rollouts.answers.mask
-    log_ratio = torch.where(mask, rollouts.old - rollouts.answers.logps, 0.0)
-    token, sequence = ESSToken(), ESSToken()
-    token.update(log_ratio.exp(), mask)
-    sequence.update(log_ratio.sum(1, keepdim=True).clamp(-20, 20).exp(), mask[:, :1])
-    return float(token.compute()), float(sequence.compute())
 
 
 def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.lab.intervals import interval
 from docs.drawing import label, to_svg
 from recipes.quantised_rollouts.experiment import VARIANTS
-from recipes.quantised_rollouts.tables import Outcome, by_seed, collapsed, interval, summarise
+from recipes.quantised_rollouts.tables import Outcome, by_seed, collapsed, summarise
 from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, INK, ORANGE
 
 LINES = {"none": (ORANGE, "--"), "tis": (BLUE, "-"), "ppo_is": (GREY, "-.")}

@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each run has one thread
+from benchmarks.lab.jobs import Experiment, cost_text, run_and_time
 from recipes.quantised_rollouts.experiment import VARIANTS, Job, Settings, run, warm_model
 from recipes.quantised_rollouts.figure import draw
-from recipes.quantised_rollouts.jobs import Experiment, cost_text, run_and_time
 from recipes.quantised_rollouts.tables import paradox_text, summarise, table
 
 

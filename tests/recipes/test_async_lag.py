@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.lab.loop import learn, rounded
+from benchmarks.lab.sorting import Sorter, prompts, token_logps
 from recipes.async_lag import experiment, run, tables
 from recipes.async_lag.experiment import Job, Settings, stale_rollouts
 from recipes.async_lag.lag import LAGS, VARIANTS, History, StaleBatch, objective_of, sampling_version
-from recipes.quantised_rollouts.loop import learn, rounded
-from recipes.quantised_rollouts.sorting import Sorter, prompts, token_logps
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Settings(

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import trl_offpolicy as op
-from recipes.quantised_rollouts import demonstration, experiment, run, tables
-from recipes.quantised_rollouts.experiment import VARIANTS, Job, Settings, objective_of
-from recipes.quantised_rollouts.loop import Rollouts, group_advantages, learn, policy_batch, rounded
-from recipes.quantised_rollouts.sorting import (
+from benchmarks.lab import intervals, measure
+from benchmarks.lab.loop import Rollouts, group_advantages, learn, policy_batch, rounded
+from benchmarks.lab.sorting import (
     COUNT,
     END,
     VOCABULARY,
@@ -34,6 +33,8 @@ from recipes.quantised_rollouts.sorting import (
     solutions,
     token_logps,
 )
+from recipes.quantised_rollouts import demonstration, experiment, run, tables
+from recipes.quantised_rollouts.experiment import VARIANTS, Job, Settings, objective_of
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,14 +71,14 @@ def model() -> Sorter:
 
 
 def test_a_perfect_model_scores_one() -> None:
-    found = experiment.evaluate(Perfect(), TINY, answers=2)
+    found = measure.evaluate(Perfect(), TINY, answers=2)
     assert found == {"accuracy": 1.0, "greedy_accuracy": 1.0, "reward": 1.0, "entropy": pytest.approx(0.0, abs=1e-6)}
-    assert "greedy_accuracy" not in experiment.evaluate(Perfect(), TINY, answers=1, greedy=False)
+    assert "greedy_accuracy" not in measure.evaluate(Perfect(), TINY, answers=1, greedy=False)
 
 
 def test_greedy_takes_the_likeliest_token_and_sampling_does_not() -> None:
     """With logit log(18) the right one of 19 tokens has probability 1/2: greedy is perfect, 11 draws are hardly."""
-    found = experiment.evaluate(Perfect(math.log(VOCABULARY - 1)), Settings(questions=64), answers=4)
+    found = measure.evaluate(Perfect(math.log(VOCABULARY - 1)), Settings(questions=64), answers=4)
     assert found["greedy_accuracy"] == 1.0 and found["accuracy"] < 0.02
     entropy = 0.5 * math.log(2) + 0.5 * math.log(2 * (VOCABULARY - 1))
     assert found["entropy"] == pytest.approx(entropy, abs=0.1)  # nats
@@ -188,7 +189,7 @@ def test_raw_ess_of_known_ratios() -> None:
     log_ratio = torch.tensor([[2.0, 1.0, 9.0], [1.0, 1.0, 9.0], [1.0, 1.0, 9.0]]).log()
     mask = torch.tensor([[True, True, False]] * 3)
     answers = Answers(torch.zeros(3, 14).long(), mask, logps)
-    token, sequence = experiment.raw_ess(Rollouts(answers, logps + log_ratio, torch.zeros(3), torch.zeros(3), 3))
+    token, sequence = measure.raw_ess(Rollouts(answers, logps + log_ratio, torch.zeros(3), torch.zeros(3), 3))
     assert token == pytest.approx(7**2 / (6 * 9)) and sequence == pytest.approx(4**2 / (3 * 6))
 
 
@@ -225,17 +226,17 @@ def test_learning_raises_the_reward_of_what_was_rewarded(model: Sorter) -> None:
 def test_warm_start_ends_at_its_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is enough for a target of 0: ten steps. A target out of reach takes all steps. Made once."""
     made: list[int] = []
-    original = experiment.warm_start
+    original = measure.warm_start
 
     def counted(model: nn.Module, *, enough: Callable[[], bool], **options: Any) -> None:
         original(model, enough=lambda: bool(made.append(1)) or enough(), **options)
 
-    monkeypatch.setattr(experiment, "warm_start", counted)
+    monkeypatch.setattr(measure, "warm_start", counted)
     for target, asked in ((0.0, 1), (1.1, 2)):
         made.clear()
         settings = Settings(warm_up_steps=20, start_accuracy=target)
-        first = experiment.warm_model(settings, 0, tmp_path)
-        again = experiment.warm_model(settings, 0, tmp_path)
+        first = measure.warm_model(settings, 0, tmp_path)
+        again = measure.warm_model(settings, 0, tmp_path)
         assert len(made) == asked
         assert torch.equal(first.head.weight, again.head.weight)
     assert len(list(tmp_path.iterdir())) == 2
@@ -280,17 +281,17 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_interval_of_known_numbers() -> None:
-    found = tables.interval([1.0, 2.0, 3.0])
+    found = intervals.interval([1.0, 2.0, 3.0])
     assert found.mean == 2.0 and found.half == pytest.approx(4.303 / math.sqrt(3))
-    assert tables.interval([5.0]).text(1) == "5.0"
-    assert tables.interval([1.0, 2.0, 3.0]).text(1, sign=True) == "+2.0 ± 2.5"
+    assert intervals.interval([5.0]).text(1) == "5.0"
+    assert intervals.interval([1.0, 2.0, 3.0]).text(1, sign=True) == "+2.0 ± 2.5"
 
 
 @pytest.mark.parametrize(
     ("y", "tau"), [([1, 2, 3, 4], 1.0), ([4, 3, 2, 1], -1.0), ([1, 2, 4, 3], 4 / 6), ([1, 1, 1, 1], 0.0)]
 )
 def test_kendall_of_known_rankings(y: list[float], tau: float) -> None:
-    assert tables.kendall_tau([0.1, 0.2, 0.3, 0.4], y) == pytest.approx(tau)
+    assert intervals.kendall_tau([0.1, 0.2, 0.3, 0.4], y) == pytest.approx(tau)
 
 
 def outcome(variant: str, bits: int | None, seed: int, *, logged: float, true: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Task and model of the small experiments (here and in benchmarks/collapse): sort symbols, on one CPU thread.
+"""Task and model of the small experiments: sort symbols, on one CPU thread.
 
 A prompt is 10 symbols out of 16 and a separator; the answer is the same symbols in order, then the end symbol. The
 reward is half the share of right positions plus half for an exact answer, and 0 without an end.

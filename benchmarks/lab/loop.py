@@ -1,4 +1,4 @@
-"""The GRPO loop of the small experiments (here and in benchmarks/collapse), around the kit's own Objective."""
+"""The GRPO loop of the small experiments, around the kit's own Objective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import trl_offpolicy as op
-from recipes.quantised_rollouts.sorting import Answers, Sorter, token_logps
+from benchmarks.lab.sorting import Answers, Sorter, token_logps
 from trl_offpolicy.engines.rounding import round_integer
 from trl_offpolicy.stats import Stats
 
