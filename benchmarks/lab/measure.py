@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import torch
 
 from benchmarks.lab.jobs import write_atomically
 from benchmarks.lab.loop import Rollouts
-from benchmarks.lab.sorting import Sorter, prompts, reward, sample, warm_start
+from benchmarks.lab.sorting import Sorter, Task, prompts, reward, sample, warm_start
 from trl_offpolicy.metrics.weight import ESSToken
 
 
@@ -34,7 +35,9 @@ class Common(Protocol):
     def questions(self) -> int: ...
 
 
-def evaluate(model: Sorter, settings: Common, *, answers: int, greedy: bool = True) -> dict[str, float]:
+def evaluate(
+    model: Sorter, settings: Common, *, answers: int, greedy: bool = True, task: Task = "sorting"
+) -> dict[str, float]:
     """The learner itself, unrounded, on the held-out prompts.
 
     Returns:
@@ -43,25 +46,31 @@ def evaluate(model: Sorter, settings: Common, *, answers: int, greedy: bool = Tr
     """
     questions = prompts(settings.questions, torch.Generator().manual_seed(10**6))
     drawn = sample(model, questions.repeat_interleave(answers, 0), torch.Generator().manual_seed(10**6 + 1))
-    rewards = reward(drawn)
+    rewards = reward(drawn, task)
     found = {
         "accuracy": float((rewards == 1).float().mean()),
         "reward": float(rewards.mean()),
         "entropy": float(-drawn.logps.sum() / drawn.mask.sum()),
     }
     if greedy:
-        best = reward(sample(model, questions, torch.Generator(), greedy=True))
+        best = reward(sample(model, questions, torch.Generator(), greedy=True), task)
         found["greedy_accuracy"] = float((best == 1).float().mean())
     return found
 
 
-def warm_model(settings: Common, seed: int, folder: Path) -> Sorter:
-    """The supervised model of a seed, from ``folder`` if it was made there with the same settings."""
-    key = f"{settings.warm_up_steps} {settings.start_accuracy} {torch.__version__}"
+def warm_model(
+    settings: Common, seed: int, folder: Path, *, task: Task = "sorting", build: Callable[[], Sorter] = Sorter
+) -> Sorter:
+    """The supervised model of a seed, from ``folder`` if it was made there with the same settings.
+
+    ``build`` makes the untrained model (its name tells two apart in the folder).
+    """
+    others = "" if (task, build) == ("sorting", Sorter) else f" {task} {build.__name__}"
+    key = f"{settings.warm_up_steps} {settings.start_accuracy} {torch.__version__}{others}"
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:8]}-{seed}.pt"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Sorter()
+        model = build()
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model
@@ -69,10 +78,10 @@ def warm_model(settings: Common, seed: int, folder: Path) -> Sorter:
 
     def enough() -> bool:
         drawn = sample(model, questions, torch.Generator().manual_seed(seed))
-        return float((reward(drawn) == 1).float().mean()) >= settings.start_accuracy
+        return float((reward(drawn, task) == 1).float().mean()) >= settings.start_accuracy
 
     chance = torch.Generator().manual_seed(seed)
-    warm_start(model, steps=settings.warm_up_steps, generator=chance, enough=enough)
+    warm_start(model, steps=settings.warm_up_steps, generator=chance, enough=enough, task=task)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     write_atomically(path, buffer.getvalue())

