@@ -269,3 +269,11 @@ def test_tokens_of_high_entropy(top, kept):
 
 def test_without_a_trainable_token_no_entropy_is_high():
     assert not high_entropy_mask(ENTROPIES, torch.zeros_like(TRAINABLE), top=0.5).any()
+
+
+def test_high_entropy_among_more_tokens_than_torch_ranks():
+    """torch.quantile refuses more than 2^24 values."""
+    entropies = torch.arange(17_000_000, dtype=torch.float32).mul_(1e-6).view(1000, 17_000)
+    kept = high_entropy_mask(entropies, torch.ones_like(entropies, dtype=torch.bool), top=0.25)
+    assert kept.sum().item() == pytest.approx(17_000_000 / 4, abs=10)  # neighbours may be equal in float32
+    assert kept[751:].all()

@@ -12,6 +12,7 @@ from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.collective import gather_flat
 from trl_offpolicy.functional.kl import k3
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, expm1_of
+from trl_offpolicy.functional.quantiles import quantile
 
 Statistic = Literal["k1", "k2", "k3", "abs", "prob_diff", "binary_tv", "binary_kl", "binary_kl_both"]
 
@@ -212,4 +213,4 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, *, top: float) -> Tensor:
     everyone = everyone[everyone > -torch.inf]
     if not len(everyone):
         return torch.zeros_like(mask)
-    return mask & (own >= torch.quantile(everyone, 1 - top))
+    return mask & (own >= quantile(everyone, 1 - top))
