@@ -178,13 +178,12 @@ class _Double(TorchFunctionMode):
     """Every request for float32 becomes one for float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        if torch.float32 in args[1:]:
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {**kwargs, "dtype": torch.float64}
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         return func(*args, **kwargs)
 
 

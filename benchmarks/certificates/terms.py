@@ -7,7 +7,7 @@ The names come from the kit's registries (what YAML accepts), so a new term has 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +27,10 @@ PRODUCT = RawWeight(level="sequence")
 BEFORE: dict[type[KeepTerm], tuple[KeepTerm, ...]] = {GroupRejection: (RatioBand(level="token", low=0.8, high=1.25),)}
 """Keep terms that must come before another one."""
 
+OWN: dict[type[PolicyLoss], tuple[Aggregation, float]] = {losses.OAPL: ("seq_mean_token_mean", 2.0)}
+"""Losses that the sum over tokens would change: the normaliser that gives one loss a response, and the factor of its
+gradient on-policy. OAPL is a square, (beta log(pi / mu) - (R - V))^2, with beta = 1 in its example."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -38,6 +42,7 @@ class Row:
         part: name of the weight, keep term, loss or option in YAML that it is about.
         objective: the kit's objective that computes it.
         control: for what depends on the whole batch: the row that resembles it and is known exactly.
+        factor: constant by which its loss multiplies the gradient on-policy, besides the normaliser's.
     """
 
     name: str
@@ -45,12 +50,18 @@ class Row:
     part: str
     objective: Objective
     control: str | None = None
+    factor: float = 1.0
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a batch's estimate is the mean of one term for each prompt group."""
+        return self.objective.aggregation != "token_mean" and self.objective.scope in ("row", "group")
 
     @property
     def exact(self) -> bool:
-        """Whether a batch's estimate is the mean of one term for each response, which a sum over responses covers."""
+        """Whether it is the mean of one term for each response, which a sum over responses covers."""
         reads_group = "group_rewards" in self.objective.policy_loss.reads
-        return self.objective.scope == "row" and self.objective.aggregation != "token_mean" and not reads_group
+        return self.by_group and self.objective.scope == "row" and not reads_group
 
 
 def objective(
@@ -105,16 +116,15 @@ def _keeps() -> Iterator[Row]:
             keep = (*BEFORE.get(cls, ()), term)
             wide = term.scope != "row"
             yield Row(name, "keep terms", part, objective(None, keep), "no correction" if wide else None)
-            control = "raw sequence" if wide else None
-            yield Row(f"{name}, times the product", "keep terms", part, objective(PRODUCT, keep), control)
+            if term == cls(**cls.example):  # its bias alone, without that of the missing weight
+                control = "raw sequence" if wide else None
+                yield Row(f"{name}, times the product", "keep terms", part, objective(PRODUCT, keep), control)
 
 
 def _losses() -> Iterator[Row]:
     for part, cls in LOSS_TYPES.items():
         loss = cls(**cls.example)
-        # The ratio of sums of token_mean is a matter of the normaliser and has its own row.
-        aggregation = SEPARABLE if loss.aggregation == "token_mean" else loss.aggregation
-        control = f"{aggregation}, no correction"
+        aggregation, factor = OWN.get(cls, (SEPARABLE, 1.0))
         options: dict[str, dict[str, Any]] = {"": {}, ", times the product": {"weight": PRODUCT}}
         options[", bypass"] = {"mode": "bypass"}
         for suffix, option in options.items():
@@ -124,8 +134,9 @@ def _losses() -> Iterator[Row]:
                 made = objective(loss=loss, aggregation=aggregation, **option)
             except ValueError:  # the weight would be counted twice
                 continue
-            row = Row(part + suffix, "losses", part, made)
-            yield row if row.exact else Row(row.name, row.group, row.part, row.objective, control)
+            row = Row(part + suffix, "losses", part, made, factor=factor)
+            control = "no correction" if option.get("weight") is None else "raw sequence"
+            yield row if row.exact else replace(row, control=control)
 
 
 def _normalisers() -> Iterator[Row]:
