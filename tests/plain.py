@@ -82,6 +82,9 @@ def divergence(statistic, log_p, log_q):
     if statistic == "binary_kl":
         rest, other = max(1 - q, SMALLEST_REST), max(1 - p, SMALLEST_REST)
         return max(q * math.log(q / p) + rest * math.log(rest / other), 0.0)
+    if statistic == "binary_kl_both":
+        p, q = (min(max(x, 1e-6), 1 - 1e-6) for x in (p, q))
+        return max(a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p)))
     return {
         "k1": -log_ratio,
         "k2": log_ratio**2 / 2,

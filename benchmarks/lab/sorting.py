@@ -42,7 +42,12 @@ class Block(nn.Module):
         past[:] = [k, v]
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=length == k.shape[2])
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+        return x + self.feed_forward(self.norms[1](x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """(B, L, width) of (B, L, width)."""
+        y: Tensor = self.down(functional.gelu(self.up(x)))
+        return y
 
 
 class Sorter(nn.Module):

@@ -174,7 +174,7 @@ def test_max_divergence_that_can_never_fire_is_refused(bad):
     OffPolicySequenceMask(max_divergence=25.0)
 
 
-@pytest.mark.parametrize("statistic", ["k2", "k3", "abs", "binary_tv", "binary_kl"])
+@pytest.mark.parametrize("statistic", ["k2", "k3", "abs", "binary_tv", "binary_kl", "binary_kl_both"])
 def test_divergence_bounds_of_a_statistic_that_is_never_negative(statistic):
     for bad in (0.0, -0.1):
         with pytest.raises(ValueError, match=f"high must be positive for {statistic}"):
@@ -186,7 +186,15 @@ def test_divergence_bounds_of_a_statistic_that_is_never_negative(statistic):
 
 @pytest.mark.parametrize(
     ("statistic", "largest"),
-    [("k1", 20.0), ("k2", 200.0), ("k3", math.expm1(20) - 20), ("abs", 20.0), ("binary_kl", 20.0), ("binary_tv", 1.0)],
+    [
+        ("k1", 20.0),
+        ("k2", 200.0),
+        ("k3", math.expm1(20) - 20),
+        ("abs", 20.0),
+        ("binary_kl", 20.0),
+        ("binary_kl_both", 13.8155),  # log 1e6
+        ("binary_tv", 1.0),
+    ],
 )
 def test_divergence_bounds_out_of_reach_are_refused(statistic, largest):
     for level in ("token", "turn_mean", "sequence_mean", "group"):
@@ -210,7 +218,7 @@ def test_divergence_lower_bound_out_of_reach_is_refused():
 
 @pytest.mark.parametrize("statistic", ["k4", "K3", None, 3])
 def test_unknown_statistic_is_refused(statistic):
-    with pytest.raises(ValueError, match=r"^statistic must be one of \['k1', .*'binary_kl'\], but got"):
+    with pytest.raises(ValueError, match=r"^statistic must be one of \['k1', .*'binary_kl_both'\], but got"):
         DivergenceBand(statistic=statistic, high=1.0)
 
 

@@ -10,9 +10,11 @@ from trl_offpolicy import (
     DivergenceBand,
     OffPolicySequenceMask,
     OutlierVeto,
+    PolicyBatch,
     ProbabilityDifferenceMask,
     RatioBand,
     StalenessBound,
+    presets,
 )
 from trl_offpolicy.correction.terms import TermInputs
 from trl_offpolicy.correction.terms.keep import STATISTIC_LEVELS
@@ -111,6 +113,43 @@ def test_divergence_band_bounds_are_inclusive():
     for statistic, low, high in (("k1", -0.5, 0.5), ("k2", 0.125, 0.125)):  # k2 = 0.5^2 / 2
         band = DivergenceBand(statistic=statistic, level="token", low=low, high=high).violations(TermInputs(*measured))
         assert not (band.above | band.below).any()
+
+
+def test_kpop_drops_by_either_direction():
+    """D(p, q) of (0.5, 0.25) is 0.1438 nats and D(q, p) 0.1308; the bound between them needs both directions."""
+    p, q = torch.tensor([[0.5, 0.25, 0.3, 1.0]]), torch.tensor([[0.25, 0.5, 0.25, 0.999]])
+
+    def bernoulli(a, b):  # float64, with the published clamp
+        a, b = (min(max(float(x), 1e-6), 1 - 1e-6) for x in (a, b))
+        return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+
+    inputs = TermInputs((p / q).log(), torch.ones(1, 4).bool(), torch.ones(1, 1), denominator_logps=q.log())
+    for high in (0.137, 0.1, 0.005):
+        pairs = zip(p[0].tolist(), q[0].tolist(), strict=True)
+        expected = [bernoulli(a, b) > high or bernoulli(b, a) > high for a, b in pairs]
+        kpop = DivergenceBand(statistic="binary_kl_both", level="token", high=high).violations(inputs)
+        assert flags(kpop, "above") == [expected], high
+        assert kpop.below is None
+    one_way = DivergenceBand(statistic="binary_kl", level="token", high=0.137).violations(inputs)
+    assert flags(one_way, "above") == [[False, True, False, False]]
+
+
+def test_kpop_gives_no_gradient_through_the_mask():
+    """The kept tokens have the gradient -A rho / n of a ratio loss, the dropped one has 0."""
+    logps = torch.tensor([[0.5, 0.3]]).log().requires_grad_()
+    sampled = torch.tensor([[0.25, 0.29]]).log()
+    objective = presets.get("paper/kpop").objective
+    batch = PolicyBatch(
+        per_token_logps=logps,
+        old_per_token_logps=logps.detach(),
+        sampling_per_token_logps=sampled,
+        completion_mask=torch.ones(1, 2).bool(),
+        advantages=torch.ones(1),
+    )
+
+    objective(batch).loss.backward()
+
+    close(logps.grad, torch.tensor([[0.0, -0.3 / 0.29 / 2]]))
 
 
 def test_divergence_k1_and_ratio_band_agree_in_direction():

@@ -51,6 +51,7 @@ MEANINGFUL = {  # written down once more, from what the statistics are
     "prob_diff": {"token", "turn_mean", "sequence_mean", "group"},  # signed probabilities have a mean, not a sum
     "binary_tv": ADDED_UP | {"sequence_max"},
     "binary_kl": ADDED_UP | {"sequence_max"},
+    "binary_kl_both": ADDED_UP | {"sequence_max"},
 }
 
 

@@ -163,6 +163,10 @@ def test_budget_by_dropping_one_at_a_time(budget):
             "binary_kl",
             [0.25 * math.log(0.5) + 0.75 * math.log(0.75 / 0.5), 0.8 * math.log(2) + 0.2 * math.log(0.2 / 0.6), 0.0],
         ),
+        (  # the KL from p is the larger one of both tokens
+            "binary_kl_both",
+            [0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75), 0.4 * math.log(0.5) + 0.6 * math.log(0.6 / 0.2), 0.0],
+        ),
     ],
 )
 def test_divergence_statistics(statistic, expected):
@@ -194,7 +198,7 @@ def test_binary_divergences_are_those_of_the_two_way_split():
     close(divergence(log_ratios, "binary_kl", q.log()), (theirs * (theirs / ours).log()).sum(0).float())
 
 
-@pytest.mark.parametrize("statistic", ["k2", "k3", "abs", "binary_tv", "binary_kl"])
+@pytest.mark.parametrize("statistic", ["k2", "k3", "abs", "binary_tv", "binary_kl", "binary_kl_both"])
 def test_divergences_are_zero_on_policy_and_never_negative(statistic):
     log_q = torch.linspace(-20, 0, 101)
     log_p = log_q.flip(0)
@@ -240,7 +244,7 @@ def test_k3_of_the_largest_log_ratio_is_finite():
 
 
 def test_unknown_statistic_is_refused():
-    with pytest.raises(ValueError, match=r"^statistic must be one of \['k1', .*'binary_kl'\], but got 'k4'"):
+    with pytest.raises(ValueError, match=r"^statistic must be one of \['k1', .*'binary_kl_both'\], but got 'k4'"):
         divergence(torch.zeros(1), "k4")
 
 
@@ -265,3 +269,11 @@ def test_tokens_of_high_entropy(top, kept):
 
 def test_without_a_trainable_token_no_entropy_is_high():
     assert not high_entropy_mask(ENTROPIES, torch.zeros_like(TRAINABLE), top=0.5).any()
+
+
+def test_high_entropy_among_more_tokens_than_torch_ranks():
+    """torch.quantile refuses more than 2^24 values."""
+    entropies = torch.arange(17_000_000, dtype=torch.float32).mul_(1e-6).view(1000, 17_000)
+    kept = high_entropy_mask(entropies, torch.ones_like(entropies, dtype=torch.bool), top=0.25)
+    assert kept.sum().item() == pytest.approx(17_000_000 / 4, abs=10)  # neighbours may be equal in float32
+    assert kept[751:].all()

@@ -247,6 +247,18 @@ def test_options(build: Callable[..., Pair], name: str, loss_type: str, level: s
     assert_same(pair, loss_inputs(pair.stock.model))
 
 
+def test_high_entropy_among_more_tokens_than_torch_ranks(build: Callable[..., Pair]) -> None:
+    """torch.quantile, which TRL calls, refuses more than 2^24 values."""
+    pair = build(top_entropy_quantile=0.25)
+    entropies = torch.arange(17_000_000, dtype=torch.float32).mul_(1e-6).view(1000, 17_000)
+    rows = {"completion_mask": torch.ones_like(entropies, dtype=torch.bool)}
+    with pytest.raises(RuntimeError, match="too large"):
+        pair.stock.get_high_entropy_mask(entropies, rows["completion_mask"], 0.75)
+    kept = pair.ours._high_entropy_mask(rows, entropies)
+    assert kept is not None
+    assert kept.sum().item() == pytest.approx(17_000_000 / 4, abs=10)  # neighbours may be equal in float32
+
+
 def test_delta_below_the_clip(build: Callable[..., Pair]) -> None:
     """TRL caps the ratio at delta before it counts clips, so that its high clip then reads 0; here it is counted."""
     pair = build(delta=1.1)

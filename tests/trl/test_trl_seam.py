@@ -17,7 +17,7 @@ import pytest
 SNAPSHOT = Path(__file__).with_name("trl_seam.txt")
 METHODS = (
     "__init__", "_generate_and_score_completions", "_calculate_rewards", "_get_per_token_logps_and_entropies",
-    "_compute_loss", "log", "get_high_entropy_mask", "create_model_card", "_save_checkpoint",
+    "_compute_loss", "log", "create_model_card", "_save_checkpoint",
     "_load_optimizer_and_scheduler", "training_step", "_prepare_inputs", "_generate_single_turn",
 )  # fmt: skip
 ATTRIBUTES = (

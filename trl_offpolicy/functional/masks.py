@@ -12,8 +12,9 @@ from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.collective import gather_flat
 from trl_offpolicy.functional.kl import k3
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, expm1_of
+from trl_offpolicy.functional.quantiles import quantile
 
-Statistic = Literal["k1", "k2", "k3", "abs", "prob_diff", "binary_tv", "binary_kl"]
+Statistic = Literal["k1", "k2", "k3", "abs", "prob_diff", "binary_tv", "binary_kl", "binary_kl_both"]
 
 
 def outlier_veto(
@@ -107,7 +108,7 @@ def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, acr
 
 
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
-PROBABILITY_STATISTICS: tuple[Statistic, ...] = ("prob_diff", "binary_tv", "binary_kl")
+PROBABILITY_STATISTICS: tuple[Statistic, ...] = ("prob_diff", "binary_tv", "binary_kl", "binary_kl_both")
 """Statistics that need the probabilities, not only their ratio."""
 
 
@@ -122,18 +123,20 @@ def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | N
     - prob_diff = p - q of the sampled token, in [-1, 1]; binary_tv = \|p - q\|, the total variation of
       "this token or another".
     - binary_kl = KL of the same two-way split, q log(q / p) + (1 - q) log((1 - q) / (1 - p)), nats.
+    - binary_kl_both = the larger of that KL and the one from p to q, with p and q clamped to [1e-6, 1 - 1e-6], nats.
 
     The binary divergences are lower bounds of the full ones: merging all other tokens loses information.
 
     Args:
         log_ratios: (B, T) float32.
         statistic: one of :data:`STATISTICS`.
-        denominator_logps: (B, T) log q, needed by the last three; where it is not finite the result is not usable.
+        denominator_logps: (B, T) log q, needed by the last four; where it is not finite the result is not usable.
 
     Raises:
         ValueError: unknown statistic, or ``denominator_logps`` missing.
 
-    Reference: Schulman 2020, "Approximating KL divergence"; Qi et al. 2026, DPPO (arXiv:2602.04879), binary TV and KL.
+    Reference: Schulman 2020, "Approximating KL divergence"; Qi et al. 2026, DPPO (arXiv:2602.04879), binary TV and KL;
+    Guo et al. 2026, KPop (ringtech.notion.site/kpop), both directions, clamped as in prime-rl pull request 3283.
     """
     log_ratios = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     if statistic == "k1":
@@ -153,6 +156,8 @@ def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | N
     difference = q * expm1_of(log_ratios)
     if statistic == "prob_diff":
         return difference
+    if statistic == "binary_kl_both":
+        return _binary_kl_both(q, q + difference)
     return difference.abs() if statistic == "binary_tv" else _binary_kl(q, difference, log_ratios)
 
 
@@ -165,6 +170,20 @@ def _binary_kl(q: Tensor, difference: Tensor, log_ratios: Tensor) -> Tensor:
     rest = (1 - q).clamp(min=_SMALLEST)
     other = (1 - q - difference).clamp(min=_SMALLEST)
     return (-q * log_ratios + rest * (rest.log() - other.log())).clamp(min=0.0)
+
+
+_KPOP_FLOOR = 1e-6
+"""KPop's least probability of the token and of all other tokens together."""
+
+
+def _binary_kl_both(q: Tensor, p: Tensor) -> Tensor:
+    """The larger of the KL from Bernoulli(q) to Bernoulli(p) and the one from p to q, never negative."""
+    # "Another token" is clamped by itself: 1 - 1e-6 in float32 would leave 1.01e-6 for it.
+    token_p, other_p, token_q, other_q = (x.clamp(_KPOP_FLOOR, 1 - _KPOP_FLOOR) for x in (p, 1 - p, q, 1 - q))
+    token, other = token_p.log() - token_q.log(), other_p.log() - other_q.log()
+    from_p = token_p * token + other_p * other
+    from_q = -(token_q * token + other_q * other)
+    return torch.maximum(from_p, from_q).clamp(min=0.0)
 
 
 def high_entropy_mask(entropies: Tensor, mask: Tensor, *, top: float) -> Tensor:
@@ -194,4 +213,4 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, *, top: float) -> Tensor:
     everyone = everyone[everyone > -torch.inf]
     if not len(everyone):
         return torch.zeros_like(mask)
-    return mask & (own >= torch.quantile(everyone, 1 - top))
+    return mask & (own >= quantile(everyone, 1 - top))

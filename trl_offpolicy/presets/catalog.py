@@ -88,6 +88,7 @@ ICEPOP = "Ling team 2025, Ring-1T, 'Every step evolves' (arXiv:2510.18855), sect
 LOGIT_FUSION = "Zhang et al. 2026, 'Logit fusion'"
 GEOMETRIC = "'A geometric view of off-policy sequence masking' 2026; " + MIS
 DEEPSEEK = "DeepSeek-AI 2025, DeepSeek-V3.2 (arXiv:2512.02556), Eq. 8-9"
+KPOP = "Guo et al. 2026, KPop (ringtech.notion.site/kpop)"
 DPPO = "Qi et al. 2026, DPPO, 'Rethinking the trust region in LLM RL' (arXiv:2602.04879)"
 
 METHODS: dict[str, Row] = {
@@ -136,6 +137,16 @@ METHODS: dict[str, Row] = {
         "Token-level double-sided masking; made for MoE models. Expect 1 to 2 tokens in a thousand outside.",
         citation=ICEPOP,
         formula="w_t = rho_t if low <= rho_t <= high else 0",
+    ),
+    "paper/kpop": Row(
+        lambda high=0.1: Correction(
+            weight=RawWeight(), keep=(DivergenceBand(statistic="binary_kl_both", level="token", high=high),)
+        ),
+        "IcePop's successor, made for MoE models: a band on probabilities, so that a token is judged by how far it "
+        "moved and not by its ratio. Rare tokens may move by large factors, certain ones hardly at all. AReaL's "
+        "example has high 2.0.",
+        citation=KPOP,
+        formula="w_t = rho_t; drop a token where KL_binary(p, q) > high or KL_binary(q, p) > high",
     ),
     "paper/minpro": Row(
         lambda max_weight=None: Correction(weight=PrefixMinWeight(max_weight=max_weight)),

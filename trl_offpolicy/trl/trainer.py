@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.diagnosis.report.model_card import write_card
+from trl_offpolicy.functional.masks import high_entropy_mask
 from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import (
     EntropyControl,
@@ -263,8 +264,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _high_entropy_mask(self, inputs: dict[str, Any], entropies: Tensor) -> Tensor | None:
         if self.top_entropy_quantile >= 1.0:
             return None
-        mask = batches.trainable(inputs)
-        return cast("Tensor", self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile))
+        # not TRL's method, which fails above 2^24 tokens
+        return high_entropy_mask(entropies, batches.trainable(inputs), top=self.top_entropy_quantile)
 
     def _current_objective(self) -> Objective:
         """The objective of the loss step, with its current coefficients."""

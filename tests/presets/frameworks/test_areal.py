@@ -16,12 +16,19 @@ BOUNDS = {  # statistic -> level or aggregate -> (lower, upper)
     "kl_k1": {"token": (-0.4, 0.3), "mean": (-0.1, 0.2), "sum": (-0.6, 0.7), "max": (0.01, 0.6)},
     "kl_k2": {"token": (None, 0.08), "mean": (None, 0.06), "sum": (0.01, 0.3), "max": (None, 0.3)},
     "kl_k3": {"token": (None, 0.08), "mean": (None, 0.06), "sum": (0.01, 0.3), "max": (None, 0.3)},
+    "binary_kl": {"token": (None, 0.002), "mean": (None, 0.002), "sum": (0.01, 0.1), "max": (None, 0.005)},
 }
 
 
-def statistic(metric, log_ratio):
+def bernoulli(a, b):
+    return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+
+
+def statistic(metric, log_ratio, log_q):
     """Signs as in AReaL: k1 = +log r, and k3 of the inverse ratio."""
+    p, q = math.exp(log_q + log_ratio), math.exp(log_q)
     return {
+        "binary_kl": max(bernoulli(p, q), bernoulli(q, p)),
         "ratio": log_ratio,
         "kl_k1": log_ratio,
         "kl_k2": log_ratio**2 / 2,
@@ -35,11 +42,11 @@ def gather(values, agg):
     return {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[agg]
 
 
-def correct(log_ratios, options):
+def correct(log_ratios, sampling, options):
     """Weights and keep mask of one response."""
     metric, by_row = options["metric"], options["level"] == "sequence"
     upper, lower = options["upper"], options.get("lower")
-    values = [statistic(metric, value) for value in log_ratios]
+    values = [statistic(metric, value, log_q) for value, log_q in zip(log_ratios, sampling, strict=True)]
     decided = [gather(values, options["agg"])] * len(values) if by_row else values
     decided = [math.exp(value) if metric == "ratio" else value for value in decided]
     inside = [value <= upper and (lower is None or value >= lower) for value in decided]
@@ -57,7 +64,7 @@ def correct(log_ratios, options):
 def run(batch, options):
     """Weights, keep masks and loss over the original token count."""
     rows = rows_of(batch)
-    corrected = [correct(row.mismatch, options) for row in rows]
+    corrected = [correct(row.mismatch, row.sampling, options) for row in rows]
     weights, keep = ([part[i] for part in corrected] for i in (0, 1))
     total = sum(
         k * w * ppo(now - old, row.advantage)
@@ -104,6 +111,18 @@ def test_k3_is_that_of_the_inverse_ratio():
     keep = quiet(metric="kl_k3", upper=0.25).correction(batch).keep_mask
 
     assert keep.squeeze(1).tolist() == [False, True]
+
+
+def test_binary_kl_of_a_token_and_of_a_response():
+    """KPop's p = e^-4: (1.5, 2) has 0.0013 and 0.0036 nats, by AReaL's formula with the larger direction."""
+    batch = policy_batch([[1.5, 2.0], [1.0, 1.0]])
+
+    token = quiet(metric="binary_kl", upper=0.003).correction(batch)
+    row = quiet(metric="binary_kl", upper=0.003, level="sequence", agg="sum").correction(batch)
+
+    assert token.keep_mask.tolist() == [[True, False], [True, True]]
+    assert row.keep_mask.tolist() == [[False, False], [True, True]]
+    assert token.weights[0].tolist() == pytest.approx([1.5, 2.0])
 
 
 def test_the_product_decides_and_the_geometric_mean_weighs():

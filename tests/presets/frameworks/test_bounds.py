@@ -53,6 +53,7 @@ CASES = [  # framework, options with CAP in place of the bound, the weight, the 
     ("areal", {"upper": "CAP", "metric": "kl_k1", "level": "sequence", "agg": "max"}, RawWeight(), ()),
     ("areal", {"upper": "CAP", "metric": "kl_k2"}, RawWeight(), ()),
     ("areal", {"upper": "CAP", "metric": "kl_k3"}, RawWeight(), ()),
+    ("areal", {"upper": "CAP", "metric": "binary_kl"}, RawWeight(), ()),
     ("openrlhf", {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": [0.0, "CAP"]}, RawWeight(), ()),
     (
         "openrlhf",

@@ -44,6 +44,7 @@ STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
     "prob_diff": ("token", "turn_mean", "sequence_mean", "group"),
     "binary_tv": (*_ADDED_UP, "sequence_max"),
     "binary_kl": (*_ADDED_UP, "sequence_max"),
+    "binary_kl_both": (*_ADDED_UP, "sequence_max"),
 }
 """The levels at which each statistic has a meaning. The extremes of the signed k1 are those of the ratio
 (``RatioBand``), signed probability differences do not add up over tokens, and no statistic but the ratio accumulates
@@ -58,7 +59,13 @@ _OVER: dict[Level, str] = {
     "sequence_max": "max_t {}",
     "group": "mean_group {}",
 }
-_STATISTIC_TEXT = {"abs": "|log rho|", "prob_diff": "(p - q)", "binary_tv": "|p - q|", "binary_kl": "KL_binary"}
+_STATISTIC_TEXT = {
+    "abs": "|log rho|",
+    "prob_diff": "(p - q)",
+    "binary_tv": "|p - q|",
+    "binary_kl": "KL_binary",
+    "binary_kl_both": "max(KL_binary, reverse KL_binary)",
+}
 
 
 def reach(statistic: Statistic, level: Level) -> tuple[float, float]:
@@ -66,6 +73,8 @@ def reach(statistic: Statistic, level: Level) -> tuple[float, float]:
     c = LOG_RATIO_CLAMP
     largest = {"k1": c, "k2": c * c / 2, "k3": math.expm1(c) - c, "abs": c, "binary_kl": c}
     largest |= {"prob_diff": 1.0, "binary_tv": 1.0}
+    # Probabilities 1e-6 and 1 - 1e-6: (1 - 2e-6) log((1 - 1e-6) / 1e-6).
+    largest["binary_kl_both"] = (1 - 2e-6) * math.log((1 - 1e-6) / 1e-6)
     most = math.inf if level in ("sequence", "turn") else largest[statistic]
     return (-most if statistic in ("k1", "prob_diff") else 0.0), most
 

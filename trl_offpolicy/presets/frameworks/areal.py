@@ -11,6 +11,7 @@ from trl_offpolicy.correction.terms.keep import reach
 from trl_offpolicy.functional.kl import k3
 from trl_offpolicy.functional.levels import Level, aggregate
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.functional.masks import Statistic
 from trl_offpolicy.presets.frameworks import bounds
 from trl_offpolicy.presets.frameworks.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
@@ -18,7 +19,7 @@ from trl_offpolicy.presets.preset import Preset, make_preset
 CHOICES = {
     "level": ("token", "sequence"),
     "action": ("mask", "clamp"),
-    "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
+    "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"),
     "agg": ("mean", "sum", "max"),
 }
 AGGREGATES: dict[str, Level] = {"mean": "sequence_mean", "sum": "sequence", "max": "sequence_max"}
@@ -73,12 +74,16 @@ def from_areal(**rejection_sampling: object) -> Preset:
     - action: "mask" drops what is outside [lower, upper] and leaves the weight raw; "clamp" (metric "ratio" only)
       holds the weight inside. The weight is pi_old / mu per token. At level "sequence" with metric "ratio" it is the
       geometric mean, whatever agg says.
-    - metric: "ratio"; "kl_k1" = log rho; "kl_k2" = log^2 rho / 2; "kl_k3".
+    - metric: "ratio"; "kl_k1" = log rho; "kl_k2" = log^2 rho / 2; "kl_k3"; "binary_kl" (KPop): the larger of both
+      directions of the KL of "this token or another", per token, then aggregated by agg.
     - upper (default 5.0), lower: inclusive.
     - use_decoupled_loss: True by default here. In AReaL it is False, but ``rejection_sampling`` acts only with it.
 
     pi_old is AReaL's proximal policy. Dropped tokens stay in the denominator. AReaL does not clamp log-ratios.
-    Non-finite log-ratios are neutral here (in AReaL they fail every KL bound).
+    Non-finite log-ratios are neutral here (in AReaL they fail every KL bound). "binary_kl" clamps probabilities to
+    [1e-6, 1 - 1e-6] as its authors do; AReaL's upper clamp, 1 - 1e-8, is 1 in float32, so that a token of probability
+    1 gives NaN there and is dropped. AReaL's own check of the configuration still refuses the name "binary_kl" at
+    cbff54d.
 
     **Bugs reproduced:** "kl_k3" is exp(-l) - 1 + l, the estimator of the other direction (its documentation says
     r - log r - 1): :class:`ReversedK3Band`. "kl_k1" has the opposite sign of Schulman's k1.
@@ -96,7 +101,8 @@ def from_areal(**rejection_sampling: object) -> Preset:
         >>> from_areal(level="token", action="mask", upper=5.0).formula
         'w = rho_t; keep if rho_t <= 5'
 
-    Reference: AReaL 4aef98d8d, ``areal/utils/functional/functional.py``, ``apply_rejection_sampling``.
+    Reference: AReaL 4aef98d8d, ``areal/utils/functional/functional.py``, ``apply_rejection_sampling``; "binary_kl":
+    the same function at cbff54d.
     """
     options = read_options(ARealOptions, rejection_sampling, framework="AReaL's rejection_sampling")
     given = [name for name in rejection_sampling if name != "use_decoupled_loss"]
@@ -153,11 +159,13 @@ def _keep(options: ARealOptions) -> tuple[KeepTerm, ...]:
         tell(f"lower={low} has no effect on {options.metric}, which is never negative, in AReaL as here.")
         low = None
     # Both directions of k3 have the same limit.
-    high = bounds.upper("upper", options.upper, reach("k2" if options.metric == "kl_k2" else "k3", level)[1])
+    statistics: dict[str, Statistic] = {"kl_k2": "k2", "kl_k3": "k3", "binary_kl": "binary_kl_both"}
+    statistic = statistics[options.metric]
+    high = bounds.upper("upper", options.upper, reach(statistic, level)[1])
     if low is None and high == math.inf:
         return ()
-    if options.metric == "kl_k2":
-        return bounds.divergence_band("k2", level, low, high)
+    if options.metric != "kl_k3":
+        return bounds.divergence_band(statistic, level, low, high)
     return (ReversedK3Band(level=level, low=low, high=high),)
 
 

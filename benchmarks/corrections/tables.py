@@ -1,0 +1,136 @@
+"""From results to tables: means over seeds with 95 % t intervals, paired by seed with what they are compared to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from benchmarks.corrections.mismatches import MISMATCHES
+from benchmarks.corrections.results import Result
+from benchmarks.corrections.rows import ROWS
+from benchmarks.lab.intervals import Interval, interval
+
+BySeed = dict[int, Result]
+
+
+def cell(results: Sequence[Result], task: str, mismatch: str, row: str) -> BySeed:
+    """The runs of a cell."""
+    return {
+        line["seed"]: line for line in results if (line["task"], line["mismatch"], line["row"]) == (task, mismatch, row)
+    }
+
+
+def reference_of(mismatch: str) -> str:
+    """The mismatch of the runs without any."""
+    return "experts" if MISMATCHES[mismatch].experts else "none"
+
+
+def difference(mine: BySeed, others: BySeed, name: str = "accuracy") -> Interval | None:
+    """Mean difference over the seeds that both have; None without any."""
+    shared = sorted(set(mine) & set(others))
+    return interval([mine[seed][name] - others[seed][name] for seed in shared]) if shared else None
+
+
+def cost_of(results: Sequence[Result], task: str, mismatch: str, row: str = "none") -> Interval | None:
+    """Accuracy with the mismatch minus that without, at the same seeds."""
+    return difference(cell(results, task, mismatch, row), cell(results, task, reference_of(mismatch), "none"))
+
+
+def gain_of(results: Sequence[Result], task: str, mismatch: str, row: str) -> Interval | None:
+    """Accuracy with the correction minus that without, at the same mismatch and seeds."""
+    return difference(cell(results, task, mismatch, row), cell(results, task, mismatch, "none"))
+
+
+def share_back(cost: Interval | None, gain: Interval | None) -> float | None:
+    """The share of a cost that a correction gets back; None where the cost is not beyond its interval."""
+    if cost is None or gain is None or math.isnan(cost.half) or cost.mean + cost.half >= 0:
+        return None
+    return -gain.mean / cost.mean
+
+
+def collapsed(line: Result) -> bool:
+    """Below half of the warm start's accuracy."""
+    return bool(line["accuracy"] < line["start_accuracy"] / 2)
+
+
+def report(results: Sequence[Result]) -> str:
+    """All tables, for each task that has results."""
+    tasks = [task for task in ("sorting", "reversing") if any(line["task"] == task for line in results)]
+    parts = []
+    for task in tasks:
+        parts += [f"## {task}\n", "What the mismatch is, and what it costs:\n", costs(results, task)]
+        parts += ["What a correction changes (accuracy against none at the same mismatch; points):\n"]
+        parts += [gains(results, task), "Answers right in the end (points; * = collapsed runs):\n", ends(results, task)]
+    return "\n".join(parts)
+
+
+def costs(results: Sequence[Result], task: str) -> str:
+    """One line a mismatch, of the runs without a correction."""
+    head = ("mismatch", "seeds", "KL k3", "ESS token", "ESS sequence", "accuracy", "cost", "logged - true reward")
+    measured = ("mismatch_k3", "ess_token", "ess_sequence")
+    lines = []
+    for name, mismatch in MISMATCHES.items():
+        mine = cell(results, task, name, "none")
+        if not mine:
+            continue
+        kl, token, sequence = (statistics.mean(line[key] for line in mine.values()) for key in measured)
+        rewards = interval([line["sampler_reward"] - line["reward"] for line in mine.values()])
+        lines.append(
+            [
+                mismatch.title,
+                str(len(mine)),
+                f"{kl:.2g}",
+                f"{token:.3f}",
+                f"{sequence:.2f}",
+                interval([line["accuracy"] for line in mine.values()]).text(1, scale=100),
+                "-" if name == reference_of(name) else _points(cost_of(results, task, name)),
+                rewards.text(3, sign=True),
+            ]
+        )  # fmt: skip
+    return _markdown(head, lines)
+
+
+def gains(results: Sequence[Result], task: str) -> str:
+    """Corrections against mismatches; bold where the interval leaves out 0."""
+    return _grid(
+        results, task, lambda mismatch, row: _points(gain_of(results, task, mismatch, row), bold=True), skip="none"
+    )
+
+
+def ends(results: Sequence[Result], task: str) -> str:
+    """Accuracy in the end, and collapsed runs."""
+
+    def text(mismatch: str, row: str) -> str:
+        mine = cell(results, task, mismatch, row)
+        if not mine:
+            return ""
+        stars = "*" * sum(map(collapsed, mine.values()))
+        return f"{interval([line['accuracy'] for line in mine.values()]).mean * 100:.1f}{stars}"
+
+    return _grid(results, task, text)
+
+
+def _grid(results: Sequence[Result], task: str, text: Callable[[str, str], str], skip: str = "") -> str:
+    present = [name for name in MISMATCHES if name != "experts" and any(_is(line, task, name) for line in results)]
+    rows = [row for row in ROWS if row != skip and any(line["row"] == row and line["task"] == task for line in results)]
+    head = ("correction", *(MISMATCHES[name].title for name in present))
+    return _markdown(head, [[ROWS[row].title, *(text(name, row) for name in present)] for row in rows])
+
+
+def _is(line: Result, task: str, mismatch: str) -> bool:
+    return (line["task"], line["mismatch"]) == (task, mismatch)
+
+
+def _points(found: Interval | None, *, bold: bool = False) -> str:
+    """In points of accuracy."""
+    if found is None:
+        return ""
+    text = found.text(1, sign=True, scale=100)
+    sure = not math.isnan(found.half) and abs(found.mean) > found.half
+    return f"**{text}**" if bold and sure else text
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n".join(rows) + "\n"
