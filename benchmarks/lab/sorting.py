@@ -42,7 +42,11 @@ class Block(nn.Module):
         past[:] = [k, v]
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=length == k.shape[2])
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+        return x + self.feed(self.norms[1](x))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward of normed ``x``; a block with experts has another."""
+        return self.down(functional.gelu(self.up(x)))
 
 
 class Sorter(nn.Module):
