@@ -219,8 +219,8 @@ def find(runs: Sequence[Outcome]) -> Finding:
     elif inside and not counts["open"]:
         verdict = "holds"
     why = (
-        f"of {len(inside)} gains within the budget {counts['below']} are below {LIMIT:.1%} with their whole 95 % interval, "
-        f"{counts['above']} are at or above it, {counts['open']} are open"
+        f"of {len(inside)} gains within the budget {counts['below']} are below {LIMIT:.1%} with their whole "
+        f"95 % interval, {counts['above']} are at or above it, {counts['open']} are open"
     )
     rows = [
         [

@@ -21,8 +21,8 @@ Choice = Callable[[Tensor], Tensor]
 class Experts(nn.Module):
     """K small feed-forwards of which the router picks ``top``; their outputs are weighted by a softmax over those.
 
-    ``choose`` (None = the best) may be set to record, replay or change the choice. The weights of the chosen experts are always the
-    router's own.
+    ``choose`` (None = the best) may be set to record, replay or change the choice. The weights of the chosen experts
+    are always the router's own.
     """
 
     def __init__(self, width: int, experts: int, top: int) -> None:

@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each run has one thread
 import torch
 
 from benchmarks.conjectures.common import Conjecture, Outcome
 from benchmarks.lab.jobs import cost_text, outcome_of, run_and_time, write_atomically
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("collapse", "moe", "budget", "lag")
 RESULTS = ROOT / "benchmarks" / "conjectures" / "results"
 
