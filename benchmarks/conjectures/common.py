@@ -65,14 +65,14 @@ def unwarmed(settings: Any, seed: int, folder: Path) -> None:
 
 
 def rollouts_of(
-    sampler: Sorter, learner: Sorter, groups: int, task: Task, asking: torch.Generator, chance: torch.Generator
+    sampler: Sorter, old: Sorter | None, groups: int, task: Task, asking: torch.Generator, chance: torch.Generator
 ) -> Rollouts:
-    """Answers of one model to new prompts, ``GROUP`` each; ``old`` holds the other's log-probs, before it learns."""
+    """Answers of a model to new prompts, ``GROUP`` each, with the log-probs of another (None = its own) as ``old``."""
     answers = sample(sampler, prompts(groups, asking).repeat_interleave(GROUP, 0), chance)
     with torch.no_grad():
-        old = token_logps(learner, answers.ids)
+        logps = answers.logps if old is None else token_logps(old, answers.ids)
     rewards = reward(answers, task)
-    return Rollouts(answers, old, rewards, group_advantages(rewards, GROUP), GROUP)
+    return Rollouts(answers, logps, rewards, group_advantages(rewards, GROUP), GROUP)
 
 
 @torch.no_grad()
