@@ -186,6 +186,17 @@ def test_costs_and_gains_are_paired_by_seed() -> None:
     assert "**+5.0 ± 0.0**" in text and "-10.0 ± 0.0" in text
 
 
+def test_the_answer_names_only_what_is_beyond_its_interval() -> None:
+    rows = {"none": (0.4, 0.0), "token_tis": (0.45, 0.0), "icepop": (0.41, 0.1), "opsm": (0.3, 0.0)}
+    results = [line("none", "none", seed, 0.5) for seed in range(3)]
+    for row in ("none", "token_tis", "icepop", "opsm"):
+        mean, spread = rows[row]
+        results += [line("int3", row, seed, mean + spread * (seed - 1)) for seed in range(3)]
+    text = tables.answer(results, "sorting")
+    assert "token TIS, cap 2 +5.0 ± 0.0 (50%)" in text and "IcePop" not in text
+    assert text.splitlines()[2].endswith("| OPSM -10.0 ± 0.0 |")
+
+
 def test_collapsed_runs_are_counted() -> None:
     results = [line("int3", "none", seed, 0.1 if seed else 0.3) for seed in range(3)]
     assert "16.7**" in tables.ends(results, "sorting")
