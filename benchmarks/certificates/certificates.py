@@ -124,8 +124,8 @@ def moments(over: Space, by_response: Tensor, case: Case) -> Moments:
 def scale(row: Row, case: Case) -> float:
     """The constant by which the row's normaliser multiplies the gradient.
 
-    The row's own factor if it has one. Else 1 for the sum over a response's tokens, 1 / L for Dr. GRPO's, the batch for a plain sum. For a mean over tokens it
-    is 1 over the expected length: that of the ratio of sums in a large batch.
+    The row's own factor if it has one. Else 1 for the sum over a response's tokens, 1 / L for Dr. GRPO's, the batch for
+    a plain sum. For a mean over tokens it is 1 over the expected length: that of the ratio of sums in a large batch.
     """
     if row.factor != 1.0:
         return row.factor
@@ -175,10 +175,10 @@ def _from_batches(row: Row, case: Case, batches: int, seed: int) -> tuple[Tensor
     if row.by_group:  # groups do not see each other: all batches in one call
         found = coefficients(row.objective, case, drawn).double() * batches
     else:
-        found = torch.cat([coefficients(row.objective, case, index) for index in drawn.split(BATCH)]).double()
+        found = torch.cat([coefficients(row.objective, case, index) for index in torch.split(drawn, BATCH)]).double()
     estimates, differences = [], []
     one = torch.ones(BATCH, dtype=torch.float64)
-    for index, by_token in zip(drawn.split(BATCH), found.split(BATCH), strict=True):
+    for index, by_token in zip(torch.split(drawn, BATCH), torch.split(found, BATCH), strict=True):
         over = case.space.take(index)
         estimate = over.gradient(by_token, one, case.target)
         estimates.append(estimate.flatten())

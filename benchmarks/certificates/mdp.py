@@ -109,6 +109,7 @@ def space(vocabulary: int, horizon: int) -> Space:
             longer = (*prefix, token)
             (responses if token == 0 or len(longer) == horizon else prefixes).append(longer)
     responses.sort()
+    prefixes.sort()
     place = {prefix: index for index, prefix in enumerate(prefixes)}
     padded = [[*y, *([0] * (horizon - len(y)))] for y in responses]
     states = [[place[y[:t]] if t < len(y) else 0 for t in range(horizon)] for y in responses]

@@ -63,6 +63,7 @@ class Case:
         rewards: (N,).
         baseline: constant that is subtracted from the rewards, the target's expected reward.
         gradient: (S, vocabulary), the exact gradient of the target's expected reward.
+        token_advantages: (N, T) in place of the reward minus the baseline; None = that.
     """
 
     space: Space
@@ -73,11 +74,12 @@ class Case:
     rewards: Tensor
     baseline: float
     gradient: Tensor
+    token_advantages: Tensor | None = None
 
     @property
     def advantages(self) -> Tensor:
-        """(N,) reward minus the constant baseline."""
-        return self.rewards - self.baseline
+        """(N,) reward minus the constant baseline, or (N, T) if it has others."""
+        return self.rewards - self.baseline if self.token_advantages is None else self.token_advantages
 
     @property
     def tokens(self) -> float:

@@ -170,7 +170,9 @@ def rows() -> dict[str, Row]:
         raise ValueError(f"every row must have its own name, but got {len(every) - len(table)} of them twice.")
     for row in every:
         if row.exact != (row.control is None) or (row.control is not None and not table[row.control].exact):
-            raise ValueError(f"{row.name} must have an exact control if it depends on the batch, but got {row.control}.")
+            raise ValueError(
+                f"{row.name} must have an exact control if it depends on the batch, but got {row.control}."
+            )
     return table
 
 
