@@ -9,8 +9,8 @@ estimator's mean:
     P                       <J, m>^2 / (tr Var + |Bias|^2)
     P, best step size       max over c of P(c a) = <J, m>^2 / (tr Var + |m|^2 - <J, m>^2 / |J|^2)
 
-P is that of Liu 2026, "Off-policy drift in LLM RL", problem 1. It depends on the scale of the estimator, which a learning
-rate absorbs; the last line does not.
+P is that of Liu 2026, "Off-policy drift in LLM RL", problem 1. It depends on the scale of the estimator, which a
+learning rate absorbs; the last line does not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def off_diagonal(products: Tensor, counts: Tensor) -> Tensor:
 
 
 def moments(estimates: Tensor, oracle: Tensor, counts: Tensor) -> Moments:
-    """Of batches' gradients ``estimates`` and ``oracle`` (n, P), paired, under the weights ``counts`` (R, n); float64."""
+    """Of gradients ``estimates`` and ``oracle`` (n, P) of n batches, weighted by ``counts`` (R, n); in float64."""
     a, o = estimates.double(), oracle.double()
     counts = counts.double()
     own, apart = a @ a.T, (a - o) @ (a - o).T

@@ -1,4 +1,4 @@
-"""One piece of the benchmark: a batch of answers from three samplers, and every estimator's gradient at every length."""
+"""One piece of the benchmark: a batch of answers of three samplers, every estimator's gradient at every length."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from benchmarks.lab.loop import rounded
 from benchmarks.lab.sorting import COUNT, Answers, prompts, token_logps
 
 SAMPLERS = {"int4": "weights rounded to 4 bits", "lag": "weights of 4 optimizer steps ago"}
-ROWS_AT_ONCE = 16_384
-"""Tokens whose factors are made in one pass."""
+TOKENS_AT_ONCE = 16_384
+"""Whose factors are made in one pass: about 80 MB."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Settings:
 
     Args:
         longest: tokens of the longest answers. Lengths are 16, 32, ... up to it; shorter answers are their beginnings.
-        short: tokens of the answers of the cheap batches, which stop there.
+        cheap: tokens of the answers of the cheap batches, which stop there.
         long_batches: batches of the longest answers, for each seed.
-        short_batches: cheap batches, for each seed.
+        cheap_batches: cheap batches, for each seed.
         groups: prompts of a batch.
         group_size: answers a prompt.
         turn: tokens of a turn.
@@ -45,9 +45,9 @@ class Settings:
     """
 
     longest: int = 1024
-    short: int = 256
-    long_batches: int = 12
-    short_batches: int = 20
+    cheap: int = 256
+    long_batches: int = 20
+    cheap_batches: int = 56
     groups: int = 16
     group_size: int = 4
     turn: int = 32
@@ -57,7 +57,7 @@ class Settings:
     lag_length: int = 64
     warm_steps: int = 400
     settle_steps: int = 60
-    numbers: int = 4096
+    numbers: int = 2048
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -100,17 +100,26 @@ class Start:
 
 def prepare(settings: Settings, seed: int, folder: Path) -> Start:
     """Warm start, then the optimizer steps of the lag; read from ``folder`` if it was made there."""
-    key = [getattr(settings, name) for name in ("longest", "lag", "lag_rate", "lag_length", "warm_steps", "settle_steps")]
+    key = [
+        getattr(settings, name) for name in ("longest", "lag", "lag_rate", "lag_length", "warm_steps", "settle_steps")
+    ]
     path = folder / f"{'-'.join(map(str, key))}-{seed}.pt"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy, behind = Walker(settings.longest), Walker(settings.longest)
     if not path.exists():
-        stages = [Stage(settings.warm_steps, 32, min(64, settings.longest)), Stage(settings.settle_steps, 8, settings.longest)]
+        stages = [
+            Stage(settings.warm_steps, 32, min(64, settings.longest)),
+            Stage(settings.settle_steps, 8, settings.longest),
+        ]
         warm_start(policy, stages=stages, generator=torch.Generator().manual_seed(seed))
         behind.load_state_dict(policy.state_dict())
         learn(policy, settings, seed)
-        made = {"policy": policy.state_dict(), "behind": behind.state_dict(), "thresholds": medians(policy, settings, seed)}
+        made = {
+            "policy": policy.state_dict(),
+            "behind": behind.state_dict(),
+            "thresholds": medians(policy, settings, seed),
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(made, path)
     found = torch.load(path, weights_only=True)
@@ -137,7 +146,9 @@ def learn(policy: Walker, settings: Settings, seed: int) -> None:
 def medians(policy: Walker, settings: Settings, seed: int) -> dict[int, float]:
     """{length: median winding of 256 answers}, so that half of the answers are right at every length."""
     chance = torch.Generator().manual_seed(2 * 10**6 + seed)
-    answers = sample(policy, prompts(256, chance), settings.longest, torch.rand(256, settings.longest, generator=chance))
+    answers = sample(
+        policy, prompts(256, chance), settings.longest, torch.rand(256, settings.longest, generator=chance)
+    )
     return {length: float(winding(beginning(answers, length)).float().median()) for length in settings.lengths}
 
 
@@ -149,10 +160,10 @@ def beginning(answers: Answers, length: int) -> Answers:
 def plan(settings: Settings, seeds: tuple[int, ...]) -> list[Job]:
     """The long batches first, then the cheap ones."""
     jobs = [Job(seed, part, settings.longest) for part in range(settings.long_batches) for seed in seeds]
-    if settings.short >= settings.longest:
+    if settings.cheap >= settings.longest:
         return jobs
-    more = range(settings.long_batches, settings.long_batches + settings.short_batches)
-    return jobs + [Job(seed, part, settings.short) for part in more for seed in seeds]
+    more = range(settings.long_batches, settings.long_batches + settings.cheap_batches)
+    return jobs + [Job(seed, part, settings.cheap) for part in more for seed in seeds]
 
 
 def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
@@ -170,7 +181,7 @@ def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
     for name in ("oracle", *SAMPLERS):
         sampler = start.policy if name == "oracle" else start.sampler(name, settings.bits)
         answers = sample(sampler, questions, job.length, uniforms)
-        parts = [factors(start.policy, ids) for ids in answers.ids.split(max(1, ROWS_AT_ONCE // job.length))]
+        parts = [factors(start.policy, ids) for ids in answers.ids.split(max(1, TOKENS_AT_ONCE // job.length))]
         logps = torch.cat([part.logps for part in parts])
         gradients[name] = {}
         for length in lengths:
@@ -181,7 +192,12 @@ def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
     path = folder / "gradients" / f"{job.name}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(gradients, path)
-    outcome = {**asdict(job), "settings": asdict(settings), "measured": measured, "gradients": str(path.relative_to(folder))}
+    outcome = {
+        **asdict(job),
+        "settings": asdict(settings),
+        "measured": measured,
+        "gradients": str(path.relative_to(folder)),
+    }
     outcome["cpu_seconds"] = time.process_time() - began
     write_outcome(job, outcome, folder)
     return outcome

@@ -95,7 +95,9 @@ def advantages(rewards: Tensor, group_size: int) -> Tensor:
     return RLOO()(AdvantageInputs(rewards=rewards, group_ids=groups))
 
 
-def coefficients(objective: op.Objective, logps: Tensor, sampling: Tensor, rewards: Tensor, *, group_size: int, turn: int) -> Tensor:
+def coefficients(
+    objective: op.Objective, logps: Tensor, sampling: Tensor, rewards: Tensor, *, group_size: int, turn: int
+) -> Tensor:
     """(B, T) factor of each token's grad log pi in the ascent direction: minus d loss / d log pi. No gradient.
 
     Args:

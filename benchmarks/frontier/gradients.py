@@ -1,9 +1,9 @@
 """Gradients of many estimators from one forward pass: each is a sum over tokens, coefficient times grad log pi.
 
-Taken of the parameters whose effect on a token's log-prob runs through that token's own position only: the head, the
-last norm, and of the last block the queries, the attention's output, the feed-forward and its norm. There the gradient of
-a linear layer is delta (outer) input, both made once by a backward pass of the sum of all log-probs; a coefficient then
-only scales a token's delta. An estimator more is one matrix product more, not one backward pass more.
+They are gradients of the parameters whose effect on a token's log-prob runs through that token's own position only: the
+head, the last norm, and of the last block the queries, the attention's output, the feed-forward and its norm. There the
+gradient of a linear layer is delta (outer) input, both made once by a backward pass of the sum of all log-probs, and a
+coefficient only scales a token's delta. An estimator more is one matrix product more, not one backward pass more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.lab.sorting import COUNT
 
 
 class Pair(NamedTuple):
-    """A linear layer's part: ``delta`` (B, T, out), d log pi / d output, and its ``input`` (B, T, in), ones for a bias."""
+    """Of a linear layer: ``delta`` (B, T, out), d log pi / d output, and ``input`` (B, T, in), with a 1 for a bias."""
 
     delta: Tensor
     input: Tensor
@@ -68,7 +68,9 @@ def factors(model: Walker, ids: Tensor) -> Factors:
     with torch.enable_grad():
         q = tap("query", q.requires_grad_(), first)
         heads = [part.view(rows, length, block.heads, -1).transpose(1, 2) for part in (q, k, v)]
-        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(rows, length, width)
+        mixed = (
+            functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(rows, length, width)
+        )
         x = x + tap("out", block.out(mixed), mixed)
         inner_unit, inner = _norm(block.norms[1], x)
         up = tap("up", block.up(inner), inner)

@@ -3,7 +3,7 @@
 A prompt is that of ``benchmarks/lab/sorting.py``: 10 symbols and a separator. An answer is T symbols, always exactly T.
 The model is first taught walks: a step of +1 or -1 on the ring, mostly in the direction of the step before, at times a
 turn or a jump. The reward is 1 if the answer has wound upwards further than the policy's own median, else 0. So about
-half of the answers are right at every T, an early turn changes many later tokens, and the true gradient does not vanish.
+half of the answers are right at every T, an early turn changes many later tokens, and the gradient does not vanish.
 """
 
 from __future__ import annotations
@@ -86,10 +86,12 @@ class Stage(NamedTuple):
     length: int
 
 
-def warm_start(model: Walker, *, stages: Sequence[Stage], generator: torch.Generator, learning_rate: float = 3e-3) -> None:
+def warm_start(
+    model: Walker, *, stages: Sequence[Stage], generator: torch.Generator, learning_rate: float = 3e-3
+) -> None:
     """Supervised steps on taught walks; the learning rate falls to 0 along a cosine.
 
-    A stage with walks shorter than the model's longest answer puts them at a random place, so that every place is learned.
+    A stage of walks that are shorter than the longest answer puts them at random places, so that all are learned.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, sum(stage.steps for stage in stages))
@@ -158,4 +160,4 @@ class _Memory:
         seen = (self.keys[:, :, :end], self.values[:, :, :end])
         mixed = functional.scaled_dot_product_attention(q, *seen, is_causal=length == end)
         x = x + block.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + block.down(functional.gelu(block.up(block.norms[1](x))))
+        return x + block.feed_forward(block.norms[1](x))
