@@ -130,22 +130,30 @@ def replayed(routes: Tensor) -> list[Choice]:
     return [lambda logits, layer=layer: routes[:, :, layer] for layer in range(routes.shape[2])]
 
 
-def flipping(model: nn.Module, rate: float, generator: torch.Generator) -> list[Choice]:
-    """Choices in which, with probability ``rate`` a token and layer, the last chosen expert gives way to the next best.
+def flipping(
+    model: nn.Module, rate: float, generator: torch.Generator, *, limits: list[float] | None = None
+) -> list[Choice]:
+    """Choices in which the last chosen expert gives way to the next best, with probability ``rate`` a token and layer.
 
-    This is what a near-tie that a rounding decides does, but here it happens everywhere and as often as wanted.
+    With ``limits``, one a layer, it does so where its router logit is less than that above the next: at near-ties, as
+    where rounding decides.
     """
 
-    def choice(layer: Experts) -> Choice:
+    def choice(layer: Experts, limit: float | None) -> Choice:
         def choose(logits: Tensor) -> Tensor:
-            ranked = logits.topk(layer.top + 1).indices
-            flips = torch.rand(logits.shape[:-1], generator=generator) < rate
-            last = torch.where(flips, ranked[..., layer.top], ranked[..., layer.top - 1])
-            return torch.cat([ranked[..., : layer.top - 1], last.unsqueeze(-1)], dim=-1)
+            ranked = logits.topk(layer.top + 1)
+            if limit is None:
+                flips = torch.rand(logits.shape[:-1], generator=generator) < rate
+            else:
+                flips = ranked.values[..., -2] - ranked.values[..., -1] < limit
+            ids = ranked.indices
+            last = torch.where(flips, ids[..., -1], ids[..., -2])
+            return torch.cat([ids[..., :-2], last.unsqueeze(-1)], dim=-1)
 
         return choose
 
-    return [choice(layer) for layer in expert_layers(model)]
+    layers = expert_layers(model)
+    return [choice(layer, limit) for layer, limit in zip(layers, limits or [None] * len(layers), strict=True)]
 
 
 def moments_of(first: Tensor, second: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
