@@ -146,6 +146,12 @@ def line(x: Sequence[float] | Floats, y: Sequence[float] | Floats) -> tuple[floa
     return slope, float(y.mean() - slope * x.mean())
 
 
+def squared_mean(samples: Tensor) -> float:
+    """Unbiased estimate of |E x|^2 from independent rows (M, N): the mean product of two different rows. May be < 0."""
+    count, total = len(samples), samples.double().sum(0)
+    return float((total @ total - samples.double().square().sum()) / (count * (count - 1)))
+
+
 class Range(NamedTuple):
     """An estimate and its 95 % bootstrap interval."""
 
