@@ -26,7 +26,7 @@ POINTS = {  # row: (label, colour, marker)
     "prefix_min": ("MinPRO", BLUE, "x"),
     "prefix": ("CTPO", ORANGE, "x"),
     "shaped token": ("shaped 0.5, token", GREY, "x"),
-    "divergence_band binary_kl_both token": ("KPop's mask, weight 1", GREEN, "x"),
+    "paper/kpop": ("KPop", GREEN, "x"),
 }
 
 

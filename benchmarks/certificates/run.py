@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.certificates import figure, table  # noqa: E402
 from benchmarks.certificates.certificates import certificate  # noqa: E402
 from benchmarks.certificates.claims import CLAIMS  # noqa: E402
-from benchmarks.certificates.mismatch import KINDS, case, world  # noqa: E402
+from benchmarks.certificates.mismatch import KINDS, Case, case, world  # noqa: E402
 from benchmarks.certificates.terms import rows  # noqa: E402
 from benchmarks.lab.jobs import Experiment, cost_text, outcome_of, run_and_time, write_outcome  # noqa: E402
 
@@ -67,18 +67,17 @@ def certify(job: Seed, settings: Settings, folder: Path) -> dict[str, Any]:
         "settings": asdict(settings),
         "seed": job.seed,
         "size": [made.space.vocabulary, made.space.horizon],
-        "certificates": {
-            kind: {
-                name: asdict(certificate(row, case(kind, made), batches=settings.batches, seed=job.seed))
-                for name, row in rows().items()
-            }
-            for kind in settings.kinds
-        },
+        "certificates": {kind: by_row(case(kind, made), settings, job.seed) for kind in settings.kinds},
         "claims": {name: asdict(claim.check(made)) for name, claim in CLAIMS.items()},
     }
     outcome["cpu_seconds"] = time.process_time() - started
     write_outcome(job, outcome, folder)
     return outcome
+
+
+def by_row(of: Case, settings: Settings, seed: int) -> dict[str, Any]:
+    """The certificate of every row under one kind of mismatch."""
+    return {name: asdict(certificate(row, of, batches=settings.batches, seed=seed)) for name, row in rows().items()}
 
 
 def no_warm_start(settings: Settings, seed: int, folder: Path) -> None:

@@ -18,6 +18,7 @@ from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation
 from trl_offpolicy.functional.levels import LEVELS
 from trl_offpolicy.functional.masks import STATISTICS
 from trl_offpolicy.objective.losses import PolicyLoss
+from trl_offpolicy.presets.catalog import METHODS
 from trl_offpolicy.presets.parsing import KEEP_TYPES, LOSS_TYPES, WEIGHT_TYPES
 
 SEPARABLE: Aggregation = "seq_mean_token_sum"
@@ -38,8 +39,8 @@ class Row:
 
     Args:
         name: unique.
-        group: table in which it stands: weights, keep terms, losses or normalisers.
-        part: name of the weight, keep term, loss or option in YAML that it is about.
+        group: table in which it stands: weights, keep terms, published methods, losses or normalisers.
+        part: name of the weight, keep term, preset, loss or option in YAML that it is about.
         objective: the kit's objective that computes it.
         control: for what depends on the whole batch: the row that resembles it and is known exactly.
         factor: constant by which its loss multiplies the gradient on-policy, besides the normaliser's.
@@ -121,6 +122,18 @@ def _keeps() -> Iterator[Row]:
                 yield Row(f"{name}, times the product", "keep terms", part, objective(PRODUCT, keep), control)
 
 
+def _methods() -> Iterator[Row]:
+    """The corrections of the published methods, with the settings of their presets, on the plain policy gradient."""
+    for name, method in METHODS.items():
+        correction = method.build(name).correction
+        if correction is None or method.objective or not (correction.weights or correction.keep):
+            continue  # no correction, or a loss of its own
+        row = Row(name, "published methods", name, Objective(
+            policy_loss=losses.GPG(), correction=replace(correction, measure=()), aggregation=SEPARABLE
+        ))  # fmt: skip
+        yield row if row.exact else replace(row, control="raw token" if correction.weights else "no correction")
+
+
 def _losses() -> Iterator[Row]:
     for part, cls in LOSS_TYPES.items():
         loss = cls(**cls.example)
@@ -164,7 +177,7 @@ def rows() -> dict[str, Row]:
     Raises:
         ValueError: two rows have one name, or a control is not an exact row.
     """
-    every = [*_weights(), *_keeps(), *_losses(), *_normalisers()]
+    every = [*_weights(), *_keeps(), *_methods(), *_losses(), *_normalisers()]
     table = {row.name: row for row in every}
     if len(table) < len(every):
         raise ValueError(f"every row must have its own name, but got {len(every) - len(table)} of them twice.")
