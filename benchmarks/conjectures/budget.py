@@ -6,9 +6,8 @@ a geometric mask. Repair is an engine of 14 bits, which lies below the budget; "
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,21 +18,11 @@ import torch
 from matplotlib.figure import Figure
 
 import trl_offpolicy as op
-from benchmarks.conjectures.common import (
-    Conjecture,
-    Finding,
-    Outcome,
-    Verdict,
-    changed,
-    exact_accuracy,
-    judged,
-    markdown,
-    rollouts_of,
-    unwarmed,
-)
+from benchmarks.conjectures import common
+from benchmarks.conjectures.common import Conjecture, Finding, Outcome
 from benchmarks.conjectures.experts import Record, choosing, expert_layers, mixture, moments_of
 from benchmarks.lab.intervals import Interval, interval
-from benchmarks.lab.jobs import Experiment, outcome_of, write_outcome
+from benchmarks.lab.jobs import Experiment
 from benchmarks.lab.loop import learn
 from benchmarks.lab.measure import warm_model
 from benchmarks.lab.sorting import Sorter, Task, prompts, sample, token_logps
@@ -62,22 +51,16 @@ NAMES = {"none": "no correction", "tis": "token TIS, cap 2", "mask": "geometric 
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(common.CommonSettings):
     """What all runs share.
 
     Args:
-        start_accuracy: sampled accuracy at which the supervised warm start ends.
-        warm_up_steps: its steps at most.
-        questions: prompts of the routing's probe.
         generations: rollout batches, each from newly rounded weights.
         groups: prompts a generation, 8 answers each.
         minibatches: optimizer steps a generation.
         learning_rate: of Adam.
     """
 
-    start_accuracy: float = 0.25
-    warm_up_steps: int = 400
-    questions: int = 64
     generations: int = 40
     groups: int = 16
     minibatches: int = 2
@@ -85,18 +68,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(common.Named):
     """One run; runs of one world and seed share warm start, training prompts and the random numbers of the sampling."""
 
     world: str
     engine: str
     correction: str
     seed: int
-
-    @property
-    def name(self) -> str:
-        """Its file's name."""
-        return f"{self.world}-{self.engine}-{self.correction}-{self.seed}"
 
 
 def plan(seeds: Sequence[int], short: bool) -> list[Job]:
@@ -108,34 +86,36 @@ def plan(seeds: Sequence[int], short: bool) -> list[Job]:
 def engine_of(model: Sorter, name: str) -> Sorter:
     """A copy for the sampler, linear weights rounded: ``int14`` and the like by row, or ``fp16``."""
     bits = name.removeprefix("int")
-    return changed(model, partial(round_integer, bits=int(bits)) if bits.isdigit() else WeightRounding(name))
+    return common.changed(model, partial(round_integer, bits=int(bits)) if bits.isdigit() else WeightRounding(name))
 
 
 def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
-    """Train and evaluate; the outcome, as written to ``folder/runs``. A finished run is read, not repeated."""
-    if (done := outcome_of(job, settings, folder)) is not None:
-        return done
-    began = time.process_time()
+    """Train and evaluate; a finished run is read, not repeated."""
+    return common.recorded(job, settings, folder, lambda: train(job, settings, folder))
+
+
+def train(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
+    """Exact accuracy before and after, and the mismatch that the objective saw."""
     task, build = WORLDS[job.world]
     model = warm_model(settings, job.seed, folder / "warm_starts", task=task, build=build)
-    start, flips = exact_accuracy(model, task), [routing(model, job, settings)]
+    start, flips = common.exact_accuracy(model, task), [routing(model, job, settings)]
     objective = op.Objective(policy_loss=op.losses.PPOClip(), correction=CORRECTIONS[job.correction])
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     asking, chance = (torch.Generator().manual_seed(2 * job.seed + part) for part in (0, 1))
     stats = Stats({})
     for _ in range(settings.generations):
-        rollouts = rollouts_of(engine_of(model, job.engine), model, settings.groups, task, asking, chance)
+        rollouts = common.rollouts_of(engine_of(model, job.engine), model, settings.groups, task, asking, chance)
         more, _ = learn(model, optimizer, objective, rollouts, settings.minibatches, chance)
         stats = stats.merge(more)
     flips.append(routing(model, job, settings))
     seen = stats.compute()
     names = ("tv_p95", "chi2_sequence", "kl_k3", "ess_sequence")
-    outcome = {**asdict(job), "settings": asdict(settings), "start": start, "accuracy": exact_accuracy(model, task)}
-    outcome |= {name: seen[f"offpolicy/mismatch/{name}"] for name in names}
-    outcome |= {name: float(np.mean([one[name] for one in flips])) for name in flips[0]}
-    outcome["cpu_seconds"] = time.process_time() - began
-    write_outcome(job, outcome, folder)
-    return outcome
+    return {
+        "start": start,
+        "accuracy": common.exact_accuracy(model, task),
+        **{name: seen[f"offpolicy/mismatch/{name}"] for name in names},
+        **{name: float(np.mean([one[name] for one in flips])) for name in flips[0]},
+    }
 
 
 @torch.no_grad()
@@ -211,9 +191,11 @@ def cells_of(runs: Sequence[Outcome]) -> list[Cell]:
 def find(runs: Sequence[Outcome]) -> Finding:
     """The conjecture fails if some gain below the budget is at least ``LIMIT``, and holds if all are less."""
     cells = cells_of(runs)
-    inside = [(cell, name, judged(value, LIMIT)) for cell in cells if cell.below for name, value in cell.gains.items()]
+    inside = [
+        (cell, name, common.judged(value, LIMIT)) for cell in cells if cell.below for name, value in cell.gains.items()
+    ]
     counts = {side: sum(where == side for *_, where in inside) for side in ("below", "above", "open")}
-    verdict: Verdict = "cannot be told here"
+    verdict: common.Verdict = "cannot be told here"
     if counts["above"]:
         verdict = "does not hold"
     elif inside and not counts["open"]:
@@ -232,7 +214,7 @@ def find(runs: Sequence[Outcome]) -> Finding:
         for cell in cells
     ]  # fmt: skip
     header = ["model", "engine", "TV95", "chi2 of responses", "delta", "budget", "accuracy, neither", "gain of TIS"]
-    table = markdown([*header, "gain of the mask", "gain of repair"], rows)
+    table = common.markdown([*header, "gain of the mask", "gain of repair"], rows)
     return Finding(
         verdict, why, table, {"limit": LIMIT, "within": counts, "cells": [as_numbers(cell) for cell in cells]}
     )
@@ -284,7 +266,7 @@ CONJECTURE = Conjecture(
     short=Settings(generations=15),
     seeds=(0, 1, 2, 3, 4, 5),
     plan=plan,
-    experiment=Experiment(unwarmed, run),
+    experiment=Experiment(common.unwarmed, run),
     find=find,
     draw=draw,
 )

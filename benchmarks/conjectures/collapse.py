@@ -7,9 +7,8 @@ learner's own reward. A logistic regression is fitted on the runs of one task an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,20 +19,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.collapse.collapse_step import collapse_step
 from benchmarks.collapse.train import NO_CLIP, PLAIN, PPO_IS, TIS, Setting, train
-from benchmarks.conjectures.common import (
-    Conjecture,
-    Finding,
-    Floats,
-    Outcome,
-    Range,
-    Verdict,
-    auroc,
-    bootstrap,
-    logistic,
-    markdown,
-    unwarmed,
-)
-from benchmarks.lab.jobs import Experiment, outcome_of, write_outcome
+from benchmarks.conjectures import common
+from benchmarks.conjectures.common import Conjecture, Finding, Outcome
+from benchmarks.lab.jobs import Experiment
 from benchmarks.lab.measure import warm_model
 from benchmarks.lab.sorting import Task
 from docs.drawing import label, to_svg
@@ -74,35 +62,24 @@ SETS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(common.CommonSettings):
     """What all runs share.
 
     Args:
-        start_accuracy: sampled accuracy at which the supervised warm start ends.
-        warm_up_steps: its steps at most.
-        questions: unused by the runs; the warm start's interface asks for it.
         generations: rollout batches of 16 prompts x 8 answers, two optimizer steps each.
         starts: different warm starts; run i begins with number i modulo this.
     """
 
-    start_accuracy: float = 0.25
-    warm_up_steps: int = 400
-    questions: int = 128
     generations: int = 80
     starts: int = 4
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(common.Named):
     """One run: a task, and the seed that draws its mixture."""
 
     task: Task
     seed: int
-
-    @property
-    def name(self) -> str:
-        """Its file's name."""
-        return f"{self.task}-{self.seed}"
 
 
 def plan(seeds: Sequence[int], short: bool) -> list[Job]:
@@ -125,32 +102,30 @@ def mixture_of(seed: int) -> tuple[Setting, dict[str, Any]]:
 
 
 def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
-    """Train; the outcome, as written to ``folder/runs``. A finished run is read, not repeated."""
-    if (done := outcome_of(job, settings, folder)) is not None:
-        return done
-    began = time.process_time()
+    """Train; a finished run is read, not repeated."""
+    return common.recorded(job, settings, folder, lambda: logged(job, settings, folder))
+
+
+def logged(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
+    """The setting, the step of the collapse (or None), and the columns of the log."""
     setting, drawn = mixture_of(job.seed)
     start = warm_model(settings, job.seed % settings.starts, folder / "warm_starts", task=job.task)
     logs = folder / "logs" / job.name
     rows = train(setting, job.seed, steps=settings.generations, start=start, folder=logs, task=job.task)
     log = MetricsLog(tuple(rows))
-    outcome: dict[str, Any] = {**asdict(job), "settings": asdict(settings), "drawn": drawn}
     # a run whose weights are no longer finite has collapsed where it ends, if nothing was seen before
     ended = rows[-1]["step"] if len(rows) < settings.generations else None
-    outcome["collapse"] = collapse_step(log, "learner_reward") or ended
     columns = {"step": "step", "learner_reward": "learner_reward", **COLUMNS}
-    outcome["rows"] = {name: [float(f"{row.get(key, 0.0):.5g}") for row in rows] for name, key in columns.items()}
-    outcome["rows"]["risk"] = [collapse_risk(MetricsLog(log.rows[: end + 1])).score for end in range(len(rows))]
-    outcome["cpu_seconds"] = time.process_time() - began
-    write_outcome(job, outcome, folder)
-    return outcome
+    kept = {name: [float(f"{row.get(key, 0.0):.5g}") for row in rows] for name, key in columns.items()}
+    kept["risk"] = [collapse_risk(MetricsLog(log.rows[: end + 1])).score for end in range(len(rows))]
+    return {"drawn": drawn, "collapse": collapse_step(log, "learner_reward") or ended, "rows": kept}
 
 
 class Table(NamedTuple):
     """Rows of a run before its collapse: features (N, F), whether one follows within the horizon, and at all."""
 
-    features: Floats
-    labels: Floats
+    features: common.Floats
+    labels: common.Floats
     collapsed: bool
 
 
@@ -169,31 +144,31 @@ def table_of(run: Outcome, names: Sequence[str]) -> Table | None:
     return Table(np.stack(columns, axis=1)[2:end], labels[2:], collapse is not None)
 
 
-def rolling(values: Sequence[float]) -> Floats:
+def rolling(values: Sequence[float]) -> common.Floats:
     """The median of each value and the four before it."""
     finite = np.nan_to_num(np.asarray(values, float), posinf=1e6, neginf=-1e6)
     return np.array([np.median(finite[max(0, place - ROLLING + 1) : place + 1]) for place in range(len(finite))])
 
 
-def fitted(tables: Sequence[Table]) -> Callable[[Floats], Floats]:
+def fitted(tables: Sequence[Table]) -> Callable[[common.Floats], common.Floats]:
     """A logistic regression in which runs count alike; features in standard deviations of these, at most 4."""
     features = np.concatenate([table.features for table in tables])
     middle, scale = features.mean(0), features.std(0) + 1e-9
 
-    def scaled(values: Floats) -> Floats:
+    def scaled(values: common.Floats) -> common.Floats:
         return np.clip((values - middle) / scale, -4.0, 4.0)
 
     weights = np.concatenate([np.full(len(table.labels), 1 / len(table.labels)) for table in tables])
     labels = np.concatenate([table.labels for table in tables])
-    found = logistic(scaled(features), labels, weights=weights * len(weights) / weights.sum(), ridge=10.0)
+    found = common.logistic(scaled(features), labels, weights=weights * len(weights) / weights.sum(), ridge=10.0)
     return lambda values: np.asarray(scaled(values) @ found[:-1] + found[-1])
 
 
 class Scored(NamedTuple):
     """A run that was predicted: a score and a label a row, and whether it collapsed."""
 
-    scores: Floats
-    labels: Floats
+    scores: common.Floats
+    labels: common.Floats
     collapsed: bool
 
 
@@ -228,12 +203,14 @@ def by_risk(runs: Sequence[Outcome], test: Task) -> list[Scored]:
 
 def by_row(scored: Sequence[Scored]) -> float:
     """AUROC over rows."""
-    return auroc(np.concatenate([one.scores for one in scored]), np.concatenate([one.labels for one in scored]) > 0)
+    return common.auroc(
+        np.concatenate([one.scores for one in scored]), np.concatenate([one.labels for one in scored]) > 0
+    )
 
 
 def by_run(scored: Sequence[Scored]) -> float:
     """AUROC over runs, by the largest score before the collapse."""
-    return auroc([one.scores.max() for one in scored], [one.collapsed for one in scored])
+    return common.auroc([one.scores.max() for one in scored], [one.collapsed for one in scored])
 
 
 def differ(pairs: Sequence[tuple[Scored, Scored]]) -> float:
@@ -241,25 +218,25 @@ def differ(pairs: Sequence[tuple[Scored, Scored]]) -> float:
     return by_row([first for first, _ in pairs]) - by_row([second for _, second in pairs])
 
 
-def measured(runs: Sequence[Outcome]) -> dict[str, dict[str, dict[str, Range]]]:
+def measured(runs: Sequence[Outcome]) -> dict[str, dict[str, dict[str, common.Range]]]:
     """{test task: {predictor: {"row", "run", "same task": AUROC}}} and the gain of the stack's signals by row."""
-    found: dict[str, dict[str, dict[str, Range]]] = {}
+    found: dict[str, dict[str, dict[str, common.Range]]] = {}
     for test in TASKS:
         scores = {name: predictions(runs, names, test) for name, names in SETS.items()}
         same = {name: predictions(runs, names, test, same=True) for name, names in SETS.items()}
         scores["collapse_risk, unfitted"] = by_risk(runs, test)
         found[test] = {
-            name: {"row": bootstrap(scored, by_row), "run": bootstrap(scored, by_run)}
+            name: {"row": common.bootstrap(scored, by_row), "run": common.bootstrap(scored, by_run)}
             for name, scored in scores.items()
             if scored
         }
         for name, scored in same.items():
             if name in found[test] and scored:
-                found[test][name]["same task"] = bootstrap(scored, by_row)
+                found[test][name]["same task"] = common.bootstrap(scored, by_row)
         for name in ("the four", "plain log"):
             if name in found[test]:
                 pairs = list(zip(scores[f"{name} + stack"], scores[name], strict=True))
-                found[test][name]["stack"] = bootstrap(pairs, differ)
+                found[test][name]["stack"] = common.bootstrap(pairs, differ)
     return found
 
 
@@ -267,7 +244,7 @@ def find(runs: Sequence[Outcome]) -> Finding:
     """Holds if the four reach 0.90 by row on both tasks, and the stack adds at most 0.03, intervals included."""
     found = measured(runs)
     known = [found[test]["the four"] for test in TASKS if "the four" in found[test]]
-    verdict: Verdict = "cannot be told here"
+    verdict: common.Verdict = "cannot be told here"
     why = "one task alone has runs of both kinds"
     if len(known) == 2:
         reached = [one["row"] for one in known]
@@ -303,7 +280,7 @@ def find(runs: Sequence[Outcome]) -> Finding:
         "auroc": {t: {n: {k: v._asdict() for k, v in one.items()} for n, one in found[t].items()} for t in TASKS},
     }
     said = "; ".join(f"{task}: {one[0]} of {one[1]} runs collapsed" for task, one in counts.items())
-    return Finding(verdict, why, markdown(header, rows) + f"\n{said}.\n", numbers)
+    return Finding(verdict, why, common.markdown(header, rows) + f"\n{said}.\n", numbers)
 
 
 def other(task: Task) -> Task:
@@ -324,7 +301,7 @@ def draw(runs: Sequence[Outcome]) -> str:
     return to_svg("What predicts a collapse on another task", 4.4, panels)
 
 
-def bars(axes: Axes, found: Mapping[str, Mapping[str, Mapping[str, Range]]]) -> None:
+def bars(axes: Axes, found: Mapping[str, Mapping[str, Mapping[str, common.Range]]]) -> None:
     """By row, with intervals; the line is what the conjecture asks for."""
     names = [*SETS, "collapse_risk, unfitted"]
     for shift, (test, colour, marker) in zip(
@@ -362,7 +339,7 @@ CONJECTURE = Conjecture(
     short=Settings(generations=20, starts=1),
     seeds=tuple(range(32)),
     plan=plan,
-    experiment=Experiment(unwarmed, run),
+    experiment=Experiment(common.unwarmed, run),
     find=find,
     draw=draw,
 )

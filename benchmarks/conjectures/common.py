@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.lab.intervals import Interval
-from benchmarks.lab.jobs import Experiment
+from benchmarks.lab.jobs import Experiment, outcome_of, write_outcome
 from benchmarks.lab.loop import Rollouts, group_advantages
 from benchmarks.lab.sorting import Sorter, Task, prompts, reward, sample, solutions, token_logps
 
@@ -24,6 +25,42 @@ Floats = NDArray[np.float64]
 GROUP = 8
 """Answers a prompt."""
 _QUESTIONS = prompts(2048, torch.Generator().manual_seed(10**6))
+
+
+@dataclass(frozen=True)
+class CommonSettings:
+    """What the warm start of every experiment needs (``benchmarks/lab/measure.py``).
+
+    Args:
+        start_accuracy: sampled accuracy at which the supervised warm start ends.
+        warm_up_steps: its steps at most.
+        questions: held-out prompts of a measurement.
+    """
+
+    start_accuracy: float = 0.25
+    warm_up_steps: int = 400
+    questions: int = 128
+
+
+class Named:
+    """A job whose name is that of its fields, the seed last."""
+
+    @property
+    def name(self) -> str:
+        """Its file's name."""
+        values = asdict(self).values()  # type: ignore[call-overload]
+        return "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def recorded(job: Any, settings: Any, folder: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The outcome of a finished run, or what ``make`` returns now, written with job, settings and CPU time."""
+    if (done := outcome_of(job, settings, folder)) is not None:
+        return done
+    began = time.process_time()
+    outcome = {**asdict(job), "settings": asdict(settings), **make()}
+    outcome["cpu_seconds"] = time.process_time() - began
+    write_outcome(job, outcome, folder)
+    return outcome
 
 
 class Finding(NamedTuple):

@@ -7,10 +7,9 @@ the same size. Just before a sync the lag is L; there the ESS is measured, on pr
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,23 +21,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import trl_offpolicy as op
-from benchmarks.conjectures.common import (
-    Conjecture,
-    Finding,
-    Outcome,
-    Range,
-    Verdict,
-    auroc,
-    bootstrap,
-    exact_accuracy,
-    line,
-    logistic,
-    markdown,
-    rollouts_of,
-    squared_mean,
-    unwarmed,
-)
-from benchmarks.lab.jobs import Experiment, outcome_of, write_outcome
+from benchmarks.conjectures import common
+from benchmarks.conjectures.common import Conjecture, Finding, Outcome
+from benchmarks.lab.jobs import Experiment
 from benchmarks.lab.loop import Rollouts, policy_batch
 from benchmarks.lab.measure import raw_ess, warm_model
 from benchmarks.lab.sorting import Sorter, Task, prompts, reward, sample
@@ -60,13 +45,10 @@ DROP, APART, SEPARATED = 0.3, 0.5, 0.9
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(common.CommonSettings):
     """What all runs share.
 
     Args:
-        start_accuracy: sampled accuracy at which the supervised warm start ends.
-        warm_up_steps: its steps at most.
-        questions: unused by the runs; the warm start's interface asks for it.
         steps: optimizer steps, each on a batch of its own.
         groups: prompts a step, 8 answers each.
         probes: measurements along a run, of the ESS (at syncs) and of the learner's reward.
@@ -74,9 +56,6 @@ class Settings:
         bias_batches: of 2 prompts, in the measurement of the bias at the first two probes.
     """
 
-    start_accuracy: float = 0.25
-    warm_up_steps: int = 400
-    questions: int = 128
     steps: int = 800
     groups: int = 4
     probes: int = 8
@@ -85,7 +64,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(common.Named):
     """One run; runs of one task and seed share the warm start and the training prompts."""
 
     task: Task
@@ -94,23 +73,15 @@ class Job:
     learning_rate: float
     seed: int
 
-    @property
-    def name(self) -> str:
-        """Its file's name."""
-        return f"{self.task}-{self.objective}-lag{self.lag}-lr{self.learning_rate:g}-{self.seed}"
-
 
 def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
-    """Train and evaluate; the outcome, as written to ``folder/runs``. A finished run is read, not repeated."""
-    if (done := outcome_of(job, settings, folder)) is not None:
-        return done
-    began = time.process_time()
-    model = warm_model(settings, job.seed, folder / "warm_starts", task=job.task)
-    outcome = {**asdict(job), "settings": asdict(settings), "start": exact_accuracy(model, job.task)}
-    outcome |= train(model, job, settings)
-    outcome["cpu_seconds"] = time.process_time() - began
-    write_outcome(job, outcome, folder)
-    return outcome
+    """Train and evaluate; a finished run is read, not repeated."""
+
+    def make() -> dict[str, Any]:
+        model = warm_model(settings, job.seed, folder / "warm_starts", task=job.task)
+        return {"start": common.exact_accuracy(model, job.task), **train(model, job, settings)}
+
+    return common.recorded(job, settings, folder, make)
 
 
 def train(model: Sorter, job: Job, settings: Settings) -> dict[str, Any]:
@@ -127,7 +98,10 @@ def train(model: Sorter, job: Job, settings: Settings) -> dict[str, Any]:
         if not ahead:  # answers of one sampler can be drawn for several steps at once
             until_sync = min(job.lag - step % job.lag, settings.steps - step, 8)
             ahead = list(
-                split(rollouts_of(sampler, None, settings.groups * until_sync, job.task, asking, chance), until_sync)
+                split(
+                    common.rollouts_of(sampler, None, settings.groups * until_sync, job.task, asking, chance),
+                    until_sync,
+                )
             )
         update(model, optimizer, OBJECTIVES[job.objective], ahead.pop())
         if (step + 1) % every == 0:
@@ -138,7 +112,7 @@ def train(model: Sorter, job: Job, settings: Settings) -> dict[str, Any]:
                 found = stale_bias(sampler, model, job, settings)
                 squares = {name: squares[name] + found[name] for name in squares}
     rewards = [value if math.isfinite(value) else 0.0 for value in rewards]
-    return {"rewards": rewards, "ess": shares, **squares, "accuracy": exact_accuracy(model, job.task)}
+    return {"rewards": rewards, "ess": shares, **squares, "accuracy": common.exact_accuracy(model, job.task)}
 
 
 def split(rollouts: Rollouts, parts: int) -> list[Rollouts]:
@@ -171,7 +145,7 @@ def held_out(model: Sorter, job: Job, settings: Settings) -> float:
 def probe(sampler: Sorter, model: Sorter, job: Job, settings: Settings) -> float:
     """Sequence ESS of learner / sampler as a fraction, on held-out prompts."""
     asking, chance = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
-    return raw_ess(rollouts_of(sampler, model, settings.probe_groups, job.task, asking, chance))[1]
+    return raw_ess(common.rollouts_of(sampler, model, settings.probe_groups, job.task, asking, chance))[1]
 
 
 def stale_bias(sampler: Sorter, model: Sorter, job: Job, settings: Settings) -> dict[str, float]:
@@ -185,11 +159,11 @@ def stale_bias(sampler: Sorter, model: Sorter, job: Job, settings: Settings) -> 
         for kept, source in ((stale, sampler), (fresh, model)):
             asked = torch.Generator()
             asked.set_state(asking.get_state())
-            rollouts = rollouts_of(source, None, 2, job.task, asked, chance)
+            rollouts = common.rollouts_of(source, None, 2, job.task, asked, chance)
             kept.append(gradient(model, OBJECTIVES[job.objective], rollouts))
         asking.set_state(asked.get_state())
     different = torch.stack(stale) - torch.stack(fresh)
-    return {"bias": squared_mean(different), "gradient": squared_mean(torch.stack(fresh))}
+    return {"bias": common.squared_mean(different), "gradient": common.squared_mean(torch.stack(fresh))}
 
 
 def gradient(model: Sorter, objective: op.Objective, rollouts: Rollouts) -> Tensor:
@@ -236,8 +210,8 @@ def boundary(runs: Sequence[Outcome], x: str, y: str) -> Boundary:
     if not unstable.any() or unstable.all():
         return Boundary(*(float("nan"),) * 3)
     features = np.array([[math.log(QUANTITIES[name](run)) for name in (x, y)] for run in runs])
-    of_x, of_y, constant = logistic(features, unstable.astype(float), ridge=0.1)
-    separated = auroc(features @ np.array([of_x, of_y]), unstable)
+    of_x, of_y, constant = common.logistic(features, unstable.astype(float), ridge=0.1)
+    separated = common.auroc(features @ np.array([of_x, of_y]), unstable)
     if abs(of_y) < 1e-3:
         return Boundary(float("nan"), float("nan"), separated)
     return Boundary(float(-of_x / of_y), float(-constant / of_y), separated)
@@ -269,11 +243,11 @@ class Law(NamedTuple):
     """
 
     unstable: tuple[int, int]
-    alpha: Range
+    alpha: common.Range
     c: float
     separated: tuple[float, float, float]
-    rate_slope: Range
-    bias: Range
+    rate_slope: common.Range
+    bias: common.Range
 
 
 def bias_exponent(runs: Sequence[Outcome]) -> float:
@@ -286,22 +260,22 @@ def bias_exponent(runs: Sequence[Outcome]) -> float:
         square = sum(run["bias"] for run in mine) / sum(run["gradient"] for run in mine)
         if 0 < square < 1:
             points.append((math.log(product_), math.log(square) / 2))
-    return line(*zip(*points, strict=True))[0] if len(points) > 2 else float("nan")
+    return common.line(*zip(*points, strict=True))[0] if len(points) > 2 else float("nan")
 
 
 def law(runs: Sequence[Outcome]) -> Law:
     """Of the runs of one task and objective; intervals by resampling runs."""
     unstable = [not is_stable(run) for run in runs]
     both = boundary(runs, "ess", "lag")
-    by_ess = auroc([-QUANTITIES["ess"](run) for run in runs], unstable)
-    by_lag = auroc([QUANTITIES["lag"](run) for run in runs], unstable)
+    by_ess = common.auroc([-QUANTITIES["ess"](run) for run in runs], unstable)
+    by_lag = common.auroc([QUANTITIES["lag"](run) for run in runs], unstable)
     return Law(
         unstable=(sum(unstable), len(runs)),
-        alpha=bootstrap(runs, lambda some: boundary(some, "ess", "lag").slope),
+        alpha=common.bootstrap(runs, lambda some: boundary(some, "ess", "lag").slope),
         c=math.exp(min(both.constant, 50.0)) if math.isfinite(both.constant) else float("nan"),
         separated=(both.separated, by_ess, by_lag),
-        rate_slope=bootstrap(runs, lambda some: boundary(some, "lag", "rate").slope),
-        bias=bootstrap(runs, bias_exponent),
+        rate_slope=common.bootstrap(runs, lambda some: boundary(some, "lag", "rate").slope),
+        bias=common.bootstrap(runs, bias_exponent),
     )
 
 
@@ -309,7 +283,7 @@ def find(runs: Sequence[Outcome]) -> Finding:
     """Conjecture 5 is about OAPL: it fails if the law does not separate, or its exponents differ by more than 0.5."""
     laws = {(task, name): law(mine) for task, name in product(RATES, OBJECTIVES) if (mine := of(runs, task, name))}
     native = [laws[task, "oapl"] for task in RATES if (task, "oapl") in laws]
-    verdict: Verdict = "cannot be told here"
+    verdict: common.Verdict = "cannot be told here"
     if len(native) == 2:
         first, second = (one.alpha for one in native)
         apart = max(first.low - second.high, second.low - first.high)
@@ -331,14 +305,14 @@ def find(runs: Sequence[Outcome]) -> Finding:
         for (task, name), one in laws.items()
     ]  # fmt: skip
     header = ["task", "objective", "unstable runs", "alpha", "c", "separated by the law / ESS / lag"]
-    table = markdown([*header, "slope of the largest rate", "exponent of the bias"], rows)
+    table = common.markdown([*header, "slope of the largest rate", "exponent of the bias"], rows)
     numbers = {f"{task} {name}": as_numbers(one) for (task, name), one in laws.items()}
     return Finding(verdict, why, f"{table}\n{cells_table(runs)}", numbers)
 
 
 def as_numbers(one: Law) -> dict[str, Any]:
     """For JSON."""
-    return {key: value._asdict() if isinstance(value, Range) else value for key, value in one._asdict().items()}
+    return {key: value._asdict() if isinstance(value, common.Range) else value for key, value in one._asdict().items()}
 
 
 def cells_table(runs: Sequence[Outcome]) -> str:
@@ -358,7 +332,7 @@ def cells_table(runs: Sequence[Outcome]) -> str:
         [task, objective, f"{rate:g}", *(text(cells.get((task, objective, rate, lag), [])) for lag in lags)]
         for task, objective, rate in sorted({key[:3] for key in cells})
     ]
-    return markdown(["task", "objective", "rate", *(f"L = {lag}" for lag in lags)], rows)
+    return common.markdown(["task", "objective", "rate", *(f"L = {lag}" for lag in lags)], rows)
 
 
 def draw(runs: Sequence[Outcome]) -> str:
@@ -412,7 +386,7 @@ CONJECTURE = Conjecture(
     short=Settings(steps=100, probes=4),
     seeds=(0, 1),
     plan=plan,
-    experiment=Experiment(unwarmed, run),
+    experiment=Experiment(common.unwarmed, run),
     find=find,
     draw=draw,
 )

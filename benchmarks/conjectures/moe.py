@@ -8,10 +8,9 @@ trainer itself.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,18 +22,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import trl_offpolicy as op
-from benchmarks.conjectures.common import (
-    Conjecture,
-    Finding,
-    Outcome,
-    Range,
-    Verdict,
-    bootstrap,
-    markdown,
-    rollouts_of,
-    squared_mean,
-    unwarmed,
-)
+from benchmarks.conjectures import common
+from benchmarks.conjectures.common import Conjecture, Finding, Outcome
 from benchmarks.conjectures.experts import (
     Choice,
     Record,
@@ -45,7 +34,7 @@ from benchmarks.conjectures.experts import (
     moments_of,
     replayed,
 )
-from benchmarks.lab.jobs import Experiment, outcome_of, write_outcome
+from benchmarks.lab.jobs import Experiment
 from benchmarks.lab.loop import Rollouts, policy_batch
 from benchmarks.lab.measure import warm_model
 from benchmarks.lab.sorting import Sorter, Task
@@ -67,39 +56,28 @@ TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(common.CommonSettings):
     """What all runs share.
 
     Args:
-        start_accuracy: sampled accuracy at which the supervised warm start ends.
-        warm_up_steps: its steps at most.
-        questions: unused by the runs; the warm start's interface asks for it.
         batches: independent batches, from which the square of a mean gradient is estimated without bias.
         groups: prompts a batch, 8 answers each.
         token_kl: of ``fixed_kl``, nats a token.
     """
 
-    start_accuracy: float = 0.25
-    warm_up_steps: int = 400
-    questions: int = 128
     batches: int = 24
     groups: int = 8
     token_kl: float = 0.03
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(common.Named):
     """One cell; those of one seed and K share the warm start and the prompts."""
 
     arm: str
     experts: int
     rate: float
     seed: int
-
-    @property
-    def name(self) -> str:
-        """Its file's name."""
-        return f"{self.arm}-K{self.experts}-rate{self.rate:g}-{self.seed}"
 
 
 def plan(seeds: Sequence[int], short: bool) -> list[Job]:
@@ -111,12 +89,13 @@ def plan(seeds: Sequence[int], short: bool) -> list[Job]:
 
 
 def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
-    """Measure; the outcome, as written to ``folder/runs``. A finished cell is read, not repeated."""
-    if (done := outcome_of(job, settings, folder)) is not None:
-        return done
-    began = time.process_time()
-    build = mixture(job.experts)
-    model = warm_model(settings, job.seed, folder / "warm_starts", task=TASK, build=build)
+    """Measure; a finished cell is read, not repeated."""
+    return common.recorded(job, settings, folder, lambda: biases(job, settings, folder))
+
+
+def biases(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
+    """Squares of the biases and of the oracles, and the means of what was seen of the mismatch."""
+    model = warm_model(settings, job.seed, folder / "warm_starts", task=TASK, build=mixture(job.experts))
     chance = torch.Generator().manual_seed(job.seed)
     limits = gap_quantiles(model, job.rate) if job.arm == "ties" else None
     choices = flipping(model, job.rate, chance, limits=limits)
@@ -124,17 +103,13 @@ def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
     asking, drawing = (torch.Generator().manual_seed(2 * job.seed + part) for part in (0, 1))
     found = [compared(sampler, model, choices, settings.groups, asking, drawing) for _ in range(settings.batches)]
     token_is, replay, on_policy = (torch.stack([getattr(one, name) for one in found]) for name in Gradients._fields[:3])
-    outcome = {**asdict(job), "settings": asdict(settings)}
-    outcome |= {
-        "bias_to_replay": squared_mean(token_is - replay),
-        "bias_to_policy": squared_mean(token_is - on_policy),
-        "oracle_replay": squared_mean(replay),
-        "oracle_policy": squared_mean(on_policy),
+    return {
+        "bias_to_replay": common.squared_mean(token_is - replay),
+        "bias_to_policy": common.squared_mean(token_is - on_policy),
+        "oracle_replay": common.squared_mean(replay),
+        "oracle_policy": common.squared_mean(on_policy),
+        **{name: float(np.mean([one.seen[name] for one in found])) for name in found[0].seen},
     }
-    outcome |= {name: float(np.mean([one.seen[name] for one in found])) for name in found[0].seen}
-    outcome["cpu_seconds"] = time.process_time() - began
-    write_outcome(job, outcome, folder)
-    return outcome
 
 
 class Gradients(NamedTuple):
@@ -157,12 +132,12 @@ def compared(
     """Token IS on answers under forced flips, the same with their routing replayed, and answers of the trainer."""
     there, here = Record(sampler, choices), Record(model)
     with choosing(sampler, there.choices):
-        rollouts = rollouts_of(sampler, None, groups, TASK, asking, drawing)
+        rollouts = common.rollouts_of(sampler, None, groups, TASK, asking, drawing)
     with choosing(model, here.choices):
         token_is, seen = gradient(model, rollouts)
     with choosing(model, replayed(there.routes)):
         replay, _ = gradient(model, rollouts)
-    on_policy, _ = gradient(model, rollouts_of(model, None, groups, TASK, asking, drawing))
+    on_policy, _ = gradient(model, common.rollouts_of(model, None, groups, TASK, asking, drawing))
     seen |= moments_of(there.routes, here.routes, rollouts.answers.mask, len(expert_layers(model)[0].up))
     return Gradients(token_is, replay, on_policy, seen)
 
@@ -194,7 +169,7 @@ def gap_quantiles(model: Sorter, rate: float) -> list[float]:
 
     asking, chance = torch.Generator().manual_seed(8), torch.Generator().manual_seed(9)
     with choosing(model, [noting(place) for place in range(len(gaps))]):
-        rollouts_of(model, None, 32, TASK, asking, chance)
+        common.rollouts_of(model, None, 32, TASK, asking, chance)
     return [float(torch.quantile(torch.cat(seen), rate)) for seen in gaps]
 
 
@@ -217,7 +192,7 @@ def drifted(model: Sorter, choices: list[Choice], settings: Settings, job: Job) 
         asking, drawing = (torch.Generator().manual_seed(part) for part in (6, 7))
         sampler = noisy(square)
         with choosing(sampler, choices):
-            rollouts = rollouts_of(sampler, None, 32, TASK, asking, drawing)
+            rollouts = common.rollouts_of(sampler, None, 32, TASK, asking, drawing)
         return gradient(model, rollouts)[1]["kl_k3"]
 
     flips = token_kl(0.0) if job.rate else 0.0
@@ -266,13 +241,15 @@ def exponents(runs: Sequence[Outcome], arm: str, oracle: str) -> tuple[float, fl
     return float(fit[0]), float(fit[1])
 
 
-def ranges(runs: Sequence[Outcome]) -> dict[str, tuple[Range, Range]]:
+def ranges(runs: Sequence[Outcome]) -> dict[str, tuple[common.Range, common.Range]]:
     """{arm and oracle: exponents a and b}, the intervals by resampling seeds."""
     seeds = sorted({run["seed"] for run in runs})
     by_seed = [[run for run in runs if run["seed"] == seed] for seed in seeds]
 
-    def exponent(arm: str, oracle: str, part: int) -> Range:
-        return bootstrap(by_seed, lambda some: exponents([run for one in some for run in one], arm, oracle)[part])
+    def exponent(arm: str, oracle: str, part: int) -> common.Range:
+        return common.bootstrap(
+            by_seed, lambda some: exponents([run for one in some for run in one], arm, oracle)[part]
+        )
 
     fits = [("flips", "replay"), ("ties", "replay"), ("fixed_kl", "replay"), ("fixed_kl", "policy")]
     return {
@@ -287,7 +264,7 @@ def find(runs: Sequence[Outcome]) -> Finding:
     found = ranges(runs)
     fits = [found[name][0] for name in ("flips, routing replayed", "ties, routing replayed") if name in found]
     several = len({run["seed"] for run in runs}) > 1
-    verdict: Verdict = "cannot be told here"
+    verdict: common.Verdict = "cannot be told here"
     if several and any(one.high < 1 - TOLERANCE for one in fits):
         verdict = "does not hold"
     elif several and len(fits) == 2 and all(abs(edge - 1) <= TOLERANCE for one in fits for edge in (one.low, one.high)):
@@ -315,7 +292,7 @@ def find(runs: Sequence[Outcome]) -> Finding:
         "bias to on-policy",
     ]
     numbers = {name: [one._asdict() for one in pair] for name, pair in found.items()}
-    return Finding(verdict, why, markdown([*header, "seeds"], rows), {"exponents of K delta and K": numbers})
+    return Finding(verdict, why, common.markdown([*header, "seeds"], rows), {"exponents of K delta and K": numbers})
 
 
 def draw(runs: Sequence[Outcome]) -> str:
@@ -360,7 +337,7 @@ CONJECTURE = Conjecture(
     short=Settings(batches=4, groups=4),
     seeds=(0, 1, 2),
     plan=plan,
-    experiment=Experiment(unwarmed, run),
+    experiment=Experiment(common.unwarmed, run),
     find=find,
     draw=draw,
 )
