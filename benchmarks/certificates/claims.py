@@ -16,7 +16,7 @@ from benchmarks.certificates.certificates import Certificate, certificate, momen
 from benchmarks.certificates.mdp import in_float64
 from benchmarks.certificates.mismatch import REPORTED, Case, World, case
 from benchmarks.certificates.terms import Row, objective, rows
-from trl_offpolicy import TruncateWeight
+from trl_offpolicy import RatioBand, TruncateWeight
 
 MISMATCHED = tuple(kind for kind in REPORTED if kind != "none")
 
@@ -146,6 +146,27 @@ def only_unbiased_weight(made: World) -> Finding:
     return Finding(exact.unbiased and min(biases) > 1e-9, min(biases))
 
 
+def healthy_cap(made: World) -> Finding:
+    """An ESS cap that has nothing to do leaves the product as it is; the value is the largest bias."""
+    kinds = ("none", "rounding", "lag 1")
+    every = [certificate(rows()["ess sequence"], case(kind, made), batches=8) for kind in kinds]
+    return Finding(all(one.unbiased for one in every), max(one.bias for one in every))
+
+
+def least_at_the_mean(made: World) -> Finding:
+    """A band on the geometric mean biases less than the same band on tokens and on the product; value: share."""
+    bands = [
+        Row("", "", "", objective(None, (RatioBand(level=level, low=0.8, high=1.25),)))
+        for level in ("sequence_mean", "token", "sequence")
+    ]
+    least = []
+    for kind in MISMATCHED:
+        of = case(kind, made)
+        mean, *others = (certificate(row, of).bias for row in bands)
+        least.append(mean <= min(others) + 1e-9)
+    return Finding(sum(least) > len(least) / 2, sum(least) / len(least))
+
+
 def shaped_where_the_policies_agree(made: World) -> Finding:
     """Length 1 / (1 + gamma) and no angle; the value is the length with the example's gamma of 0.5."""
     one = found("shaped token", "none", made)
@@ -245,6 +266,29 @@ CLAIMS: dict[str, Claim] = {
         'Unbiased on-policy, and off-policy with ``RawWeight(level="sequence",',
         "largest bias",
         unbiased("gpg, times the product"),
+    ),
+    "an ESS cap on healthy weights": Claim(
+        CORRECTIONS, "no bias while the batch is healthy", "largest bias: none, rounding, lag 1", healthy_cap
+    ),
+    "one band at three levels": Claim(
+        CORRECTIONS,
+        "At the same bounds `sequence_mean` drops and biases least",
+        "share of the kinds in which it does, band [0.8, 1.25]; holds = in most of them",
+        least_at_the_mean,
+    ),
+    "PPO's clip around the sampler": Claim(
+        LOSSES, "Biased by the clip", "median bias in bypass mode", biased("ppo_clip, bypass")
+    ),
+    "CISPO's cap": Claim(LOSSES, "Biased by the cap", "median bias in bypass mode", biased("cispo, bypass")),
+    "SAPO's gate": Claim(LOSSES, "Biased by the gate", "median bias in bypass mode", biased("sapo, bypass")),
+    "GSPO's geometric mean": Claim(
+        "trl_offpolicy/objective/losses/sequences.py",
+        "Biased: s is not the importance weight of the response",
+        "median bias in bypass mode",
+        biased("gspo, bypass"),
+    ),
+    "TOPR": Claim(
+        "trl_offpolicy/functional/policy_losses/responses.py", "Biased where A >= 0", "median bias", biased("topr")
     ),
     "a mean over each response's tokens": Claim(
         "docs/objectives.md",
