@@ -71,6 +71,15 @@ class ModuleAhead:
             self._queue.close()
         self._queue, self._versions = None, []
 
+    def end_epoch(self) -> None:
+        """Forget what was requested for the rest of an epoch that ended early.
+
+        After a whole epoch nothing is left. The next epoch has other prompts, or the same ones, whose old responses
+        would be learned from at a larger lag than the bound.
+        """
+        if self._queue is not None:
+            self._queue.drop()
+
     # ----------------------------------------------------------------------------------------------------- sampling
 
     @contextmanager

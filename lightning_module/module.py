@@ -359,6 +359,11 @@ class OffPolicyGRPOModule(LightningModule):
         """After an optimizer step, end the run if the control session decided that."""
         self.control.end_step(self.trainer)
 
+    def on_train_epoch_end(self) -> None:
+        """Forget requests for generation batches that a callback's end of the epoch leaves out."""
+        if self.ahead is not None:
+            self.ahead.end_epoch()
+
     # ----------------------------------------------------------------------------------------------------- validation
 
     def on_validation_batch_start(self, batch: HeldOut, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -32,7 +32,7 @@ from trl_offpolicy.run_folder.writer import append_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lab.loop import Rollouts, group_advantages, learn, rounded
-from benchmarks.lab.sorting import COUNT, Sorter, prompts, reward, sample, token_logps, warm_start
+from benchmarks.lab.sorting import COUNT, Sorter, Task, prompts, reward, sample, token_logps, warm_start
 
 GROUPS, GENERATIONS, MINIBATCHES = 16, 8, 2
 WARM_UP_STEPS = 45
@@ -135,12 +135,13 @@ def generation(
     generator: torch.Generator,
     *,
     bits: int | None,
+    task: Task = "sorting",
 ) -> dict[str, float]:
     """Sample from ``behind`` (rounded to ``bits``), learn in two optimizer steps; what the trainers would log."""
     questions = prompts(GROUPS, generator).repeat_interleave(GENERATIONS, dim=0)
     answers = sample(rounded(behind, bits), questions, generator)
-    task = reward(answers)
-    rewards = task + setting.length_bonus * answers.mask.sum(1)
+    earned = reward(answers, task)
+    rewards = earned + setting.length_bonus * answers.mask.sum(1)
     with torch.no_grad():
         old = token_logps(behind if setting.noticed else model, answers.ids)
     advantages = group_advantages(rewards, GENERATIONS)
@@ -148,14 +149,21 @@ def generation(
     stats, norm = learn(model, optimizer, objective, rollouts, MINIBATCHES, generator)
     drawn = answers.ids[:, COUNT + 1 :]
     stats = stats.union(duplicate_stats(drawn, answers.mask, answers.logps, group_size=GENERATIONS))
-    held_out = reward(sample(model, QUESTIONS, torch.Generator().manual_seed(0)))
-    logs = {"reward": float(task.mean()), "learner_reward": float(held_out.mean())}
+    held_out = reward(sample(model, QUESTIONS, torch.Generator().manual_seed(0)), task)
+    logs = {"reward": float(earned.mean()), "learner_reward": float(held_out.mean())}
     logs |= {"grad_norm": norm, **stats.compute()}
     return logs | gradient_variance(logs, responses=len(rewards) // MINIBATCHES)
 
 
 def train(
-    setting: Setting, seed: int, *, steps: int, start: Sorter, folder: Path, control: Any = None
+    setting: Setting,
+    seed: int,
+    *,
+    steps: int,
+    start: Sorter,
+    folder: Path,
+    control: Any = None,
+    task: Task = "sorting",
 ) -> list[dict[str, float]]:
     """A run of so many generations, or of fewer if control ends it; its logged rows."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +184,8 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = setting.learning_rate * min(1.0, (step + 1) / max(setting.warm_up, 1))
         try:
-            logs = generation(model, behind, setting, controlled.objective, optimizer, generator, bits=bits)
+            objective = controlled.objective
+            logs = generation(model, behind, setting, objective, optimizer, generator, bits=bits, task=task)
         except (ValueError, RuntimeError) as error:  # weights that are no longer finite
             print(f"{folder.name}: ended after {step} generations: {str(error)[:80]}", flush=True)
             break

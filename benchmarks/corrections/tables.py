@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.corrections.mismatches import MISMATCHES
 from benchmarks.corrections.results import Result
@@ -47,6 +47,41 @@ def share_back(cost: Interval | None, gain: Interval | None) -> float | None:
     if cost is None or gain is None or math.isnan(cost.half) or cost.mean + cost.half >= 0:
         return None
     return -gain.mean / cost.mean
+
+
+def answer(results: Sequence[Result], task: str) -> str:
+    """What each mismatch costs and what gets it back: corrections whose gain leaves out 0, the best three first.
+
+    Beside a gain stands the share of the cost that it is. What is said to hurt loses at least its interval too.
+    """
+    head = ("mismatch", "cost without a correction", "what gets it back (share of the cost)", "what makes it worse")
+    lines = []
+    for name, mismatch in MISMATCHES.items():
+        cost = cost_of(results, task, name)
+        if cost is None or name == reference_of(name):
+            continue
+        gained = {row: gain for row in ROWS if row != "none" and (gain := _sure(results, task, name, row)) is not None}
+        best = sorted((row for row in gained if gained[row].mean > 0), key=lambda row: -gained[row].mean)[:3]
+        worse = sorted((row for row in gained if gained[row].mean < 0), key=lambda row: gained[row].mean)[:3]
+        lines.append(
+            [mismatch.title, _points(cost, bold=True), _named(gained, best, cost) or "nothing beyond its interval",
+             _named(gained, worse, None) or "-"]
+        )  # fmt: skip
+    return _markdown(head, lines)
+
+
+def _sure(results: Sequence[Result], task: str, mismatch: str, row: str) -> Interval | None:
+    """The gain of a correction if its interval leaves out 0."""
+    gain = gain_of(results, task, mismatch, row)
+    return None if gain is None or math.isnan(gain.half) or abs(gain.mean) <= gain.half else gain
+
+
+def _named(gained: Mapping[str, Interval], rows: Sequence[str], cost: Interval | None) -> str:
+    parts = []
+    for row in rows:
+        share = share_back(cost, gained[row])
+        parts.append(f"{ROWS[row].title} {_points(gained[row])}" + ("" if share is None else f" ({share:.0%})"))
+    return "; ".join(parts)
 
 
 def collapsed(line: Result) -> bool:

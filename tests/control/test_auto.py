@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from token_mdp import MASK, process
 
 import trl_offpolicy as op
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.certificates.mdp import process, space
 from trl_offpolicy.control import read_actions
 from trl_offpolicy.control.auto import (
     AutoRule,
@@ -27,6 +31,7 @@ from trl_offpolicy.presets.auto import AutoOptions
 from trl_offpolicy.presets.parsing import plain_method
 from trl_offpolicy.presets.preset import auto_preset
 
+MASK = space(3, 4).mask
 RULE = AutoRule(AutoOptions(ess_floor=0.5, tolerance=0.05, token_tolerance=0.005, margin=0.2, patience=3))
 
 

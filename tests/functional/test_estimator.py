@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from token_mdp import MASK, Process, process
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.certificates.mdp import Process, process, space
 from trl_offpolicy.functional import estimator
 from trl_offpolicy.functional.estimator import ESTIMATOR_LAYOUT, estimator_rows
 from trl_offpolicy.functional.moments import Moments
 
 DRIFTS = (0.05, 0.3, 1.0)
+MASK = space(3, 4).mask
 
 
 def weights_of(made: Process) -> dict[str, torch.Tensor]:
@@ -64,7 +68,8 @@ def test_the_bounds_are_not_vacuous():
     for name, weights in weights_of(made).items():
         found = expected(made, weights)
         assert made.variance(weights) >= 0.05 * float(estimator.variance_bound(found)), name
-    agree = Process(made.sampler, made.target, torch.where((made.old - made.sampling).sum(-1) > 0, 1.0, -1.0).double())
+    signs = torch.where((made.old - made.sampling).sum(-1) > 0, 1.0, -1.0).double()
+    agree = Process(made.space, made.sampler, made.target, signs)
     found = expected(agree, weights_of(agree)["none"])
     assert agree.bias(weights_of(agree)["none"]) >= 0.05 * float(estimator.bias_bound(found))
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from both_trainers import ENGINE_ONLY, PROMPTS, WatchTRL, assert_same_numbers, distance
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_runs import Watch, data, module, trainer
 from rollouts.ahead.fake_server import FakeServer, note_submissions, server_class
 from tiny_models import score_last_word
@@ -190,6 +190,58 @@ def test_the_end_of_an_epoch_or_of_the_run_is_not_looked_beyond(run: Any) -> Non
     assert seen.lags == [[0], [1], [2], [0], [1]]  # three generations an epoch
     assert len(seen.server.asked) == 5 * 2
     assert seen.groups[0] != seen.groups[3]
+
+
+class Leave(Callback):
+    """Ends the first epoch after its first optimizer step, and lets the run go on."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 0 and trainer.global_step == 1
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = False
+
+
+@pytest.mark.parametrize(
+    ("partial", "server", "shuffle", "lags"),
+    [
+        ("finish", None, False, [[0], [0], [1], [2], [0]]),
+        ("finish", None, True, [[0], [0], [1], [2], [0]]),
+        ("continue", CUT, False, [[0], [0], [0, 1], [1, 2], [0]]),  # what is dropped is in flight
+    ],
+)
+def test_an_epoch_that_a_callback_ends_leaves_nothing_behind(
+    run: Any, partial: str, server: Any, shuffle: bool, lags: Any
+) -> None:
+    """One generation of the first epoch, three of the second, which begins with rows of its own weights."""
+    flags = {"callbacks": [Leave()], "limit_train_batches": 6, "max_steps": 5}
+    seen = run({"lag": 2, "partial": partial}, server=server, sizes={"shuffle": shuffle}, flags=flags)
+
+    assert seen.lags == lags
+    assert (seen.groups[0] == seen.groups[1]) is not shuffle
+
+
+class Stop(Callback):
+    """Ends the run after an optimizer step."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 1
+
+
+def test_a_fit_after_one_that_was_stopped_begins_anew(
+    fresh_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_submissions(monkeypatch)
+    made: list[FakeServer] = []
+    monkeypatch.setattr(engines, "ServerEngine", server_class(fresh_model(), made))
+    ours = module(SERVER, async_rollouts={"lag": 2, "partial": "finish"}, correction="paper/tis", control="off")
+    sizes = {"steps_per_generation": 2}
+    trainer(tmp_path, callbacks=[Stop()], max_steps=STEPS, accumulate_grad_batches=2).fit(ours, data(PROMPTS, **sizes))
+    folder = tmp_path / "second"
+    callbacks = [Watch(), RunFolder(str(folder), report=False)]
+    trainer(folder, callbacks=callbacks, max_steps=3, accumulate_grad_batches=2).fit(ours, data(PROMPTS, **sizes))
+
+    assert Run(callbacks[0], made[-1], folder).lags == [[0], [1], [2]]
 
 
 def test_validation_samples_in_turn(run: Any) -> None:

@@ -34,6 +34,15 @@ def fit(folder: Path, engine: Any, replay: Any, *, steps: int = STEPS, **flags: 
     return watch, ours
 
 
+def assert_one_prompt_each(frame: pd.DataFrame) -> None:
+    """No two prompt groups of a run have the same number; a replayed group keeps its own at every draw."""
+    for number, rows in frame.groupby("group_id"):
+        assert rows.prompt_ids.map(tuple).nunique() == 1
+        assert rows.groupby("step").size().eq(GENERATIONS).all()
+        assert number < 0 or (rows.policy_version == rows.step).all()
+        assert rows.completion_ids.map(tuple).nunique() <= GENERATIONS
+
+
 class Same(OwnMismatch):
     """Completions that depend on prompt and version alone, so that a resumed run samples what the whole one did."""
 
@@ -87,7 +96,8 @@ def test_a_generation_has_its_fresh_rows_and_drawn_ones(tmp_path: Path) -> None:
     for step, rows in frame.groupby("step"):
         assert (rows.policy_version == step).sum() == 8
         assert (rows.policy_version < step).sum() == (8 if step else 0)
-        assert all(len(group) == GENERATIONS for _, group in rows.groupby("group_id"))
+        assert rows.group_id.nunique() == (4 if step else 2)
+    assert_one_prompt_each(frame)
     assert len(buffer) == 2 * STEPS  # the user's own stays open
 
 
@@ -101,6 +111,7 @@ def test_a_resumed_run_draws_what_the_whole_one_drew(in_checkpoint: bool, tmp_pa
     whole, _ = fit(tmp_path / "whole", Same(noise=0.2), replay, steps=7, **saving)
     rest, _ = fit(tmp_path / "rest", Same(noise=0.2), replay, steps=7, resume=tmp_path / "saved" / "step=4.ckpt")
 
+    assert_one_prompt_each(pd.read_parquet(tmp_path / "rest" / "rollouts.parquet"))
     same = [torch.equal(value, rest.weights[-1][name]) for name, value in whole.weights[-1].items()]
     assert all(same) == in_checkpoint
     if in_checkpoint:

@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -33,9 +32,8 @@ from benchmarks.lab.sorting import (
     solutions,
     token_logps,
 )
-from recipes.quantised_rollouts import demonstration, experiment, run, tables
+from recipes.quantised_rollouts import experiment, run, tables
 from recipes.quantised_rollouts.experiment import VARIANTS, Job, Settings, objective_of
-from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Settings(warm_up_steps=2, generations=2, groups=2, group_size=4, log_every=1, questions=8, answers=2)
@@ -378,65 +376,6 @@ def test_entry_point_writes_the_table_and_resumes(
     monkeypatch.setattr(experiment, "train", never)
     assert run.main([*options, "--variants", "none", "tis"]) == 0
     assert "3 runs (3 from before)" in capsys.readouterr().out
-
-
-def recorded(log_ratio: list[list[float]], steps: list[int], kept: list[int]) -> demonstration.RecordedRollouts:
-    """Rollouts of a run, two tokens a response."""
-    count = len(steps)
-    return demonstration.RecordedRollouts(
-        steps=np.array(steps),
-        trainable=np.full(count, 2),
-        kept=np.array(kept),
-        row=np.repeat(np.arange(count), 2).astype(np.int32),
-        position=np.tile([0, 1], count).astype(np.int32),
-        sampling_logp=np.full(2 * count, -1.0, np.float32),
-        log_ratio=np.array(log_ratio, np.float32).flatten(),
-        weight=np.ones(2 * count, np.float32),
-        keep=np.ones(2 * count, bool),
-        chunks=(),
-    )
-
-
-def test_demonstration_reads_the_rollouts_of_a_run() -> None:
-    rho = np.array([[2.0, 1.0], [1.0, 1.0]])
-    found = demonstration.measured(recorded(np.log(rho).tolist(), [1, 2], [2, 0]))
-    assert found["kl_k3"] == pytest.approx(np.mean(rho - 1 - np.log(rho)), rel=1e-5)
-    assert found["ess"] == pytest.approx(5**2 / (4 * 7), rel=1e-5) and found["dropped"] == 0.5
-
-
-def test_demonstration_sets_the_band_from_the_first_quarter() -> None:
-    """Means of log rho from -0.5 to 0.5 in step 1; the later steps are far off and do not count."""
-    early = np.linspace(-0.5, 0.5, 101)
-    logs = [[value - 0.1, value + 0.1] for value in early] + [[3.0, 3.0]] * 12
-    rollouts = recorded(logs, [1] * 101 + [2, 3, 4] * 4, [2] * 113)
-    low, high = demonstration.band_of(rollouts, drops=0.2)
-    assert low == pytest.approx(math.exp(-0.4), abs=1e-3) and high == pytest.approx(math.exp(0.4), abs=1e-3)
-
-
-@pytest.mark.parametrize("variant", list(demonstration.VARIANTS))
-def test_demonstration_runs_the_trainer_with_these_options(variant: str, tmp_path: Path) -> None:
-    spec = yaml.safe_load((ROOT / demonstration.CONFIG).read_text())
-    assert spec["engine"] == {**demonstration.ENGINE, "weight_rounding": demonstration.ROUNDINGS["INT4"]}
-    text = demonstration.correction(variant, (0.9, 1.1))
-    offpolicy = json.loads(text) if text.startswith("{") else text
-    plain = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "vllm_mode": "colocate"}
-    preset = OffPolicyGRPOConfig(str(tmp_path), **plain, engine=spec["engine"], offpolicy=offpolicy).preset
-    assert preset.correction.weight == (op.TruncateWeight(max_weight=2.0) if variant == "tis" else None)
-    bands = (op.RatioBand(level="sequence_mean", low=0.9, high=1.1),) if variant == "geometric" else ()
-    assert preset.correction.keep == bands
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.timeout(1800)
-def test_demonstration_runs(tmp_path: Path) -> None:
-    """Three runs of two steps with the real model and engine."""
-    command = [sys.executable, "recipes/quantised_rollouts/demonstration.py", "--steps", "2", "--rollouts", "INT4"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=1700)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [line.split("|")[1:-1] for line in (tmp_path / "demonstration.md").read_text().splitlines()[2:]]
-    assert [row[1].strip() for row in rows] == list(demonstration.VARIANTS.values())
-    assert all(0.05 < float(row[3]) < 5.0 and 0.01 < float(row[4]) < 0.9 for row in rows)  # k3, ESS: a large mismatch
 
 
 @pytest.mark.slow

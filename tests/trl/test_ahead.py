@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rollouts.ahead.fake_server import FakeServer, note_submissions, server_class
 from trainer_runs import records, rollouts
+from transformers import TrainerCallback
 
 from trl_offpolicy.trl import engine as trl_engines
 
@@ -28,13 +29,17 @@ SERVER = {
 
 @pytest.fixture
 def run(build: Callable[..., Any], fresh_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``run(server_options, resume=..., **trainer_options)``: the trained trainer and its server."""
+    """``run(server_options, resume=..., callback=..., **trainer_options)``: the trained trainer and its server."""
     note_submissions(monkeypatch)
 
-    def train(server: dict[str, Any] | None = None, resume: Any = None, **options: Any) -> tuple[Any, FakeServer]:
+    def train(
+        server: dict[str, Any] | None = None, resume: Any = None, callback: Any = None, **options: Any
+    ) -> tuple[Any, FakeServer]:
         made: list[FakeServer] = []
         monkeypatch.setattr(trl_engines, "ServerEngine", server_class(fresh_model(), made, **(server or {})))
         trainer = build(**{**SERVER, **options})
+        if callback is not None:
+            trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=resume)
         return trainer, made[0]
 
@@ -133,6 +138,20 @@ def test_over_several_epochs_each_has_every_prompt_once(run: Any) -> None:
     assert epochs[0] != epochs[1]
     assert len(server.asked) == 2 * 32
     assert [lag for (lag,) in lags(trainer)] == [0, *[1] * 15] * 2  # the lookahead ends with the epoch
+
+
+def test_an_epoch_that_a_callback_ends_leaves_nothing_behind(run: Any) -> None:
+    """One generation of the first epoch; the second begins with rows of its own weights."""
+
+    class Leave(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = state.global_step in (1, 5)
+
+    ahead = {"lag": 2, "partial": "finish"}
+    trainer, _ = run(async_rollouts=ahead, callback=Leave(), max_steps=-1, num_train_epochs=2)
+
+    assert lags(trainer) == [[0], [0], [1], [2], [2]]
+    assert groups(trainer)[0] != groups(trainer)[1]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import score_last_word, tiny_prompts
-from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records
+from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, rollouts
 
 from trl_offpolicy.rollouts.replay import ReplayBuffer, pad_groups
 
@@ -58,6 +58,9 @@ def test_it_learns_from_fresh_and_replayed_rows(make: Make, monkeypatch: Any) ->
         assert all(float(part["num_items_in_batch"]) == masks for part in step)
         versions = torch.cat([part["policy_versions"].reshape(len(part["advantages"]), -1)[:, 0] for part in step])
         assert int((versions == number).sum()) == 8 and int((versions < number).sum()) == (8 if number else 0)
+    frame = rollouts(trainer)
+    assert frame.groupby("group_id").prompt.nunique().eq(1).all()
+    assert ((frame.group_id < 0) == (frame.policy_version < frame.step)).all()
     logged = records(trainer)
     assert [row["offpolicy/rollout/version_lag_max"] for row in logged] == [0, 1, 2]
     assert logged[1]["offpolicy/rollout/version_lag_mean"] == pytest.approx(0.5, abs=0.15)  # by token

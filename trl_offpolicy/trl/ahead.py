@@ -53,6 +53,7 @@ class TrainerAhead:
     def items(self, epoch: Iterator[Any]) -> Lookahead:
         """Wrap the iterator of an epoch, for the next optimizer step to read from."""
         if epoch is not self._epoch:
+            self._queue.drop()  # of an epoch that a callback ended early
             self._epoch, self._lookahead = epoch, Lookahead(epoch)
         self._lookahead.forget()
         self._first_step = self._trainer._step

@@ -115,6 +115,27 @@ def test_an_error_of_a_request_is_one_of_its_rows_alone() -> None:
         futures[1].result()
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_server_that_ends_every_request_is_not_asked_for_ever(tokens: int) -> None:
+    """One that gives a token each time is slow, but gets there."""
+
+    class Paused(Slow):
+        def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> Any:
+            self.requests.append((prompt, options["max_tokens"], n))
+            return [([1] * tokens, [0.0] * tokens, "abort")] * n
+
+    server = Paused()
+    flight = Flight(server, cuts=False)
+    future = flight.submit([1], {"max_tokens": 200}, 1)
+    if tokens:
+        assert len(future.result(timeout=10)[0].token_ids) == len(server.requests) == 200
+    else:
+        with pytest.raises(EngineError, match=r"^the server must sample, but it ended 100 requests .* in a row"):
+            future.result(timeout=10)
+        assert len(server.requests) == 100
+    flight.close()
+
+
 def test_closing_gives_up_what_is_in_flight() -> None:
     flight = Flight(Slow(seconds=0.5), cuts=True, workers=1)
     futures = [flight.submit([i], OPTIONS, 1) for i in range(3)]
@@ -126,6 +147,31 @@ def test_closing_gives_up_what_is_in_flight() -> None:
         with pytest.raises(EngineError, match=r"^Sampling ahead has ended"):
             future.result(timeout=1)
     assert time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("can_cut", [True, False])
+def test_dropped_requests_end_and_new_ones_go_on(can_cut: bool) -> None:
+    class Stubborn(Slow):
+        def cut(self) -> None:
+            if can_cut:
+                super().cut()
+
+    server = Stubborn(seconds=0.01)
+    flight = Flight(server, cuts=can_cut, workers=1)
+    old = [flight.submit([i], OPTIONS, 2) for i in range(3)]
+    while not server.requests:
+        time.sleep(0.001)
+    flight.drop()
+    for future in old:
+        with pytest.raises(EngineError, match=r"^The request was dropped"):
+            future.result(timeout=1)
+    flight.hold()  # waits for one that the server cannot cut
+    server.load(1)
+    flight.release()
+    (response,) = flight.submit([9], OPTIONS, 1).result(timeout=10)
+    assert set(response.versions) == {1}
+    assert [prompt for prompt, _, _ in server.requests] == [[0], [9]]  # what waited is not asked for, nor a rest
+    flight.close()
 
 
 def test_requests_run_at_once() -> None:

@@ -113,6 +113,18 @@ def test_a_closed_queue_starts_empty() -> None:
     trainer.queue.close()
 
 
+def test_what_is_dropped_is_asked_for_again() -> None:
+    trainer = Trainer({"lag": 2, "partial": "finish"}, Scripted())
+    trainer.queue.drop()  # nothing yet
+    trainer.step()
+    trainer.queue.drop()
+    assert trainer.queue.oldest_version == 1
+
+    versions = [trainer.step().rollouts.policy_versions for _ in range(4)]
+    assert versions == [[[1]] * N, [[1]] * N, [[1]] * N, [[2]] * N]  # lag 0, 1, 2, 2: as in a new run
+    trainer.queue.close()
+
+
 def run(rank: int) -> dict[str, Any]:
     """Two ranks share a server: each gets its rows, and an error of the main rank's requests."""
     trainer = Trainer(1, Scripted(), rank=rank, ranks=2, batches=3)

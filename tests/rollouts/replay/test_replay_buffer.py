@@ -277,3 +277,26 @@ def test_a_checkpoint_brings_back_what_made_room_and_drops_what_came_later(tmp_p
     with ReplayBuffer(tmp_path, max_rows=6) as again:
         assert ids(again) == [1, 2, 9]
         assert again.sample(3, current_version=9, rng=RNG(0)).groups
+
+
+def numbers(buffer: ReplayBuffer) -> dict[int, int]:
+    """The number of each group in the buffer, by its first prompt token."""
+    drawn = buffer.sample(len(buffer), current_version=9, rng=RNG(0))
+    return {one.prompt_ids[0]: int(number) for one, number in zip(drawn.groups, drawn.ids, strict=True)}
+
+
+def test_each_group_has_a_number_of_its_own_that_no_fresh_group_has(tmp_path: Path) -> None:
+    """The same at each draw, after a restart, after groups left, and beside what is added later."""
+    buffer = ReplayBuffer(tmp_path, max_rows=8)
+    buffer.add([group(0), group(1)])
+    buffer.add([replace(group(2), group_id=0)])  # of another run, say
+    first = numbers(buffer)
+    assert len(set(first.values())) == 3 and max(first.values()) < 0
+    buffer = reopened(buffer)
+    assert numbers(buffer) == first
+    saved = buffer.state_dict()
+    buffer.add([group(3), group(4)])  # takes the room of groups 0 and 1
+    later = numbers(buffer)
+    assert later[2] == first[2] and not {later[3], later[4]} & set(first.values())
+    buffer.load_state_dict(saved)
+    assert numbers(buffer) == first

@@ -16,7 +16,11 @@ from trl_offpolicy.rollouts.ahead.parts import Part, ResponseInParts
 WORKERS = 256
 _AGAIN = 0.05
 """Seconds between two cuts; a request that was on its way during the first cut is caught by the next."""
+_FRUITLESS = 100
+"""Requests of one response that may be cut in a row before their first token. A server that ends all would be asked for
+ever, and the trainer would wait for ever."""
 _ENDED = "Sampling ahead has ended."
+_DROPPED = "The request was dropped: its generation batch is not reached."
 
 
 class Server(Protocol):
@@ -106,16 +110,28 @@ class Flight:
             self._open = True
             self._gate.notify_all()
 
+    def drop(self) -> None:
+        """Give up requests that are not finished, as :meth:`close`, but go on: new ones may be submitted.
+
+        One that the server cannot cut may still run. :meth:`hold` waits for it like for any other.
+        """
+        self._give_up(_DROPPED)
+
     def close(self) -> None:
         """Give up requests that are not finished; their results raise an EngineError."""
         with self._gate:
             self._closed = True
             self._gate.notify_all()
-            running, threads, jobs = self._requests, self._threads, list(self._unfinished.values())
-        for job in jobs:
-            self._finish(job, EngineError(_ENDED))
+            threads = self._threads
+        self._give_up(_ENDED)
         for i in range(threads):
             self._work.put((-1, i, None, range(0)))
+
+    def _give_up(self, why: str) -> None:
+        with self._gate:
+            jobs, running = list(self._unfinished.values()), self._requests
+        for job in jobs:
+            self._finish(job, EngineError(why))
         if running:
             self._server.cut()
 
@@ -148,9 +164,14 @@ class Flight:
         """Run one request. A response that was cut goes back into the queue and continues after its last token."""
         done = job.responses[which.start].token_ids
         options = {**job.options, "max_tokens": job.limit - len(done)}
-        parts = self._request(job.prompt + done, options, len(which))
+        parts = self._request(job, job.prompt + done, options, len(which))
         for i, part in zip(which, parts, strict=True):
             job.responses[i] = job.responses[i].then(part)
+            if job.responses[i].fruitless >= _FRUITLESS:
+                raise EngineError(
+                    f"the server must sample, but it ended {_FRUITLESS} requests of a response in a row before their "
+                    "first token. Look at its log: it may be paused, or something else aborts its requests."
+                )
         with self._gate:
             finished = job.is_finished()
         if finished:
@@ -168,12 +189,12 @@ class Flight:
         else:
             job.future.set_result(job.responses)
 
-    def _request(self, prompt: list[int], options: dict[str, Any], n: int) -> list[Part]:
+    def _request(self, job: _Job, prompt: list[int], options: dict[str, Any], n: int) -> list[Part]:
         """One request under one version: it begins after a sync and has ended before the next."""
         with self._gate:
             self._gate.wait_for(lambda: self._open or self._closed)
-            if self._closed:
-                raise EngineError(_ENDED)
+            if self._closed or job.number not in self._unfinished:  # given up while it waited, or cut and to go on
+                raise EngineError(_ENDED if self._closed else _DROPPED)
             self._requests += 1
             version = -1 if self._server.version is None else self._server.version
         try:

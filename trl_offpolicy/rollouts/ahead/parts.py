@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 CUT = "abort"
 """vLLM's finish reason of a request that was cut."""
@@ -60,6 +61,12 @@ class ResponseInParts:
     def finish_reason(self) -> str:
         """The finish reason of the last part."""
         return self.parts[-1].finish_reason
+
+    @property
+    def fruitless(self) -> int:
+        """How many requests in a row, the last ones, were cut before their first token."""
+        empty = takewhile(lambda part: not part.token_ids and part.finish_reason == CUT, reversed(self.parts))
+        return sum(1 for _ in empty)
 
     def is_finished(self, max_tokens: int) -> bool:
         """False if the response was cut before its end. One of ``max_tokens`` tokens has none left to sample."""

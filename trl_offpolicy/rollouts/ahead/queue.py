@@ -94,6 +94,18 @@ class RolloutsAhead:
         self._submitted = 0  # batches requested
         self._waited = 0.0  # seconds of waiting for requests in flight, since the last generation
 
+    def drop(self) -> None:
+        """Forget the batches that were requested and not taken, because the epoch they belong to has ended early.
+
+        All ranks call it. What comes next is requested again, at the weights of then.
+        """
+        if not self._queue:
+            return
+        if self._flight is not None:
+            self._flight.drop()
+        self._submitted -= len(self._queue)
+        self._queue.clear()
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """A context in which no request runs, so that weights may change."""

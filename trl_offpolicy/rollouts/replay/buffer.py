@@ -16,6 +16,9 @@ from trl_offpolicy.engines.weights.files import fsync
 from trl_offpolicy.rollouts.replay.priority import AgeDecay, Floats, draw_without_repetition
 from trl_offpolicy.rollouts.replay.records import Entry, ReplayGroup, read_entries, read_group, write_part
 
+_PART = 2**20
+"""Most groups of one part. So part and place together number a group, without a counter that must be saved."""
+
 
 @dataclass(frozen=True)
 class ReplaySample:
@@ -26,11 +29,14 @@ class ReplaySample:
         weights: (k,) importance weights. With them the mean over the draw is an unbiased estimate of the buffer's plain
             mean (:func:`~trl_offpolicy.rollouts.replay.draw_without_repetition`). Ignore them to prefer fresh groups.
         lags: (k,) weight versions between the oldest token of each group and now.
+        ids: (k,) a number of each group in this buffer, negative, the same at each draw. Fresh groups are numbered
+            from 0 in each run, so it is never that of a fresh group.
     """
 
     groups: tuple[ReplayGroup, ...]
     weights: Floats
     lags: NDArray[np.int64]
+    ids: NDArray[np.int64]
 
 
 class ReplayBuffer:
@@ -86,7 +92,7 @@ class ReplayBuffer:
         self._parts: dict[Path, list[Entry]] = {}
         self._sizes: dict[Path, int] = {}
         paths = sorted(self.folder.glob("part-*.parquet"))
-        self._next = int(paths[-1].stem.split("-")[1]) + 1 if paths else 0
+        self._next = _part_number(paths[-1]) + 1 if paths else 0
         for path in paths:
             self._open_part(path)
         self._make_room()
@@ -122,11 +128,13 @@ class ReplayBuffer:
         """Store finished groups as one part. An empty ``groups`` does nothing.
 
         Raises:
-            ValueError: these groups alone exceed a bound.
+            ValueError: these groups alone exceed a bound, or are more than 2^20.
         """
         several = list(groups)
         if not several:
             return
+        if len(several) > _PART:
+            raise ValueError(f"groups must be at most {_PART} at a time, but got {len(several)}.")
         rows = sum(len(group.responses) for group in several)
         if self.max_rows is not None and rows > self.max_rows:
             raise ValueError(f"groups must have at most max_rows = {self.max_rows} responses, but got {rows}.")
@@ -170,7 +178,7 @@ class ReplayBuffer:
             temporary.write_bytes(state[name].cpu().numpy().tobytes())
             fsync(temporary)
             temporary.replace(path)
-            self._next = int(path.stem.split("-")[1]) + 1
+            self._next = _part_number(path) + 1
             self._open_part(path)
         fsync(self.folder)
         self._make_room()
@@ -203,8 +211,10 @@ class ReplayBuffer:
         priorities = np.array([entry.priority for entry in entries], np.float64)
         logs = self.decay.log_priorities(priorities, versions, current_version=current_version)
         drawn = draw_without_repetition(logs, count, rng)
-        groups = tuple(read_group(entries[place]) for place in drawn.places)
-        return ReplaySample(groups, drawn.weights, current_version - versions[drawn.places])
+        chosen = [entries[place] for place in drawn.places]
+        ids = np.array([-1 - (_part_number(entry.part) * _PART + entry.row_group) for entry in chosen], np.int64)
+        groups = tuple(read_group(entry) for entry in chosen)
+        return ReplaySample(groups, drawn.weights, current_version - versions[drawn.places], ids)
 
     def close(self) -> None:
         """Release the lock, so that another process can open the buffer."""
@@ -215,6 +225,10 @@ class ReplayBuffer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _part_number(path: Path) -> int:
+    return int(path.stem.split("-")[1])
 
 
 def _lock(descriptor: int, folder: Path) -> None:

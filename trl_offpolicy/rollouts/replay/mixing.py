@@ -6,7 +6,7 @@ A generation batch is a dict of tensors under TRL's names, with those of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def mixed(
     groups = fresh_groups(output, generations)
     if buffer.available(current_version=version, max_lag=max_lag) >= count:
         drawn = buffer.sample(count, current_version=version, rng=rng, max_lag=max_lag)
-        output = with_replayed(output, pad_groups(drawn.groups, pad_token_id=pad_token_id))
+        output = with_replayed(output, pad_groups(drawn.groups, pad_token_id=pad_token_id), ids=drawn.ids.tolist())
     buffer.add(groups)
     return output
 
@@ -93,9 +93,21 @@ def _response(host: dict[str, Tensor], versions: Tensor, row: int) -> Response:
     )
 
 
-def with_replayed(output: Mapping[str, Any], rows: PaddedGroups) -> dict[str, Any]:
-    """The generation batch followed by the replayed rows, padded to one length, with the new token count."""
-    device, first = output["prompt_ids"].device, int(output["group_ids"].max()) + 1
+def with_replayed(output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequence[int]) -> dict[str, Any]:
+    """The generation batch followed by the replayed rows, padded to one length, with the new token count.
+
+    Args:
+        output: the generation batch.
+        rows: the replayed rows.
+        ids: number of each replayed group, negative (``ReplaySample.ids``). Several generation batches meet in one
+            optimizer step or logging window, and fresh groups of the next one have the next numbers from 0 up.
+
+    Raises:
+        ValueError: a number could be that of a fresh group, or two replayed groups have the same one.
+    """
+    if max(ids) >= 0 or len(set(ids)) != len(ids):
+        raise ValueError(f"ids must be negative and different, but got {list(ids)}.")
+    device = output["prompt_ids"].device
     fresh = {**output, "policy_versions": _by_token(output)}
     replayed: dict[str, Tensor] = {
         "prompt_ids": rows.prompt_ids,
@@ -106,7 +118,7 @@ def with_replayed(output: Mapping[str, Any], rows: PaddedGroups) -> dict[str, An
         "policy_versions": rows.policy_versions,
         "advantages": group_advantages(rows.rewards, rows.group_ids, torch.ones_like(rows.rewards, dtype=torch.bool)),
         "rewards": rows.rewards,
-        "group_ids": rows.group_ids + first,
+        "group_ids": torch.tensor(list(ids))[rows.group_ids],
     }
     if "group_rewards" in output:
         generations = output["group_rewards"].shape[1]

@@ -1,0 +1,210 @@
+"""Bias and variance of an estimator of the policy gradient against the exact gradient.
+
+What is one term for each response is summed over every response with its probability: no sampling, float64. What
+depends on the batch (a mean weight, a budget, a group) is measured on batches drawn from the exact distribution, as
+the exact expectation of a similar row plus the mean difference to it; its error is given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import trl_offpolicy as op
+from benchmarks.certificates.mdp import Space, in_float64
+from benchmarks.certificates.mismatch import Case
+from benchmarks.certificates.terms import Row, rows
+
+BATCH = 64
+"""Responses of a batch, at which variance and mean squared error are given."""
+
+GROUP = 8
+"""Responses to a prompt in it, for what looks at a prompt's responses together."""
+
+ROUNDING = 1e-11
+"""An exact relative bias below it is none."""
+
+ROUNDING_32 = 1e-6
+"""The same for drawn batches, which the kit computes in its own float32."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known about one row under one kind of mismatch.
+
+    Everything is in units of the wanted gradient: the true one times the constant that the row's normaliser has.
+
+    Args:
+        exact: True = a sum over every response; False = batches were drawn.
+        bias: norm of the expected estimate minus the wanted gradient.
+        error: standard error of that, from drawn batches; 0 where exact.
+        angle: degrees between expectation and wanted gradient; it does not depend on any scale. NaN if the
+            expectation is 0.
+        length: the expectation's component along the wanted gradient; 1 = neither shrunk nor grown.
+        variance: trace of the covariance of the estimate of one batch.
+        mse: bias^2 + variance.
+    """
+
+    exact: bool
+    bias: float
+    error: float
+    angle: float
+    length: float
+    variance: float
+    mse: float
+
+    @property
+    def unbiased(self) -> bool:
+        """Exactly, up to rounding; from drawn batches: not further than two standard errors."""
+        return self.bias < ROUNDING if self.exact else self.bias <= 2 * self.error + ROUNDING_32
+
+
+class Moments(NamedTuple):
+    """Expectation (S, vocabulary) of one response's term and the trace of its covariance."""
+
+    mean: Tensor
+    variance: float
+
+
+def batch_of(objective: op.Objective, case: Case, index: Tensor | None = None) -> tuple[op.PolicyBatch, Tensor]:
+    """The rows of ``index`` (None = all) as the kit's batch before the first step, pi = pi_old, and its leaf (B, T)."""
+    over = case.space if index is None else case.space.take(index)
+    of = slice(None) if index is None else index
+    logps = over.logps(case.target)
+    leaf = logps.clone().requires_grad_()
+    rewards = case.rewards[of]
+    groups = torch.arange(len(rewards)) // GROUP
+    # Responses to a prompt exist only in drawn batches.
+    group_rewards = None if index is None else rewards.view(-1, GROUP)[groups]
+    batch = op.PolicyBatch(
+        per_token_logps=leaf,
+        old_per_token_logps=logps,
+        sampling_per_token_logps=case.sampling[of],
+        completion_mask=over.mask,
+        advantages=case.advantages[of],
+        rewards=rewards,
+        entropies=over.entropies(case.target),
+        turn_ids=(torch.arange(over.horizon) // 2).expand(over.mask.shape),
+        group_ids=groups,
+        group_rewards=group_rewards,
+        policy_versions=-case.lag[of],
+        current_version=0,
+    )
+    return batch, leaf
+
+
+def coefficients(objective: op.Objective, case: Case, index: Tensor | None = None) -> Tensor:
+    """(B, T): minus the gradient of the kit's loss by the log-prob of each token. The step goes against the loss."""
+    batch, leaf = batch_of(objective, case, index)
+    (gradient,) = torch.autograd.grad(objective(batch).loss, leaf)
+    return torch.where(batch.mask, -gradient, 0.0)
+
+
+def terms(row: Row, case: Case) -> Tensor:
+    """(N, T) coefficients of each response's own term, whose mean over a batch is the estimate.
+
+    All rows in one call, each weighing 1/N there, which is taken back; ``token_sum`` has no denominator, so that its
+    estimate is BATCH times the mean.
+    """
+    factor = BATCH if row.objective.aggregation == "token_sum" else len(case.probability)
+    return coefficients(row.objective, case) * factor
+
+
+def moments(over: Space, by_response: Tensor, case: Case) -> Moments:
+    """Exact, by summing over every response."""
+    mean = over.gradient(by_response, case.probability, case.target)
+    square = float(case.probability @ over.square_norms(by_response, case.target))
+    return Moments(mean, square - float(mean.square().sum()))
+
+
+def scale(row: Row, case: Case) -> float:
+    """The constant by which the row's normaliser multiplies the gradient.
+
+    The row's own factor if it has one. Else 1 for the sum over a response's tokens, 1 / L for Dr. GRPO's, the batch for
+    a plain sum. For a mean over tokens it is 1 over the expected length: that of the ratio of sums in a large batch.
+    """
+    if row.factor != 1.0:
+        return row.factor
+    return {
+        "seq_mean_token_sum": 1.0,
+        "seq_mean_token_sum_norm": 1.0 / case.space.horizon,
+        "token_sum": float(BATCH),
+        "token_mean": 1.0 / case.tokens,
+        "seq_mean_token_mean": 1.0 / case.tokens,
+    }[row.objective.aggregation]
+
+
+def certificate(row: Row, case: Case, *, batches: int = 64, seed: int = 0) -> Certificate:
+    """Bias and variance of ``row`` under the mismatch of ``case``.
+
+    Args:
+        row: the estimator.
+        case: the exact distribution.
+        batches: how many are drawn for a row that is not exact.
+        seed: of the draws.
+
+    Raises:
+        ValueError: the gradient of the case is 0, or fewer than 2 batches.
+    """
+    if not float(case.gradient.norm()) > 0:
+        raise ValueError("case must have a gradient that is not 0, but got 0.")
+    if batches < 2:
+        raise ValueError(f"batches must be at least 2, but got {batches}.")
+    wanted = scale(row, case) * case.gradient
+    if row.exact:
+        with in_float64():
+            found = moments(case.space, terms(row, case), case)
+        return _certificate(found.mean, wanted, found.variance / BATCH, spread=0.0, exact=True)
+    mean, variance, spread = _from_batches(row, case, batches, seed)
+    return _certificate(mean, wanted, variance, spread, exact=False)
+
+
+def _from_batches(row: Row, case: Case, batches: int, seed: int) -> tuple[Tensor, float, float]:
+    """Expectation, trace of the covariance of a batch's estimate, and mean squared error of the expectation."""
+    assert row.control is not None
+    control = rows()[row.control]
+    with in_float64():
+        by_response = terms(control, case) * (scale(row, case) / scale(control, case))
+    known = moments(case.space, by_response, case).mean
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(case.probability, batches * BATCH, replacement=True, generator=generator)
+    if row.by_group:  # groups do not see each other: all batches in one call
+        found = coefficients(row.objective, case, drawn).double() * batches
+    else:
+        found = torch.cat([coefficients(row.objective, case, index) for index in torch.split(drawn, BATCH)]).double()
+    estimates, differences = [], []
+    one = torch.ones(BATCH, dtype=torch.float64)
+    for index, by_token in zip(torch.split(drawn, BATCH), torch.split(found, BATCH), strict=True):
+        over = case.space.take(index)
+        estimate = over.gradient(by_token, one, case.target)
+        estimates.append(estimate.flatten())
+        differences.append((estimate - over.gradient(by_response[index], one / BATCH, case.target)).flatten())
+    estimated, differed = torch.stack(estimates), torch.stack(differences)
+    spread = float(differed.var(0).sum()) / batches
+    return known + differed.mean(0).view_as(known), float(estimated.var(0).sum()), spread
+
+
+def _certificate(mean: Tensor, wanted: Tensor, variance: float, spread: float, *, exact: bool) -> Certificate:
+    unit = float(wanted.norm())
+    # The squared distance of a drawn mean is too large by its own variance.
+    square = max(float((mean - wanted).square().sum()) - spread, 0.0) / unit**2
+    norm = float(mean.norm())
+    along = float((mean * wanted).sum()) / unit
+    angle = math.nan
+    if norm > ROUNDING * unit:
+        across = math.sqrt(max(norm**2 - along**2, 0.0))
+        angle = math.degrees(math.atan2(across, along))
+    relative = max(variance, 0.0) / unit**2
+    return Certificate(
+        exact=exact,
+        bias=math.sqrt(square),
+        error=math.sqrt(spread) / unit,
+        angle=angle,
+        length=along / unit,
+        variance=relative,
+        mse=square + relative,
+    )

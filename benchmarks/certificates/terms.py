@@ -1,0 +1,195 @@
+"""The rows of the table: every registered weight, keep term and loss, at every level, and every normaliser.
+
+The names come from the kit's registries (what YAML accepts), so a new term has rows by itself, made from its
+``example``. What cannot be made by itself is in ``NEEDS`` and ``OWN``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from trl_offpolicy import Correction, GroupRejection, Objective, RatioBand, RawWeight, losses
+from trl_offpolicy.correction.terms import KeepTerm, Weight
+from trl_offpolicy.correction.terms.weights import WEIGHT_LEVELS
+from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation
+from trl_offpolicy.functional.levels import LEVELS
+from trl_offpolicy.functional.masks import STATISTICS
+from trl_offpolicy.objective.losses import PolicyLoss
+from trl_offpolicy.presets.catalog import METHODS
+from trl_offpolicy.presets.parsing import KEEP_TYPES, LOSS_TYPES, WEIGHT_TYPES
+
+SEPARABLE: Aggregation = "seq_mean_token_sum"
+"""The mean over responses of the sum over tokens: its expectation on-policy is the gradient of the expected reward."""
+
+PRODUCT = RawWeight(level="sequence")
+BEFORE: dict[type[KeepTerm], tuple[KeepTerm, ...]] = {GroupRejection: (RatioBand(level="token", low=0.8, high=1.25),)}
+"""Keep terms that must come before another one."""
+
+OWN: dict[type[PolicyLoss], tuple[Aggregation, float]] = {losses.OAPL: ("seq_mean_token_mean", 2.0)}
+"""Losses that the sum over tokens would change: the normaliser that gives one loss a response, and the factor of its
+gradient on-policy. OAPL is a square, (beta log(pi / mu) - (R - V))^2, with beta = 1 in its example."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """An estimator of the policy gradient.
+
+    Args:
+        name: unique.
+        group: table in which it stands: weights, keep terms, published methods, losses or normalisers.
+        part: name of the weight, keep term, preset, loss or option in YAML that it is about.
+        objective: the kit's objective that computes it.
+        control: for what depends on the whole batch: the row that resembles it and is known exactly.
+        factor: constant by which its loss multiplies the gradient on-policy, besides the normaliser's.
+    """
+
+    name: str
+    group: str
+    part: str
+    objective: Objective
+    control: str | None = None
+    factor: float = 1.0
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a batch's estimate is the mean of one term for each prompt group."""
+        return self.objective.aggregation != "token_mean" and self.objective.scope in ("row", "group")
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is the mean of one term for each response, which a sum over responses covers."""
+        reads_group = "group_rewards" in self.objective.policy_loss.reads
+        return self.by_group and self.objective.scope == "row" and not reads_group
+
+
+def objective(
+    weight: Weight | None = None,
+    keep: tuple[KeepTerm, ...] = (),
+    *,
+    loss: PolicyLoss | None = None,
+    aggregation: Aggregation = SEPARABLE,
+    **others: Any,
+) -> Objective:
+    """An objective with the plain policy gradient, unless another loss is given, and without ratio diagnostics.
+
+    ``others`` are fields of ``Objective`` or, where it has none of the name, of ``Correction``.
+    """
+    own = {item.name for item in fields(Objective)}
+    to_objective = {name: value for name, value in others.items() if name in own}
+    to_correction = {name: value for name, value in others.items() if name not in own}
+    return Objective(
+        policy_loss=losses.GPG() if loss is None else loss,
+        correction=Correction(weight=weight, keep=keep, measure=(), **to_correction),
+        aggregation=aggregation,
+        **to_objective,
+    )
+
+
+def _variants(cls: type[Any]) -> Iterator[tuple[str, Any]]:
+    """Every level (and statistic) that the class accepts, with the settings of its example."""
+    names = {item.name for item in fields(cls)}
+    levels = [{"level": level} for level in LEVELS] if "level" in names else [{}]
+    statistics = [{"statistic": statistic} for statistic in STATISTICS] if "statistic" in names else [{}]
+    for statistic in statistics:
+        for level in levels:
+            try:
+                made = cls(**{**cls.example, **statistic, **level})
+            except ValueError:  # the pair has no meaning; the class says which have
+                continue
+            yield " ".join([cls.type_name, *statistic.values(), *level.values()]), made
+
+
+def _weights() -> Iterator[Row]:
+    yield Row("no correction", "weights", "none", objective())
+    for part, cls in WEIGHT_TYPES.items():
+        for name, weight in _variants(cls):
+            wide = weight.scope != "row"
+            control = f"raw {weight.level}" if wide and weight.level in WEIGHT_LEVELS else None
+            yield Row(name, "weights", part, objective(weight), control)
+
+
+def _keeps() -> Iterator[Row]:
+    for part, cls in KEEP_TYPES.items():
+        for name, term in _variants(cls):
+            keep = (*BEFORE.get(cls, ()), term)
+            wide = term.scope != "row"
+            yield Row(name, "keep terms", part, objective(None, keep), "no correction" if wide else None)
+            if term == cls(**cls.example):  # its bias alone, without that of the missing weight
+                control = "raw sequence" if wide else None
+                yield Row(f"{name}, times the product", "keep terms", part, objective(PRODUCT, keep), control)
+
+
+def _methods() -> Iterator[Row]:
+    """The corrections of the published methods, with the settings of their presets, on the plain policy gradient."""
+    for name, method in METHODS.items():
+        correction = method.build(name).correction
+        if correction is None or method.objective or not (correction.weights or correction.keep):
+            continue  # no correction, or a loss of its own
+        row = Row(name, "published methods", name, Objective(
+            policy_loss=losses.GPG(), correction=replace(correction, measure=()), aggregation=SEPARABLE
+        ))  # fmt: skip
+        yield row if row.exact else replace(row, control="raw token" if correction.weights else "no correction")
+
+
+def _losses() -> Iterator[Row]:
+    for part, cls in LOSS_TYPES.items():
+        loss = cls(**cls.example)
+        aggregation, factor = OWN.get(cls, (SEPARABLE, 1.0))
+        options: dict[str, dict[str, Any]] = {"": {}, ", times the product": {"weight": PRODUCT}}
+        options[", bypass"] = {"mode": "bypass"}
+        for suffix, option in options.items():
+            if suffix == ", bypass" and ("sampling_log_ratios" in loss.reads or not loss.uses_ratio):
+                continue  # its ratio is pi / mu in any mode, or it has none
+            try:
+                made = objective(loss=loss, aggregation=aggregation, **option)
+            except ValueError:  # the weight would be counted twice
+                continue
+            row = Row(part + suffix, "losses", part, made, factor=factor)
+            control = "no correction" if option.get("weight") is None else "raw sequence"
+            yield row if row.exact else replace(row, control=control)
+
+
+def _normalisers() -> Iterator[Row]:
+    for aggregation in AGGREGATIONS:
+        for name, weight in (("no correction", None), ("product", PRODUCT)):
+            control = f"{SEPARABLE}, {name}" if aggregation == "token_mean" else None
+            made = objective(weight, aggregation=aggregation)
+            yield Row(f"{aggregation}, {name}", "normalisers", aggregation, made, control)
+    band = (RatioBand(level="sequence", low=0.8, high=1.25),)
+    for over in ("generation_batch", "micro_batch"):
+        for level in ("token", "sequence"):
+            made = objective(RawWeight(level=level), normalize="original", normalize_over=over)
+            yield Row(f"normalize original {level} {over}", "normalisers", "normalize", made, f"raw {level}")
+    kept = objective(PRODUCT, band, normalize="kept")
+    yield Row("normalize kept sequence, band", "normalisers", "normalize", kept, "band, product")
+    yield Row("band, product", "normalisers", "denominator", objective(PRODUCT, band))
+    made = objective(PRODUCT, band, denominator="kept")
+    yield Row("denominator kept, band, product", "normalisers", "denominator", made, "band, product")
+
+
+@lru_cache
+def rows() -> dict[str, Row]:
+    """Every row by its name.
+
+    Raises:
+        ValueError: two rows have one name, or a control is not an exact row.
+    """
+    every = [*_weights(), *_keeps(), *_methods(), *_losses(), *_normalisers()]
+    table = {row.name: row for row in every}
+    if len(table) < len(every):
+        raise ValueError(f"every row must have its own name, but got {len(every) - len(table)} of them twice.")
+    for row in every:
+        if row.exact != (row.control is None) or (row.control is not None and not table[row.control].exact):
+            raise ValueError(
+                f"{row.name} must have an exact control if it depends on the batch, but got {row.control}."
+            )
+    return table
+
+
+def missing() -> list[str]:
+    """The registered names without a row."""
+    have = {row.part for row in rows().values()}
+    return [name for name in (*WEIGHT_TYPES, *KEEP_TYPES, *LOSS_TYPES, *AGGREGATIONS) if name not in have]
