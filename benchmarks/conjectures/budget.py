@@ -191,10 +191,8 @@ def cells_of(runs: Sequence[Outcome]) -> list[Cell]:
 def find(runs: Sequence[Outcome]) -> Finding:
     """The conjecture fails if some gain below the budget is at least ``LIMIT``, and holds if all are less."""
     cells = cells_of(runs)
-    inside = [
-        (cell, name, common.judged(value, LIMIT)) for cell in cells if cell.below for name, value in cell.gains.items()
-    ]
-    counts = {side: sum(where == side for *_, where in inside) for side in ("below", "above", "open")}
+    inside = [common.judged(value, LIMIT) for cell in cells if cell.below for value in cell.gains.values()]
+    counts = {side: inside.count(side) for side in ("below", "above", "open")}
     verdict: common.Verdict = "cannot be told here"
     if counts["above"]:
         verdict = "does not hold"

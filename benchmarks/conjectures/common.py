@@ -157,14 +157,22 @@ def logistic(features: Floats, labels: Floats, *, ridge: float = 1.0, weights: F
     """
     design = np.column_stack([features, np.ones(len(features))])
     weight = np.ones(len(features)) if weights is None else weights
-    penalty = ridge * np.diag([1.0] * features.shape[1] + [1e-6])
+    penalty = ridge * np.append(np.ones(features.shape[1]), 1e-9)
+
+    def loss(at: Floats) -> float:
+        scores = design @ at
+        return float(weight @ (np.logaddexp(0, scores) - labels * scores) + penalty @ at**2 / 2)
+
     found = np.zeros(design.shape[1])
     for _ in range(100):
-        chance = 1 / (1 + np.exp(-np.clip(design @ found, -30, 30)))
-        slope = design.T @ (weight * (chance - labels)) + penalty @ found
-        curvature = (design.T * (weight * chance * (1 - chance))) @ design + penalty
+        chance = 1 / (1 + np.exp(-np.clip(design @ found, -500, 500)))
+        slope = design.T @ (weight * (chance - labels)) + penalty * found
+        curvature = (design.T * (weight * chance * (1 - chance))) @ design + np.diag(penalty + 1e-9)
         step = np.linalg.solve(curvature, slope)
-        found -= np.clip(step, -2.0, 2.0)  # a full step may leap to where every chance is 0 or 1
+        # a whole step may leap to where every chance is 0 or 1
+        while loss(found - step) > loss(found) and np.abs(step).max() > 1e-10:
+            step = step / 2
+        found = found - step
         if np.abs(step).max() < 1e-8:
             break
     return found
