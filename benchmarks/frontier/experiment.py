@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.frontier.families import FAMILIES, ON_POLICY, advantages, coefficients
-from benchmarks.frontier.gradients import Factors, Sketch, beginnings, factors, weighted_sum
+from benchmarks.frontier.gradients import Factors, Sketch, beginnings, factors, weighted_sum, whole_sums
 from benchmarks.frontier.walk import Stage, Walker, reward, sample, warm_start, winding
 from benchmarks.lab.jobs import outcome_of, write_outcome
 from benchmarks.lab.loop import rounded
@@ -42,6 +42,7 @@ class Settings:
         warm_steps: supervised steps on 32 walks of 64 tokens, at random places.
         settle_steps: supervised steps on 8 walks of the longest length.
         numbers: of the random projection in which gradients are kept.
+        parameters: "last": those of the last block and the head that act at a token's own position (cheap); "all".
     """
 
     longest: int = 1024
@@ -58,6 +59,11 @@ class Settings:
     warm_steps: int = 400
     settle_steps: int = 60
     numbers: int = 2048
+    parameters: str = "last"
+
+    def __post_init__(self) -> None:
+        if self.parameters not in ("last", "all"):
+            raise ValueError(f"parameters must be 'last' or 'all', but got {self.parameters!r}.")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -188,7 +194,7 @@ def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:
             said = beginning(answers, length)
             rewards = reward(said, start.thresholds[length])
             measured.append({"sampler": name, "length": length, **mismatch(logps[:, :length], said, rewards)})
-            gradients[name][length] = all_gradients(name, parts, logps[:, :length], said, rewards, settings)
+            gradients[name][length] = all_gradients(start, name, parts, logps[:, :length], said, rewards, settings)
     path = folder / "gradients" / f"{job.name}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(gradients, path)
@@ -214,17 +220,19 @@ def mismatch(logps: Tensor, said: Answers, rewards: Tensor) -> dict[str, Any]:
 
 
 def all_gradients(
-    name: str, parts: list[Factors], logps: Tensor, said: Answers, rewards: Tensor, settings: Settings
+    start: Start, name: str, parts: list[Factors], logps: Tensor, said: Answers, rewards: Tensor, settings: Settings
 ) -> Tensor:
     """(F, numbers): the projected gradient of every family, or (1, numbers) of the oracle's estimator."""
     families = [ON_POLICY] if name == "oracle" else [family.objective for family in FAMILIES.values()]
     sampling = logps if name == "oracle" else said.logps
-    project = Sketch(settings.numbers)
+    shape = {"group_size": settings.group_size, "turn": settings.turn}
+    scales = [coefficients(objective, logps, sampling, rewards, **shape) for objective in families]
     rows = len(parts[0].logps)
+    if settings.parameters == "all":
+        return Sketch(settings.numbers)(whole_sums(start.policy, said.ids, torch.stack(scales), rows))
     parts = [beginnings(part, logps.shape[1]) for part in parts]
     found = []
-    for objective in families:
-        scale = coefficients(objective, logps, sampling, rewards, group_size=settings.group_size, turn=settings.turn)
+    for scale in scales:
         pieces = zip(parts, scale.split(rows), strict=True)
         found.append(torch.stack([weighted_sum(part, piece) for part, piece in pieces]).sum(0))
-    return project(torch.stack(found))
+    return Sketch(settings.numbers)(torch.stack(found))

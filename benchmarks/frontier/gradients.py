@@ -8,6 +8,7 @@ coefficient only scales a token's delta. An estimator more is one matrix product
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.frontier.walk import Walker
-from benchmarks.lab.sorting import COUNT
+from benchmarks.lab.sorting import COUNT, token_logps
 
 
 class Pair(NamedTuple):
@@ -108,6 +109,26 @@ def weighted_sum(parts: Factors, coefficients: Tensor) -> Tensor:
     flat = coefficients.reshape(-1, 1)
     blocks = [((flat * pair.delta.flatten(0, 1)).T @ pair.input.flatten(0, 1)).flatten() for pair in parts.pairs]
     return torch.cat([*blocks, flat.squeeze(1) @ parts.direct.flatten(0, 1)])
+
+
+def whole_sums(model: Walker, ids: Tensor, coefficients: Tensor, rows: int) -> Tensor:
+    """(F, P): the same sums for all parameters of the model, by one backward pass for each of F estimators.
+
+    Args:
+        model: the policy.
+        ids: (B, 11 + T).
+        coefficients: (F, B, T).
+        rows: answers of one forward pass.
+    """
+    policy = deepcopy(model).requires_grad_(True)
+    parameters = list(policy.parameters())
+    total = torch.zeros(len(coefficients), sum(one.numel() for one in parameters))
+    for part, scales in zip(ids.split(rows), coefficients.split(rows, dim=1), strict=True):
+        logps = token_logps(policy, part)
+        for place, scale in enumerate(scales):
+            found = torch.autograd.grad(logps, parameters, scale, retain_graph=True)
+            total[place] += torch.cat([one.flatten() for one in found])
+    return total
 
 
 @dataclass(frozen=True)

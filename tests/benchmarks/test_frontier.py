@@ -18,7 +18,7 @@ from benchmarks.frontier import estimates, results
 from benchmarks.frontier.experiment import Job, Settings, beginning, plan, prepare, run
 from benchmarks.frontier.families import FAMILIES, ON_POLICY, advantages, coefficients
 from benchmarks.frontier.figure import draw
-from benchmarks.frontier.gradients import Sketch, beginnings, factors, weighted_sum
+from benchmarks.frontier.gradients import Sketch, beginnings, factors, weighted_sum, whole_sums
 from benchmarks.frontier.tables import decide, report
 from benchmarks.frontier.walk import Walker, reward, sample, walks, winding
 from benchmarks.lab.jobs import Experiment, run_all
@@ -121,6 +121,19 @@ def test_factors_give_the_gradient_of_autograd(model: Walker, said: Answers) -> 
     torch.testing.assert_close(
         short, weighted_sum(factors(model, said.ids[:, :-13]), scale[:, :7]), atol=1e-4, rtol=1e-4
     )
+
+
+def test_all_parameters_contain_the_last_ones(model: Walker, said: Answers) -> None:
+    scales = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(3))
+    whole = whole_sums(model, said.ids, scales, 4)
+    assert whole.shape == (2, sum(one.numel() for one in model.parameters()))
+    head = model.head.weight.numel()
+    for found, scale in zip(whole, scales, strict=True):
+        torch.testing.assert_close(
+            found[-head:], weighted_sum(factors(model, said.ids), scale)[:head], atol=1e-4, rtol=1e-4
+        )
+    with pytest.raises(ValueError, match="parameters must be 'last' or 'all'"):
+        replace(TINY, parameters="head")
 
 
 def test_the_sketch_is_linear_and_keeps_lengths() -> None:
