@@ -210,7 +210,7 @@ class Range(NamedTuple):
 
 
 def bootstrap(
-    clusters: Sequence[Any], estimate: Callable[[Sequence[Any]], float], *, times: int = 400, seed: int = 0
+    clusters: Sequence[Any], estimate: Callable[[Sequence[Any]], float], *, times: int = 200, seed: int = 0
 ) -> Range:
     """The estimate, and the 2.5 and 97.5 % quantiles of it over resampled clusters (NaNs are left out).
 

@@ -321,7 +321,7 @@ def panel(axes: Axes, runs: Sequence[Outcome], arm: str) -> None:
                   linestyle="-", linewidth=1.0, label=f"K = {experts}")  # fmt: skip
         if arm == "fixed_kl":
             axes.plot(x, [relative(one, "policy") for one in mine], color=colour, marker=marker, markersize=4,
-                      fillstyle="none", linestyle=":", linewidth=0.8)  # fmt: skip
+                      fillstyle="none", linestyle=":", linewidth=0.8, label=f"K = {experts}, to on-policy")  # fmt: skip
     every = [k_delta(one) for one in cells.values() if k_delta(one) > 0]
     start = [relative(cells[key], "replay") / k_delta(cells[key]) for key in cells if 0 < key[1] <= 0.01]
     if start and np.isfinite(start).any():

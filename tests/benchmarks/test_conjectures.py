@@ -130,7 +130,7 @@ def test_the_boundary_of_a_made_up_law_is_found() -> None:
     assert lag.bias_exponent(runs) == pytest.approx(1.0, abs=1e-6)
     stable = [run for run in runs if lag.is_stable(run)]
     assert math.isnan(lag.boundary(stable, "ess", "lag").slope)
-    assert lag.law(runs[:60]).unstable == (sum(not lag.is_stable(run) for run in runs[:60]), 60)
+    assert lag.law(runs[:24]).unstable == (sum(not lag.is_stable(run) for run in runs[:24]), 24)
 
 
 def test_batches_drawn_at_once_are_split_by_group() -> None:
