@@ -79,10 +79,9 @@ class PromptDataModule(LightningDataModule):
         """A stream of this rank's micro-steps: one for each ``training_step``."""
         assert self.trainer is not None and self._train is not None
         trainer = self.trainer
-        steps = self.steps_per_generation
         return PromptStream(
             self._train,
-            self._plan(trainer.accumulate_grad_batches if steps is None else steps),
+            self.plan,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
@@ -108,6 +107,14 @@ class PromptDataModule(LightningDataModule):
             return []
         place = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
         return HeldOutStream(rows, self.val_batch_size, self.val_generations, **place)
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The sizes of the generation batches. It needs the trainer if ``steps_per_generation`` is not given."""
+        if self.steps_per_generation is not None:
+            return self._plan(self.steps_per_generation)
+        assert self.trainer is not None
+        return self._plan(self.trainer.accumulate_grad_batches)
 
     def _plan(self, steps_per_generation: int) -> BatchPlan:
         return BatchPlan(

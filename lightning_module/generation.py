@@ -21,7 +21,7 @@ from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
 from lightning_module.state import of_all_ranks, seed_random, set_random_state
-from lightning_module.streams import HeldOut, MicroStep
+from lightning_module.streams import BatchPlan, HeldOut, MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.seeds import seed_of_rank
@@ -83,6 +83,17 @@ class Generation:
         if self._prompts is None:
             self._prompts = Prompts.of(self._module.settings, self._module.policy)
         return self._prompts
+
+    def check_sizes(self, plan: BatchPlan) -> None:
+        """Raise unless R2 and replay can work with the sizes of the generation batches.
+
+        Raises:
+            ValueError: they cannot; the message names the option.
+        """
+        module = self._module
+        module.experts.check_steps(plan.window / module.trainer.accumulate_grad_batches)
+        if module.replay is not None:
+            module.replay.check(plan)
 
     def start(self) -> None:
         """Build the engine, once. Every run then sends it the weights and proves them again."""
@@ -264,9 +275,7 @@ class Generation:
     def _generate(self, step: MicroStep) -> dict[str, Tensor]:
         """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss will read."""
         module, count = self._module, step.plan.num_generations
-        module.experts.check_steps(step.plan.window / module.trainer.accumulate_grad_batches)
-        if module.replay is not None:
-            module.replay.check(step)
+        self.check_sizes(step.plan)  # again: a callback may have changed accumulate_grad_batches
         sampled = self.sample(step.prompts, count, step)
         rows, device = sampled.rows, module.device
         module.measuring.completions.update(

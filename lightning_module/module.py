@@ -18,6 +18,7 @@ from lightning_module.ahead import sample_ahead
 from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
 from lightning_module.control import Control
+from lightning_module.data import PromptDataModule
 from lightning_module.engines import check_sampling, engine_type
 from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
@@ -188,6 +189,16 @@ class OffPolicyGRPOModule(LightningModule):
         self._objective, self.stages = objective, stages
 
     # ---------------------------------------------------------------------------------------------------------- setup
+
+    def setup(self, stage: str) -> None:
+        """Check the sizes of the generation batches before a model or an engine is loaded.
+
+        Raises:
+            ValueError: R2 or replay cannot work with them.
+        """
+        prompts = getattr(self.trainer, "datamodule", None)
+        if stage == TrainerFn.FITTING and isinstance(prompts, PromptDataModule):
+            self.generation.check_sizes(prompts.plan)
 
     def configure_model(self) -> None:
         """Load the policy and, under ``ModelParallelStrategy``, shard it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_module.engines import engine_type
 from lightning_module.host import Host
-from lightning_module.streams import MicroStep
+from lightning_module.streams import BatchPlan, MicroStep
 from trl_offpolicy.engines.routing.options import RoutingReplay
 from trl_offpolicy.objective.advantages import GRPO
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
@@ -56,19 +56,24 @@ class ModuleReplay:
             self.buffer.close()
             self.buffer = None
 
-    def check(self, step: MicroStep) -> None:
+    def check(self, plan: BatchPlan) -> None:
         """Raise unless the sizes of a generation batch go with replay.
 
         Raises:
-            ValueError: the replayed rows cannot be split, or a generation batch serves several optimizer steps.
+            ValueError: the replayed rows cannot be split, a generation batch serves several optimizer steps, or the
+                buffer is too small.
         """
+        settings, given = self._settings, self._settings.buffer
+        bound = "replay.max_rows" if given is None else "replay.buffer.max_rows"
         check_sizes(
-            self._settings.groups,
-            generations=step.plan.num_generations,
-            steps_per_generation=step.plan.steps_per_generation,
-            num_iterations=step.plan.num_iterations,
+            settings.groups,
+            rows=plan.completions,
+            max_rows=settings.max_rows if given is None else given.max_rows,
+            generations=plan.num_generations,
+            steps_per_generation=plan.steps_per_generation,
+            num_iterations=plan.num_iterations,
             accumulation=self._module.trainer.accumulate_grad_batches,
-            names=("replay.groups", "accumulate_grad_batches"),
+            names=("replay.groups", "accumulate_grad_batches", bound),
         )
 
     def mixed(self, rows: dict[str, Tensor], step: MicroStep, *, pad: int) -> dict[str, Tensor]:

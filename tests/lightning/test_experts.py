@@ -147,8 +147,10 @@ def test_what_only_a_run_can_refuse(tmp_path: Path) -> None:
     def fit(ours: Any, **sizes: Any) -> None:
         trainer(tmp_path, max_steps=1).fit(ours, data(**sizes))
 
+    early = moe(routing_replay="r2")
     with pytest.raises(ValueError, match=r"num_iterations above accumulate_grad_batches"):
-        fit(moe(routing_replay="r2"))
+        fit(early)
+    assert early.policy is None and early.generation.engine is None  # nothing is loaded for that
     with pytest.raises(ValueError, match=r"routing_replay\.limit_gib must be at least"):
         fit(moe(routing_replay={"mode": "r2", "limit_gib": 1e-7}), **TWO)
     with pytest.raises(ValueError, match=r"routing_replay\.limit_gib must be at least"):

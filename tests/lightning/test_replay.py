@@ -151,26 +151,40 @@ def test_what_it_cannot_do_is_refused(options: dict[str, Any], error: type[Excep
 
 
 @pytest.mark.parametrize(
-    ("sizes", "accumulation", "message"),
+    ("sizes", "accumulation", "replay", "message"),
     [
-        ({"steps_per_generation": 2}, 1, r"^accumulate_grad_batches must be a multiple .* but got 1 and 2 \* 1"),
-        ({"num_iterations": 2}, 1, r"^accumulate_grad_batches must be a multiple .* but got 1 and 1 \* 2"),
+        ({"steps_per_generation": 2}, 1, {}, r"^accumulate_grad_batches must be a multiple .* but got 1 and 2 \* 1"),
+        ({"num_iterations": 2}, 1, {}, r"^accumulate_grad_batches must be a multiple .* but got 1 and 1 \* 2"),
         (
             {"steps_per_generation": 3},
             3,
+            {},
             r"^replay.groups \* num_generations must be a multiple of .* 3, but got 2 \* 4",
         ),
+        # smaller than a generation batch, and than what must be there for a draw
+        (HALVES, 2, {"max_rows": 7}, r"^replay\.max_rows must be at least 8, .* but got 7"),
+        (HALVES, 2, {"max_rows": 15, "groups": 3}, r"^replay\.max_rows must be at least 16, .* 3 groups .* but got 15"),
+        ({}, 2, {"max_rows": 7}, r"^replay\.max_rows must be at least 8, .* but got 7"),  # 2 micro-batches by default
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_before_sampling(
-    sizes: dict[str, Any], accumulation: int, message: str, tmp_path: Path
+def test_sizes_that_do_not_fit_are_refused_before_a_model_is_loaded(
+    sizes: dict[str, Any], accumulation: int, replay: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     engine = OwnMismatch()
-    ours = module(engine, correction="paper/tis", replay=REPLAY)
+    ours = module(engine, correction="paper/tis", replay={**REPLAY, **replay})
     owner = trainer(tmp_path, max_steps=1, accumulate_grad_batches=accumulation)
     with pytest.raises(ValueError, match=message):
         owner.fit(ours, data(PROMPTS, **sizes))
-    assert not engine.calls
+    assert ours.policy is None and ours.generation.engine is None and not engine.calls
+    assert not (tmp_path / "replay").exists()
+
+
+def test_a_given_buffer_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "buffer", max_rows=7) as buffer:
+        ours = module(OwnMismatch(), correction="paper/tis", replay={"groups": 2, "buffer": buffer})
+        owner = trainer(tmp_path, max_steps=1, accumulate_grad_batches=2)
+        with pytest.raises(ValueError, match=r"^replay\.buffer\.max_rows must be at least 8, .* but got 7"):
+            owner.fit(ours, data(PROMPTS, **HALVES))
 
 
 def test_the_settings_are_hyperparameters_of_a_mapping() -> None:

@@ -25,7 +25,12 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
     from trl_offpolicy.trl.replay import ReplayGRPOTrainer
 
     def build(
-        *, replay_groups: int = 2, max_lag: int | None = None, engine: Engine | None = None, **options: Any
+        *,
+        replay_groups: int = 2,
+        max_lag: int | None = None,
+        engine: Engine | None = None,
+        max_rows: int = 1000,
+        **options: Any,
     ) -> Any:
         given: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "offpolicy": "paper/tis"}
         args = OffPolicyGRPOConfig(
@@ -33,7 +38,7 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
             per_device_train_batch_size=MICRO_BATCH, num_generations=GENERATIONS, max_completion_length=LENGTH,
             max_steps=3, gradient_checkpointing=False, save_strategy="no", write_report=False, **{**given, **options},
         )  # fmt: skip
-        buffer = ReplayBuffer(tmp_path / "replay", max_rows=1000)
+        buffer = ReplayBuffer(tmp_path / "replay", max_rows=max_rows)
         extra = {"replay": buffer, "replay_groups": replay_groups, "max_lag": max_lag}
         data, sampler = tiny_prompts(), engine or Engine(noise=0.1)
         return ReplayGRPOTrainer(
@@ -113,6 +118,8 @@ def test_stored_groups_are_whole(make: Make) -> None:
         ({"replay_groups": 0}, ValueError, "replay_groups must be at least 1, but got 0"),
         ({"steps_per_generation": 4}, ValueError, "one optimizer step a generation batch"),
         ({"beta": 0.1}, NotImplementedError, "a KL term"),
+        ({"max_rows": 7}, ValueError, r"^replay\.max_rows must be at least 8, .* but got 7"),
+        ({"max_rows": 15, "replay_groups": 4}, ValueError, r"^replay\.max_rows must be at least 16, .* but got 15"),
         (
             {"offpolicy": {"preset": "paper/tis", "correction": {"normalize": "original"}}},
             NotImplementedError,

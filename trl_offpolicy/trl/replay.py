@@ -30,7 +30,7 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
         max_lag: largest age of a drawn group, in optimizer steps; None = age only lowers priority.
 
     Raises:
-        ValueError: the sizes do not fit, or a generation serves several optimizer steps.
+        ValueError: the sizes do not fit, a generation serves several optimizer steps, or the buffer is too small.
         NotImplementedError: several processes, sampling ahead, tools, a KL term, images, or an objective that must see
             the whole generation batch.
     """
@@ -39,7 +39,7 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
         self, *args: Any, replay: ReplayBuffer, replay_groups: int, max_lag: int | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        _check(self, replay_groups)
+        _check(self, replay, replay_groups)
         self.replay, self.replay_groups, self.max_lag = replay, replay_groups, max_lag
         self._replay_rng = np.random.default_rng(self.args.seed)
 
@@ -59,10 +59,12 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
         )
 
 
-def _check(trainer: Any, replay_groups: int) -> None:
+def _check(trainer: Any, replay: ReplayBuffer, replay_groups: int) -> None:
     args = trainer.args
     check_sizes(
         replay_groups,
+        rows=args.per_device_train_batch_size * args.steps_per_generation,
+        max_rows=replay.max_rows,
         generations=trainer.num_generations,
         steps_per_generation=args.steps_per_generation,
         num_iterations=trainer.num_iterations,

@@ -150,28 +150,32 @@ def _joined(name: str, fresh: Tensor, replayed: Tensor) -> Tensor:
 def check_sizes(
     count: int,
     *,
+    rows: int,
+    max_rows: int | None,
     generations: int,
     steps_per_generation: int,
     num_iterations: int,
     accumulation: int,
-    names: tuple[str, str] = ("replay_groups", "gradient_accumulation_steps"),
+    names: tuple[str, str, str] = ("replay_groups", "gradient_accumulation_steps", "replay.max_rows"),
 ) -> None:
-    """Raise unless the replayed rows can be split like the fresh ones, and each row serves one optimizer step.
+    """Raise unless the replayed rows can be split like the fresh ones, each serves one step, and the buffer holds them.
 
     The log-probs of the loss step are then those of the proximal policy.
 
     Args:
         count: replayed groups per generation batch.
+        rows: fresh rows per generation batch.
+        max_rows: bound of the buffer; None = it has another.
         generations: rows per group.
         steps_per_generation: micro-batches per generation batch.
         num_iterations: passes over a generation batch.
         accumulation: micro-batches per optimizer step.
-        names: the trainer's options for ``count`` and ``accumulation``.
+        names: the trainer's options for ``count``, ``accumulation`` and ``max_rows``.
 
     Raises:
         ValueError: they cannot; the message names the option.
     """
-    count_name, accumulation_name = names
+    count_name, accumulation_name, bound_name = names
     if count < 1:
         raise ValueError(f"{count_name} must be at least 1, but got {count}.")
     if count * generations % steps_per_generation:
@@ -183,6 +187,13 @@ def check_sizes(
         raise ValueError(
             f"{accumulation_name} must be a multiple of steps_per_generation * num_iterations (one optimizer "
             f"step a generation batch), but got {accumulation} and {steps_per_generation} * {num_iterations}."
+        )
+    # the buffer keeps whole generation batches, and nothing is drawn while it has fewer groups than a draw
+    batches = -(-count * generations // rows)
+    if max_rows is not None and max_rows < batches * rows:
+        raise ValueError(
+            f"{bound_name} must be at least {batches * rows}, so that the buffer holds {batches} generation batch(es) "
+            f"of {rows} rows, from which {count} groups of {generations} can be drawn, but got {max_rows}."
         )
 
 
