@@ -45,6 +45,27 @@ class Routed(OwnMismatch):
         return (recorded.routed_experts[0].to(torch.int16) + 1) % 4
 
 
+class TwoTurns(Routed):
+    """Its second token is a tool's text, and it reports the routing of the first turn alone."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Rollouts:
+        rollouts = super().generate(*args, **kwargs)
+        assert rollouts.routed_experts is not None
+        fed = [len(prompt) + 1 for prompt in rollouts.prompt_ids]
+        cut = {
+            "tool_mask": [[int(place != 1) for place in range(len(ids))] for ids in rollouts.completion_ids],
+            "routed_experts": [routes[:many] for routes, many in zip(rollouts.routed_experts, fed, strict=True)],
+        }
+        return Rollouts(**{**vars(rollouts), **cut})
+
+
+@pytest.mark.integration
+def test_a_turn_without_routes_is_an_error_that_names_it(tmp_path: Path) -> None:
+    ours = moe(TwoTurns(noise=0.1), correction="paper/tis", routing_replay="r3")
+    with pytest.raises(ValueError, match=r"^routed_experts must hold .* but got \d of \d tokens for turn 2 of"):
+        trainer(tmp_path, max_steps=1).fit(ours, data())
+
+
 class Used(pl.Callback):
     """The experts that the loss forward of every micro-batch really used, beside its record."""
 

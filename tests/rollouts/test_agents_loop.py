@@ -167,6 +167,30 @@ def test_what_an_engine_reports_per_token_is_that_of_the_turn() -> None:
     assert kept[:first] == [[1]] * first and kept[first] == [ids[first]]
 
 
+@pytest.mark.parametrize(
+    ("silent", "turn", "found"), [("first", 1, "none"), ("later", 2, "none"), ("short", 2, r"\d+ of \d+ tokens")]
+)
+def test_a_turn_whose_routes_are_not_reported_is_an_error_that_names_it(silent: str, turn: int, found: str) -> None:
+    class Partly(Reporting):
+        def generate(self, *args: Any, **kwargs: Any) -> Rollouts:
+            from dataclasses import replace
+
+            rollouts = super().generate(*args, **kwargs)
+            is_first = len(self.requests) == 1
+            if silent == "short" and not is_first:  # as from a prefix cache
+                return replace(rollouts, routed_experts=[routes[5:] for routes in rollouts.routed_experts or []])
+            return replace(rollouts, routed_experts=None) if is_first == (silent == "first") else rollouts
+
+    chat = Chat(tokenizer=byte_tokenizer())
+    agent = AgentEngine(Partly(Script(REPLIES[:2])), chat, TOOLS)
+    wanted = (
+        rf"^routed_experts must hold the routing of every turn, but got {found} for turn {turn} of completion \d+\. "
+        r"Let the engine report at every request: engine\.return_routing: true without enable_prefix_caching"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        agent.generate(chat.encode(PROMPTS, TOOLS), Sampling(max_tokens=600), n=4)
+
+
 def test_errors_are_the_tools_answers() -> None:
     def function(name: str, **arguments: Any) -> dict[str, Any]:
         return {"type": "function", "function": {"name": name, "arguments": arguments}}

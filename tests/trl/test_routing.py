@@ -125,6 +125,30 @@ class RoutedEngine(Engine):
         return answer
 
 
+def test_a_turn_without_routes_is_an_error_that_names_it(
+    build_moe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second token of each completion is a tool's text. The store has the request of the first turn alone."""
+
+    class FirstTurn(RoutedEngine):
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            answer = super().__call__(prompts, trainer)
+            known, self.routes._known = self.routes._known, {}
+            for prompt, ids in zip(answer["prompt_ids"], answer["completion_ids"], strict=True):
+                record = known[(*prompt, *ids[:-1])]
+                fed = len(prompt) + 1
+                self.routes.add(EngineRoutes(record.ids[:fed], record.routes[:fed]))
+            mask = [[int(place != 1) for place in range(len(ids))] for ids in answer["completion_ids"]]
+            return {**answer, "env_mask": mask}
+
+    monkeypatch.setattr("trl_offpolicy.trl.config.check_replay", lambda args: None)  # it wants vLLM
+    engine = FirstTurn()
+    trainer = build_moe(engine, routing_replay="r3", offpolicy="paper/tis")
+    trainer._routing._store = engine.routes
+    with pytest.raises(ValueError, match=r"^routed_experts must hold .* but got \d of \d tokens for turn 2 of"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("aligned", [True, False])
 def test_r3_replays_what_the_engine_reported(
     build_moe: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, aligned: bool

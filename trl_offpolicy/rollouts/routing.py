@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trl_offpolicy.engines.routing.freeze import freeze_router, freeze_router_bias
 from trl_offpolicy.engines.routing.options import RoutingReplay
 from trl_offpolicy.engines.routing.replay import Replayed, record, replay
-from trl_offpolicy.engines.routing.reported import EngineRoutes, placed_routes
+from trl_offpolicy.engines.routing.reported import EngineRoutes, placed_routes, turn_unreported
 from trl_offpolicy.engines.routing.routers import find_routers
 from trl_offpolicy.engines.routing.storage import bytes_per_token, check_routes, check_storage, route_dtype
 from trl_offpolicy.functional.routing import EXPERT_DIAGNOSTICS, ROUTING_DIAGNOSTICS
@@ -125,8 +125,9 @@ class Routing:
 
         Raises:
             RouteStorageError: the record would be larger than ``limit_gib``.
-            ValueError: a row has no record, or the model cannot have made it.
+            ValueError: a row has no record, or one that lacks a turn, or the model cannot have made it.
         """
+        check_turns(rows, found)
         mask, routers = _attended(rows), find_routers(model)
         experts, layers, top_k = routers.experts, len(routers), routers.top_k
         each = bytes_per_token(experts=experts, layers=layers, top_k=top_k)
@@ -164,6 +165,30 @@ class Routing:
         if self._last is None:
             return Stats({})
         return Stats({"routing": Group(self._last.moments, {**ROUTING_DIAGNOSTICS, **EXPERT_DIAGNOSTICS})})
+
+
+def check_turns(rows: Mapping[str, Tensor], found: Sequence[EngineRoutes | None]) -> None:
+    """Raise unless each record reaches to the last token that was sampled, which itself is never fed.
+
+    Tokens of a later turn without a record would be routed anew. What follows the last turn (text of a tool) may.
+
+    Args:
+        rows: prompts and completions with their masks.
+        found: the engine's record of each row, or None.
+
+    Raises:
+        ValueError: a record ends before; the message names the turn.
+    """
+    attended = _attended(rows).bool().cpu()
+    sampled = torch.nn.functional.pad(trainable(rows), (rows["prompt_ids"].shape[1], 0)).cpu()
+    for index, item in enumerate(found):
+        here = sampled[index][attended[index]]
+        if item is None or not here[len(item.ids) + 1 :].any():
+            continue
+        first = len(item.ids) + 1 + int(here[len(item.ids) + 1 :].nonzero()[0])
+        begins = here & ~torch.nn.functional.pad(here[:-1], (1, 0))  # a turn begins after what was not sampled
+        last = int(here.nonzero()[-1])
+        raise turn_unreported(int(begins[: first + 1].sum()), index, f"{len(item.ids)} of {last} tokens")
 
 
 def attended_ids(rows: Mapping[str, Tensor]) -> list[list[int]]:

@@ -33,6 +33,22 @@ class EngineRoutes:
     routes: Tensor
 
 
+def turn_unreported(turn: int, completion: int, found: str) -> ValueError:
+    """The error for a turn whose routing the engine did not report. Its tokens would silently be routed anew.
+
+    Args:
+        turn: number of the turn, from 1.
+        completion: number of the completion in its batch, from 0.
+        found: what was reported in its place, in words.
+    """
+    return ValueError(
+        f"routed_experts must hold the routing of every turn, but got {found} for turn {turn} of completion "
+        f"{completion}. Let the engine report at every request: engine.return_routing: true without "
+        "enable_prefix_caching, or Rollouts.routed_experts from each generate of an engine of your own. Or set "
+        "routing_replay: none and leave out engine.return_routing."
+    )
+
+
 class RouteStore:
     """Routing by the tokens of a sequence, so that the engine's names of its requests do not matter."""
 

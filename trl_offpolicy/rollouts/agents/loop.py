@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
+from trl_offpolicy.engines.routing.reported import turn_unreported
 from trl_offpolicy.rollouts.agents.chat import Chat
 from trl_offpolicy.rollouts.agents.recorded import WrappedEngine
 from trl_offpolicy.rollouts.agents.tools import Answers, Message, Tool, answer_calls
@@ -156,6 +157,7 @@ class _Episode:
         self.versions: list[int] = []
         self.kept: list[Any] | None = None if rollouts.sampling_mask is None else []
         self.routes: Any = None
+        self.number, self.turns = index, 0
         self.finish_reason = ""
         self.messages: list[Message] = []
         self.reply: Message = {}
@@ -182,17 +184,27 @@ class _Episode:
             self.logps += rollouts.sampling_per_token_logps[index][:most]
         if self.kept is not None and rollouts.sampling_mask is not None:
             self.kept += list(rollouts.sampling_mask[index][:most])
-        if rollouts.routed_experts is not None:
-            self._add_routes(rollouts.routed_experts[index])
+        self._add_routes(None if rollouts.routed_experts is None else rollouts.routed_experts[index], sampled)
         was_cut = most < len(rollouts.completion_ids[index])
         self.finish_reason = "length" if was_cut else rollouts.finish_reasons[index]
         return sampled
 
-    def _add_routes(self, routes: Any) -> None:
-        """Keep the routes of earlier turns as they were; take those of the tool output and the new turn."""
-        if routes is None:
-            return
+    def _add_routes(self, routes: Any, sampled: list[int]) -> None:
+        """Keep the routes of earlier turns as they were; take those of the tool output and the new turn.
+
+        Raises:
+            ValueError: the engine reported another turn and not this one, or not all tokens of this one.
+        """
+        self.turns += 1
         fed = len(self.prompt) + len(self.ids) - 1  # the last token is not fed
+        if routes is None:
+            if self.routes is not None and sampled:
+                raise turn_unreported(self.turns, self.number, "none")
+            return
+        if self.routes is None and self.turns > 1:  # what is reported of earlier turns is not how they were sampled
+            raise turn_unreported(1, self.number, "none")
+        if len(routes) < fed:
+            raise turn_unreported(self.turns, self.number, f"{len(routes)} of {fed} tokens")
         if self.routes is None:
             self.routes = routes[:fed]
             return
