@@ -180,7 +180,7 @@ def check_turns(rows: Mapping[str, Tensor], found: Sequence[EngineRoutes | None]
         ValueError: a record ends before; the message names the turn.
     """
     attended = _attended(rows).bool().cpu()
-    sampled = torch.nn.functional.pad(trainable(rows), (rows["prompt_ids"].shape[1], 0)).cpu()
+    sampled = torch.nn.functional.pad(trainable(dict(rows)), (rows["prompt_ids"].shape[1], 0)).cpu()
     for index, item in enumerate(found):
         here = sampled[index][attended[index]]
         if item is None or not here[len(item.ids) + 1 :].any():
