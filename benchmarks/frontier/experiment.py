@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from benchmarks.lab.sorting import COUNT, Answers, prompts, token_logps
 SAMPLERS = {"int4": "weights rounded to 4 bits", "lag": "weights of 4 optimizer steps ago"}
 TOKENS_AT_ONCE = 16_384
 """Whose factors are made in one pass: about 80 MB."""
+FIRST_CHEAP = 500
+"""Part number of the first cheap batch."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,6 @@ class Settings:
     Args:
         longest: tokens of the longest answers. Lengths are 16, 32, ... up to it; shorter answers are their beginnings.
         cheap: tokens of the answers of the cheap batches, which stop there.
-        long_batches: batches of the longest answers, for each seed.
-        cheap_batches: cheap batches, for each seed.
         groups: prompts of a batch.
         group_size: answers a prompt.
         turn: tokens of a turn.
@@ -47,8 +47,6 @@ class Settings:
 
     longest: int = 1024
     cheap: int = 256
-    long_batches: int = 20
-    cheap_batches: int = 56
     groups: int = 16
     group_size: int = 4
     turn: int = 32
@@ -163,13 +161,15 @@ def beginning(answers: Answers, length: int) -> Answers:
     return Answers(answers.ids[:, : COUNT + 1 + length], answers.mask[:, :length], answers.logps[:, :length])
 
 
-def plan(settings: Settings, seeds: tuple[int, ...]) -> list[Job]:
-    """The long batches first, then the cheap ones."""
-    jobs = [Job(seed, part, settings.longest) for part in range(settings.long_batches) for seed in seeds]
+def plan(settings: Settings, seeds: Sequence[int], long: int, cheap: int) -> list[Job]:
+    """For each seed ``long`` batches of the longest answers and then ``cheap`` ones, seeds in turn.
+
+    More batches leave the names of the others, so they can be added later.
+    """
+    jobs = [Job(seed, part, settings.longest) for part in range(long) for seed in seeds]
     if settings.cheap >= settings.longest:
         return jobs
-    more = range(settings.long_batches, settings.long_batches + settings.cheap_batches)
-    return jobs + [Job(seed, part, settings.cheap) for part in more for seed in seeds]
+    return jobs + [Job(seed, FIRST_CHEAP + part, settings.cheap) for part in range(cheap) for seed in seeds]
 
 
 def run(job: Job, settings: Settings, folder: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, write the results, report."""
     args = parse(arguments)
     if not args.report:
-        jobs = plan(args.settings, tuple(args.seeds))
+        jobs = plan(args.settings, args.seeds, args.long, args.cheap_batches)
         if args.partial:
             found = [outcome_of(job, args.settings, args.out) for job in jobs]
             outcomes = [outcome for outcome in found if outcome is not None]
@@ -61,13 +61,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="pieces and warm starts; default: runs/frontier (--short: ..._short)")
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each (default: 1)")
+    parser.add_argument("--long", type=int, help="batches of the longest answers a seed (default: 12; --short: 6)")
+    parser.add_argument("--cheap_batches", type=int, default=24, help="batches of shorter answers (default: 24)")
     for item in fields(Settings):
         parser.add_argument(f"--{item.name}", type=type(item.default), help=f"default: {item.default}")
     args = parser.parse_args(arguments)
-    small = replace(Settings(), longest=256, cheap=256, long_batches=6, warm_steps=300, settle_steps=20)
+    small = replace(Settings(), longest=256, cheap=256, warm_steps=300, settle_steps=20)
     base = small if args.short else Settings()
     given = {item.name: getattr(args, item.name) for item in fields(Settings)}
     args.settings = replace(base, **{name: value for name, value in given.items() if value is not None})
+    args.long = args.long or (6 if args.short else 12)
     args.seeds = args.seeds or ([0, 1] if args.short else [0, 1, 2])
     args.out = args.out or Path("runs/frontier_short" if args.short else "runs/frontier")
     args.results = args.results or (args.out / "results.jsonl" if args.short else HERE / "results.jsonl")

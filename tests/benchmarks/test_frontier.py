@@ -26,7 +26,7 @@ from benchmarks.lab.sorting import COUNT, Answers, prompts, token_logps
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Settings(
-    longest=32, cheap=16, long_batches=2, cheap_batches=1, groups=2, group_size=2, turn=8, lag=1, warm_steps=2,
+    longest=32, cheap=16, groups=2, group_size=2, turn=8, lag=1, warm_steps=2,
     settle_steps=1, numbers=64,
 )  # fmt: skip
 
@@ -265,7 +265,7 @@ def test_the_decision(token: tuple[float, float], sequence: tuple[float, float],
 
 
 def test_a_tiny_sweep_is_resumed_and_reported(tmp_path: Path) -> None:
-    jobs = plan(TINY, (0,))
+    jobs = plan(TINY, (0,), long=2, cheap=1)
     assert [job.length for job in jobs] == [32, 32, 16]
     outcomes = run_all(jobs, TINY, tmp_path, 1, Experiment(prepare, run))
     written = tmp_path / "gradients" / f"{jobs[0].name}.pt"
