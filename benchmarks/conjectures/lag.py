@@ -177,7 +177,10 @@ def plan(seeds: Sequence[int], short: bool) -> list[Job]:
     """All runs, a seed at a time; short: three lags, one task and learning rate."""
     if short:
         return [Job("reversing", *cell, 1e-3, seed) for seed in seeds for cell in product(OBJECTIVES, (1, 10, 50))]
-    cells = [(task, *cell) for task in RATES for cell in product(OBJECTIVES, LAGS, RATES[task])]
+    # the middle rate first, so that a part of the runs already covers all lags of both tasks
+    cells = [
+        (task, *cell, RATES[task][place]) for place in (1, 2, 0) for cell in product(OBJECTIVES, LAGS) for task in RATES
+    ]
     return [Job(*cell, seed) for seed in seeds for cell in cells]
 
 
