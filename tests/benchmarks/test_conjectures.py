@@ -115,7 +115,15 @@ def test_the_budget_judges_gains_within_it(gain: float, tv: float, verdict: str)
 def lagged(ess: float, steps: int, rate: float, unstable: bool, seed: int = 0) -> dict[str, Any]:
     names = {"task": "sorting", "objective": "oapl", "lag": steps, "learning_rate": rate, "seed": seed}
     rewards = [0.5, 0.6, 0.2, 0.2] if unstable else [0.5, 0.6, 0.6, 0.6]
-    return {**names, "rewards": rewards, "ess": [ess], "bias": (steps * rate) ** 2, "gradient": 2.0, "accuracy": 0.5}
+    return {
+        **names,
+        "rewards": rewards,
+        "ess": [ess],
+        "bias": (steps * rate) ** 2,
+        "gradient": 2.0,
+        "accuracy": 0.5,
+        "start": 0.3,
+    }
 
 
 def test_the_boundary_of_a_made_up_law_is_found() -> None:
@@ -130,7 +138,14 @@ def test_the_boundary_of_a_made_up_law_is_found() -> None:
     assert lag.bias_exponent(runs) == pytest.approx(1.0, abs=1e-6)
     stable = [run for run in runs if lag.is_stable(run)]
     assert math.isnan(lag.boundary(stable, "ess", "lag").slope)
-    assert lag.law(runs[:24]).unstable == (sum(not lag.is_stable(run) for run in runs[:24]), 24)
+    assert lag.law(runs[:24], lag.is_stable).unstable == (sum(not lag.is_stable(run) for run in runs[:24]), 24)
+
+
+def test_a_lag_is_judged_by_what_no_lag_gains() -> None:
+    runs = [{**lagged(1.0, steps, 1e-3, False), "accuracy": end} for steps, end in ((1, 0.5), (10, 0.41), (50, 0.39))]
+    assert [lag.learns(runs)(run) for run in runs] == [True, True, False]
+    lost = [{**run, "accuracy": 0.2} for run in runs]
+    assert not any(lag.learns(lost)(run) for run in lost)
 
 
 def test_batches_drawn_at_once_are_split_by_group() -> None:
