@@ -33,9 +33,9 @@ class Settings:
     """
 
     longest: int = 256
-    answers: int = 256
-    warm_steps: int = 400
-    settle_steps: int = 60
+    answers: int = 128
+    warm_steps: int = 300
+    settle_steps: int = 30
 
     @property
     def lengths(self) -> tuple[int, ...]:
