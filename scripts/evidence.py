@@ -1,4 +1,4 @@
-"""Writes the tables of docs/evidence.md and its figure from the committed results of the benchmarks.
+"""Writes the tables of docs/evidence.md and README.md and their figure from the committed results of the benchmarks.
 
 python scripts/evidence.py    # tests/docs/test_docs_evidence.py: the page is current
 """
@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.corrections import figure, results, tables
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, PICTURE = ROOT / "docs" / "evidence.md", ROOT / "docs" / "pictures" / "evidence.svg"
+PAGES = (ROOT / "docs" / "evidence.md", ROOT / "README.md")
+PICTURE = ROOT / "docs" / "pictures" / "evidence.svg"
 RESULTS = ROOT / "benchmarks" / "corrections" / "results.jsonl"
 Lines = Sequence[results.Result]
 BLOCK = re.compile(r"<!-- table: (?P<name>\w+) -->\n.*?<!-- end -->\n", re.DOTALL)
@@ -24,8 +25,6 @@ TABLES: Mapping[str, Callable[[Lines], str]] = {
     "costs": lambda lines: tables.costs(lines, "sorting"),
     "gains": lambda lines: tables.gains(lines, "sorting"),
     "ends": lambda lines: tables.ends(lines, "sorting"),
-    "costs_reversing": lambda lines: tables.costs(lines, "reversing"),
-    "gains_reversing": lambda lines: tables.gains(lines, "reversing"),
 }
 
 
@@ -44,9 +43,10 @@ def with_tables(page: str, lines: Lines) -> str:
 
 
 def main() -> None:
-    """Write both."""
+    """Write pages and picture."""
     lines = results.read(RESULTS)
-    PAGE.write_text(with_tables(PAGE.read_text(), lines))
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(), lines))
     PICTURE.write_text(figure.draw(lines))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -27,7 +26,7 @@ def draw(results: Sequence[Result], task: str = "sorting") -> str:
         by_mismatch(left, results, task)
         by_correction(right, results, task)
 
-    return to_svg("What a mismatch costs, and what a correction gets back", 4.4, panels)
+    return to_svg("What a mismatch costs, and what a correction gets back", 4.8, panels)
 
 
 def by_mismatch(axes: Axes, results: Sequence[Result], task: str) -> None:
@@ -39,14 +38,14 @@ def by_mismatch(axes: Axes, results: Sequence[Result], task: str) -> None:
         axes.errorbar(
             [one.mean * 100 for _, one in points],
             [height for height, _ in points],
-            xerr=[0.0 if math.isnan(one.half) else one.half * 100 for _, one in points],
+            xerr=[one.half * 100 for _, one in points],
             color=colour, marker=marker, markersize=4, linestyle="none", label=ROWS[row].title,
         )  # fmt: skip
     axes.axvline(0.0, color=INK, linestyle=":", linewidth=1.0)
     axes.set_yticks(range(len(names)), [MISMATCHES[name].title for name in names])
     axes.invert_yaxis()
-    axes.legend(loc="lower left")
-    label(axes, "points of accuracy against no mismatch", "", "What a mismatch costs the learner")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    label(axes, "points, against no mismatch", "", "What a mismatch costs the learner")
 
 
 def by_correction(axes: Axes, results: Sequence[Result], task: str) -> None:
@@ -58,11 +57,11 @@ def by_correction(axes: Axes, results: Sequence[Result], task: str) -> None:
         axes.errorbar(
             [one.mean * 100 for _, one in points],
             [height for height, _ in points],
-            xerr=[0.0 if math.isnan(one.half) else one.half * 100 for _, one in points],
+            xerr=[one.half * 100 for _, one in points],
             color=colour, marker=marker, markersize=4, linestyle="none", label=MISMATCHES[mismatch].title,
         )  # fmt: skip
     axes.axvline(0.0, color=INK, linestyle=":", linewidth=1.0)
     axes.set_yticks(range(len(rows)), [ROWS[row].title for row in rows])
     axes.invert_yaxis()
-    axes.legend(loc="lower left")
-    label(axes, "points of accuracy against no correction", "", "What a correction gets back")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    label(axes, "points, against no correction", "", "What a correction gets back")

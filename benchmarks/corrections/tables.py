@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.corrections.mismatches import MISMATCHES
@@ -12,6 +12,8 @@ from benchmarks.corrections.rows import ROWS
 from benchmarks.lab.intervals import Interval, interval
 
 BySeed = dict[int, Result]
+SEEDS = 3
+"""What has fewer seeds is in the results file, but in no table."""
 
 
 def cell(results: Sequence[Result], task: str, mismatch: str, row: str) -> BySeed:
@@ -27,9 +29,9 @@ def reference_of(mismatch: str) -> str:
 
 
 def difference(mine: BySeed, others: BySeed, name: str = "accuracy") -> Interval | None:
-    """Mean difference over the seeds that both have; None without any."""
+    """Mean difference over the seeds that both have; None if there are fewer than :data:`SEEDS`."""
     shared = sorted(set(mine) & set(others))
-    return interval([mine[seed][name] - others[seed][name] for seed in shared]) if shared else None
+    return interval([mine[seed][name] - others[seed][name] for seed in shared]) if len(shared) >= SEEDS else None
 
 
 def cost_of(results: Sequence[Result], task: str, mismatch: str, row: str = "none") -> Interval | None:
@@ -44,7 +46,7 @@ def gain_of(results: Sequence[Result], task: str, mismatch: str, row: str) -> In
 
 def share_back(cost: Interval | None, gain: Interval | None) -> float | None:
     """The share of a cost that a correction gets back; None where the cost is not beyond its interval."""
-    if cost is None or gain is None or math.isnan(cost.half) or cost.mean + cost.half >= 0:
+    if cost is None or gain is None or cost.mean + cost.half >= 0:
         return None
     return -gain.mean / cost.mean
 
@@ -73,7 +75,7 @@ def answer(results: Sequence[Result], task: str) -> str:
 def _sure(results: Sequence[Result], task: str, mismatch: str, row: str) -> Interval | None:
     """The gain of a correction if its interval leaves out 0."""
     gain = gain_of(results, task, mismatch, row)
-    return None if gain is None or math.isnan(gain.half) or abs(gain.mean) <= gain.half else gain
+    return None if gain is None or abs(gain.mean) <= gain.half else gain
 
 
 def _named(gained: Mapping[str, Interval], rows: Sequence[str], cost: Interval | None) -> str:
@@ -107,7 +109,7 @@ def costs(results: Sequence[Result], task: str) -> str:
     lines = []
     for name, mismatch in MISMATCHES.items():
         mine = cell(results, task, name, "none")
-        if not mine:
+        if len(mine) < SEEDS:
             continue
         kl, token, sequence = (statistics.mean(line[key] for line in mine.values()) for key in measured)
         rewards = interval([line["sampler_reward"] - line["reward"] for line in mine.values()])
@@ -138,7 +140,7 @@ def ends(results: Sequence[Result], task: str) -> str:
 
     def text(mismatch: str, row: str) -> str:
         mine = cell(results, task, mismatch, row)
-        if not mine:
+        if len(mine) < SEEDS:
             return ""
         stars = "*" * sum(map(collapsed, mine.values()))
         return f"{interval([line['accuracy'] for line in mine.values()]).mean * 100:.1f}{stars}"
@@ -147,14 +149,12 @@ def ends(results: Sequence[Result], task: str) -> str:
 
 
 def _grid(results: Sequence[Result], task: str, text: Callable[[str, str], str], skip: str = "") -> str:
-    present = [name for name in MISMATCHES if name != "experts" and any(_is(line, task, name) for line in results)]
-    rows = [row for row in ROWS if row != skip and any(line["row"] == row and line["task"] == task for line in results)]
+    counts = Counter((line["mismatch"], line["row"]) for line in results if line["task"] == task)
+    whole = {cell for cell, count in counts.items() if count >= SEEDS and cell[1] != skip}
+    present = [name for name in MISMATCHES if name != "experts" and any(name == mismatch for mismatch, _ in whole)]
+    rows = [row for row in ROWS if any(row == one for _, one in whole)]
     head = ("correction", *(MISMATCHES[name].title for name in present))
     return _markdown(head, [[ROWS[row].title, *(text(name, row) for name in present)] for row in rows])
-
-
-def _is(line: Result, task: str, mismatch: str) -> bool:
-    return (line["task"], line["mismatch"]) == (task, mismatch)
 
 
 def _points(found: Interval | None, *, bold: bool = False) -> str:
@@ -162,7 +162,7 @@ def _points(found: Interval | None, *, bold: bool = False) -> str:
     if found is None:
         return ""
     text = found.text(1, sign=True, scale=100)
-    sure = not math.isnan(found.half) and abs(found.mean) > found.half
+    sure = abs(found.mean) > found.half
     return f"**{text}**" if bold and sure else text
 
 

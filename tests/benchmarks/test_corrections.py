@@ -164,6 +164,14 @@ def test_the_band_leaves_the_asked_share_outside() -> None:
     assert 0.045 <= outside.float().mean() <= 0.055 and low < 1 < high
 
 
+@pytest.mark.parametrize("name", ["none", "lag4", "temperature", "top_p"])
+def test_without_a_mismatch_at_the_start_the_band_is_that_of_int4(model: Sorter, name: str) -> None:
+    """Rounding of float32 between a cached and a whole forward is no mismatch: a band of its width drops everything."""
+    low, high = band_of(at_the_start(model, MISMATCHES[name], TINY, 0)["log_ratio"], 0.05)
+    of_int4 = band_of(at_the_start(model, MISMATCHES["int4"], TINY, 0)["log_ratio"], 0.05)
+    assert high - low > 0.3 * (of_int4[1] - of_int4[0]) > 1e-4
+
+
 # ----------------------------------------------------------------------------------------------- results and tables
 
 
