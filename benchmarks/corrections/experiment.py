@@ -26,7 +26,6 @@ from trl_offpolicy.control.auto import AutoSession, starting_preset
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.stats import Stats
 
-
 NO_MISMATCH = 1e-4
 """Mean |log pi_old / mu| (nats) that is rounding of float32 and no mismatch: that is 1e-6, INT8's is 5e-3."""
 
