@@ -14,7 +14,7 @@ from benchmarks.corrections.tables import cost_of, gain_of, reference_of
 from docs.drawing import label, to_svg
 from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, INK, ORANGE
 
-SHOWN = {"none": (ORANGE, "o"), "token_tis": (BLUE, "s"), "sequence_tis": (GREEN, "^"), "auto": (GREY, "D")}
+SHOWN = {"none": (ORANGE, "o"), "token_tis": (BLUE, "s"), "geometric_tis": (GREEN, "^"), "opsm": (GREY, "D")}
 MAPPED = "int3"
 
 
@@ -45,7 +45,7 @@ def by_mismatch(axes: Axes, results: Sequence[Result], task: str) -> None:
     axes.set_yticks(range(len(names)), [MISMATCHES[name].title for name in names])
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
-    label(axes, "points, against no mismatch", "", "What a mismatch costs the learner")
+    label(axes, "points, against no mismatch", "", "What it costs")
 
 
 def by_correction(axes: Axes, results: Sequence[Result], task: str) -> None:
@@ -64,4 +64,4 @@ def by_correction(axes: Axes, results: Sequence[Result], task: str) -> None:
     axes.set_yticks(range(len(rows)), [ROWS[row].title for row in rows])
     axes.invert_yaxis()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
-    label(axes, "points, against no correction", "", "What a correction gets back")
+    label(axes, "points, against none", "", "What comes back")

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each run has one thread
@@ -29,6 +30,7 @@ from benchmarks.corrections.results import collect, missing
 from benchmarks.corrections.rows import AVAILABLE
 from benchmarks.corrections.tables import report
 from benchmarks.lab.jobs import Experiment, run_all
+from benchmarks.lab.sorting import Task
 
 HERE = Path(__file__).resolve().parent
 
@@ -60,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--mismatches", nargs="+", choices=list(MISMATCHES), metavar="NAME", help=", ".join(MISMATCHES))
     parser.add_argument("--rows", nargs="+", choices=AVAILABLE, metavar="NAME", help=", ".join(AVAILABLE))
-    parser.add_argument("--task", choices=("sorting", "reversing"), default="sorting")
+    parser.add_argument("--task", choices=get_args(Task), default="sorting")
     parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each (default: 2)")
     args = parser.parse_args(arguments)
     short = args.short

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 from benchmarks.corrections.mismatches import MISMATCHES
 from benchmarks.corrections.results import Result
 from benchmarks.corrections.rows import ROWS
 from benchmarks.lab.intervals import Interval, interval
+from benchmarks.lab.sorting import Task
 
 BySeed = dict[int, Result]
 SEEDS = 3
@@ -54,21 +56,26 @@ def share_back(cost: Interval | None, gain: Interval | None) -> float | None:
 def answer(results: Sequence[Result], task: str) -> str:
     """What each mismatch costs and what gets it back: corrections whose gain leaves out 0, the best three first.
 
-    Beside a gain stands the share of the cost that it is. What is said to hurt loses at least its interval too.
+    Beside a gain stands the share of the cost that it is. What is said to hurt loses at least its interval too. The
+    mismatches whose cost is within its interval stand together in the last line: there is nothing to get back, and of
+    so many gains and losses around 0 some leave it out by chance.
     """
     head = ("mismatch", "cost without a correction", "what gets it back (share of the cost)", "what makes it worse")
-    lines = []
+    lines, free = [], []
     for name, mismatch in MISMATCHES.items():
         cost = cost_of(results, task, name)
         if cost is None or name == reference_of(name):
             continue
+        if cost.mean + cost.half >= 0:
+            free.append(mismatch.title)
+            continue
         gained = {row: gain for row in ROWS if row != "none" and (gain := _sure(results, task, name, row)) is not None}
         best = sorted((row for row in gained if gained[row].mean > 0), key=lambda row: -gained[row].mean)[:3]
         worse = sorted((row for row in gained if gained[row].mean < 0), key=lambda row: gained[row].mean)[:3]
-        lines.append(
-            [mismatch.title, _points(cost, bold=True), _named(gained, best, cost) or "nothing beyond its interval",
-             _named(gained, worse, None) or "-"]
-        )  # fmt: skip
+        back = _named(gained, best, cost) or "nothing beyond its interval"
+        lines.append([mismatch.title, _points(cost, bold=True), back, _named(gained, worse, None) or "-"])
+    if free:
+        lines.append(["; ".join(free), "none beyond its interval", "nothing to get back", "-"])
     return _markdown(head, lines)
 
 
@@ -93,7 +100,7 @@ def collapsed(line: Result) -> bool:
 
 def report(results: Sequence[Result]) -> str:
     """All tables, for each task that has results."""
-    tasks = [task for task in ("sorting", "reversing") if any(line["task"] == task for line in results)]
+    tasks = [task for task in get_args(Task) if any(line["task"] == task for line in results)]
     parts = []
     for task in tasks:
         parts += [f"## {task}\n", "What the mismatch is, and what it costs:\n", costs(results, task)]

@@ -1,8 +1,8 @@
-"""Tasks and model of the small experiments: sort symbols, or reverse them, on one CPU thread.
+"""Tasks and model of the small experiments: sort, rank or reverse symbols, on one CPU thread.
 
-A prompt is 10 symbols out of 16 and a separator; the answer is the same symbols in order (or from the last to the
-first), then the end symbol. The reward is half the share of right positions plus half for an exact answer, and 0
-without an end.
+A prompt is 10 symbols out of 16 and a separator; the answer is the same symbols in order (or how many of them each one
+exceeds, or from the last to the first), then the end symbol. The reward is half the share of right positions plus
+half for an exact answer, and 0 without an end.
 """
 
 from __future__ import annotations
@@ -87,14 +87,19 @@ def prompts(count: int, generator: torch.Generator) -> Tensor:
     return torch.cat([symbols, torch.full((count, 1), SEPARATOR)], dim=1)
 
 
-Task = Literal["sorting", "reversing"]
+Task = Literal["sorting", "ranking", "reversing"]
 
 
 def solutions(questions: Tensor, task: Task = "sorting") -> Tensor:
-    """(B, 11): the sorted (or reversed) symbols and the end."""
+    """(B, 11): the sorted symbols, each symbol's rank (how many are smaller), or the reversed symbols; and the end."""
     symbols = questions[:, :COUNT]
-    ordered = symbols.sort(dim=1).values if task == "sorting" else symbols.flip(1)
-    return torch.cat([ordered, torch.full((len(questions), 1), END)], dim=1)
+    if task == "sorting":
+        answer = symbols.sort(dim=1).values
+    elif task == "ranking":
+        answer = (symbols.unsqueeze(1) < symbols.unsqueeze(2)).sum(2)
+    else:
+        answer = symbols.flip(1)
+    return torch.cat([answer, torch.full((len(questions), 1), END)], dim=1)
 
 
 def token_logps(model: nn.Module, ids: Tensor) -> Tensor:

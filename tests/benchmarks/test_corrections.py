@@ -45,8 +45,10 @@ def experts() -> ExpertSorter:
     return ExpertSorter()
 
 
-def test_the_second_task_reverses() -> None:
+def test_what_the_tasks_ask_for() -> None:
     asked = prompts(3, chance())
+    ranks = [[sum(other < one for other in row) for one in row] for row in asked[:, :10].tolist()]
+    assert solutions(asked, "ranking")[:, :10].tolist() == ranks
     assert torch.equal(solutions(asked, "reversing")[:, :10], asked[:, :10].flip(1))
     assert (solutions(asked)[:, :10].diff(dim=1) >= 0).all()
 
