@@ -150,6 +150,9 @@ def _losses() -> Iterator[Row]:
             row = Row(part + suffix, "losses", part, made, factor=factor)
             control = "no correction" if option.get("weight") is None else "raw sequence"
             yield row if row.exact else replace(row, control=control)
+    for suffix, weight in {"": None, ", times the product": PRODUCT}.items():
+        made = objective(weight, drift_coef=0.1)  # GPG and its pull to the sampler
+        yield Row(f"drift{suffix}", "losses", "drift_coef", made)
 
 
 def _normalisers() -> Iterator[Row]:
