@@ -29,9 +29,11 @@ from trl_offpolicy.control import collapse_risk
 from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, INK, ORANGE
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
-TASKS: tuple[Task, Task] = ("sorting", "reversing")
+TASKS: tuple[Task, Task] = ("sorting", "ranking")
 ENOUGH, STACK_GAIN, HORIZON, ROLLING = 0.90, 0.03, 200, 5
 """The conjecture's AUROC, its margin for signals of the stack, its horizon in optimizer steps; rows of a median."""
+FEWEST = 8
+"""Collapsed runs, and others, that each task needs for a verdict."""
 LOSSES = {"ppo": PLAIN, "tis": TIS, "ppo_is": PPO_IS, "no_clip": NO_CLIP}
 COLUMNS = {
     "reward": "reward",
@@ -88,15 +90,19 @@ def plan(seeds: Sequence[int], short: bool) -> list[Job]:
 
 
 def mixture_of(seed: int) -> tuple[Setting, dict[str, Any]]:
-    """The drawn setting, and its words for the results; the same for both tasks."""
+    """The drawn setting, and its words for the results; the same for both tasks.
+
+    Chosen so that runs of both kinds are expected: losses without a clip on stale weights and one clip on pi / mu with
+    2 bits are known to collapse, and a learning rate of 1e-3 or more spoils the warm start before there is a log.
+    """
     chance = np.random.default_rng([seed, 7])
     drawn = {
-        "loss": str(chance.choice(list(LOSSES))),
-        "bits": int(chance.choice([16, 8, 4, 3, 2])),
-        "lag": int(chance.choice([0, 0, 2, 4, 8])),
-        "learning_rate": float(chance.choice([1e-4, 3e-4, 5e-4, 1e-3, 2e-3])),
-        "onset": int(chance.choice([0, 10, 20, 30])),
-        "noticed": bool(chance.random() < 0.75),
+        "loss": str(chance.choice(list(LOSSES), p=[0.2, 0.2, 0.3, 0.3])),
+        "bits": int(chance.choice([16, 3, 2])),
+        "lag": int(chance.choice([0, 4, 8])),
+        "learning_rate": float(chance.choice([2e-4, 3e-4, 5e-4])),
+        "onset": int(chance.choice([10, 20, 30])),
+        "noticed": bool(chance.random() < 0.5),
     }
     return Setting(LOSSES[drawn["loss"]], **{key: value for key, value in drawn.items() if key != "loss"}), drawn
 
@@ -243,12 +249,18 @@ def measured(runs: Sequence[Outcome]) -> dict[str, dict[str, dict[str, common.Ra
 def find(runs: Sequence[Outcome]) -> Finding:
     """Holds if the four reach 0.90 by row on both tasks, and the stack adds at most 0.03, intervals included."""
     found = measured(runs)
-    known = [found[test]["the four"] for test in TASKS if "the four" in found[test]]
+    counts = {
+        task: [
+            sum(run["collapse"] is not None for run in runs if run["task"] == task),
+            sum(run["task"] == task for run in runs),
+        ]
+        for task in TASKS
+    }
     verdict: common.Verdict = "cannot be told here"
-    why = "one task alone has runs of both kinds"
-    if len(known) == 2:
-        reached = [one["row"] for one in known]
-        added = [one["stack"] for one in known]
+    why = f"a task has fewer than {FEWEST} runs that collapsed, or that did not"
+    if all(min(collapsed, total - collapsed) >= FEWEST for collapsed, total in counts.values()):
+        reached = [found[test]["the four"]["row"] for test in TASKS]
+        added = [found[test]["the four"]["stack"] for test in TASKS]
         if any(one.high < ENOUGH for one in reached) or any(one.low > STACK_GAIN for one in added):
             verdict = "does not hold"
         elif all(one.low >= ENOUGH for one in reached) and all(one.high <= STACK_GAIN for one in added):
@@ -258,13 +270,6 @@ def find(runs: Sequence[Outcome]) -> Finding:
             f"(wanted: {ENOUGH}); signals of the stack add {added[0].text()} and {added[1].text()} "
             f"(allowed: {STACK_GAIN})"
         )
-    counts = {
-        task: [
-            sum(run["collapse"] is not None for run in runs if run["task"] == task),
-            sum(run["task"] == task for run in runs),
-        ]
-        for task in TASKS
-    }
     rows = [
         [
             f"{other(test)} to {test}",
@@ -293,7 +298,7 @@ def draw(runs: Sequence[Outcome]) -> str:
     found = measured(runs)
 
     def panels(figure: Figure) -> None:
-        axes = figure.subplot_mosaic([["auroc", "sorting"], ["auroc", "reversing"]], width_ratios=[1.3, 1])
+        axes = figure.subplot_mosaic([["auroc", TASKS[0]], ["auroc", TASKS[1]]], width_ratios=[1.3, 1])
         bars(axes["auroc"], found)
         for task in TASKS:
             rewards(axes[task], [run for run in runs if run["task"] == task], task)

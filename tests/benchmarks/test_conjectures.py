@@ -173,16 +173,16 @@ def test_the_predictor_transfers_what_drifts_alike() -> None:
     table = collapse.table_of(runs[1], collapse.FOUR)
     assert table is not None and table.features.shape == (32, 8)  # rows 3 to 34 of 40: before step 70
     assert table.labels.all() and not collapse.table_of(runs[0], collapse.FOUR).labels.any()  # type: ignore[union-attr]
-    told = collapse.predictions(runs, collapse.FOUR, "reversing")
-    untold = collapse.predictions(runs, collapse.PLAIN_LOG, "reversing")
+    told = collapse.predictions(runs, collapse.FOUR, "ranking")
+    untold = collapse.predictions(runs, collapse.PLAIN_LOG, "ranking")
     assert collapse.by_run(told) == 1.0 and collapse.by_row(told) > 0.85 > 0.7 > collapse.by_row(untold)
-    assert np.isnan(collapse.by_row(collapse.by_risk(runs[::2], "reversing")))  # no run collapsed
+    assert np.isnan(collapse.by_row(collapse.by_risk(runs[::2], "ranking")))  # no run collapsed
 
 
 def test_mixtures_of_a_seed_are_the_same_for_both_tasks() -> None:
     setting, drawn = collapse.mixture_of(3)
     assert collapse.mixture_of(3)[1] == drawn and setting.bits == drawn["bits"]
-    assert {job.name for job in collapse.plan([3], False)} == {"sorting-3", "reversing-3"}
+    assert {job.name for job in collapse.plan([3], False)} == {"sorting-3", "ranking-3"}
 
 
 def flipped(experts: int, rate: float, seed: int) -> dict[str, Any]:
