@@ -25,6 +25,8 @@ TABLES: Mapping[str, Callable[[Lines], str]] = {
     "costs": lambda lines: tables.costs(lines, "sorting"),
     "gains": lambda lines: tables.gains(lines, "sorting"),
     "ends": lambda lines: tables.ends(lines, "sorting"),
+    "second_costs": lambda lines: tables.costs(lines, "ranking"),
+    "second_gains": lambda lines: tables.gains(lines, "ranking"),
 }
 
 
