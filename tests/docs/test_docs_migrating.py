@@ -11,9 +11,13 @@ import pytest
 import yaml
 
 from trl_offpolicy import presets
+from trl_offpolicy.cli.commands import main
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.frameworks.areal import ARealOptions
+from trl_offpolicy.presets.frameworks.ms_swift import MSSwiftOptions
+from trl_offpolicy.presets.frameworks.nemo_rl import NeMoRLOptions
 from trl_offpolicy.presets.frameworks.openrlhf import OpenRLHFOptions
+from trl_offpolicy.presets.frameworks.prime_rl import PrimeRLOptions
 from trl_offpolicy.presets.frameworks.skyrl import SkyRLOptions
 from trl_offpolicy.presets.frameworks.slime import SlimeOptions
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
@@ -31,6 +35,9 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "TRL": (TRLOptions,),
     "AReaL": (ARealOptions,),
     "OpenRLHF": (OpenRLHFOptions,),
+    "NeMo-RL": (NeMoRLOptions,),
+    "prime-rl": (PrimeRLOptions,),
+    "ms-swift": (MSSwiftOptions,),
 }
 
 
@@ -85,3 +92,17 @@ def test_both_configurations_are_one_objective(title: str, tmp_path: Path) -> No
     theirs, ours = re.findall(r"```yaml\n(.*?)```", section(title), flags=re.DOTALL)
     assert "framework" in theirs and "framework" not in ours
     assert objective(theirs, tmp_path) == objective(ours, tmp_path) != objective("offpolicy: measure", tmp_path)
+
+
+def test_the_example_of_a_whole_file_is_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = section("A whole file")
+    script, printed = (block.partition("\n")[2] for block in text.split("```")[1::2])
+    (command,) = re.findall(r"^`(trl-offpolicy migrate .*)` prints this", text, flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    Path("run_grpo.sh").write_text(script)
+    assert main(command.split()[1:]) == 0
+    assert capsys.readouterr().out == printed
+    method = yaml.safe_dump({"offpolicy": yaml.safe_load(printed)["offpolicy"]})
+    assert [term.name for term in objective(method, tmp_path).correction.keep] == ["outlier_veto"]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl_offpolicy.cli.migrate import migrate
 from trl_offpolicy.run_folder.layout import CARD_FILE, METRICS_FILE, REPORT_FILE, STATE_FILE
 
 if TYPE_CHECKING:
@@ -295,6 +296,7 @@ COMMANDS: dict[str, Command] = {
     "report": report,
     "card": card,
     "presets": presets,
+    "migrate": migrate,
     "serve": serve,
 }
 

@@ -52,7 +52,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     Args:
         offpolicy: a preset's name, e.g. ``paper/tis`` (``trl_offpolicy.presets.names()`` lists them); or a mapping
             ``{preset: ..., options: {...}, correction: {...}, objective: {...}}``; with ``framework: verl`` (skyrl,
-            slime, areal, openrlhf) in place of ``preset``, ``options`` are that framework's own. ``advantages: rloo``
+            slime, areal, openrlhf, ...) in place of ``preset``, ``options`` are that framework's own; ``file`` in place
+            of ``options`` reads them from its configuration file or launch script. ``advantages: rloo``
             (or ``{type: grpo, scale: none}``) replaces TRL's advantages. ``auto`` chooses among corrections by the
             batches (:mod:`trl_offpolicy.control.auto`). Or an object: a ``Preset``, a
             ``Correction``, or an ``Objective``, which defines the whole loss (TRL's loss fields then keep their

@@ -1,0 +1,173 @@
+"""The command ``trl-offpolicy migrate``: a configuration of another framework in this kit's YAML."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trl_offpolicy.migrate import Migration
+    from trl_offpolicy.presets import Preset
+
+NO_OPTIONS = "measure"
+
+
+def migrate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Print a configuration of verl, SkyRL, slime, AReaL, OpenRLHF, NeMo-RL, prime-rl, ms-swift or TRL in our YAML."""
+    from trl_offpolicy.migrate import NAMES
+
+    parser.add_argument("file", metavar="FILE", type=Path, help="YAML, TOML, or the script that starts the training")
+    parser.add_argument(
+        "overrides", metavar="A.B=C", nargs="*", help="settings in the framework's names, over the file; the last wins"
+    )
+    parser.add_argument("--framework", choices=NAMES, help="whose configuration FILE is (default: by its settings)")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="write the YAML here and print the lists alone (default: print both)",
+    )
+
+    def run(args: argparse.Namespace) -> int:
+        text, lists = migrated(args.file, args.overrides, name=args.framework)
+        if args.output is None:
+            print(text, *(f"# {line}" for line in _wrapped(lists)), sep="\n")
+        else:
+            args.output.write_text(text, encoding="utf-8")
+            print(*_wrapped(lists), f"written: {args.output}", sep="\n")
+        return 0
+
+    return run
+
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    """Lines of at most 116 characters; what follows is indented deeper."""
+    found = []
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        further = " " * (indent + 4)
+        found += textwrap.wrap(
+            line, 116, subsequent_indent=further, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        )
+    return found
+
+
+def migrated(path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> tuple[str, list[str]]:
+    """(our YAML, the lines of the lists) of a configuration of another framework.
+
+    Raises:
+        ValueError: the file, its framework, an override or a value is wrong.
+    """
+    from trl_offpolicy.migrate import migrate as read
+    from trl_offpolicy.migrate import page
+    from trl_offpolicy.presets.parsing import plain_method
+
+    migration = read(path, overrides, name=name)
+    preset, refused, notes = _method(migration)
+    method = plain_method(preset)
+    fields = page.training_fields(migration.found)
+    own = {part: value for part, value in method.items() if part != "preset" and value not in ({}, None)}
+    options_to = _places(migration, refused, preset)
+    offpolicy = _with_steps(own, page.method_fields(migration.found))
+    formula = _formula(offpolicy)
+    fields = {**fields, "offpolicy": offpolicy or NO_OPTIONS}
+    missing = [text for key, text in page.NEEDED.items() if key not in fields]
+    command = f"trl-offpolicy migrate {' '.join([str(path), *overrides])}"
+    head = f"# From {migration.framework}: {command}\n"
+    text = head + page.yaml_text(fields, {"offpolicy": formula})
+    lines = page.lists(_with_refused(migration, refused), options_to, notes, missing)
+    return text, lines
+
+
+def _method(migration: Migration) -> tuple[Preset, Mapping[str, str], list[str]]:
+    """(the correction and the loss, options that have no counterpart here with the reason, what else was said)."""
+    from trl_offpolicy.presets import FRAMEWORKS, UnknownOptionError
+
+    options = dict(migration.options)
+    refused: dict[str, str] = {}
+    while True:
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                preset = FRAMEWORKS[migration.framework](**options)
+            return preset, refused, [str(one.message) for one in said]
+        except NotImplementedError as error:
+            name = next((name for name in options if str(error).startswith(name)), None)
+            if name is None:
+                raise ValueError(str(error)) from None
+            refused[name] = str(error)
+            del options[name]
+        except UnknownOptionError:
+            raise
+        except ValueError as error:
+            raise ValueError(_named(str(error), migration)) from None
+
+
+def _named(message: str, migration: Migration) -> str:
+    """The message with the setting's path in place of the option's name."""
+    for option, key in migration.option_keys.items():
+        if message.startswith(f"{option} "):
+            return migration.settings.shown(key) + message.removeprefix(option)
+    return message
+
+
+def _with_refused(migration: Migration, refused: Mapping[str, str]) -> Migration:
+    from trl_offpolicy.migrate import Left
+
+    left = tuple(Left((migration.option_keys[name],), why.removesuffix(".")) for name, why in refused.items())
+    return replace(migration, found=(*migration.found, *left))
+
+
+def _with_steps(own: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, Any]:
+    """The method with what the table's steps add to it; lists (of keep terms) are joined."""
+    result = dict(own)
+    for name, value in steps.items():
+        before = result.get(name)
+        if isinstance(value, dict) and isinstance(before, dict) and "type" not in value:
+            result[name] = _with_steps(before, value)
+        else:
+            result[name] = [*before, *value] if isinstance(value, list) and isinstance(before, list) else value
+    return result
+
+
+def _formula(offpolicy: Mapping[str, Any]) -> str:
+    """The correction in one line; this also reads what is printed, as a configuration would."""
+    from trl_offpolicy.objective.objective import Objective
+    from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
+    from trl_offpolicy.presets.text import formula_of
+
+    where = "offpolicy.correction"
+    objective = parse_objective(offpolicy.get("objective", {}), where="offpolicy.objective", base=Objective())
+    objective = replace(objective, correction=parse_correction(offpolicy.get("correction", {}), where=where))
+    parse_advantages(offpolicy.get("advantages"), where="offpolicy.advantages")
+    return formula_of(objective)
+
+
+def _places(migration: Migration, refused: Mapping[str, str], preset: Preset) -> dict[str, str]:
+    """Where each option of the correction went, by its setting: the parts that change if it is left out."""
+    from trl_offpolicy.migrate.nested import flatten
+    from trl_offpolicy.presets import FRAMEWORKS
+    from trl_offpolicy.presets.parsing import plain_method
+
+    whole = flatten(plain_method(preset))
+    options = {name: value for name, value in migration.options.items() if name not in refused}
+    places: dict[str, dict[str, None]] = {}
+    for name in options:
+        rest = {other: value for other, value in options.items() if other != name}
+        found = places.setdefault(migration.option_keys[name], {})
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                without = flatten(plain_method(FRAMEWORKS[migration.framework](**rest)))
+        except (ValueError, NotImplementedError):  # the others need it
+            found["offpolicy"] = None
+            continue
+        changed = [path.split(".") for path in {**whole, **without} if whole.get(path) != without.get(path)]
+        found.update(dict.fromkeys(f"offpolicy.{'.'.join(path[:2])}" for path in changed if len(path) > 1))
+    nothing = "nothing to write: the default, or without effect"
+    return {key: ", ".join(found) or nothing for key, found in places.items()}

@@ -1,0 +1,299 @@
+"""AReaL: YAML with OmegaConf's interpolations, and overrides ``a.b=c``.
+
+Read at AReaL 4aef98d8d, ``areal/api/cli_args.py`` and ``examples/math``; older names at bc9f00988^.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from trl_offpolicy.checks import check_choice
+from trl_offpolicy.migrate import shared
+from trl_offpolicy.migrate.rules import (
+    Carried,
+    Found,
+    Framework,
+    Left,
+    Row,
+    Source,
+    count,
+    number,
+    one_of,
+    optional,
+    switch,
+    text,
+    whole,
+)
+
+REJECTION = "actor.rejection_sampling"
+_REJECTION = ("level", "action", "metric", "agg", "upper", "lower")
+OPTIMIZER = "actor.optimizer"
+_OLD_MODES = ("token_mask", "token_truncate", "sequence_mask", "sequence_truncate", "disabled")
+DEFAULTS: dict[str, Any] = {
+    "gconfig.n_samples": 1,
+    "actor.ppo_n_minibatches": 4,
+    "actor.use_decoupled_loss": False,
+    "actor.eps_clip": 0.2,
+    "actor.kl_ctl": 0.1,
+    f"{OPTIMIZER}.lr_scheduler_type": "constant",
+    f"{OPTIMIZER}.warmup_steps_proportion": 0.001,
+}
+
+
+def _correction(source: Source) -> Iterable[Found]:
+    """AReaL's decoupled loss is off unless it is switched on; null is no rejection."""
+    key = "actor.use_decoupled_loss"
+    if source.settings.values.get(REJECTION, "") is None:
+        yield Carried((REJECTION,), {}, "null: no weight, no rejection")
+    if key not in source.settings.values and "actor" in source.settings.sections():
+        yield Carried((), {"option.use_decoupled_loss": False})
+    yield from _older(source)
+
+
+def _older(source: Source) -> Iterable[Found]:
+    """``behave_imp_weight_mode`` and ``_cap`` (to bc9f00988): the cap is 5 and the mode token_mask if left out."""
+    cap_key, mode_key = "actor.behave_imp_weight_cap", "actor.behave_imp_weight_mode"
+    keys = source.given(cap_key, mode_key)
+    if not keys:
+        return
+    mode, cap = source.get(mode_key, "token_mask"), source.settings.values.get(cap_key, 5.0)
+    check_choice(mode_key, mode, _OLD_MODES)
+    if mode == "disabled" or cap is None:
+        yield Carried(keys, {}, "off: rejection_sampling: null now", older=True)
+        return
+    level, _, action = mode.partition("_")
+    fields = {
+        "option.level": level,
+        "option.action": "clamp" if action == "truncate" else "mask",
+        "option.metric": "ratio",
+        "option.upper": number(cap_key, cap),
+    }
+    yield Carried(keys, fields, "now actor.rejection_sampling", older=True)
+
+
+def _loss(source: Source) -> Iterable[Found]:
+    sapo, tau = "actor.use_sapo_loss", ("actor.sapo_tau_pos", "actor.sapo_tau_neg")
+    clip = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
+    if source.has(sapo) and switch(sapo, source.settings.values[sapo]):
+        loss = {
+            "type": "sapo",
+            "temperature_pos": number(tau[0], source.get(tau[0], 1.0)),
+            "temperature_neg": number(tau[1], source.get(tau[1], 1.05)),
+        }
+        yield Carried(source.given(sapo, *tau), {"offpolicy.objective.policy_loss": loss})
+        yield from shared.left(source, dict.fromkeys(clip, "SAPO does not read it"))
+        return
+    yield from shared.left(source, dict.fromkeys((sapo, *tau), "off"))
+    yield from shared.clip(source, *clip)
+
+
+def _kl(source: Source) -> Iterable[Found]:
+    keys = source.given("actor.kl_ctl", "actor.kl_estimator")
+    coef = source.get("actor.kl_ctl")
+    if coef is None or not keys:
+        return
+    if number("actor.kl_ctl", coef) == 0:
+        yield Carried(keys, {"beta": 0.0}, "no KL term")
+    else:
+        yield Left(keys, "AReaL has this KL in the reward; the trainers here have it in the loss (beta)")
+
+
+def _advantages(source: Source) -> Iterable[Found]:
+    """Group means of ``reward_norm`` and batch deviations of ``adv_norm``, where there is an estimator of that form."""
+    keys = tuple(key for key in source.settings.values if key.startswith(("actor.reward_norm", "actor.adv_norm")))
+    if not keys:
+        return
+
+    def levels(section: str) -> tuple[Any, Any]:
+        given = any(key.startswith(f"actor.{section}.") for key in keys)
+        names = (f"actor.{section}.mean_level", f"actor.{section}.std_level")
+        return (source.get(names[0], "batch"), source.get(names[1], "batch")) if given else (None, None)
+
+    reward, advantage = levels("reward_norm"), levels("adv_norm")
+    leave_one_out = bool(source.get("actor.reward_norm.mean_leave1out", False))
+    epsilon = source.get("actor.reward_norm.eps", 1e-5)
+    estimators: dict[tuple[Any, Any, bool], Any] = {
+        (("group", "group"), (None, None), False): {"type": "grpo", "epsilon": epsilon},
+        (("group", None), (None, None), False): "dr_grpo",
+        (("group", None), (None, None), True): "rloo",
+        (("group", None), ("batch", "batch"), False): "reinforce_plus_plus_baseline",
+    }
+    found = estimators.get((reward, advantage, leave_one_out))
+    if found is None:
+        why = (
+            f"reward_norm {reward} then adv_norm {advantage} (mean, deviation) have no estimator of that form here; "
+            "set offpolicy.advantages (docs/objectives.md)"
+        )
+        yield Left(keys, why)
+    else:
+        yield Carried(keys, {"offpolicy.advantages": found})
+
+
+def _devices(source: Source) -> tuple[str, int | None]:
+    """(the setting, devices that train) of ``actor.backend: fsdp:d4p1t1``, or the part behind + of allocation_mode."""
+    for key in ("actor.backend", "allocation_mode"):
+        given = source.get(key)
+        if isinstance(given, str):
+            sizes = re.findall(r"[dptc](\d+)", given.rpartition("+")[2].rpartition(":")[2])
+            return key, prod(map(int, sizes)) if sizes else None
+    return "actor.backend", None
+
+
+def _batch(source: Source) -> Iterable[Found]:
+    names = ("train_dataset.batch_size", "gconfig.n_samples", "actor.ppo_n_minibatches")
+    if not source.has(*names):
+        return
+    prompts, generations, parts = (shared.given_or(source, name) for name in names)
+    where, devices = _devices(source)
+    keys = source.given(*names, where)
+    if None in (prompts, generations, parts, devices):
+        yield Left(keys, "prompts, responses and devices are not all known; give them as overrides")
+        return
+    if prompts * generations % parts:
+        yield Left(keys, f"{prompts} x {generations} responses do not divide into {parts} parts")
+        return
+    yield from shared.batch(
+        shared.Batch(keys, prompts, generations, prompts * generations // parts, None, devices or 1, where)
+    )
+
+
+def _counted(source: Source) -> Iterable[Found]:
+    parts = source.get("actor.ppo_n_minibatches")
+    per_step = count("actor.ppo_n_minibatches", parts) if parts is not None else 1
+    yield from shared.saving(source, "saver.freq_steps", per_step)
+    yield from shared.last_step(source, "total_train_steps", per_step)
+
+
+def _optimizer(source: Source) -> Iterable[Found]:
+    yield from shared.scheduler(source, f"{OPTIMIZER}.lr_scheduler_type", None, f"{OPTIMIZER}.warmup_steps_proportion")
+
+
+def _adapter(source: Source) -> Iterable[Found]:
+    yield from shared.lora(source, "actor.lora_rank", "actor.lora_alpha", "actor.target_modules", on="actor.use_lora")
+
+
+def _engine(source: Source) -> Iterable[Found]:
+    """AReaL's engine has its own devices; its section is that of the backend that the rollout names."""
+    key = "rollout.backend" if source.has("rollout.backend") else "allocation_mode"
+    if not source.has(key) and "gconfig" not in source.settings.sections():
+        return
+    backend = text(key, source.get(key) or "vllm").partition(":")[0]
+    why = "vLLM here too" if backend == "vllm" else f"{backend} there, vLLM here"
+    keys = source.given("rollout.backend")
+    yield Carried(
+        keys, {"use_vllm": True, "vllm_mode": "server"}, f"{why}, on devices of its own: vllm_server_base_url"
+    )
+    sections = {
+        "vllm": {"gpu_memory_utilization": "vllm_gpu_memory_utilization", "max_model_len": "vllm_max_model_length"},
+        "sglang": {"mem_fraction_static": "vllm_gpu_memory_utilization", "context_length": "vllm_max_model_length"},
+    }
+    for name, field in sections.get(backend, {}).items():
+        setting = f"{backend}.{name}"
+        if source.has(setting) and source.settings.values[setting] is not None:
+            yield Carried((setting,), {field: number(setting, source.settings.values[setting])})
+    for other in ("vllm", "sglang"):
+        rest = [one for one in source.settings.values if one.startswith(f"{other}.")]
+        why = shared.ENGINE if other == backend else f"the rollout's engine is {backend}"
+        fields = sections.get(backend, {})
+        unread = tuple(one for one in rest if other != backend or one.partition(".")[2] not in fields)
+        if unread:
+            yield Left(unread, why, f"{other}.*")
+
+
+FRAMEWORK = Framework(
+    name="areal",
+    entries=("areal",),
+    marks=(
+        "gconfig.*",
+        "actor.use_decoupled_loss",
+        f"{REJECTION}*",
+        "actor.behave_imp_weight_*",
+        "actor.ppo_n_minibatches",
+        "rollout.max_head_offpolicyness",
+        "actor.recompute_logprob",
+    ),
+    options={f"{REJECTION}.{name}": name for name in _REJECTION} | {"actor.use_decoupled_loss": "use_decoupled_loss"},
+    rows={
+        "actor.path": Row("model_name_or_path", text),
+        "actor.gradient_checkpointing": Row("gradient_checkpointing", switch),
+        "actor.disable_dropout": Row("disable_dropout", switch),
+        "actor.importance_sampling_level": Row("importance_sampling_level", one_of("token", "sequence")),
+        f"{OPTIMIZER}.lr": Row("learning_rate", number),
+        f"{OPTIMIZER}.weight_decay": Row("weight_decay", number, default=0.01),
+        f"{OPTIMIZER}.beta1": Row("adam_beta1", number),
+        f"{OPTIMIZER}.beta2": Row("adam_beta2", number),
+        f"{OPTIMIZER}.eps": Row("adam_epsilon", number),
+        f"{OPTIMIZER}.gradient_clipping": Row("max_grad_norm", number),
+        "total_train_epochs": Row("num_train_epochs", number),
+        "seed": Row("seed", whole),
+        "gconfig.max_new_tokens": Row("max_completion_length", whole),
+        "gconfig.temperature": Row("temperature", number),
+        "gconfig.top_p": Row("top_p", number),
+        "gconfig.top_k": Row("top_k", lambda key, value: 0 if whole(key, value) >= 10**8 else whole(key, value)),
+        "train_dataset.shuffle": Row("shuffle_dataset", switch),
+        "cluster.fileroot": Row("output_dir", text),
+        "trial_name": Row("run_name", optional(text)),
+    },
+    steps=(_correction, _loss, _kl, _advantages, _batch, _counted, _optimizer, _adapter, _engine),
+    defaults=DEFAULTS,
+    left={
+        "actor.m2_threshold": "set offpolicy.objective.policy_loss: {type: m2po, budget: ...}",
+        "actor.recompute_logprob": "old log-probs are recomputed here where a step needs them",
+        "actor.prox_logp_method": "set offpolicy.objective.proximal (docs/objectives.md)",
+        **shared.names(
+            "actor",
+            "reward_scaling reward_bias reward_clip overlong_reward_penalty overlong_tokens overlong_penalty_factor",
+            shared.REWARD,
+        ),
+        "actor.mask_no_eos_with_zero": "set mask_truncated_completions",
+        **shared.names("actor", "discount gae_lambda", "GAE alone reads it"),
+        "actor.temperature": "the temperature of the engine is that of the loss here",
+        "actor.max_new_tokens": "gconfig.max_new_tokens decides",
+        "actor.dtype": "set bf16 or fp16; bf16 is the default",
+        "actor.mb_spec": "batches are counted in responses here, not in tokens",
+        **shared.names(
+            "actor",
+            "backend experiment_name trial_name init_from_scratch is_critic attn_impl use_kernels "
+            "pad_to_maximum grad_reduce_dtype weight_update_mode fsdp archon megatron offload peft_type "
+            "scheduling_spec scheduling_strategy enable_tree_training log_agent_stats "
+            "log_agent_stats_keys admin_api_key log_level request_timeout setup_timeout",
+            shared.MODEL,
+        ),
+        f"{OPTIMIZER}": "set the optimizer here: optim, lr_scheduler_kwargs",
+        "rollout.max_head_offpolicyness": shared.ASYNC,
+        **shared.names("rollout", "max_concurrent_rollouts queue_size consumer_batch_size", shared.ASYNC),
+        **shared.names(
+            "rollout",
+            "experiment_name trial_name fileroot enable_rollout_tracing scheduling_spec dump_to_file "
+            "check_trajectory_format tokenizer_path return_routed_experts scheduling_strategy use_lora "
+            "agent request_timeout request_retries pause_grace_period setup_timeout openai",
+            shared.ENGINE,
+        ),
+        "ref": "the reference model runs beside the trainer here (beta > 0)",
+        "critic": shared.CRITIC,
+        "teacher": shared.OTHER_MODELS,
+        **shared.names(
+            "gconfig",
+            "greedy min_new_tokens max_tokens stop stop_token_ids ignore_eos skip_special_tokens "
+            "frequency_penalty lora_name use_beam_search",
+            "set generation_kwargs",
+        ),
+        "eval_gconfig": shared.EVALUATION,
+        "valid_dataset": shared.EVALUATION,
+        "evaluator": shared.EVALUATION,
+        "train_dataset": shared.DATA,
+        "tokenizer_path": shared.DATA,
+        **shared.names("", "saver recover", shared.CHECKPOINTS),
+        **shared.names("", "stats_logger perf_tracer log_dir", shared.LOGGING),
+        **shared.names(
+            "",
+            "experiment_name cluster launcher scheduler allocation_mode enable_offload async_training "
+            "weight_update_mode",
+            shared.MODEL,
+        ),
+        **shared.names("", "workflow eval_workflow agent_run_args reward_fn max_turns", shared.TOOLS),
+    },
+)

@@ -1,0 +1,422 @@
+"""verl: hydra's YAML, and launch scripts with overrides ``a.b=c``.
+
+Read at verl 1dda039b9 (0.9.1). Older names: b8dc5377c (August 2025), 21271aabb (October), 97eac9048 (January 2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from trl_offpolicy.checks import check_choice
+from trl_offpolicy.migrate import shared
+from trl_offpolicy.migrate.rules import (
+    Carried,
+    Found,
+    Framework,
+    Left,
+    Row,
+    Source,
+    number,
+    one_of,
+    optional,
+    switch,
+    text,
+    top_k,
+    whole,
+)
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+CORRECTION = "algorithm.rollout_correction"
+LEVELS = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
+"""Levels of the older ``rollout_rs`` and ``rollout_is_level``: their names here."""
+
+_CORRECTION = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "bypass_mode",
+    "loss_type",
+)
+_ACTOR = (
+    "loss_agg_mode",
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "tau_pos",
+    "tau_neg",
+    "loss_scale_factor",
+    "entropy_coeff",
+    "use_kl_loss",
+    "kl_loss_coef",
+    "kl_loss_type",
+)
+_POLICY_LOSS = (
+    "loss_mode",
+    "clip_cov_ratio",
+    "clip_cov_lb",
+    "clip_cov_ub",
+    "kl_cov_ratio",
+    "ppo_kl_coef",
+    "dro_beta",
+)
+_ALGORITHM = ("adv_estimator", "norm_adv_by_std_in_grpo", "handle_zero_tail", "use_kl_in_reward", "use_pf_ppo")
+
+OPTIONS = {
+    **{f"{CORRECTION}.{name}": name for name in _CORRECTION},
+    **{f"{ACTOR}.{name}": name for name in _ACTOR},
+    **{f"{ACTOR}.policy_loss.{name}": name for name in _POLICY_LOSS},
+    **{f"algorithm.{name}": name for name in _ALGORITHM},
+    "trainer.use_v1": "use_v1",
+}
+DEFAULTS: dict[str, Any] = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    f"{ROLLOUT}.n": 1,
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.optim.lr_scheduler_type": "constant",
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+}
+
+
+def _batch(source: Source) -> Iterable[Found]:
+    names = (
+        "data.train_batch_size",
+        f"{ROLLOUT}.n",
+        f"{ACTOR}.ppo_mini_batch_size",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    )
+    prompts, generations, mini, nodes, devices, micro = (shared.given_or(source, name) for name in names)
+    if not source.has(*names[:3]) or None in (prompts, generations, mini):
+        return
+    if None in (nodes, devices):
+        yield Left(
+            source.given(*names),
+            "the number of devices is not known; give trainer.nnodes=... and trainer.n_gpus_per_node=... as overrides",
+        )
+        return
+    yield from shared.batch(
+        shared.Batch(
+            source.given(*names),
+            prompts,
+            generations,
+            min(mini, prompts) * generations,
+            micro,
+            nodes * devices,
+            "trainer.nnodes x trainer.n_gpus_per_node",
+        )
+    )
+
+
+def steps_per_generation(source: Source) -> int:
+    """Optimizer steps that a generation batch serves: verl counts generations, TRL optimizer steps."""
+    prompts, mini = source.get("data.train_batch_size"), source.get(f"{ACTOR}.ppo_mini_batch_size")
+    epochs = source.get(f"{ACTOR}.ppo_epochs", 1)
+    known = all(isinstance(one, int) and one > 0 for one in (prompts, mini, epochs))
+    return max(prompts // mini, 1) * epochs if known else 1
+
+
+def _counted(source: Source) -> Iterable[Found]:
+    per_step = steps_per_generation(source)
+    yield from shared.saving(source, "trainer.save_freq", per_step)
+    yield from shared.last_step(source, "trainer.total_training_steps", per_step)
+
+
+def _optimizer(source: Source) -> Iterable[Found]:
+    optim = f"{ACTOR}.optim"
+    yield from shared.scheduler(
+        source, f"{optim}.lr_scheduler_type", f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
+    )
+    yield from shared.betas(source, f"{optim}.betas")
+
+
+def _adapter(source: Source) -> Iterable[Found]:
+    yield from shared.lora(source, f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules")
+
+
+def _engine(source: Source) -> Iterable[Found]:
+    name = f"{ROLLOUT}.name"
+    if source.has(name):
+        given = text(name, source.settings.values[name])
+        if given in ("vllm", "sglang", "trtllm"):
+            why = "" if given == "vllm" else f"{given} there, vLLM here"
+            yield Carried((name,), {"use_vllm": True, "vllm_mode": "colocate"}, why)
+        else:
+            yield Left((name,), f"{given!r} is no engine here; without use_vllm, transformers samples")
+    longest, lengths = f"{ROLLOUT}.max_model_len", ("data.max_prompt_length", "data.max_response_length")
+    if source.has(longest) and source.settings.values[longest] is not None:
+        value = whole(longest, source.settings.values[longest])
+        yield Carried((longest,), {"vllm_max_model_length": value})
+        yield from shared.left(source, {lengths[0]: "TRL does not cut prompts; vllm_max_model_length bounds both"})
+    elif source.has(lengths[0]) and source.get(lengths[1]) is not None:
+        total = sum(whole(key, source.get(key)) for key in lengths)
+        why = "prompt + response; TRL does not cut prompts"
+        yield Carried(source.given(lengths[0], longest), {"vllm_max_model_length": total}, why)
+    else:
+        yield from shared.left(source, {longest: "null: the model's own length"})
+    settings = {
+        f"{ROLLOUT}.enforce_eager": ("enforce_eager", switch),
+        f"{ROLLOUT}.dtype": ("dtype", one_of("bfloat16", "float16", "float32", "auto")),
+        f"{ROLLOUT}.max_num_seqs": ("max_num_seqs", whole),
+    }
+    for key, (argument, convert) in settings.items():
+        if source.has(key):
+            yield Carried((key,), {f"engine.{argument}": convert(key, source.settings.values[key])})
+
+
+def _older(source: Source) -> Iterable[Found]:
+    """Options of older versions that have no equal among the present ones."""
+    yield from _tis_cap(source)
+    yield from _flat_options(source)
+    yield from _old_rejection(source)
+    veto = f"{CORRECTION}.rollout_token_veto_threshold"
+    if source.has(veto):
+        yield _veto(veto, source.settings.values[veto])
+    for key, why in {
+        f"{CORRECTION}.bypass_old_logprob_for_rollout": "older name of bypass_mode; give that",
+        f"{CORRECTION}.use_pure_rollout_correction": "older form of bypass_mode with loss_type=reinforce; give these",
+        f"{CORRECTION}.use_policy_gradient": "older form of loss_type=reinforce (with bypass_mode); give that",
+    }.items():
+        if source.has(key):
+            yield Left((key,), why) if source.settings.values[key] else Carried((key,), {}, "off", older=True)
+
+
+def _veto(key: str, value: Any) -> Found:
+    why = "verl has no successor of the same meaning (rollout_rs: seq_max_k2 bounds both sides)"
+    if value is None:
+        return Carried((key,), {}, "off", older=True)
+    term = {"type": "outlier_veto", "low": number(key, value), "high": None}
+    return Carried((key,), {"offpolicy.correction.keep": [term]}, why, older=True)
+
+
+def _tis_cap(source: Source) -> Iterable[Found]:
+    key = f"{ACTOR}.tis_imp_ratio_cap"
+    if not source.has(key):
+        return
+    cap = source.settings.values[key]
+    if cap is None or number(key, cap) <= 0:
+        yield Carried((key,), {}, "off", older=True)
+    else:
+        successor = "now algorithm.rollout_correction.rollout_is: token with rollout_is_threshold"
+        yield Carried((key,), {"option.rollout_is": "token", "option.rollout_is_threshold": cap}, successor, older=True)
+
+
+def _truncate(level: str, cap: float) -> dict[str, Any]:
+    return {"type": "truncate", "max_weight": cap, **({} if level == "token" else {"level": level})}
+
+
+def _flat_options(source: Source) -> Iterable[Found]:
+    """``algorithm.rollout_is: true`` with level, mode, threshold and veto (October 2025)."""
+    prefix = "algorithm.rollout_is"
+    names = [f"{prefix}{end}" for end in ("", "_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")]
+    keys = source.given(*names)
+    if not keys:
+        return
+    values = source.settings.values
+    on, cap = values.get(prefix, False), values.get(f"{prefix}_threshold")
+    if not on or cap is None:
+        yield Carried(keys, {}, "off: metrics only, which are always measured here", older=True)
+        return
+    level, mode = values.get(f"{prefix}_level", "token"), values.get(f"{prefix}_mode", "truncate")
+    check_choice(f"{prefix}_level", level, LEVELS)
+    check_choice(f"{prefix}_mode", mode, ("truncate", "clip", "mask"))
+    high = number(f"{prefix}_threshold", cap)
+    low = values.get(f"{prefix}_threshold_lower")
+    low = 1 / high if low is None else number(f"{prefix}_threshold_lower", low)
+    weight = _truncate(LEVELS[level], high)
+    if mode == "clip":
+        weight = {"type": "band", "low": low, "high": high, "level": LEVELS[level]}
+    fields: dict[str, Any] = {"offpolicy.correction.weight": weight}
+    keep: list[Any] = []
+    if mode == "mask":
+        fields = {"offpolicy.correction.weight": {"type": "raw", "level": LEVELS[level]}}
+        keep.append({"type": "ratio_band", "low": low, "high": high, "level": LEVELS[level]})
+    veto = values.get(f"{prefix}_veto_threshold", 1e-4)
+    if veto is not None:
+        keep.append({"type": "outlier_veto", "low": number(f"{prefix}_veto_threshold", veto), "high": None})
+    if keep:
+        fields["offpolicy.correction.keep"] = keep
+    default = "" if f"{prefix}_veto_threshold" in values else "; the veto at 1e-4 was verl's default"
+    yield Carried(keys, fields, f"now algorithm.rollout_correction.*{default}", older=True)
+
+
+def _old_rejection(source: Source) -> Iterable[Found]:
+    """``rollout_rs: token | sequence | geometric`` with an upper and a lower threshold (to January 2026)."""
+    names = [f"{CORRECTION}.rollout_rs{end}" for end in ("", "_threshold", "_threshold_lower")]
+    level, upper, lower = (source.get(name) for name in names)
+    if level not in LEVELS:
+        if source.has(names[2]):
+            now = 'now in rollout_rs_threshold: "low_high"'
+            yield Left((names[2],), now) if lower is not None else Carried((names[2],), {}, "off", older=True)
+        return
+    cap = upper if upper is not None else source.get(f"{CORRECTION}.rollout_is_threshold", 2.0)
+    high = number(names[1], cap)
+    low = 1 / high if lower is None else number(names[2], lower)
+    newer = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[level]
+    term = {"type": "ratio_band", "low": low, "high": high, "level": LEVELS[level]}
+    why = f'now rollout_rs: {newer} with rollout_rs_threshold: "{1 / high:g}_{1 / low:g}", which verl inverts'
+    yield Carried(source.given(*names), {"offpolicy.correction.keep": [term]}, why, older=True)
+
+
+_LENGTH = "TRL does not cut prompts; set vllm_max_model_length"
+FRAMEWORK = Framework(
+    name="verl",
+    entries=("verl.trainer.", "verl.experimental", "recipe."),
+    marks=(
+        "actor_rollout_ref.*",
+        "algorithm.rollout_correction.*",
+        "algorithm.rollout_is*",
+        "rollout_correction.*",
+        "rollout_is",
+        "rollout_rs",
+        "actor.ppo_mini_batch_size",
+        "algorithm.adv_estimator",
+    ),
+    options=OPTIONS,
+    rows={
+        f"{MODEL}.path": Row("model_name_or_path", optional(text)),
+        f"{MODEL}.enable_gradient_checkpointing": Row("gradient_checkpointing", switch),
+        f"{MODEL}.trust_remote_code": Row("trust_remote_code", switch),
+        f"{ACTOR}.optim.lr": Row("learning_rate", number, default=1e-6),
+        f"{ACTOR}.optim.weight_decay": Row("weight_decay", number, default=0.01),
+        f"{ACTOR}.optim.clip_grad": Row("max_grad_norm", number),
+        f"{ACTOR}.grad_clip": Row("max_grad_norm", number),
+        f"{ACTOR}.ppo_epochs": Row("num_iterations", whole),
+        "data.max_response_length": Row("max_completion_length", whole, default=512),
+        "data.shuffle": Row("shuffle_dataset", switch),
+        "data.seed": Row("data_seed", optional(whole), null="null: the seed of the run"),
+        f"{ROLLOUT}.temperature": Row("temperature", number),
+        f"{ROLLOUT}.top_p": Row("top_p", number),
+        f"{ROLLOUT}.top_k": Row("top_k", top_k, why="-1 there is 0 here: no top-k"),
+        f"{ROLLOUT}.gpu_memory_utilization": Row("vllm_gpu_memory_utilization", number),
+        f"{ROLLOUT}.tensor_model_parallel_size": Row("vllm_tensor_parallel_size", whole),
+        "trainer.total_epochs": Row("num_train_epochs", number, default=30),
+        "trainer.default_local_dir": Row("output_dir", text),
+        "trainer.experiment_name": Row("run_name", text),
+    },
+    steps=(_batch, _counted, _optimizer, _adapter, _engine, _older),
+    defaults=DEFAULTS,
+    left={
+        "*_target_": "hydra's own",
+        f"{ACTOR}.fsdp_config": shared.MODEL,
+        f"{ACTOR}.megatron": shared.MODEL,
+        f"{ACTOR}.strategy": shared.MODEL,
+        f"{ACTOR}.use_dynamic_bsz": "batches are counted in responses here, not in tokens",
+        f"{ACTOR}.ppo_max_token_len_per_gpu": "batches are counted in responses here, not in tokens",
+        f"{ACTOR}.ppo_micro_batch_size": "verl's own retired name of ppo_micro_batch_size_per_gpu",
+        f"{ACTOR}.policy_loss.rollout_correction": "verl's trainers read algorithm.rollout_correction",
+        f"{ACTOR}.optim": "set the optimizer here: optim, adam_epsilon, lr_scheduler_kwargs",
+        f"{ACTOR}.checkpoint": shared.CHECKPOINTS,
+        f"{ACTOR}.shuffle": "TRL shuffles a generation batch always",
+        f"{ACTOR}.data_loader_seed": "the seed of the run decides here",
+        **shared.names(
+            ACTOR,
+            "torchtitan veomni engine model_config profiler profile qat router_replay rollout_n "
+            "nccl_timeout freeze_vision_tower use_torch_compile use_fused_kernels use_prefix_grouper "
+            "use_remove_padding pad_to_length ulysses_sequence_parallel_size calculate_entropy "
+            "calculate_sum_pi_squared use_rollout_log_probs ppo_infer_micro_batch_size_per_gpu "
+            "ppo_infer_max_token_len_per_gpu sum_pi_squared_checkpointing "
+            "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing",
+            shared.MODEL,
+        ),
+        "actor_rollout_ref.ref": "the reference model runs beside the trainer here (beta > 0)",
+        f"{ROLLOUT}.log_prob_*": "old log-probs are scored with the micro-batches of the loss here",
+        f"{ROLLOUT}.calculate_log_probs": "log-probs of the engine are always taken here",
+        f"{ROLLOUT}.val_kwargs": shared.EVALUATION,
+        f"{ROLLOUT}.multi_turn": shared.TOOLS,
+        f"{ROLLOUT}.agent": shared.TOOLS,
+        f"{ROLLOUT}.do_sample": "TRL always samples",
+        f"{ROLLOUT}.prompt_length": _LENGTH,
+        f"{ROLLOUT}.response_length": "data.max_response_length decides",
+        **shared.names(
+            ROLLOUT,
+            "mode nnodes n_gpus_per_node full_determinism seed ignore_eos cudagraph_capture_sizes "
+            "free_cache_engine data_parallel_size expert_parallel_size pipeline_model_parallel_size "
+            "quantization trace max_num_batched_tokens enable_chunked_prefill enable_prefix_caching "
+            "logprobs_mode scheduling_policy mtp load_format layered_summon disable_log_stats "
+            "over_sample_rate multi_stage_wake_up engine_kwargs qat checkpoint_engine skip_tokenizer_init "
+            "skip_rollout skip_dump_dir enable_rollout_routing_replay profiler "
+            "moe_load_balance_metrics_interval prometheus quantization_config_file disaggregation "
+            "limit_images update_weights_bucket_megabytes",
+            shared.ENGINE,
+        ),
+        **shared.names(
+            MODEL,
+            "hf_config_path tokenizer_path use_shm custom_chat_template external_lib override_config "
+            "enable_activation_offload use_remove_padding exclude_modules lora_adapter_path use_liger "
+            "use_fused_kernels fused_kernel_options tiled_mlp mtp lora",
+            shared.MODEL,
+        ),
+        "actor_rollout_ref.hybrid_engine": "vllm_mode: colocate is that",
+        "actor_rollout_ref.nccl_timeout": shared.MODEL,
+        "algorithm.gamma": "GAE, REINFORCE++ and the KL in the reward alone read it",
+        "algorithm.lam": "GAE alone reads it",
+        "algorithm.kl_ctrl": "the KL in the reward alone reads it",
+        "algorithm.kl_penalty": "the KL in the reward alone reads it",
+        "algorithm.pf_ppo": "PF-PPO alone reads it",
+        "algorithm.filter_groups": "dynamic sampling has no counterpart here",
+        "algorithm.gdpo_*": shared.REWARD,
+        "data.max_prompt_length": _LENGTH,
+        "data.train_files": shared.DATA,
+        "custom_reward_function": shared.REWARD,
+        **shared.names(
+            "data",
+            "tokenizer use_shm val_files train_max_samples val_max_samples prompt_key reward_fn_key "
+            "gen_batch_size val_batch_size tool_config_path function_tool_path return_raw_input_ids "
+            "return_raw_chat return_full_prompt dataloader_num_workers image_patch_size "
+            "validation_shuffle filter_overlong_prompts filter_overlong_prompts_workers truncation "
+            "image_key video_key audio_key trust_remote_code custom_cls sampler datagen "
+            "return_multi_modal_inputs apply_chat_template_kwargs mm_processor_kwargs",
+            shared.DATA,
+        ),
+        "reward*": shared.REWARD,
+        "critic": shared.CRITIC,
+        "distillation": shared.OTHER_MODELS,
+        "trainer.logger": "set report_to",
+        "trainer.project_name": shared.LOGGING,
+        "trainer.test_freq": shared.EVALUATION,
+        "trainer.val_*": shared.EVALUATION,
+        "trainer.log_val_generations": shared.EVALUATION,
+        "trainer.resume_*": shared.CHECKPOINTS,
+        "trainer.max_actor_ckpt_to_keep": "set save_total_limit",
+        "trainer.max_critic_ckpt_to_keep": shared.CRITIC,
+        "trainer.del_local_ckpt_after_load": shared.CHECKPOINTS,
+        "trainer.critic_warmup": shared.CRITIC,
+        "trainer.balance_batch": "rows are not sorted by length here",
+        "trainer.rollout_data_dir": "record_rollouts writes rollouts.parquet here",
+        **shared.names(
+            "trainer",
+            "validation_data_dir esi_redundant_time default_hdfs_dir device v1 use_legacy_worker_impl "
+            "ray_wait_register_center_timeout",
+            shared.MODEL,
+        ),
+        "ray_kwargs": shared.MODEL,
+        "global_profiler": shared.LOGGING,
+        "transfer_queue": shared.MODEL,
+        "model_engine": shared.MODEL,
+        "async_training": shared.ASYNC,
+        "hydra": "hydra's own",
+        "config_path": "the file was not read, see below",
+        "sandbox_fusion": shared.REWARD,
+        "skip": "rollouts are not stored to be skipped here",
+    },
+    renamed={
+        f"{ACTOR}.optim.warmup_style": f"{ACTOR}.optim.lr_scheduler_type",
+        **{name: f"{CORRECTION}.{name}" for name in _CORRECTION},
+    },
+    prefixes={
+        "rollout_correction": CORRECTION,
+        "policy_loss": f"{ACTOR}.policy_loss",
+        "actor": ACTOR,
+        "rollout": ROLLOUT,
+    },
+)

@@ -1,0 +1,227 @@
+"""Steps that the frameworks have in common: batch sizes, schedules, the KL term, adapters, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from trl_offpolicy.migrate.rules import Carried, Found, Left, Source, count, number, switch, text, whole
+
+KL = "offpolicy.objective.kl"
+MODEL = "how the framework places and runs the model; set accelerate's configuration here"
+DATA = "set the data here: dataset_name, question_column, answer_column, or your own script's dataset"
+REWARD = "set the reward function here"
+LOGGING = "set logging here: report_to, logging_steps, log_completions"
+EVALUATION = "set evaluation here: eval_strategy, eval_steps, per_device_eval_batch_size"
+CHECKPOINTS = "set checkpoints here: save_steps, save_total_limit, resume"
+CRITIC = "the trainers here have no critic"
+ENGINE = "set the engine here: the mapping engine passes arguments to vLLM"
+TOOLS = "set turns and tools here: tools, max_tool_calling_iterations, environment_factory"
+ASYNC = "sampling ahead is set by async_rollouts here (docs/async.md), with vllm_mode: server"
+OTHER_MODELS = "the trainers here have no such model"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Batch sizes in the framework's words, as (setting, value) where the file or a default gives one.
+
+    Args:
+        keys: all settings that were read.
+        prompts: prompts of a generation batch.
+        generations: responses of a prompt.
+        step: responses of an optimizer step.
+        micro: responses of a forward pass on one device; None = not given.
+        processes: devices that train.
+        where: how the number of devices was found, in words.
+    """
+
+    keys: tuple[str, ...]
+    prompts: int
+    generations: int
+    step: int
+    micro: int | None
+    processes: int
+    where: str
+
+
+def batch(sizes: Batch) -> Iterable[Found]:
+    """TRL's batch sizes: per device, accumulated, and micro-batches of a generation.
+
+    The generation batch, the responses of an optimizer step and the number of responses per prompt stay the same.
+    """
+    responses = sizes.prompts * sizes.generations
+    if sizes.step % sizes.processes or responses % sizes.step:
+        yield Left(
+            sizes.keys,
+            f"a generation batch of {sizes.prompts} x {sizes.generations} responses and steps of {sizes.step} do not "
+            f"divide among {sizes.processes} devices; set num_generations, per_device_train_batch_size, "
+            "gradient_accumulation_steps and steps_per_generation",
+        )
+        return
+    share = sizes.step // sizes.processes
+    micro = gcd(share, sizes.micro or 1)
+    steps = responses // sizes.step
+    fields = {
+        "num_generations": sizes.generations,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": share // micro,
+    }
+    if steps > 1:
+        fields["steps_per_generation"] = steps * fields["gradient_accumulation_steps"]
+    why = (
+        f"{sizes.prompts} prompts x {sizes.generations} responses a generation, {sizes.step} responses a step, on "
+        f"{sizes.processes} device{'s' * (sizes.processes > 1)} ({sizes.where})"
+    )
+    if sizes.micro is None:
+        why += "; the size of a forward pass is not given: 1 response, raise it and lower gradient_accumulation_steps"
+    elif micro != sizes.micro:
+        why += f"; {sizes.micro} responses a forward pass do not divide a step, {micro} do"
+    if sizes.generations < 2:
+        yield Left(sizes.keys, f"{why}; GRPO needs at least 2 responses of a prompt")
+        return
+    yield Carried(sizes.keys, fields, why)
+
+
+def kl_term(
+    keys: tuple[str, ...], coef: float, estimator: str, *, max_value: float | None = None, ratio_weighted: bool = False
+) -> Found:
+    """``beta`` if TRL computes the same penalty, else ``offpolicy.objective.kl``, from which beta follows."""
+    if coef == 0:
+        return Carried(keys, {"beta": 0.0}, "no KL term")
+    if estimator == "k3" and max_value is None:
+        return Carried(keys, {"beta": coef, "use_bias_correction_kl": ratio_weighted}, "TRL's estimator is k3 too")
+    penalty: dict[str, Any] = {"coef": coef}
+    penalty |= {"estimator": estimator} if estimator != "k3" else {}
+    penalty |= {"max_value": max_value} if max_value is not None else {}
+    penalty |= {"ratio_weighted": True} if ratio_weighted else {}
+    return Carried(keys, {KL: penalty}, "TRL's beta follows from it")
+
+
+def clip(source: Source, low: str, high: str, dual: str | None = None) -> Iterable[Found]:
+    """PPO's clip: TRL's epsilon, epsilon_high and, for the dual clip, delta."""
+    shown, below = source.settings.shown, source.get(low)
+    above, cap = source.get(high), source.get(dual) if dual else None
+    keys = source.given(low, high, *([dual] if dual else []))
+    if not keys or (below is None and above is None):  # 0.2 is the default everywhere
+        return
+    fields: dict[str, Any] = {"epsilon": number(shown(low), below if below is not None else above)}
+    if above is not None and number(shown(high), above) != fields["epsilon"]:
+        fields["epsilon_high"] = above
+    if dual is not None and cap is not None:
+        fields["delta"] = number(shown(dual), cap)
+    yield Carried(keys, fields, "TRL's delta is the dual clip" if cap is not None else "")
+
+
+def scheduler(source: Source, kind: str, steps: str | None = None, share: str | None = None) -> Iterable[Found]:
+    """``lr_scheduler_type`` and ``warmup_steps``; a share of all steps is a warmup below 1 in transformers."""
+    keys = source.given(kind, *(key for key in (steps, share) if key))
+    name, shown = source.get(kind, "constant"), source.settings.shown
+    if name is None and not keys:
+        return
+    warmup: float = 0
+    if steps is not None and source.get(steps) is not None and number(shown(steps), source.get(steps)) > 0:
+        warmup = whole(shown(steps), source.get(steps))
+    elif share is not None and source.get(share) is not None:
+        warmup = number(shown(share), source.get(share))
+        if not 0 <= warmup < 1:
+            raise ValueError(f"{shown(share)} must be a share in [0, 1), but got {warmup!r}.")
+    names = {
+        "constant": "constant_with_warmup" if warmup else "constant",
+        "constant_with_warmup": "constant_with_warmup" if warmup else "constant",
+        "cosine": "cosine",
+        "linear": "linear",
+        "cosine_with_min_lr": "cosine_with_min_lr",
+    }
+    name = text(shown(kind), name or "constant").lower()
+    if name not in names:
+        yield Left(keys, f"the schedule {name!r} has no counterpart here; set lr_scheduler_type and warmup_steps")
+        return
+    fields: dict[str, Any] = {"lr_scheduler_type": names[name]}
+    if warmup:
+        fields["warmup_steps"] = warmup
+    yield Carried(keys, fields, "" if keys else f"the default of {kind}")
+
+
+def betas(source: Source, key: str) -> Iterable[Found]:
+    """Adam's two betas."""
+    given = source.get(key)
+    if given is None:
+        return
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise ValueError(f"{source.settings.shown(key)} must be [beta1, beta2], but got {given!r}.")
+    first, second = (number(source.settings.shown(key), one) for one in given)
+    why = "" if source.has(key) else f"the default of {key}"
+    yield Carried(source.given(key), {"adam_beta1": first, "adam_beta2": second}, why)
+
+
+def lora(
+    source: Source, rank: str, alpha: str, targets: str, dropout: str | None = None, on: str | None = None
+) -> Iterable[Found]:
+    """Peft's LoRA; a rank of 0, or the switch ``on`` at false, is a full model."""
+    keys = source.given(rank, alpha, targets, *(key for key in (dropout, on) if key))
+    shown = source.settings.shown
+    if on is not None and not switch(shown(on), source.get(on, False)):
+        if keys:
+            yield Left(keys, "no adapter is trained")
+        return
+    value = source.get(rank, 0)
+    if on is None and (value is None or whole(shown(rank), value) == 0):
+        if keys:
+            yield Left(keys, "no adapter is trained")
+        return
+    fields: dict[str, Any] = {"use_peft": True, "lora_r": count(shown(rank), value)}
+    if (strength := source.get(alpha)) is not None:
+        fields["lora_alpha"] = whole(shown(alpha), strength)
+    fields["lora_dropout"] = number(shown(dropout), source.get(dropout)) if dropout and source.get(dropout) else 0.0
+    modules = source.get(targets)
+    if modules:
+        fields["lora_target_modules"] = modules
+    yield Carried(keys, fields)
+
+
+def saving(source: Source, key: str, per_step: int, what: str = "save_steps") -> Iterable[Found]:
+    """Checkpoints every so many generations there, every so many optimizer steps here."""
+    if not source.has(key):
+        return
+    value = source.settings.values[key]
+    if value is None or whole(source.settings.shown(key), value) <= 0:
+        yield Carried((key,), {"save_strategy": "no"})
+        return
+    yield Carried((key,), {what: value * per_step}, times(per_step))
+
+
+def last_step(source: Source, key: str, per_step: int) -> Iterable[Found]:
+    """``max_steps``: generations there, optimizer steps here."""
+    if not source.has(key):
+        return
+    value = source.settings.values[key]
+    if value is None or whole(source.settings.shown(key), value) <= 0:
+        yield Left((key,), "null: the number of epochs decides")
+        return
+    yield Carried((key,), {"max_steps": value * per_step}, times(per_step))
+
+
+def times(per_step: int) -> str:
+    """How a number of steps was converted, in words."""
+    return f"times {per_step} optimizer steps a generation" if per_step > 1 else ""
+
+
+def given_or(source: Source, key: str, otherwise: Any = None) -> Any:
+    """The value of a setting, with the framework's default, checked to be a whole number of at least 1."""
+    value = source.get(key, otherwise)
+    return None if value is None else count(source.settings.shown(key), value)
+
+
+def left(source: Source, reasons: Mapping[str, str]) -> Iterable[Found]:
+    """Settings that a step has to explain itself."""
+    for key, why in reasons.items():
+        if source.has(key):
+            yield Left((key,), why)
+
+
+def names(section: str, words: str, why: str) -> dict[str, str]:
+    """``{section.word: why}``: settings that are not carried, by their names, so that a misspelt one stays unknown."""
+    prefix = f"{section}." if section else ""
+    return {f"{prefix}{word}": why for word in words.split()}

@@ -1,0 +1,171 @@
+"""NeMo-RL's ``loss_fn`` (ClippedPGLossFn) as a preset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trl_offpolicy.checks import check_number
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms import RawWeight
+from trl_offpolicy.functional.levels import Level
+from trl_offpolicy.objective.kl import KLPenalty
+from trl_offpolicy.objective.losses import CISPO, GPG, PolicyLoss, PPOClip
+from trl_offpolicy.presets.frameworks import bounds
+from trl_offpolicy.presets.frameworks.options import check_choice, read_options, tell, warn_no_effect
+from trl_offpolicy.presets.preset import Preset, make_preset
+
+TYPES = ("tis", "icepop", "seq-mask-tis")
+_TRUNCATED = (
+    "truncated_importance_sampling_type",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeMoRLOptions:
+    """``loss_fn`` with NeMo-RL's names and defaults."""
+
+    use_importance_sampling_correction: bool = False
+    truncated_importance_sampling_type: str | None = None
+    truncated_importance_sampling_ratio: float | None = None
+    truncated_importance_sampling_ratio_min: float | None = None
+    sequence_level_importance_ratios: bool = False
+    token_level_loss: bool = True
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: float | None = None
+    use_cispo: bool = False
+    disable_ppo_ratio: bool = False
+    force_on_policy_ratio: bool = False
+    reference_policy_kl_penalty: float = 0.01
+    reference_policy_kl_type: str = "k3"
+    kl_output_clamp_value: float | None = 10.0
+    use_kl_in_reward: bool = False
+    use_on_policy_kl_approximation: bool = False
+    positive_example_nll_weight: float = 0.0
+
+    @property
+    def level(self) -> Level:
+        """Level of the weight: the product of ratios with ``sequence_level_importance_ratios``."""
+        return "sequence" if self.sequence_level_importance_ratios else "token"
+
+
+def from_nemo_rl(**loss_fn: object) -> Preset:
+    """A preset from NeMo-RL's ``loss_fn`` options; an option that is left out has NeMo-RL's default.
+
+    - use_importance_sampling_correction: multiplies the loss by pi_old / mu. Raw without the next three.
+    - truncated_importance_sampling_type: "tis" holds the weight in [ratio_min or 0, ratio]; "icepop" has weight 0
+      outside [ratio_min, ratio]; "seq-mask-tis" keeps responses with a geometric mean inside, with raw token weights.
+    - sequence_level_importance_ratios: the loss's ratio is the geometric mean (GSPO), the weight the product of ratios.
+    - token_level_loss: mean over tokens, else over responses. ratio_clip_min, _max, ratio_clip_c (dual clip),
+      use_cispo, disable_ppo_ratio and force_on_policy_ratio (both: -A log pi).
+    - reference_policy_kl_penalty, _kl_type, kl_output_clamp_value: the KL term, with the score-function gradient.
+
+    Dropped tokens stay in the denominator and keep their KL term. NeMo-RL does not clamp log-ratios; a ratio that
+    overflows is 0 there and capped here. ``kl_input_clamp_value`` is 20 nats here, as its default.
+
+    Not reproduced: the KL term is multiplied by pi / pi_old here, whose value is 1 in NeMo-RL; both are equal at the
+    first step on a batch.
+
+    Raises:
+        UnknownOptionError: an option that NeMo-RL does not have.
+        ValueError: a value that NeMo-RL refuses.
+        NotImplementedError: the KL in the reward, the KL weighted by pi / mu, or the loss on positive examples.
+
+    Example:
+        >>> from_nemo_rl(
+        ...     use_importance_sampling_correction=True,
+        ...     truncated_importance_sampling_type="icepop",
+        ...     truncated_importance_sampling_ratio_min=0.5,
+        ...     truncated_importance_sampling_ratio=5.0,
+        ... ).formula
+        'w = rho_t if 0.5 <= rho_t <= 5 else 0; nothing dropped'
+
+    Reference: NeMo-RL 7ea279abf, ``nemo_rl/algorithms/loss/loss_functions.py``, ``ClippedPGLossFn``.
+    """
+    given = {name: value for name, value in loss_fn.items() if name != "kl_input_clamp_value"}
+    if loss_fn.get("kl_input_clamp_value", 20.0) != 20.0:
+        tell(f"kl_input_clamp_value={loss_fn['kl_input_clamp_value']!r} has no effect here: log-ratios end at 20 nats.")
+    options = read_options(NeMoRLOptions, given, framework="NeMo-RL's loss_fn")
+    _check(options)
+    return make_preset(
+        "nemo-rl",
+        _correction(options),
+        citation="NeMo-RL, ClippedPGLossFn",
+        notes="What NeMo-RL computes with these options.",
+        source_clamp=None,
+        policy_loss=_policy_loss(options),
+        kl=_kl(options),
+        aggregation="token_mean" if options.token_level_loss else "seq_mean_token_mean",
+    )
+
+
+def _check(options: NeMoRLOptions) -> None:
+    for name in ("use_kl_in_reward", "use_on_policy_kl_approximation"):
+        if getattr(options, name):
+            raise NotImplementedError(f"{name} must be False: the KL is in the loss here, without a weight of pi / mu.")
+    if options.positive_example_nll_weight:
+        raise NotImplementedError("positive_example_nll_weight must be 0: that loss has no counterpart here.")
+    kind, high, low = (getattr(options, name) for name in _TRUNCATED)
+    if not options.use_importance_sampling_correction:
+        warn_no_effect(options, _TRUNCATED[1:], "without use_importance_sampling_correction", framework="NeMo-RL")
+        if kind is not None:
+            raise ValueError(
+                "use_importance_sampling_correction must be True with truncated_importance_sampling_type (NeMo-RL "
+                f"refuses it), but got {options.use_importance_sampling_correction!r}."
+            )
+        return
+    if kind is None:
+        warn_no_effect(options, _TRUNCATED[1:], "without truncated_importance_sampling_type", framework="NeMo-RL")
+        return
+    check_choice(_TRUNCATED[0], kind, TYPES)
+    if high is None or high <= 0:
+        raise ValueError(f"{_TRUNCATED[1]} must be positive with {_TRUNCATED[0]}, but got {high!r}.")
+    if kind != "tis" and low is None:
+        raise ValueError(f"{_TRUNCATED[2]} must be given with {_TRUNCATED[0]} {kind!r}, but got None.")
+    if low is not None and low > high:
+        raise ValueError(f"{_TRUNCATED[2]} must be at most {_TRUNCATED[1]}={high}, but got {low!r}.")
+    if options.sequence_level_importance_ratios and options.token_level_loss:
+        raise ValueError("token_level_loss must be False with sequence_level_importance_ratios, but got True.")
+
+
+def _correction(options: NeMoRLOptions) -> Correction:
+    if not options.use_importance_sampling_correction:
+        return Correction()
+    kind = options.truncated_importance_sampling_type
+    if kind is None:
+        return Correction(weight=RawWeight(level=options.level))
+    floor = bounds.lower(_TRUNCATED[2], options.truncated_importance_sampling_ratio_min)
+    cap = bounds.upper(_TRUNCATED[1], options.truncated_importance_sampling_ratio)
+    if kind == "tis":
+        return Correction(weight=bounds.truncate(options.level, floor, cap))
+    if kind == "icepop":
+        return Correction(weight=bounds.band(options.level, floor, cap))
+    return Correction(weight=RawWeight(), keep=bounds.ratio_band("sequence_mean", floor, cap))
+
+
+def _policy_loss(options: NeMoRLOptions) -> PolicyLoss:
+    for name in ("ratio_clip_min", "ratio_clip_max"):
+        check_number(name, getattr(options, name))
+    low, high = options.ratio_clip_min, options.ratio_clip_max
+    if options.disable_ppo_ratio or options.force_on_policy_ratio:
+        return GPG()
+    if options.use_cispo:
+        return CISPO(low=1 - low if low < 1 else None, high=1 + high)
+    level: Any = "sequence_mean" if options.sequence_level_importance_ratios else "token"
+    return PPOClip(low=low, high=high, dual_clip=options.ratio_clip_c, level=level)
+
+
+def _kl(options: NeMoRLOptions) -> KLPenalty | None:
+    check_choice("reference_policy_kl_type", options.reference_policy_kl_type, ("k1", "k2", "k3"))
+    if options.reference_policy_kl_penalty == 0:
+        return None
+    estimator: Any = options.reference_policy_kl_type
+    return KLPenalty(
+        coef=options.reference_policy_kl_penalty,
+        estimator=estimator,
+        ratio_weighted=True,
+        max_value=options.kl_output_clamp_value,
+    )
