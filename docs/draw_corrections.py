@@ -113,6 +113,28 @@ def dots(axes: Axes, x: Tensor, y: Tensor, keep: Tensor) -> None:
     axes.plot(x[~keep], y[~keep], "x", color=ORANGE, markersize=4, label="dropped")
 
 
+def moved(p: Tensor, q: Tensor) -> op.PolicyBatch:
+    """Tokens of probability q that have p now, with positive advantages."""
+    return op.PolicyBatch(
+        per_token_logps=p.log(),
+        sampling_per_token_logps=q.log(),
+        completion_mask=torch.ones_like(q).bool(),
+        advantages=torch.ones(len(q)),
+    )
+
+
+def largest_kept(term: Any, p: Tensor, q: Tensor) -> list[float]:
+    """For each position of one response the largest p - q that the term keeps, after the prefix as it is."""
+    grid = torch.linspace(0.0005, 0.4995, 500)
+    found = []
+    for t in range(q.shape[1]):
+        tried = p.expand(len(grid), -1).clone()
+        tried[:, t] = q[0, t] + grid
+        keep = kept(term, of=moved(tried, q.expand(len(grid), -1)))[:, t]
+        found.append(float(torch.where(keep, grid, 0.0).amax()))
+    return found
+
+
 def keep_region(axes: Axes, term: Any, advantage: float, colour: str, text: str) -> None:
     """The trainer probabilities that a token-level term keeps, for each sampler probability."""
     sampling, trainer = torch.linspace(0.004, 0.996, 63), torch.linspace(0.001, 0.999, 999)
@@ -315,6 +337,28 @@ def probability_difference(figure: Figure) -> None:
         axes.set_ylabel("trainer's probability p" if sign > 0 else "")
 
 
+@picture("PrefixBudget: what a prefix has spent is taken off the threshold", height=2.9)
+def prefix_budget(figure: Figure) -> None:
+    """Tokens of one response, kept and dropped; the largest difference that is kept, by position."""
+    left, right = figure.subplots(1, 2)
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.where(torch.arange(60) < 25, 0.035, 0.1)
+    q = torch.full((1, 60), 0.4)
+    p = q + (spread * torch.randn(1, 60, generator=generator)).abs().clamp(0.002, 0.3)
+    term = op.PrefixBudget(budget=0.04, adaptive=False)
+    dots(left, torch.arange(1, 61), (p - q)[0], kept(term, of=moved(p, q))[0])
+    left.plot(range(1, 61), largest_kept(term, p, q), **REFERENCE, label="threshold")
+    left.set_ylim(0, 0.3)
+    label(left, "position", "p - q, pushed up", "one response, high=0.2, budget=0.04")
+    left.legend(loc="upper left", ncols=3, columnspacing=1.0)
+    for weight in (1.0, 0.8, 0.6):
+        term = op.PrefixBudget(min_weight=weight, adaptive=False)
+        right.plot(range(1, 61), largest_kept(term, q, q), label=f"min_weight={weight:g}")
+    right.set_ylim(0, 0.4)
+    label(right, "position", "", "largest p - q, prefix not moved")
+    right.legend(loc="lower right")
+
+
 @picture("OutlierVeto: one token outside condemns the response", height=2.9)
 def outlier_veto(figure: Figure) -> None:
     """Tokens of ten responses, and survival by length."""
@@ -340,6 +384,32 @@ def outlier_veto(figure: Figure) -> None:
     ticks(right, [16, 128, 1024, 8192])
     right.set_ylim(0, 1.08)
     label(right, "length, tokens", "share of responses kept", "500 responses")
+    right.legend(loc="lower left")
+
+
+@picture("SuffixVeto: nothing after an impossible token is pushed down", height=2.9)
+def suffix_veto(figure: Figure) -> None:
+    """One negative response, and what is left of negative responses by length."""
+    left, right = figure.subplots(1, 2)
+    log_ratios, place = noise(1, 40, 0.3, seed=6), torch.arange(1, 41)
+    log_ratios[0, 22], log_ratios[0, 31] = -11.0, -10.0
+    term = op.SuffixVeto()
+    dots(left, place, log_ratios[0].exp(), kept(term, of=batch(log_ratios, advantages=-torch.ones(1)))[0])
+    left.axhline(term.low, **REFERENCE)
+    ticks(left, [1e-5, 1e-4, 1e-3, 0.01, 0.1, 1], "y")
+    left.set_ylim(3e-6, 20)
+    label(left, "position", "ratio rho", "a negative response, low=1e-4")
+    left.legend(loc="lower left")
+    lengths = [2**k for k in range(4, 14)]
+    drawn = torch.rand(300, lengths[-1], generator=torch.Generator().manual_seed(1))
+    for rate in (1e-4, 1e-3):
+        responses = torch.where(drawn < rate, -10.0, 0.0)
+        down = -torch.ones(len(responses))
+        shares = [share(kept(term, of=batch(responses[:, :n], advantages=down))) for n in lengths]
+        right.plot(lengths, shares, marker=".", label=f"1 token in {1 / rate:,.0f} impossible")
+    ticks(right, [16, 128, 1024, 8192])
+    right.set_ylim(0, 1.08)
+    label(right, "length, tokens", "share of tokens kept", "300 negative responses")
     right.legend(loc="lower left")
 
 

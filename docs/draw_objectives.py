@@ -1,7 +1,7 @@
-"""Draw the picture of docs/objectives.md and write its comparison map: ``python docs/draw_objectives.py``.
+"""Draw the pictures of docs/objectives.md and write its comparison map: ``python docs/draw_objectives.py``.
 
 The map is read off the losses themselves: level, trust region, purpose, scope, what they read, what weights do,
-aggregation, paper. The picture is autograd through the losses on a grid of ratios.
+aggregation, paper. The pictures are autograd through the losses on a grid of ratios.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from drawing import picture as register
 from matplotlib.figure import Figure
 
 import trl_offpolicy as op
+from trl_offpolicy.diagnosis.report.plots import GREY
+from trl_offpolicy.objective.losses import LossInputs
 from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES, LOSS_TYPES
 
 PAGE = Path(__file__).resolve().parent / "objectives.md"
@@ -26,7 +28,7 @@ picture = partial(register, PICTURES)
 FAMILIES = ("tokens", "trust_regions", "sequences", "responses")
 """Modules of the losses in the order of the map."""
 LOSSES = dict(sorted(LOSS_TYPES.items(), key=lambda item: FAMILIES.index(item[1].__module__.rpartition(".")[2])))
-BATCH_STATISTICS = ("m2po", "clip_cov", "kl_cov")
+BATCH_STATISTICS = ("m2po", "p3o", "clip_cov", "kl_cov")
 GSPO = {"low": 0.2, "high": 0.2}  # the picture's scale; the paper's 3e-4 would be a step
 SETTINGS: dict[str, dict[str, Any]] = dict.fromkeys(("gspo", "gspo_token", "luspo"), GSPO)
 PROBABILITY = 0.3  # of the token under the old policy
@@ -106,7 +108,7 @@ def gradient_weight(name: str, ratio: float, advantage: float) -> float:
 @picture("Gradient weight of each objective against the ratio", height=7.6)
 def objectives(figure: Figure) -> None:
     """One panel a loss: the factor of A grad log pi, for both signs of the advantage."""
-    names = [name for name in LOSSES if name not in BATCH_STATISTICS]
+    names = [name for name in LOSSES if name not in (*BATCH_STATISTICS, "fipo")]  # which reads more than one token
     ratios = torch.linspace(-1.2, 1.2, 49).exp().tolist()
     panels = figure.subplots(-(-len(names) // 4), 4, sharex=True).flatten()
     for axes, name in zip(panels, names, strict=False):
@@ -123,11 +125,85 @@ def objectives(figure: Figure) -> None:
     panels[len(names)].legend(*panels[0].get_legend_handles_labels(), loc="center left")
 
 
+@picture("The pull of the drift term, beside a mask")
+def drift(figure: Figure) -> None:
+    """-dL / dlog pi of one token under prime-rl's loss, with and without the term."""
+    sampler, ratios = torch.full((1, 1), PROBABILITY).log(), torch.linspace(-1.2, 1.1, 231).exp().tolist()
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, advantage in zip(panels, (1.0, -1.0), strict=True):
+        for tau, text in ((0.0, "tau = 0"), (0.1, "tau = 0.1")):
+            found = []
+            for ratio in ratios:
+                logps = (sampler + torch.tensor(ratio).log()).requires_grad_()
+                batch = op.PolicyBatch(
+                    per_token_logps=logps,
+                    sampling_per_token_logps=sampler,
+                    completion_mask=torch.ones(1, 1).bool(),
+                    advantages=torch.tensor([advantage]),
+                )
+                op.presets.get("prime-rl/probability-difference", tau=tau).objective(batch).loss.backward()
+                assert logps.grad is not None
+                found.append(float(-logps.grad))
+            axes.plot(ratios, found, label=text)
+        ticks(axes, [0.3, 0.5, 1, 2, 3])
+        label(axes, "ratio pi / mu of the token", "factor of grad log pi", f"advantage {advantage:+g}")
+    axes.set_ylabel("")
+    panels[0].legend(loc="lower left")
+
+
+@picture("P3O: one number caps the weight and sets the pull")
+def p3o(figure: Figure) -> None:
+    """-dL / dlog pi of each token of three batches, parted into both terms by two advantages."""
+    left, right = figure.subplots(1, 2)
+    quantiles = torch.special.ndtri((torch.arange(201, dtype=torch.float64) + 0.5) / 201).float().unsqueeze(0)
+    for spread in (0.1, 0.4, 0.8):
+        logs, slopes = spread * quantiles - spread**2 / 2, []
+        for advantage in (1.0, 0.0):
+            logps = (logs - 3).requires_grad_()
+            terms = op.losses.P3O()(
+                LossInputs(logps, logps + 3, torch.full((1, 1), advantage), torch.ones_like(logs).bool())
+            )
+            slopes.append(-torch.autograd.grad(terms.loss.sum(), logps)[0][0])
+            assert terms.gate is not None
+        ess = float(terms.gate[0, 0])
+        left.plot(logs[0].exp(), slopes[0] - slopes[1], label=f"sd {spread:g}, ESS {ess:.2f}")
+        right.plot(logs[0].exp(), slopes[1], label=f"sd {spread:g}")
+    for axes, title in ((left, "policy gradient, per A grad log pi"), (right, "pull of the KL, per grad log pi")):
+        ticks(axes, [0.2, 0.5, 1, 2, 5])
+        label(axes, "ratio r of the token", "factor" if axes is left else "", title)
+    left.legend(loc="lower right")
+
+
+@picture("FIPO: a token's factor follows what comes after it")
+def fipo(figure: Figure) -> None:
+    """The factor along one response, and how far a single token is seen."""
+    left, right = figure.subplots(1, 2)
+    place, drawn = torch.arange(1, 161), torch.randn(1, 160, generator=torch.Generator().manual_seed(2))
+    logs = 0.02 * drawn + torch.where(place > 80, 0.008, -0.004)
+
+    def influence(logs: torch.Tensor, half_life: float) -> list[float]:
+        loss = op.losses.FIPO(half_life=half_life)
+        terms = loss(LossInputs(logs, logs, torch.ones(1, 1), torch.ones_like(logs).bool()))
+        assert terms.gate is not None
+        return terms.gate[0].tolist()
+
+    left.plot(place, logs[0].exp(), "o", color=GREY, markersize=2, label="ratio r")
+    left.plot(place, influence(logs, 32.0), label="factor f, half_life=32")
+    label(left, "position", "", "likelier from position 81 on")
+    left.legend(loc="lower right")
+    for half_life in (8.0, 32.0, 128.0):
+        right.plot(
+            place, influence(torch.where(place == 140, 0.15, 0.0).unsqueeze(0), half_life), label=f"{half_life:g}"
+        )
+    label(right, "position", "factor f", "one token moves, at position 140")
+    right.legend(loc="upper left", title="half_life")
+
+
 MAPS = {"map": loss_map, "advantages": advantage_map}
 
 
 def main() -> None:
-    """Write the picture, and the maps between their markers on the page."""
+    """Write the pictures, and the maps between their markers on the page."""
     write(PICTURES)
     text = PAGE.read_text()
     for name, table in MAPS.items():

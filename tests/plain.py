@@ -120,3 +120,33 @@ def affordable(log_ratios, budget):
         worst = max(log_ratios[i] ** 2 for i in kept)
         kept = [i for i in kept if log_ratios[i] ** 2 < worst]
     return [i in kept for i in range(len(log_ratios))]
+
+
+def quantile(values, q):
+    """Linear between the two values next to the rank q (n - 1)."""
+    ordered, rank = sorted(values), q * (len(values) - 1)
+    low = ordered[math.floor(rank)]
+    return low + (rank - math.floor(rank)) * (ordered[math.ceil(rank)] - low)
+
+
+def cppo(divergences, ratios, advantages, *, high, budget, min_weight, adaptive):
+    """Which tokens of one response stay: Algorithm 1 of CPPO, line by line."""
+    if adaptive and divergences:
+        budget = min(max(quantile(divergences, 0.9), budget), 2 * budget)
+    s, w, kept = 0.0, 0.0, []
+    for t, (d, rho, a) in enumerate(zip(divergences, ratios, advantages, strict=True), start=1):
+        weight = 1 - (1 - min_weight) / (len(divergences) - 1) * (t - 1) if len(divergences) > 1 else 1.0
+        z = weight * d
+        c = min(high, high + budget * w - s)
+        kept.append(a * (rho - 1) <= 0 or z <= c)
+        s, w = s + z, w + weight
+    return kept
+
+
+def suffix_veto(ratios, advantages, low):
+    """Which tokens of one response stay."""
+    kept, triggered = [], False
+    for rho, a in zip(ratios, advantages, strict=True):
+        kept.append(not (triggered and a < 0))
+        triggered = triggered or (a < 0 and rho < low)
+    return kept

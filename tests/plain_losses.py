@@ -140,6 +140,18 @@ def m2po(case):
     return {key: 0 * row.current[k] if key in out else -row.ratios[k] * row.advantage for key, row, k in case.tokens()}
 
 
+def p3o(case):
+    tokens = list(case.tokens())
+    ratios = [row.ratios[k].item() for _, row, k in tokens]
+    ess = sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios))
+    found = {}
+    for key, row, k in tokens:
+        r = row.ratios[k]
+        kl = torch.log(r) + 1 / r - 1
+        found[key] = -min(r.item(), ess) * row.current[k] * row.advantage + (1 - ess) * kl
+    return found
+
+
 def covariances(case):
     everyone = list(case.tokens())
     mean_a = statistics.fmean(row.advantage for _, row, _ in everyone)
@@ -253,6 +265,18 @@ def st_ppo(row, k):
     return clipped(s, row.advantage, 0.2, 0.2) / (1 + outside)
 
 
+def fipo(row, k):
+    gamma, future = 2 ** (-1 / 1.5), 0.0
+    for j in range(k, len(row.at)):
+        r = row.ratios[j].item()
+        future += gamma ** (row.at[j] - row.at[k]) * math.log(r) * (r <= 1.5)
+    f = min(max(math.exp(future), 0.85), 1.25)
+    if row.advantage < 0 and row.ratios[k] > 1.1:
+        f = min(f, 1.0)
+    value = clipped(row.ratios[k], row.advantage * f, 0.2, 0.28)
+    return torch.clamp(value, max=-1.5 * row.advantage * f) if row.advantage < 0 else value
+
+
 FORMULAS = {
     "ppo": (
         losses.PPOClip(low=0.2, high=0.3),
@@ -272,6 +296,7 @@ FORMULAS = {
     "dppo tv": (losses.DPPO(low=0.02, high=0.03, max_ratio=1.1), dppo("tv", 0.02, 0.03, 1.1)),
     "dppo kl": (losses.DPPO(divergence="kl", low=0.004, high=0.003), dppo("kl", 0.004, 0.003, 20.0)),
     "m2po": (losses.M2PO(budget=0.01), m2po),
+    "p3o": (losses.P3O(), p3o),
     "clip cov": (losses.ClipCov(fraction=1.0, cov_low=0.3, cov_high=2.0), clip_cov),
     "kl cov": (losses.KLCov(fraction=0.3, coef=0.7), kl_cov),
     "r2vpo": (losses.R2VPO(low=0.2, high=0.3), r2vpo),
@@ -292,5 +317,9 @@ FORMULAS = {
     "oapl": (losses.OAPL(beta=0.2, value_beta=0.5, scope="micro_batch"), oapl),
     "espo": (losses.ESPO(vocab_size=50, alpha=0.2, high_entropy_fraction=0.4), by_token(espo)),
     "st-ppo": (losses.STPPO(), by_token(st_ppo)),
+    "fipo": (
+        losses.FIPO(half_life=1.5, influence_low=0.15, influence_high=0.25, dual_clip=1.5, safe_ratio=1.1),
+        by_token(fipo),
+    ),
 }
 """Name: the loss, and its formula with the same settings."""

@@ -21,6 +21,7 @@ from trl_offpolicy import (
     OffPolicySequenceMask,
     OutlierVeto,
     PolicyBatch,
+    PrefixBudget,
     PrefixMinWeight,
     PrefixWeight,
     ProbabilityDifferenceMask,
@@ -29,6 +30,7 @@ from trl_offpolicy import (
     SecondMomentBudget,
     ShapedWeight,
     StalenessBound,
+    SuffixVeto,
     TruncateWeight,
     losses,
     presets,
@@ -73,6 +75,11 @@ KEEPS = {  # a term, or several that belong together
     "groups": (RatioBand(level="token", low=0.4, high=3.0), GroupRejection(max_dropped_fraction=0.3)),
     "opsm": OffPolicySequenceMask(max_divergence=0.1),
     "staleness": StalenessBound(max_lag=2),
+    "suffix veto": SuffixVeto(low=0.1),
+    "prefix budget": PrefixBudget(high=0.3, budget=0.1),
+    "prefix budget kl": PrefixBudget(
+        statistic="binary_kl", high=0.5, budget=0.05, min_weight=0.5, adaptive=False, ratio="old/sampling"
+    ),
     "divergence current": DivergenceBand(statistic="binary_kl", high=0.3, level="turn", ratio="current/sampling"),
     "budget micro": SecondMomentBudget(budget=0.3, scope="micro_batch", ratio="current/old"),
 }
@@ -134,6 +141,7 @@ LOSSES = {
     "dppo tv": losses.DPPO(low=0.1, high=0.1),
     "dppo kl": losses.DPPO(divergence="kl", low=0.05, high=0.05, max_ratio=3.0),
     "m2po": losses.M2PO(),
+    "p3o": losses.P3O(),
     "clip cov": losses.ClipCov(fraction=1.0, cov_low=0.1),  # fewer are drawn at random, which no order of rows keeps
     "kl cov": losses.KLCov(fraction=1.0),
     "r2vpo": losses.R2VPO(),
@@ -148,6 +156,7 @@ LOSSES = {
     "espo": losses.ESPO(vocab_size=50),
     "st-ppo": losses.STPPO(),
     "turn-ppo": losses.STPPO(normalize=False),
+    "fipo": losses.FIPO(half_life=2.0, dual_clip=3.0, safe_ratio=1.5),
     "oapl": losses.OAPL(beta=0.1),
     "oapl, rows at hand": losses.OAPL(beta=0.1, value_beta=1.0, scope="micro_batch"),
 }
@@ -166,6 +175,7 @@ CASES = {
     "bypass": Objective(mode="bypass", correction=CORRECTIONS["opsm"]),
     "vespo, sequence weight": Objective(policy_loss=losses.VESPO(), correction=CORRECTIONS["truncate sequence"]),
     "kl": Objective(kl=KLPenalty(coef=0.1, ratio_weighted=True), kl_weighted=True, correction=TIS, entropy_coef=0.01),
+    "drift": objective_with(CORRECTIONS["all, drop"], drift_coef=0.5),
     "kl on kept": objective_with(
         CORRECTIONS["all, drop"],
         kl=KLPenalty(coef=0.1),
@@ -215,6 +225,8 @@ FAMILIES = {  # from tight to loose, by a bound in [0.01, 9]
     "probability high": lambda x: ProbabilityDifferenceMask(low=-0.99, high=x / 10),
     "probability low": lambda x: ProbabilityDifferenceMask(low=-x / 10, high=0.99),
     "budget": lambda x: SecondMomentBudget(budget=x),
+    "prefix budget high": lambda x: PrefixBudget(high=x / 10),
+    "prefix budget": lambda x: PrefixBudget(budget=x / 10, high=0.1, ratio="old/sampling"),
     "staleness": lambda x: StalenessBound(max_lag=int(x)),
     "groups": lambda x: (KEEPS["veto"], GroupRejection(max_dropped_fraction=x / 10)),
 }

@@ -13,8 +13,8 @@ import trl_offpolicy
 
 ROOT = Path(trl_offpolicy.__file__).parents[1]
 LAYERS = (
-    "checks", "parts", "functional", "stats", "types", "correction", "objective", "presets", "metrics", "engines",
-    "rollouts", "run_folder", "diagnosis", "control", "trl", "cli",
+    "checks", "parts", "functional", "stats", "types", "correction", "objective", "migrate", "presets", "metrics",
+    "engines", "rollouts", "run_folder", "diagnosis", "control", "trl", "cli",
 )  # fmt: skip
 """A module imports from its own layer and from those before it."""
 PUBLIC = ("async_grpo", "advantages", "config", "losses", "proximal", "replay", "routing", "trainer")

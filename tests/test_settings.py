@@ -42,6 +42,7 @@ NUMBERS = (0, -1, -0.5, NAN, INF, -INF)
 OTHERS = (None, True, "0.2", "unknown", "", [], [0.2], (), (0.2,), {}, 1j, object(), object, COUNT)
 NONE, SIGNED = {None}, {0, -1, -0.5}
 MEANT = {  # the odd values that a field accepts, with what they mean there
+    ("ASPO", "high"): (NONE, "no clip where A > 0"),
     ("ASPO", "max_weight"): (NONE, "no cap"),
     ("AveragedProximal", "decay"): ({0}, "no past: the centre is the current policy"),
     ("BandWeight", "low"): (NONE, "open side"),
@@ -57,12 +58,16 @@ MEANT = {  # the odd values that a field accepts, with what they mean there
     ("DivergenceBand", "low"): (NONE, "open side"),
     ("DivergenceBand", "high"): (NONE, "open side"),
     ("ESSStep", "metric"): (NONE | {"0.2", "unknown"}, "the ESS of the products; the name of any metric"),
+    ("FIPO", "dual_clip"): (NONE, "no dual clip"),
+    ("FIPO", "influence_low"): ({0}, "factors above 1 only"),
+    ("FIPO", "safe_ratio"): (NONE, "no limit"),
     ("GroupRejection", "max_dropped_fraction"): ({0}, "one dropped response drops its group"),
     ("InterpolatedProximal", "lag"): ({0}, "the centre is the current policy"),
     ("OAPL", "value_beta"): (NONE, "beta"),
     ("Escalation", "pearson"): (SIGNED, "a correlation has either sign; -1 = never"),
     ("Resync", "pearson"): (SIGNED, "a correlation has either sign; -1 = any will do"),
     ("Objective", "correction"): (NONE, "no correction"),
+    ("Objective", "drift_coef"): ({0}, "no drift term"),
     ("Objective", "entropy_coef"): (SIGNED, "no bonus; a penalty"),
     ("Objective", "kl"): (NONE, "no KL term"),
     ("Objective", "max_length"): (NONE, "that of the Reduction, else T of the batch"),
@@ -82,6 +87,7 @@ MEANT = {  # the odd values that a field accepts, with what they mean there
     ("Reduction", "sequences"): (NONE | {0, COUNT}, "this micro-batch alone; an empty step; a count on the device"),
     ("Reduction", "tokens"): (NONE | {0, COUNT}, "this micro-batch alone; an empty step; a count on the device"),
     ("StalenessBound", "max_lag"): ({0}, "only rows of the current version"),
+    ("TOPR", "baseline"): (NONE | SIGNED, "the sign of the advantage decides; a reward has either sign"),
     ("TOPR", "low"): ({0}, "negative responses taper off to nothing"),
     ("TruncateWeight", "min_weight"): (NONE, "no floor"),
     ("VESPO", "lambda_pos"): ({0}, "the smallest rate, 1e-4, as in TRL"),

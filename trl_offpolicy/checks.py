@@ -119,6 +119,7 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The text " Did you mean ...?" with the closest names, or empty text if none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    """The text " Did you mean ...?" with the closest names, whatever their case; empty text if none is close."""
+    by_lower = {one.lower(): one for one in known}
+    matches = [by_lower[one] for one in difflib.get_close_matches(name.lower(), list(by_lower), n=3, cutoff=0.4)]
     return f" Did you mean {', '.join(repr(match) for match in matches)}?" if matches else ""

@@ -12,6 +12,7 @@ from trl_offpolicy import (
     GroupRejection,
     OffPolicySequenceMask,
     OutlierVeto,
+    PrefixBudget,
     PrefixMinWeight,
     PrefixWeight,
     ProbabilityDifferenceMask,
@@ -20,6 +21,7 @@ from trl_offpolicy import (
     SecondMomentBudget,
     ShapedWeight,
     StalenessBound,
+    SuffixVeto,
     TruncateWeight,
 )
 
@@ -40,6 +42,9 @@ def test_defaults():
     assert OffPolicySequenceMask(max_divergence=0.1).ratio == "current/sampling"
     assert OutlierVeto(low=0.1, high=None).ratio == "old/sampling"
     assert (ProbabilityDifferenceMask().low, ProbabilityDifferenceMask().high) == (-0.2, 0.2)
+    prefix = PrefixBudget()
+    assert (prefix.high, prefix.budget, prefix.min_weight, prefix.adaptive) == (0.2, 0.02, 0.8, True)
+    assert (prefix.ratio, prefix.scope) == ("current/sampling", "row")
     assert (SecondMomentBudget().scope, GroupRejection().scope) == ("generation_batch", "group")
     assert GroupRejection().max_dropped_fraction == 0.5
 
@@ -61,6 +66,8 @@ def test_scope_is_group_at_that_level():
         (OutlierVeto(low=0.5, high=2.0), "outlier_veto"),
         (OffPolicySequenceMask(max_divergence=0.1), "off_policy_sequence_mask"),
         (ProbabilityDifferenceMask(), "probability_difference"),
+        (PrefixBudget(), "prefix_budget"),
+        (SuffixVeto(), "suffix_veto"),
         (StalenessBound(max_lag=1), "staleness_bound"),
         (SecondMomentBudget(), "second_moment_budget"),
         (GroupRejection(), "group_rejection"),
@@ -234,6 +241,12 @@ def test_unknown_statistic_is_refused(statistic):
         (PrefixMinWeight, "max_weight", (0, -1.0, E20), "max_weight must be a ratio in"),
         (ProbabilityDifferenceMask, "low", (0.0, -1.0, 0.1), "low and high must be in"),
         (ProbabilityDifferenceMask, "high", (0.0, 1.0, -0.1), "low and high must be in"),
+        (SuffixVeto, "low", (0, -0.5, 1e-10), "low must be a ratio above"),
+        (PrefixBudget, "high", (0, -0.1), "high must be positive and finite"),
+        (PrefixBudget, "high", (1.0, 2), "high must be below 1 for binary_tv to ever fire"),
+        (PrefixBudget, "budget", (0, -0.1), "budget must be positive and finite"),
+        (PrefixBudget, "min_weight", (0, -0.1), "min_weight must be positive and finite"),
+        (PrefixBudget, "min_weight", (1.1, 2), "min_weight must be at most 1"),
         (SecondMomentBudget, "budget", (0, -0.1, 1e8), r"budget must be in \(0, 100000000\) nats squared to ever fire"),
         (GroupRejection, "max_dropped_fraction", (-0.1, 1, 1.5), r"max_dropped_fraction must be in \[0, 1\) to ever"),
     ],

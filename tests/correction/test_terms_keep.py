@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import plain
 import pytest
 import torch
 
@@ -11,9 +12,11 @@ from trl_offpolicy import (
     OffPolicySequenceMask,
     OutlierVeto,
     PolicyBatch,
+    PrefixBudget,
     ProbabilityDifferenceMask,
     RatioBand,
     StalenessBound,
+    SuffixVeto,
     presets,
 )
 from trl_offpolicy.correction.terms import TermInputs
@@ -246,6 +249,91 @@ def test_probability_difference_bounds_are_inclusive_and_rare_tokens_move_freely
     assert ProbabilityDifferenceMask(low=-0.4999, high=0.01).violations(seen).below.tolist() == [[True, False]]
 
 
+# -------------------------------------------------------------------------------------------------- prefix budget
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("statistic", ["binary_tv", "binary_kl"])
+def test_prefix_budget_is_algorithm_1_of_cppo(statistic, adaptive):
+    scale = 1.0 if statistic == "binary_tv" else 0.2
+    settings = {"high": 0.15 * scale, "budget": 0.03 * scale, "min_weight": 0.6, "adaptive": adaptive}
+    term, seen = PrefixBudget(statistic=statistic, **settings), set()
+    for seed in range(8):
+        log_ratios, mask, _, _ = plain.random_case(seed, length=12, scale=0.4)
+        generator = torch.Generator().manual_seed(seed)
+        log_q = (-2 * torch.rand(mask.shape, generator=generator) - 1.3).clamp(max=-log_ratios - 0.01)
+        advantages = torch.randn(mask.shape, generator=generator)
+        inputs = TermInputs(torch.where(mask, log_ratios, 0.0), mask, advantages, denominator_logps=log_q)
+
+        above, below = term.violations(inputs)
+
+        for row, inside in enumerate(mask.tolist()):
+            at = [t for t, one in enumerate(inside) if one]
+            logs, q = log_ratios[row, at].tolist(), log_q[row, at].tolist()
+            spent = [plain.divergence(statistic, b + x, b) for x, b in zip(logs, q, strict=True)]
+            kept = plain.cppo(spent, [math.exp(x) for x in logs], advantages[row, at].tolist(), **settings)
+            assert (~(above | below))[row, at].tolist() == kept
+            single = [d <= settings["high"] for d in spent]  # what DPPO's threshold would do
+            seen |= {(one, other) for one, other in zip(kept, single, strict=True)}
+        assert not (above & (log_ratios < 0)).any() and not (below & (log_ratios > 0)).any()
+        assert not (above | below)[~mask].any()
+    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+
+
+def test_prefix_budget_by_hand():
+    """p - q = 0.1, 0.1, -0.1, 0.1 with high 0.15, budget 0.02: 0.07 is left for the second token, nothing after it."""
+    q = torch.tensor([[0.3, 0.3, 0.3, 0.3]])
+    p = q + torch.tensor([[0.1, 0.1, -0.1, 0.1]])
+    inputs = TermInputs((p / q).log(), q > 0, torch.ones(1, 1), denominator_logps=q.log())
+
+    def dropped(**settings):
+        one = PrefixBudget(**{"high": 0.15, "min_weight": 1.0, "adaptive": False, **settings}).violations(inputs)
+        assert not one.below.any()  # the third token moves back: A (rho - 1) < 0
+        return flags(one, "above")
+
+    assert dropped() == [[False, True, False, True]]
+    assert dropped(budget=0.1) == [[False] * 4]  # each may spend what each spends
+    assert dropped(budget=0.04, adaptive=True) == dropped(budget=0.08) == [[False, False, False, True]]
+    assert dropped(high=0.085, budget=0.1) == [[True, True, False, True]]
+    assert dropped(high=0.085, budget=0.1, min_weight=0.8) == [[True, True, False, False]]  # 0.8 * 0.1 at the last
+
+
+# ---------------------------------------------------------------------------------------------------- suffix veto
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_suffix_veto_in_a_plain_loop(by_token):
+    seen = set()
+    for seed in range(4):
+        log_ratios, mask, _, _ = plain.random_case(seed, rows=8)
+        generator = torch.Generator().manual_seed(seed)
+        advantages = torch.randn(8, mask.shape[1] if by_token else 1, generator=generator)
+        inputs = TermInputs(torch.where(mask, log_ratios, 0.0), mask, advantages)
+
+        violations = SuffixVeto(low=0.4).violations(inputs)
+
+        assert violations.above is None and not violations.below[~mask].any()
+        spread = advantages.expand_as(log_ratios)
+        for row, inside in enumerate(mask.tolist()):
+            at = [t for t, one in enumerate(inside) if one]
+            kept = plain.suffix_veto(log_ratios[row, at].exp().tolist(), spread[row, at].tolist(), 0.4)
+            assert (~violations.below)[row, at].tolist() == kept
+            seen |= set(kept)
+    assert seen == {True, False}
+
+
+def test_suffix_veto_keeps_the_trigger_and_a_looser_bound_keeps_no_less():
+    log_ratios = torch.tensor([[0.0, math.log(0.5), math.log(2e-5), 0.0], [0.0, 0.0, 0.0, math.log(2e-5)]])
+    inputs = TermInputs(log_ratios, torch.ones(2, 4).bool(), -torch.ones(2, 1))
+
+    def dropped(low):
+        return flags(SuffixVeto(low=low).violations(inputs), "below")
+
+    assert dropped(1e-4) == [[False, False, False, True], [False] * 4]
+    assert dropped(0.6) == [[False, False, True, True], [False] * 4]
+    assert dropped(1e-5) == dropped(2e-5 * (1 - 1e-5)) == [[False] * 4] * 2
+
+
 # ------------------------------------------------------------------------------------------------ staleness bound
 
 
@@ -286,6 +374,8 @@ def test_nothing_trainable_violates_nothing(shape):
         ProbabilityDifferenceMask(),
         OutlierVeto(low=0.9, high=1.1),
         OffPolicySequenceMask(max_divergence=0.1),
+        PrefixBudget(),
+        SuffixVeto(low=0.9),
         StalenessBound(max_lag=1),
     ]
 

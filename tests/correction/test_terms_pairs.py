@@ -9,6 +9,7 @@ from trl_offpolicy import (
     GroupRejection,
     OffPolicySequenceMask,
     OutlierVeto,
+    PrefixBudget,
     PrefixMinWeight,
     PrefixWeight,
     ProbabilityDifferenceMask,
@@ -17,6 +18,7 @@ from trl_offpolicy import (
     SecondMomentBudget,
     ShapedWeight,
     StalenessBound,
+    SuffixVeto,
     TruncateWeight,
 )
 from trl_offpolicy.types import RATIOS
@@ -39,6 +41,8 @@ OTHERS = {
     "veto": lambda **o: OutlierVeto(low=0.5, high=2.0, **o),
     "opsm": lambda **o: OffPolicySequenceMask(max_divergence=0.1, **o),
     "probability": ProbabilityDifferenceMask,
+    "prefix_budget": PrefixBudget,
+    "suffix_veto": SuffixVeto,
     "budget": lambda **o: SecondMomentBudget(**{"scope": "micro_batch", **o}),
 }
 

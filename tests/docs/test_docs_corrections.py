@@ -218,6 +218,8 @@ def emitted():
         op.OutlierVeto(low=1e-4, high=None),
         op.SecondMomentBudget(),
         op.GroupRejection(),
+        op.PrefixBudget(),
+        op.SuffixVeto(),
         op.OffPolicySequenceMask(max_divergence=0.05),
         op.StalenessBound(max_lag=1),
     )

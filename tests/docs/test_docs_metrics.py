@@ -178,7 +178,13 @@ def test_keep_term_names_are_those_of_the_code():
         "off_policy_sequence_mask",
         *(
             term(**term.example).name
-            for term in (op.ProbabilityDifferenceMask, op.StalenessBound, op.SecondMomentBudget)
+            for term in (
+                op.PrefixBudget,
+                op.SuffixVeto,
+                op.ProbabilityDifferenceMask,
+                op.StalenessBound,
+                op.SecondMomentBudget,
+            )
         ),
         op.GroupRejection().name,
     ):

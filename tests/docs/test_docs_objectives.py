@@ -34,9 +34,11 @@ def test_the_maps_are_those_of_the_code(name):
     assert "-" not in {text for cls in ADVANTAGE_TYPES.values() for text in (cls.formula, cls.bias)}
 
 
-def test_the_picture_is_the_one_the_script_draws():
-    there = (Path(draw_objectives.__file__).parent / "pictures" / "objectives.svg").read_text()
-    again = to_svg(*draw_objectives.PICTURES["objectives"])
+@pytest.mark.parametrize("name", draw_objectives.PICTURES)
+def test_the_pictures_are_those_the_script_draws(name):
+    there = (Path(draw_objectives.__file__).parent / "pictures" / f"{name}.svg").read_text()
+    again = to_svg(*draw_objectives.PICTURES[name])
+    assert f"](pictures/{name}.svg)" in PAGE
     texts = [re.findall(r">([^<>]+)</(?:text|tspan|title)>", svg) for svg in (there, again)]
     assert texts[0] == texts[1]
     assert len(there) < 120_000
@@ -70,7 +72,7 @@ def test_the_example_is_the_same_in_yaml_and_python():
 def test_every_yaml_block_is_a_configuration(tmp_path):
     """Also with the lines that are commented out in the place of those above them."""
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for text in blocks:
         choices = [text, re.sub(r"^ +advantages: rloo.*\n( +)# (advantages: .*)$", r"\1\2", text, flags=re.MULTILINE)]
         for choice in choices:

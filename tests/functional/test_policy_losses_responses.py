@@ -224,3 +224,34 @@ def test_st_ppo_reads_turn_ids():
 
     close(one, row(-2.0, -2.0))
     close(two, row(-4.0, -1.0))
+
+
+@pytest.mark.parametrize("half_life", [0.01, 0.3, 1.0, 7.0])
+def test_the_discounted_sum_over_several_blocks(half_life):
+    """Blocks of 1, 9, 32 and 75 positions; the sum in a plain loop from the end."""
+    logs = 0.05 * torch.randn(2, 75, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.rand(2, 75, generator=torch.Generator().manual_seed(1)) < 0.8
+
+    got = policy_losses.future_influence(
+        logs, torch.ones(2, 1), mask, half_life=half_life, low=0.99, high=99.0, max_ratio=None, safe_ratio=None
+    )
+
+    for i in range(2):
+        rest = 0.0
+        for t in reversed(range(75)):
+            rest = rest * 2 ** (-1 / half_life) + (logs[i, t].item() if mask[i, t] else 0.0)
+            assert got[i, t].item() == pytest.approx(math.exp(rest) if mask[i, t] else 1.0, rel=1e-9)
+
+
+def test_fipo_leaves_outliers_out_and_does_not_punish_more():
+    logs = torch.tensor([[4.0, 1.5, 12.0]]).log()
+
+    def factors(advantage, **settings):
+        options = {"half_life": 1.0, "low": 0.2, "high": 9.0, "max_ratio": 10.0, "safe_ratio": 3.0, **settings}
+        return policy_losses.future_influence(logs, torch.tensor([[advantage]]), torch.ones(1, 3).bool(), **options)
+
+    close(factors(1.0), torch.tensor([[4 * 1.5**0.5, 1.5, 1.0]]))  # the third is above max_ratio
+    close(factors(-1.0), torch.tensor([[1.0, 1.5, 1.0]]))  # the first is above safe_ratio
+    close(
+        factors(-1.0, safe_ratio=None, max_ratio=None), torch.tensor([[4 * 1.5**0.5 * 12**0.25, 1.5 * 12**0.5, 10.0]])
+    )

@@ -57,6 +57,24 @@ def test_dppo_truncates_the_ratio():
     close(terms.loss, row(3 * 2 * math.log(0.5)))
 
 
+def test_p3o_caps_at_the_ess_and_pulls_by_what_it_lacks():
+    """Ratios 2, 1, 1 (and one that does not count): ESS = 16 / (3 * 6) = 8 / 9."""
+    ratios, mask = row(2.0, 1.0, 1.0, 50.0), torch.tensor([[True, True, True, False]])
+    logps = row(-1.0, -2.0, -3.0, -4.0).requires_grad_()
+    log_ratios = logps - logps.detach() + ratios.log()
+
+    terms = policy_losses.p3o(log_ratios, logps, row(3.0), mask)
+    (gradient,) = torch.autograd.grad(terms.loss[mask].sum(), logps)
+
+    kl = (math.log(2) + 0.5 - 1) / 9
+    close(terms.loss[mask], torch.tensor([8 / 9 * 3 * 1 + kl, 8 / 9 * 3 * 2, 8 / 9 * 3 * 3]))
+    close(gradient, row(-8 / 9 * 3 + (1 - 0.5) / 9, -8 / 9 * 3, -8 / 9 * 3, 0.0))
+    assert terms.clipped_high[mask].tolist() == [True, True, True] and terms.clipped_low is None
+    close(terms.gate[0, 0], torch.tensor(8 / 9))
+    empty = policy_losses.p3o(log_ratios, logps, row(3.0), torch.zeros_like(mask))
+    assert empty.loss.isfinite().all() and empty.gate[0, 0] == 1.0
+
+
 def test_m2po_takes_out_the_largest_of_those_that_moved_with_their_advantage():
     # moved: 0.1 and 0.5 up with A > 0, -0.3 down with A < 0; squares 0.01, 0.25, 0.09; the largest prefix with a mean
     # of at most 0.051 is {0.01, 0.09}

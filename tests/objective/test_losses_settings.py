@@ -46,7 +46,7 @@ def test_declarations(name):
 
 def test_which_losses_look_at_more_than_a_row():
     wide = {name for name, loss in LOSSES.items() if loss.scope == "micro_batch"}
-    assert wide == {"m2po", "clip cov", "kl cov", "r2vpo", "quatro, rows at hand", "oapl, rows at hand"}
+    assert wide == {"m2po", "p3o", "clip cov", "kl cov", "r2vpo", "quatro, rows at hand", "oapl, rows at hand"}
     assert Objective(policy_loss=losses.M2PO()).scope == "micro_batch"
 
 
@@ -139,7 +139,7 @@ def test_luspo_is_its_aggregation():
         *((losses.PPOIS, field) for field in ("low", "high", "dual_clip")),
         *((losses.DPPO, field) for field in ("low", "high", "max_ratio")),
         *((losses.R2VPO, field) for field in ("low", "high", "variance")),
-        *((losses.ASPO, field) for field in ("low", "max_weight")),
+        *((losses.ASPO, field) for field in ("low", "max_weight", "high")),
         *((losses.ClipCov, field) for field in ("low", "high", "fraction")),
         *((losses.KLCov, field) for field in ("fraction", "coef")),
         *((DISPO, field) for field in BOUNDS),
@@ -167,6 +167,7 @@ def test_settings_are_positive_numbers(loss, field, bad):
         (lambda: losses.ClipCov(cov_low=5.0), r"^cov_low must be below cov_high=5.0"),
         (lambda: losses.ClipCov(fraction=1.5), r"^fraction must be at most 1"),
         (lambda: losses.KLCov(fraction=2.0), r"^fraction must be at most 1"),
+        (lambda: losses.KLCov(penalty="k2"), r"^penalty must be one of \['abs', 'k3'\], but got 'k2'"),
         (lambda: losses.CISPO(low=6.0), r"^low must be at most high=5.0"),
         (lambda: losses.ASPO(max_weight=0.9), r"^max_weight must be above 1"),
         (lambda: losses.PPOIS(dual_clip=0.9), r"^dual_clip must be above 1"),

@@ -139,6 +139,37 @@ def test_advantages_by_token():
     close(gradient, torch.tensor([[-0.25, 0.5, -1.0], [-0.75, 0.0, 0.0]]))
 
 
+# ------------------------------------------------------------------------------------------------------ drift
+
+
+def test_drift_is_on_every_token_and_no_weight_multiplies_it():
+    """pi / mu is 3, 0.5, 1 (no log-prob of mu) and 2; the second token is dropped, the first weighs 1.5 at most."""
+    batch = policy_batch([[3.0, 0.5, 1.0], [2.0, None, None]])
+    batch.sampling_per_token_logps[0, 2] = NAN
+    correction = Correction(weight=TruncateWeight(max_weight=1.5), keep=(RatioBand(level="token", low=0.8, high=None),))
+    plain, plain_gradient = evaluate(batch, correction=correction)
+
+    out, gradient = evaluate(batch, correction=correction, drift_coef=0.1)
+
+    logs = [[math.log(3), math.log(0.5), 0.0], [math.log(2), 0.0, 0.0]]
+    expected = 0.1 * sum(x * x for row in logs for x in row) / 4
+    assert out.keep_mask.tolist() == [[True, False, True], [True, False, False]]
+    assert out.loss.item() - plain.loss.item() == pytest.approx(expected, abs=1e-6)
+    close(gradient - plain_gradient, torch.tensor(logs) * 2 * 0.1 / 4)
+    assert float(out.stats["loss/policy"]) == pytest.approx(plain.loss.item(), abs=1e-6)
+
+
+def test_drift_needs_the_sampler_and_a_whole_denominator():
+    assert Objective(drift_coef=1e-3).needs_sampling and not Objective().needs_sampling
+    batch = replace(policy_batch(TWO_ROWS), sampling_per_token_logps=None)
+    with pytest.raises(ValueError, match=r"^sampling_per_token_logps must be given"):
+        Objective(drift_coef=1e-3)(batch)
+    with pytest.raises(ValueError, match=r"^drift_coef must be at least 0 .*, but got -0.1"):
+        Objective(drift_coef=-0.1)
+    with pytest.raises(ValueError, match=r"^drift_coef must be 0 with denominator='kept'"):
+        Objective(drift_coef=0.1, denominator="kept")
+
+
 # -------------------------------------------------------------------------------------------------- reduction
 
 

@@ -65,6 +65,12 @@ CASES = {
     "paper/m2po as published": ({}, ONES, [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]]),
     # p = exp(-4) = 0.0183 and q = p / ratio, so |p - q| = 0.006, 0.009, 0.055, 0.012, 0, 0, 0, 0.015, 0.018
     "paper/dppo-mask": ({"high": 0.0151}, ONES, [[1, 1], [0, 1], [1, 1], [1, 0], [0, 0]]),
+    # A = -1: only tokens with a ratio below 1 can go, which is 0.25: |p - q| = 0.055, 0.05 above what high allows
+    "paper/cppo": ({"high": 0.05}, RAW, [[1, 1], [0, 1], [1, 1], [1, 0], [1, 1]]),
+    "paper/cppo as published": ({}, RAW, ONES),
+    "paper/mu-grpo": ({"low": 0.3}, ONES, [[1, 1], [1, 0], [1, 1], [1, 0], [1, 1]]),
+    "paper/p3o": ({}, ONES, ONES),
+    "paper/fipo": ({}, ONES, ONES),
     "skyrl/token-tis": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "skyrl/sequence-tis": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [5, 5]], ONES),
     "skyrl/geometric-mask": ({"low": 0.9, "high": 1.2}, ONES, [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]]),
@@ -103,11 +109,20 @@ CASES = {
 }
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
 OWN_LOSS = {
+    "paper/cppo": {"policy_loss": losses.GPG(), "mode": "bypass"},
+    "paper/fipo": {"policy_loss": losses.FIPO()},
+    "paper/mu-grpo": {"policy_loss": losses.PPOClip(low=1.0, high=4.0), "mode": "bypass"},
+    "paper/p3o": {"policy_loss": losses.P3O(), "mode": "bypass"},
     "paper/ppo-is": {"mode": "bypass"},
     "slime/mis": {"aggregation": "seq_mean_token_mean", "kl_on": "kept"},
-    "prime-rl/probability-difference": {"policy_loss": losses.GPG(), "mode": "bypass"},
+    "prime-rl/probability-difference": {"policy_loss": losses.GPG(), "mode": "bypass", "drift_coef": 1e-3},
 }
-WIDE = {"kit/ess-cap": "generation_batch", "paper/m2po": "generation_batch", "slime/mis": "micro_batch"}
+WIDE = {
+    "paper/p3o": "micro_batch",
+    "kit/ess-cap": "generation_batch",
+    "paper/m2po": "generation_batch",
+    "slime/mis": "micro_batch",
+}
 
 
 def test_every_preset_has_a_case():
@@ -139,7 +154,7 @@ def test_requires_what_the_objective_reads(name):
     preset = presets.get(name)
 
     assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else ())
-    assert preset.objective.needs_sampling is (name not in ("measure", "verl/disabled"))
+    assert preset.objective.needs_sampling is (name not in ("measure", "paper/fipo", "verl/disabled"))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -197,7 +212,28 @@ def test_prime_rls_gradient_by_hand():
     out = presets.get("prime-rl/probability-difference").objective(batch)
     (gradient,) = torch.autograd.grad(out.loss, batch.per_token_logps)
 
-    close(gradient, torch.tensor([[-3.0 / 2, -1.0 / 2]]))  # -(pi / mu) A / tokens
+    pull = 2 * 1e-3 * math.log(3)
+    close(gradient, torch.tensor([[(-3.0 + pull) / 2, -1.0 / 2]]))  # (-(pi / mu) A + 2 tau log(pi / mu)) / tokens
+
+
+def test_prime_rl_draws_a_dropped_token_back():
+    """The whole default loss, token by token in plain floats; p = exp(-4) and q = p / ratio, as in ``policy_batch``."""
+    ratios, sides, tau, high = [[2.0, 1.0], [1.5, 0.25]], [1.0, -1.0], 0.5, 0.008
+    batch = policy_batch(ratios, advantages=torch.tensor(sides))
+    out = presets.get("prime-rl/probability-difference", high=high, low=-0.05, tau=tau).objective(batch)
+    (gradient,) = torch.autograd.grad(out.loss, batch.per_token_logps)
+
+    loss, slopes, p = 0.0, [], math.exp(-4)
+    for row, side in zip(ratios, sides, strict=True):
+        for ratio in row:
+            moved = p - p / ratio
+            kept = not (moved > high if side > 0 else moved < -0.05)
+            loss += tau * math.log(ratio) ** 2
+            slopes.append((2 * tau * math.log(ratio) - kept * ratio * side) / 4)
+    assert out.keep_mask.tolist() == [[False, True], [True, False]]
+    close(gradient.flatten(), torch.tensor(slopes))
+    policy = float(out.stats["loss/policy"])
+    assert out.loss.item() - policy == pytest.approx(loss / 4, abs=1e-6)
 
 
 def test_loss_of_a_preset_by_hand():

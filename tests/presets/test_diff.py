@@ -115,6 +115,7 @@ def test_kl_and_entropy():
     settings = "coef=0.1, estimator=k3, ratio_weighted=False, ratio_clip=None, max_value=None"
     assert found["KL term"] == ("none", f"{settings}, weighted=True")
     assert found["entropy bonus"] == ("0", "0.01")
+    assert rows(preset(), preset(drift_coef=1e-3)) == {"drift term": ("none", "0.001 log^2(pi / mu)")}
     found = rows(
         preset(aggregation="seq_mean_token_sum_norm"),
         preset(aggregation="seq_mean_token_sum_norm", max_length=64, entropy_aggregation="loss"),

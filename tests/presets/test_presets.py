@@ -91,9 +91,11 @@ def test_groups_hold_every_name_once():
 
 
 def test_frameworks():
-    assert set(presets.FRAMEWORKS) == {"areal", "openrlhf", "skyrl", "slime", "trl", "verl"}
+    assert set(presets.FRAMEWORKS) == {
+        "areal", "ms-swift", "nemo-rl", "openrlhf", "prime-rl", "skyrl", "slime", "trl", "verl",
+    }  # fmt: skip
     for name, build in presets.FRAMEWORKS.items():
-        assert build is getattr(presets, f"from_{name}")
+        assert build is getattr(presets, f"from_{name.replace('-', '_')}")
 
 
 @pytest.mark.parametrize("framework", sorted(presets.FRAMEWORKS))

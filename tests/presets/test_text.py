@@ -37,6 +37,8 @@ def test_weights(weight, text):
         (op.OutlierVeto(low=1e-4, high=100), "drop the response unless every 0.0001 <= rho_t <= 100"),
         (op.OffPolicySequenceMask(max_divergence=0.05), "drop if A < 0 and -log rho_geo > 0.05"),
         (op.ProbabilityDifferenceMask(), "drop if A > 0 and p - q > 0.2, or A < 0 and p - q < -0.2"),
+        (op.SuffixVeto(), "drop if A < 0 and an earlier rho_t < 0.0001"),
+        (op.PrefixBudget(), "drop if A (rho_t - 1) > 0 and w_t |p - q| > min(0.2, 0.2 + 0.02 W - S)"),
         (op.SecondMomentBudget(), "drop the largest |log rho_t| until mean_t log^2 rho_t <= 0.04"),
         (op.GroupRejection(), "drop a prompt of which more than 0.5 were dropped"),
         (op.StalenessBound(max_lag=4), "drop a response older than 4 versions"),

@@ -300,10 +300,11 @@ def optimal_token_baseline(
     *,
     multi_turn: bool = False,
     alone: Alone = "zero",
+    path_weights: Tensor | None = None,
 ) -> Tensor:
     """OTB: a baseline for each token that weighs the paths of the group by their accumulated energy.
 
-        A_t = G_t - B_t, B_t = sum_i W_it G_it / sum_i W_it, W_it = sum_{s <= t} e_is
+        A_t = G_t - B_t, B_t = sum_i W_it G_it / sum_i W_it, W_it = w_it^2 sum_{s <= t} e_is
 
     where i runs over the group's counted responses that have a token t. A path with much accumulated energy adds most
     to the variance, so the baseline follows its return most. The variance is least if scores of different tokens do not
@@ -319,13 +320,15 @@ def optimal_token_baseline(
             turns (tool output) differ from response to response. False: t is the position.
         alone: what a token gets that no other response of the group reaches: "zero" (the formula, B_t = G_t) or
             "return" (B_t = 0, which is verl's ``handle_zero_tail`` and its default).
+        path_weights: (B, 1) or (B, T), w; None = 1. Importance weights go either here or into the energy.
 
     Returns:
         (B, T) float32, 0 outside ``mask``. Where all W are 0 the plain mean takes over.
 
     Reference: Li et al. 2026 (arXiv:2602.07078) and verl's ``optimal_token_baseline``, ``tir_optimal_token_baseline``.
-    Liu 2026 ("Off-Policy Drift in LLM RL") scales W_t by the squared weight of t; here, as in verl's code, each token's
-    energy is scaled by its own before the sum (the same for weights that are constant over a response).
+    Liu 2026 ("Off-Policy Drift in LLM RL") and verl's documentation scale W_t by the squared weight of t, which
+    ``path_weights`` does. verl's code scales each token's energy by its own before the sum, which weights in the energy
+    do. Both are the same for weights that are constant over a response.
 
     Example:
         >>> optimal_token_baseline(torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
@@ -338,11 +341,19 @@ def optimal_token_baseline(
     if multi_turn:
         # Move the trainable tokens to the front, in their order, and the result back to where they were.
         order = (~mask).long().argsort(dim=-1, stable=True)
+        if path_weights is not None:
+            path_weights = path_weights.expand_as(energy).gather(1, order)
         returns, energy, mask = (values.gather(1, order) for values in (returns, energy, mask))
-        advantages = optimal_token_baseline(returns, energy, mask, group_ids, counted, alone=alone)
+        advantages = optimal_token_baseline(
+            returns, energy, mask, group_ids, counted, alone=alone, path_weights=path_weights
+        )
         return torch.zeros_like(advantages).scatter_(1, order, advantages)
     here = mask & counted.unsqueeze(1)
-    path = torch.where(here, torch.where(mask, energy, 0.0).cumsum(-1), 0.0)  # W
+    check_tokens_or_rows(mask.shape, path_weights=path_weights)
+    path = torch.where(mask, energy, 0.0).cumsum(-1)
+    if path_weights is not None:
+        path = path * path_weights.float().square()
+    path = torch.where(here, path, 0.0)  # W
     present = torch.where(here, returns, 0.0)
     member = (group_ids.unsqueeze(1) == gather_rows(group_ids).unsqueeze(0)).double()
 

@@ -71,6 +71,37 @@ def off_policy_sequence_mask(mean_log_ratio: Tensor, advantages: Tensor, *, max_
     return (advantages >= 0) | (-mean_log_ratio <= max_divergence)
 
 
+def suffix_veto(log_ratios: Tensor, mask: Tensor, advantages: Tensor, *, low: float) -> Tensor:
+    """mu-GRPO's negative-advantage veto: after a token that the policy finds impossible, nothing is pushed down.
+
+        drop t where A_t < 0 and some k < t has A_k < 0 and l_k < log low
+
+    where l is the log-ratio. The first such token k stays: its own ratio is nearly 0. What follows has ordinary ratios
+    of its own, but a prefix that the policy would hardly write.
+
+    Args:
+        log_ratios: (B, T) float32, nats.
+        mask: (B, T) bool.
+        advantages: (B, 1) or (B, T).
+        low: smallest token ratio that triggers nothing.
+
+    Returns:
+        (B, T) bool, True outside ``mask``.
+
+    Reference: Tian et al. 2026, mu-GRPO (arXiv:2605.17570), the suffix mask after the trigger, exclusive.
+
+    Example:
+        >>> suffix_veto(torch.tensor([[1.0, 1e-5, 0.8, 1.2]]).log(), torch.ones(1, 4).bool(), -torch.ones(1, 1),
+        ...             low=1e-4)
+        tensor([[ True,  True, False, False]])
+    """
+    check_tokens(mask.shape, log_ratios=log_ratios)
+    check_tokens_or_rows(mask.shape, advantages=advantages)
+    pushed_down = mask & (advantages < 0)
+    trigger = pushed_down & (log_ratios < math.log(low))
+    return ~(pushed_down & (trigger.cumsum(-1) > trigger.long()))
+
+
 def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, across_ranks: bool) -> Tensor:
     r"""M2PO's trust region: drop the worst tokens until the rest is within the budget.
 
@@ -105,6 +136,68 @@ def second_moment_budget(log_ratios: Tensor, mask: Tensor, *, budget: float, acr
     # The mean over a growing sorted prefix never falls, so what cannot be afforded is one tail.
     limit = torch.where(real & (mean > budget), ordered, torch.inf).amin()
     return ~mask | (squares.double() < limit)
+
+
+PREFIX_BUDGET_QUANTILE = 0.9
+"""CPPO's adaptive budget starts from this quantile of the response's own divergences."""
+
+
+def prefix_budget(
+    divergences: Tensor, mask: Tensor, *, high: float, budget: float, min_weight: float, adaptive: bool
+) -> Tensor:
+    r"""CPPO's trust region: a threshold that is tighter early in the response, and a budget for each prefix.
+
+        keep where w_t D_t <= min(delta, delta + delta_b W_{t-1} - S_{t-1})
+        w_t = 1 - (1 - w_min) (t - 1) / (T - 1),   S_t = sum_{j<=t} w_j D_j,   W_t = sum_{j<=t} w_j
+
+    where t = 1 ... T counts the tokens of ``mask``, D is ``divergences``, delta is ``high``, delta_b the budget and
+    w_min ``min_weight``. A single token has weight 1. While the weighted mean S / W of the prefix is below delta_b, the
+    threshold is delta / w_t, from delta at the first token to delta / w_min at the last. What the prefix spent above
+    delta_b is taken off it. Tokens that do not fit stay in S and W. Heuristic: it bounds a sum that bounds the error of
+    the token-level surrogate, but by the sampled tokens alone.
+
+    Args:
+        divergences: (B, T) float32, never negative; nats, or a probability.
+        mask: (B, T) bool.
+        high: delta, in the unit of ``divergences``.
+        budget: delta_b, likewise.
+        min_weight: w_min, in (0, 1]; 1 = the same threshold at every position.
+        adaptive: delta_b of a response is the 90 % quantile of its own divergences, between ``budget`` and twice that.
+
+    Returns:
+        (B, T) bool, True outside ``mask``.
+
+    Reference: Mao et al. 2026, CPPO (arXiv:2606.10968), Eq. 8 and 9 and Algorithm 1; ``adaptive``: Section 4.1, as in
+    the authors' code for verl.
+
+    Example:
+        >>> prefix_budget(torch.tensor([[0.1, 0.1, 0.1, 0.1]]), torch.ones(1, 4).bool(), high=0.15, budget=0.02,
+        ...               min_weight=1.0, adaptive=False)
+        tensor([[ True, False, False, False]])
+    """
+    check_tokens(mask.shape, divergences=divergences)
+    spent = torch.where(mask, divergences, 0.0).double()
+    place = (mask.cumsum(-1) - 1).double()  # of a token on the mask, from 0
+    last = (mask.sum(-1, keepdim=True) - 1).clamp(min=1)
+    weights = torch.where(mask, 1 - (1 - min_weight) * place / last, 0.0)
+    allowed: Tensor | float = budget
+    if adaptive:
+        allowed = _row_quantile(spent, mask, PREFIX_BUDGET_QUANTILE).clamp(budget, 2 * budget)
+    weighted = weights * spent
+    # The sums up to the token before: a token is judged by its prefix.
+    before, places = weighted.cumsum(-1) - weighted, weights.cumsum(-1) - weights
+    threshold = (high + allowed * places - before).clamp(max=high)
+    return ~mask | (weighted <= threshold)
+
+
+def _row_quantile(values: Tensor, mask: Tensor, q: float) -> Tensor:
+    """(B, 1) quantile of each row's values on ``mask``, linear between two of them; very large for an empty row."""
+    ordered = torch.where(mask, values, torch.finfo(values.dtype).max).sort(-1).values
+    last = (mask.sum(-1, keepdim=True) - 1).clamp(min=0)
+    rank = q * last.double()
+    below = rank.floor().long()
+    low, high = ordered.gather(-1, below), ordered.gather(-1, torch.minimum(below + 1, last))
+    return low + (rank - below) * (high - low)
 
 
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)

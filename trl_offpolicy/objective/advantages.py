@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from trl_offpolicy.functional.advantages import (
 from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Scope
 
+Weigh = Literal["token", "path"]
 _ENERGY = ("mask", "per_token_logps", "sum_sq_probs")
 
 
@@ -305,7 +306,9 @@ class OptimalTokenBaseline(AdvantageEstimator):
     """OTB, a baseline for every token: see ``functional.advantages.optimal_token_baseline``.
 
     Args:
-        is_aware: weigh each token's energy by its importance weight squared; needs ``weights``.
+        is_aware: weigh the energy by the importance weight squared; needs ``weights``.
+        weigh: which energy: "token", each token's before the sum, by its own weight (verl's code); or "path", the sum
+            up to a token, by the weight of that token (verl's documentation). Read with ``is_aware``.
         multi_turn: t counts trainable tokens (TIR-OTB), not positions.
         alone: what a token gets that no other response of the group reaches, "zero" or its "return" (verl).
     """
@@ -316,11 +319,15 @@ class OptimalTokenBaseline(AdvantageEstimator):
     is_aware: bool = False
     multi_turn: bool = False
     alone: Alone = "zero"
+    weigh: Weigh = "token"
     by_token: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_choice("alone", self.alone, get_args(Alone))
+        check_choice("weigh", self.weigh, get_args(Weigh))
         check_bool(is_aware=self.is_aware, multi_turn=self.multi_turn)
+        if self.weigh == "path" and not self.is_aware:
+            raise ValueError("weigh must be 'token' unless is_aware is True, but got 'path'.")
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -331,7 +338,8 @@ class OptimalTokenBaseline(AdvantageEstimator):
         """G_t - B_t, the return from token t on minus its baseline; (B, T) float32."""
         name = "OptimalTokenBaseline"
         weights = inputs.need("weights", f"{name}(is_aware=True)") if self.is_aware else None
-        mask, energy = inputs.need("mask", name), inputs.energy(name, weights)
+        by_path = self.weigh == "path"
+        mask, energy = inputs.need("mask", name), inputs.energy(name, None if by_path else weights)
         return optimal_token_baseline(
             returns_to_go(inputs.outcome, mask, inputs.token_rewards),
             energy,
@@ -340,6 +348,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
             inputs.present,
             multi_turn=self.multi_turn,
             alone=self.alone,
+            path_weights=weights if by_path else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Objective: policy loss x correction + KL - entropy bonus, reduced to one number. The only place of the gradient."""
+"""Objective: policy loss x correction + KL + drift - entropy bonus, as one number. The only place of the gradient."""
 
 from __future__ import annotations
 
@@ -67,6 +67,9 @@ class Objective:
         entropy_coef: coefficient of the entropy bonus; a negative one makes it a penalty.
         entropy_aggregation: "token_mean": the mean over the tokens of the policy term (TRL). "loss": the entropy is
             reduced as the loss is, over the tokens that have a KL term (``kl_on``; verl).
+        drift_coef: tau of tau log(pi / mu)^2, which draws pi back to the policy that sampled (prime-rl: 1e-3). On every
+            trainable token with a log-prob of mu, also where the correction drops the policy term; no weight
+            multiplies it. log pi carries its gradient, 2 tau log(pi / mu). nats squared, reduced as the loss.
         aggregation: see :func:`~trl_offpolicy.functional.aggregation.aggregate_loss`.
         max_length: L of ``aggregation="seq_mean_token_sum_norm"``; None = that of the ``Reduction`` (the trainers set
             the longest completion that they allow), else T of the batch.
@@ -98,6 +101,7 @@ class Objective:
     kl_weighted: bool = False
     entropy_coef: float = 0.0
     entropy_aggregation: EntropyAggregation = "token_mean"
+    drift_coef: float = 0.0
     aggregation: Aggregation = "token_mean"
     max_length: int | None = None
     denominator: Denominator = "all"
@@ -109,6 +113,9 @@ class Objective:
             check_choice(name, getattr(self, name), allowed)
         check_bool(kl_weighted=self.kl_weighted)
         check_number("entropy_coef", self.entropy_coef)
+        check_number("drift_coef", self.drift_coef)
+        if self.drift_coef < 0:
+            raise ValueError(f"drift_coef must be at least 0 (0 switches the term off), but got {self.drift_coef}.")
         if self.kl is not None and not isinstance(self.kl, KLPenalty):
             raise TypeError(f"kl must be a KLPenalty or None, but got {self.kl!r}.")
         if self.correction is not None and not isinstance(self.correction, Correction):
@@ -123,6 +130,11 @@ class Objective:
             raise ValueError(
                 "kl_on must be 'kept' with denominator='kept' (dropped tokens leave the sum and the denominator, their "
                 "KL term with them), but got 'all'."
+            )
+        if self.drift_coef and self.denominator == "kept":
+            raise ValueError(
+                "drift_coef must be 0 with denominator='kept' (dropped tokens leave the sum and the denominator, and "
+                f"the term is on them too), but got {self.drift_coef}."
             )
         if self.kl is None and self.kl_weighted:
             raise ValueError("kl_weighted must be False without a KL term (kl=None), but got True.")
@@ -180,9 +192,10 @@ class Objective:
 
     @property
     def needs_sampling(self) -> bool:
-        """True if the loss or the correction reads the sampling policy."""
+        """True if the loss, the correction or the drift term reads the sampling policy."""
         by_correction = self.correction is not None and self.correction.needs_sampling
-        return by_correction or (self.mode == "bypass" and self.policy_loss.uses_ratio) or self._loss_reads_sampling
+        by_ratio = self.mode == "bypass" and self.policy_loss.uses_ratio
+        return by_correction or by_ratio or self._loss_reads_sampling or self.drift_coef > 0
 
     @property
     def _loss_reads_sampling(self) -> bool:
@@ -225,6 +238,9 @@ class Objective:
         if self.kl is not None:
             kl, beta = self._kl_term(self.kl, batch, inputs, shift), self.kl.beta
             per_token = policy + beta * self._masked_kl(kl, corrected)
+        if self.drift_coef:
+            drift = _policy_log_ratio(inputs.logps, batch.logps("sampling"), batch.mask)
+            per_token = per_token + self.drift_coef * drift.square()
         loss = self._reduce(per_token, batch.mask, corrected.keep_mask, reduction)
         bonus = self._entropy_bonus(batch, corrected.keep_mask, reduction)
         if bonus is not None:

@@ -7,15 +7,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from trl_offpolicy.checks import near
+from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms import KeepTerm, Weight
+from trl_offpolicy.parts import parse_tagged
 from trl_offpolicy.presets.auto import AUTO
 from trl_offpolicy.presets.catalog import PRESETS, get, groups, names
 from trl_offpolicy.presets.diff import Difference, diff
 from trl_offpolicy.presets.frameworks.areal import from_areal
+from trl_offpolicy.presets.frameworks.ms_swift import from_ms_swift
+from trl_offpolicy.presets.frameworks.nemo_rl import from_nemo_rl
 from trl_offpolicy.presets.frameworks.openrlhf import from_openrlhf
 from trl_offpolicy.presets.frameworks.options import UnknownOptionError
+from trl_offpolicy.presets.frameworks.prime_rl import from_prime_rl
 from trl_offpolicy.presets.frameworks.skyrl import from_skyrl
 from trl_offpolicy.presets.frameworks.slime import from_slime
 from trl_offpolicy.presets.frameworks.trl import from_trl
@@ -33,7 +40,10 @@ __all__ = [
     "diff",
     "from_areal",
     "from_mapping",
+    "from_ms_swift",
+    "from_nemo_rl",
     "from_openrlhf",
+    "from_prime_rl",
     "from_skyrl",
     "from_slime",
     "from_trl",
@@ -45,7 +55,10 @@ __all__ = [
 
 FRAMEWORKS: dict[str, Callable[..., Preset]] = {
     "areal": from_areal,
+    "ms-swift": from_ms_swift,
+    "nemo-rl": from_nemo_rl,
     "openrlhf": from_openrlhf,
+    "prime-rl": from_prime_rl,
     "skyrl": from_skyrl,
     "slime": from_slime,
     "trl": from_trl,
@@ -53,7 +66,7 @@ FRAMEWORKS: dict[str, Callable[..., Preset]] = {
 }
 """Frameworks whose own option names are understood."""
 
-MAPPING_KEYS = ("preset", "framework", "options", "correction", "objective", "advantages")
+MAPPING_KEYS = ("preset", "framework", "options", "file", "correction", "objective", "advantages")
 """Keys of the mapping in which a user describes the method: ``offpolicy`` in TRL, ``correction`` in Lightning."""
 
 
@@ -70,6 +83,8 @@ def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
     if unknown := [key for key in spec if key not in MAPPING_KEYS]:
         raise ValueError(f"{where}.{unknown[0]} must be one of {list(MAPPING_KEYS)}.{near(unknown[0], MAPPING_KEYS)}")
     framework, options = spec.get("framework"), spec.get("options") or {}
+    if spec.get("file") is not None:
+        return _from_file(spec, where=where)
     if framework is None and spec.get("preset") == AUTO:
         return auto_preset(**options)
     if framework is None:
@@ -80,6 +95,33 @@ def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
         known = sorted(FRAMEWORKS)
         raise ValueError(f"{where}.framework must be one of {known}, but got {framework!r}.{near(framework, known)}")
     return FRAMEWORKS[framework](**options)
+
+
+def _from_file(spec: Mapping[str, Any], *, where: str) -> Preset:
+    """The correction of another framework's configuration file; nothing else of it is read.
+
+    Raises:
+        ValueError: no framework is named, the file cannot be read, or an option of the correction is wrong.
+    """
+    from trl_offpolicy.migrate import correction_of
+
+    framework, known = spec.get("framework"), sorted(FRAMEWORKS)
+    if framework not in FRAMEWORKS:
+        text = near(str(framework), known)
+        raise ValueError(f"{where}.framework must be one of {known} with {where}.file, but got {framework!r}.{text}")
+    for key in ("preset", "options"):
+        if spec.get(key):
+            raise ValueError(f"{where}.file and {where}.{key} both give the correction; set one.")
+    options, terms = correction_of(str(spec["file"]), str(framework))
+    preset = FRAMEWORKS[str(framework)](**options)
+    if not terms:
+        return preset
+    correction = preset.correction or Correction()
+    keep = [parse_tagged(term, KeepTerm, where=f"{where}.file") for term in terms.get("keep", ())]
+    correction = replace(correction, keep=(*correction.keep, *keep))
+    if "weight" in terms:
+        correction = replace(correction, weight=parse_tagged(terms["weight"], Weight, where=f"{where}.file"))
+    return replace(preset, objective=replace(preset.objective, correction=correction))
 
 
 def describe(name: str) -> str:

@@ -19,6 +19,7 @@ from trl_offpolicy.correction.terms import (
     ESSWeight,
     OffPolicySequenceMask,
     OutlierVeto,
+    PrefixBudget,
     PrefixMinWeight,
     PrefixWeight,
     ProbabilityDifferenceMask,
@@ -26,10 +27,11 @@ from trl_offpolicy.correction.terms import (
     RawWeight,
     SecondMomentBudget,
     ShapedWeight,
+    SuffixVeto,
     TruncateWeight,
 )
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
-from trl_offpolicy.objective.losses import GPG
+from trl_offpolicy.objective.losses import FIPO, GPG, P3O, PPOClip
 from trl_offpolicy.presets.frameworks.areal import from_areal
 from trl_offpolicy.presets.frameworks.openrlhf import from_openrlhf
 from trl_offpolicy.presets.frameworks.skyrl import from_skyrl
@@ -89,6 +91,10 @@ LOGIT_FUSION = "Zhang et al. 2026, 'Logit fusion'"
 GEOMETRIC = "'A geometric view of off-policy sequence masking' 2026; " + MIS
 DEEPSEEK = "DeepSeek-AI 2025, DeepSeek-V3.2 (arXiv:2512.02556), Eq. 8-9"
 KPOP = "Guo et al. 2026, KPop (ringtech.notion.site/kpop)"
+CPPO = "Mao et al. 2026, CPPO, 'Beyond uniform token-level trust region in LLM RL' (arXiv:2606.10968)"
+P3O_PAPER = "Fakoor et al. 2026, P3O, 'Trust the batch, on- or off-policy' (arXiv:2605.12380)"
+FIPO_PAPER = "Ma et al. 2026, FIPO, 'Eliciting deep reasoning with future-KL' (arXiv:2603.19835)"
+MU_GRPO = "Tian et al. 2026, mu-GRPO, 'How off-policy can GRPO be?' (arXiv:2605.17570)"
 DPPO = "Qi et al. 2026, DPPO, 'Rethinking the trust region in LLM RL' (arXiv:2602.04879)"
 
 METHODS: dict[str, Row] = {
@@ -157,7 +163,8 @@ METHODS: dict[str, Row] = {
     "paper/ctpo": Row(
         lambda low=0.8, high=1.25: Correction(weight=PrefixWeight(low=low, high=high)),
         "Unbiased prefix correction until a bound acts, about alike at every position while log-ratios have mean "
-        "0. The paper bounds the policy ratio; here it weighs pi_old / mu. Bounds: a starting point of this kit.",
+        "0. The paper clips the policy ratio; here it weighs pi_old / mu. Bounds: a starting point of this kit (the "
+        "authors' code has 0.975 and 1.051, for the policy ratio).",
         citation="Zhang et al. 2026, CTPO (arXiv:2605.07331)",
     ),
     "paper/logit-fusion-cap": Row(
@@ -219,11 +226,12 @@ METHODS: dict[str, Row] = {
         formula="drop if A < 0 and mean_t log(mu / pi) > delta",
     ),
     "paper/trm": Row(
-        lambda statistic="k3", high=0.05: Correction(
-            keep=(DivergenceBand(statistic=statistic, level="sequence_max", high=high),)
+        lambda statistic="k3", high=0.05, ratio="old/sampling": Correction(
+            keep=(DivergenceBand(statistic=statistic, level="sequence_max", high=high, ratio=ratio),)
         ),
         "One bad token condemns the response. Long horizons, agents. The paper takes the KL over the whole "
         "vocabulary; here it is estimated from the sampled token (statistic k2, k3, abs, binary_tv or binary_kl). "
+        "The paper's is between the engine and the policy that learns: ratio 'current/sampling'. "
         "high: a starting point of this kit; calibrate it with statistic measured on a healthy run.",
         citation="Li et al. 2025, TRM, 'Trust region masking for long-horizon LLM RL' (arXiv:2512.23075)",
     ),
@@ -241,6 +249,43 @@ METHODS: dict[str, Row] = {
         "binary_kl. The mask alone, beside PPO's clip and on both sides; DPPO's loss drops only the side that the "
         "advantage pushes to (prime-rl/probability-difference) and has no clip.",
         citation=DPPO,
+    ),
+    "paper/cppo": Row(
+        lambda high=0.2, budget=0.02, min_weight=0.8, statistic="binary_tv", adaptive=True: Correction(
+            weight=RawWeight(ratio="current/sampling"),
+            keep=(
+                PrefixBudget(high=high, budget=budget, min_weight=min_weight, statistic=statistic, adaptive=adaptive),
+            ),
+        ),
+        "Long responses, stale data: DPPO's mask, tighter for early tokens, and tighter the more the prefix has moved "
+        "away. high 0.2 is for MoE models, 0.15 for dense ones; for statistic binary_kl 0.1, with budget 0.002. The "
+        "gradient is that of the paper's -(pi / mu) A on kept tokens.",
+        citation=CPPO,
+        objective={"policy_loss": GPG(), "mode": "bypass"},
+    ),
+    "paper/mu-grpo": Row(
+        lambda low=1e-4: Correction(keep=(SuffixVeto(low=low),)),
+        "Very stale rollouts, hundreds of steps on one batch: PPO's clip on pi / mu is [0, 5], and after a token that "
+        "the policy now finds impossible nothing is pushed down. low: the ratio in the authors' example.",
+        citation=MU_GRPO,
+        objective={"policy_loss": PPOClip(low=1.0, high=4.0), "mode": "bypass"},
+    ),
+    # ---------------------------------------------------------------------------------------- losses that do it alone
+    "paper/p3o": Row(
+        lambda: Correction(),
+        "Stale and replayed data without a clip to tune: the batch's own effective sample size caps pi / mu and says "
+        "how strongly a KL pulls back to mu. It is taken over a micro-batch: make these large.",
+        citation=P3O_PAPER,
+        source_clamp=None,
+        objective={"policy_loss": P3O(), "mode": "bypass"},
+    ),
+    "paper/fipo": Row(
+        lambda: Correction(),
+        "Long reasoning, several steps on a batch: at the first step every factor is 1 and this is PPO. It corrects no "
+        "mismatch; add a weight for that. Factors within 0.2 of 1; the authors' 32B run has none below 1.",
+        citation=FIPO_PAPER,
+        formula="A f_t in the place of A, f_t = clip(exp(sum_{k >= t} 2^(-(k - t) / 32) log r_k), 0.8, 1.2)",
+        objective={"policy_loss": FIPO()},
     ),
 }
 
@@ -328,15 +373,21 @@ RECOMMENDED: dict[str, Row] = {
         "TRL's default: MIS on the product, long responses go first.",
     ),
     "prime-rl/probability-difference": Row(
-        lambda low=-0.2, high=0.2: Correction(
-            weight=RawWeight(ratio="current/sampling"),
-            keep=(ProbabilityDifferenceMask(low=low, high=high, ratio="current/sampling"),),
+        lambda low=-0.2, high=0.2, tau=1e-3: make_preset(
+            "prime-rl/probability-difference",
+            Correction(
+                weight=RawWeight(ratio="current/sampling"),
+                keep=(ProbabilityDifferenceMask(low=low, high=high, ratio="current/sampling"),),
+            ),
+            citation="prime-rl 559b44772, default_loss_fn and docs/algorithms.md; " + DPPO,
+            notes="",
+            source_clamp=None,
+            policy_loss=GPG(),
+            mode="bypass",
+            drift_coef=tau,
         ),
-        "Asynchronous training on two policies. The gradient is that of prime-rl's -(pi / mu) A on kept tokens; "
-        "its regulariser 1e-3 log^2(pi / mu) is left out.",
-        citation="prime-rl 559b44772, default_loss_fn; " + DPPO,
-        source_clamp=None,
-        objective={"policy_loss": GPG(), "mode": "bypass"},
+        "Asynchronous training on two policies: prime-rl's default loss. The gradient is that of -(pi / mu) A on kept "
+        "tokens, plus tau log^2(pi / mu) on all trainable ones, which draws back also those that the mask dropped.",
     ),
     "roll/token-filter": Row(
         lambda low=0.8, high=1.2, max_weight=1.2: Correction(

@@ -106,6 +106,7 @@ def _objective_rows(objective: Objective) -> dict[str, str]:
         "denominator": _DENOMINATORS[objective.denominator],
         "KL of dropped tokens": _KL_ON[objective.kl_on],
         "KL term": kl,
+        "drift term": f"{number(objective.drift_coef)} log^2(pi / mu)" if objective.drift_coef else "none",
         "entropy bonus": f"{number(objective.entropy_coef)}{reduced}",
         "scope": objective.scope,
     }

@@ -23,6 +23,8 @@ def formula_of(objective: Objective) -> str:
     parts += [term.formula for term in keep] or ["nothing dropped"]
     if objective.mode == "bypass":
         parts.append(f"{type(objective.policy_loss).__name__} on pi / mu")
+    if objective.drift_coef:
+        parts.append(f"+ {number(objective.drift_coef)} log^2(pi / mu) on every token")
     held = _ratios(correction.weights, keep) if correction is not None else set()
     if others := sorted(held - {"old/sampling"}):
         parts.append("rho = " + " and ".join(RATIO_TEXT[ratio] for ratio in others))

@@ -8,15 +8,21 @@ from dataclasses import dataclass, fields
 import pytest
 
 from trl_offpolicy.presets.frameworks.areal import ARealOptions
+from trl_offpolicy.presets.frameworks.ms_swift import MSSwiftOptions
+from trl_offpolicy.presets.frameworks.nemo_rl import NeMoRLOptions
 from trl_offpolicy.presets.frameworks.openrlhf import OpenRLHFOptions
 from trl_offpolicy.presets.frameworks.options import UnknownOptionError, check_choice, read_options, warn_no_effect
+from trl_offpolicy.presets.frameworks.prime_rl import PrimeRLOptions
 from trl_offpolicy.presets.frameworks.skyrl import SkyRLOptions
 from trl_offpolicy.presets.frameworks.slime import SlimeOptions
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
 from trl_offpolicy.presets.frameworks.verl.losses import VerlLossOptions
 from trl_offpolicy.presets.frameworks.verl.translate import VerlOptions
 
-FRAMEWORKS = (ARealOptions, OpenRLHFOptions, SkyRLOptions, SlimeOptions, TRLOptions, VerlOptions, VerlLossOptions)
+FRAMEWORKS = (
+    ARealOptions, MSSwiftOptions, NeMoRLOptions, OpenRLHFOptions, PrimeRLOptions, SkyRLOptions, SlimeOptions,
+    TRLOptions, VerlOptions, VerlLossOptions,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

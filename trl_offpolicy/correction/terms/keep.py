@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from trl_offpolicy.checks import check_choice, check_number, check_whole
+from trl_offpolicy.checks import check_bool, check_choice, check_number, check_positive, check_whole
 from trl_offpolicy.correction.terms.base import RHO, KeepTerm, TermInputs, Violations, between, number
 from trl_offpolicy.correction.terms.checks import (
     check_group_level,
@@ -30,10 +30,14 @@ __all__ = [
     "DivergenceBand",
     "OffPolicySequenceMask",
     "OutlierVeto",
+    "PrefixBudget",
     "ProbabilityDifferenceMask",
     "RatioBand",
     "StalenessBound",
+    "SuffixVeto",
 ]
+
+PrefixStatistic = Literal["binary_tv", "binary_kl"]
 
 _ADDED_UP: tuple[Level, ...] = ("token", "turn", "turn_mean", "sequence", "sequence_mean", "group")
 STATISTIC_LEVELS: dict[Statistic, tuple[Level, ...]] = {
@@ -221,6 +225,70 @@ class ProbabilityDifferenceMask(KeepTerm):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefixBudget(KeepTerm):
+    """CPPO: drop tokens that move on although they, or the prefix before them, are too far from the sampler.
+
+    Two bounds on the divergence of the numerator from the denominator: ``high`` for a token, tighter at the start of
+    the response (weights from 1 at the first token to ``min_weight`` at the last), and ``budget`` for the weighted mean
+    of every prefix. A token whose advantage pushes it back is kept in any case: A (rho - 1) <= 0. See
+    :func:`~trl_offpolicy.functional.masks.prefix_budget`.
+
+    Args:
+        high: delta, a probability (binary_tv) or nats (binary_kl). Published for TV: 0.15 for dense models, 0.2 for MoE
+            models; for a KL 0.1.
+        budget: delta_b. Published for TV: 0.02 with ``adaptive`` (base models), 0.015 without; for a KL 0.002.
+        min_weight: w_min.
+        statistic: of the sampled token against all others; the KL is that from the denominator to the numerator.
+        adaptive: the budget of a response follows its own divergences, between ``budget`` and twice that.
+        ratio: the numerator is the policy that is bounded.
+
+    Reference: Mao et al. 2026, CPPO (arXiv:2606.10968), Eq. 8 to 10. The paper's main runs take the divergence over
+    the 20 likeliest tokens; its ablation finds the binary one comparable, as here.
+    """
+
+    type_name: ClassVar[str] = "prefix_budget"
+    high: float = 0.2
+    budget: float = 0.02
+    min_weight: float = 0.8
+    statistic: PrefixStatistic = "binary_tv"
+    adaptive: bool = True
+    ratio: Ratio = "current/sampling"
+    reads_advantages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_choice("statistic", self.statistic, get_args(PrefixStatistic))
+        check_bool(adaptive=self.adaptive)
+        check_ratio(self.ratio)
+        check_positive(high=self.high, budget=self.budget, min_weight=self.min_weight)
+        if self.min_weight > 1:
+            raise ValueError(f"min_weight must be at most 1, the first token's weight, but got {self.min_weight}.")
+        largest = reach(self.statistic, "token")[1]
+        if self.high >= largest:
+            raise ValueError(
+                f"high must be below {largest:.4g} for {self.statistic} to ever fire, but got {self.high}."
+            )
+
+    @property
+    def formula(self) -> str:
+        """Both bounds, as ``drop if A (rho_t - 1) > 0 and w_t |p - q| > min(0.2, 0.2 + 0.02 W - S)``."""
+        high, name = number(self.high), _STATISTIC_TEXT[self.statistic]
+        return f"drop if A (rho_t - 1) > 0 and w_t {name} > min({high}, {high} + {number(self.budget)} W - S)"
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """The tokens that do not fit and move on, above or below a ratio of 1."""
+        fits = masks.prefix_budget(
+            inputs.statistic_at(self.statistic, "token"),
+            inputs.mask,
+            high=self.high,
+            budget=self.budget,
+            min_weight=self.min_weight,
+            adaptive=self.adaptive,
+        )
+        up, down = inputs.log_ratios > 0, inputs.log_ratios < 0
+        return Violations(~fits & up & (inputs.advantages > 0), ~fits & down & (inputs.advantages < 0))
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutlierVeto(KeepTerm):
     """Drop a whole sequence if any of its tokens has a ratio outside [low, high]. None = open."""
 
@@ -279,6 +347,39 @@ class OffPolicySequenceMask(KeepTerm):
         """The dropped sequences, as ``below``: the policy finds the text too unlikely."""
         mean = inputs.log_ratio_at("sequence_mean")
         keep = masks.off_policy_sequence_mask(mean, inputs.advantages, max_divergence=self.max_divergence)
+        return Violations(None, ~keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuffixVeto(KeepTerm):
+    """mu-GRPO: drop what follows a token with a ratio below ``low``, where the advantage is negative.
+
+    The token itself stays. By default it measures the current policy against the one that sampled. See
+    :func:`~trl_offpolicy.functional.masks.suffix_veto`.
+
+    Reference: Tian et al. 2026, mu-GRPO (arXiv:2605.17570), negative-advantage veto. 1e-4 is the ratio of the project
+    page's example; we have not seen the paper's own setting.
+    """
+
+    type_name: ClassVar[str] = "suffix_veto"
+    example: ClassVar[Mapping[str, Any]] = {"low": 0.5}
+    low: float = 1e-4
+    ratio: Ratio = "current/sampling"
+    reads_advantages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_number("low", self.low)
+        check_ratio_bounds("low", self.low, "high", None)
+
+    @property
+    def formula(self) -> str:
+        """The bound, as ``drop if A < 0 and an earlier rho_t < 0.0001``."""
+        return f"drop if A < 0 and an earlier rho_t < {number(self.low)}"
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """The tokens after the trigger, as ``below``: the policy finds their prefix too unlikely."""
+        keep = masks.suffix_veto(inputs.log_ratios, inputs.mask, inputs.advantages, low=self.low)
         return Violations(None, ~keep)
 
 

@@ -1,8 +1,22 @@
 """Policy losses as pure functions of tensors, by what they treat as one action."""
 
 from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean, unit_ratio
-from trl_offpolicy.functional.policy_losses.covariance import clip_cov, first_ranked, kl_cov, token_covariance
-from trl_offpolicy.functional.policy_losses.responses import entropy_groups, espo, oapl, soft_value, st_ppo, topr
+from trl_offpolicy.functional.policy_losses.covariance import (
+    CovPenalty,
+    clip_cov,
+    first_ranked,
+    kl_cov,
+    token_covariance,
+)
+from trl_offpolicy.functional.policy_losses.responses import (
+    entropy_groups,
+    espo,
+    future_influence,
+    oapl,
+    soft_value,
+    st_ppo,
+    topr,
+)
 from trl_offpolicy.functional.policy_losses.sequences import VESPO_LOG_FLOOR, gmpo, gspo_token, tbpo, vespo_phi
 from trl_offpolicy.functional.policy_losses.tokens import aspo, cispo, dispo, dro, ppo_clip, sapo
 from trl_offpolicy.functional.policy_losses.trust_regions import (
@@ -10,6 +24,7 @@ from trl_offpolicy.functional.policy_losses.trust_regions import (
     dppo,
     group_ratio_variance,
     m2po,
+    p3o,
     quatro,
     r2vpo,
 )
@@ -17,6 +32,7 @@ from trl_offpolicy.functional.policy_losses.trust_regions import (
 __all__ = [
     "VESPO_LOG_FLOOR",
     "BinaryDivergence",
+    "CovPenalty",
     "LossTerms",
     "aspo",
     "cispo",
@@ -27,6 +43,7 @@ __all__ = [
     "entropy_groups",
     "espo",
     "first_ranked",
+    "future_influence",
     "gmpo",
     "group_ratio_variance",
     "gspo_token",
@@ -34,6 +51,7 @@ __all__ = [
     "m2po",
     "masked_mean",
     "oapl",
+    "p3o",
     "ppo_clip",
     "quatro",
     "r2vpo",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
-from trl_offpolicy.functional.log_ratios import ratio_of
+from trl_offpolicy.functional.kl import k3
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms, masked_mean
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
+
+CovPenalty = Literal["abs", "k3"]
 
 
 def token_covariance(logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -93,11 +98,18 @@ def clip_cov(
 
 
 def kl_cov(
-    log_ratios: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor, *, fraction: float, coef: float
+    log_ratios: Tensor,
+    logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    fraction: float,
+    coef: float,
+    penalty: CovPenalty = "abs",
 ) -> LossTerms:
     r"""KL-Cov: a pull to pi_old on the tokens with the largest covariance of the call.
 
-        -r A, plus coef \|log r\| on those tokens
+        -r A, plus coef \|log r\| (or coef (r - 1 - log r)) on those tokens
 
     where r = pi / pi_old. What carries gradient: log r of every token; there is no clip. Heuristic.
 
@@ -107,17 +119,20 @@ def kl_cov(
         advantages: no gradient.
         mask: (B, T) bool.
         fraction: share of the call's tokens that are penalised, rounded down, but at least one.
-        coef: factor of \|log r\| in the penalty.
+        coef: factor of the penalty.
+        penalty: "abs" is \|log r\|, a push of constant size. "k3" is r - 1 - log r, which estimates KL(pi_old || pi)
+            on tokens of pi_old without bias. Here only some tokens have it, picked by their own log pi.
 
     Returns:
         ``gate`` is 1 on the penalised tokens, else 0.
 
-    Reference: Cui et al. 2025 (arXiv:2505.22617), Eq. 14, with \|log r\| for the KL divergence as the authors' code
-    and verl's ``kl_cov``: its gradient is a push back to pi_old of constant size.
+    Reference: Cui et al. 2025 (arXiv:2505.22617), Eq. 14, has the KL divergence; "k3" is its estimate from the sampled
+    token. "abs" is what the authors' code and verl's ``kl_cov`` compute.
     """
     check_tokens(mask.shape, log_ratios=log_ratios)
     count = (mask.sum() * fraction).floor().clamp(min=1)
     worst = first_ranked(token_covariance(logps, advantages, mask), mask, count)
-    penalty = torch.where(worst, coef * log_ratios.abs(), 0.0)
-    loss = -ratio_of(log_ratios) * advantages + penalty
+    inside = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    distance = log_ratios.abs() if penalty == "abs" else k3(inside)
+    loss = -ratio_of(log_ratios) * advantages + torch.where(worst, coef * distance, 0.0)
     return LossTerms(loss, gate=worst.to(loss.dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,79 @@ from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
+
+
+def future_influence(
+    log_ratios: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    half_life: float,
+    low: float,
+    high: float,
+    max_ratio: float | None,
+    safe_ratio: float | None,
+) -> Tensor:
+    """FIPO's factor of the advantage: whether the policy has moved towards the text from this token on.
+
+        f_t = clip(exp(F_t), 1 - low, 1 + high),   F_t = sum_{k >= t} gamma^(k - t) M_k log r_k,   gamma = 2^(-1 / h)
+
+    where r = pi / pi_old, h is ``half_life``, and M_k is 1 on trainable tokens with r_k <= ``max_ratio``, else 0. The
+    distance k - t is in positions, so a tool's output counts in it. Above 1, what followed the token has become more
+    likely. Where A < 0 and r_t > ``safe_ratio``, f_t is at most 1, so that a token is not punished even more.
+
+    Args:
+        log_ratios: (B, T) log(pi / pi_old), nats; its gradient is stopped.
+        advantages: (B, 1) or (B, T), no gradient; their sign is read.
+        mask: (B, T) bool, trainable tokens.
+        half_life: h, positions, after which a token counts half.
+        low: at most 1; 0 = the factor never falls below 1.
+        high: the factor is at most 1 + high.
+        max_ratio: a token above it has no part in the sum; None = all have.
+        safe_ratio: None = no such limit.
+
+    Returns:
+        (B, T) of the dtype of ``log_ratios``, no gradient; 1 outside ``mask``.
+
+    Reference: Ma et al. 2026, FIPO (arXiv:2603.19835), as in the authors' code for verl and ms-swift 3602360a5.
+
+    Example:
+        >>> future_influence(torch.tensor([[2.0, 0.5]]).log(), torch.ones(1, 1), torch.ones(1, 2).bool(), half_life=1.0,
+        ...                  low=0.9, high=9.0, max_ratio=None, safe_ratio=None)
+        tensor([[1.4142, 0.5000]])
+    """
+    check_tokens(mask.shape, log_ratios=log_ratios)
+    check_tokens_or_rows(mask.shape, advantages=advantages)
+    here = log_ratios.detach()
+    counted = mask if max_ratio is None else mask & (here <= math.log(max_ratio))
+    future = _discounted_rest(torch.where(counted, here, 0.0).double(), half_life)
+    influence = ratio_of(future).clamp(1 - low, 1 + high)
+    if safe_ratio is not None:
+        risky = (advantages < 0) & (here > math.log(safe_ratio))
+        influence = torch.where(risky, influence.clamp(max=1.0), influence)
+    return torch.where(mask, influence, 1.0).to(log_ratios.dtype)
+
+
+_HALF_LIVES = 32
+"""Half-lives that one block of the discounted sum spans; the smallest weight in it is 2^-32."""
+
+
+def _discounted_rest(values: Tensor, half_life: float) -> Tensor:
+    """sum_{k >= t} 2^(-(k - t) / half_life) v_k for each t; (B, T) float64."""
+    length = values.shape[-1]
+    size = max(1, min(length, int(_HALF_LIVES * half_life)))
+    carry = torch.zeros_like(values[:, :1])
+    blocks: list[Tensor] = []
+    # From the last block to the first. Within one, divide by gamma^t what a plain sum of gamma^k v_k has too much.
+    for end in range(length, 0, -size):
+        block = values[:, max(0, end - size) : end]
+        steps = torch.arange(block.shape[-1], device=values.device, dtype=values.dtype)
+        decay = torch.exp2(-steps / half_life)
+        inside = (block * decay).flip(-1).cumsum(-1).flip(-1) / decay
+        rest = inside + carry * torch.exp2((steps - len(steps)) / half_life)
+        carry = rest[:, :1]
+        blocks.append(rest)
+    return torch.cat(blocks[::-1], -1)
 
 
 def topr(
@@ -26,7 +101,7 @@ def topr(
     Args:
         sampling_log_ratios: (B, T) log(pi / mu); its gradient is stopped.
         logps: (B, T) log pi, carries gradient.
-        advantages: no gradient; TOPR's sign is that of the reward.
+        advantages: no gradient. The paper has the reward less a constant here, so that its sign is the reward's.
         mask: (B, T) bool.
         low: lower end of the taper; 0 in the paper.
         high: its upper end; 1 in the paper.

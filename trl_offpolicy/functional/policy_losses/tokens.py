@@ -97,14 +97,22 @@ def sapo(log_ratios: Tensor, advantages: Tensor, *, temperature_pos: float, temp
     return LossTerms(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages)
 
 
-def aspo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, low: float, max_weight: float | None) -> LossTerms:
+def aspo(
+    log_ratios: Tensor,
+    logps: Tensor,
+    advantages: Tensor,
+    *,
+    low: float,
+    max_weight: float | None,
+    high: float | None = None,
+) -> LossTerms:
     """ASPO: the ratio is flipped where the advantage is positive, and PPO's lower clip stays where it is negative.
 
-        -min(1 / r, C) A where A > 0, else -max(min(r, C), 1 - low) A
+        -min(1 / min(r, 1 + high), C) A where A > 0, else -max(min(r, C), 1 - low) A
 
-    What carries gradient: log pi, with weight min(1/r, C) where A > 0, min(r, C) where A < 0, and 0 where A < 0 and
-    r < 1 - low. The cap is soft: it bounds the weight and keeps the gradient. Heuristic: weights are not those of
-    importance sampling where A > 0.
+    What carries gradient: log pi, with weight min(1/r, C) where A > 0, min(r, C) where A < 0, and 0 beyond a clip: A <
+    0 and r < 1 - low, or A > 0 and r > 1 + high. The cap is soft: it bounds the weight and keeps the gradient.
+    Heuristic: weights are not those of importance sampling where A > 0.
 
     Args:
         log_ratios: log(pi / pi_old); its gradient is stopped.
@@ -112,17 +120,21 @@ def aspo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, low: float, m
         advantages: no gradient.
         low: the lower clip of negative advantages is at 1 - low.
         max_weight: the soft cap C; None = none.
+        high: the upper clip of positive advantages is at 1 + high; None = none.
 
-    Reference: Wang et al. 2025, ASPO (arXiv:2510.06062). The paper keeps PPO's hard upper clip where A > 0. This kit
-    leaves it out and clips hard on the negative side only.
+    Reference: Wang et al. 2025, ASPO (arXiv:2510.06062). The paper keeps PPO's hard upper clip where A > 0, as
+    ``high`` does. The default leaves it out and clips hard on the negative side only.
     """
     check_broadcast(log_ratios=log_ratios, logps=logps, advantages=advantages)
     ratio = ratio_of(log_ratios.detach())
     weight = torch.where(advantages > 0, 1 / ratio, ratio)
     weight = weight if max_weight is None else weight.clamp(max=max_weight)
     clipped_low = (ratio < 1 - low) & (advantages < 0)
-    kept = -weight * unit_ratio(logps) * advantages
-    return LossTerms(torch.where(clipped_low, -(1 - low) * advantages, kept), clipped_low)
+    loss = torch.where(clipped_low, -(1 - low) * advantages, -weight * unit_ratio(logps) * advantages)
+    if high is None:
+        return LossTerms(loss, clipped_low)
+    clipped_high = (ratio > 1 + high) & (advantages > 0)
+    return LossTerms(torch.where(clipped_high, -advantages / (1 + high), loss), clipped_low, clipped_high)
 
 
 def dispo(

@@ -11,7 +11,7 @@ from torch import Tensor
 from trl_offpolicy.functional._fast import any_true
 from trl_offpolicy.functional._shapes import check_broadcast, check_rows, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.groups import group_members
-from trl_offpolicy.functional.kl import reverse_k3
+from trl_offpolicy.functional.kl import kl_estimate, reverse_k3
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.masks import divergence as divergence_of
 from trl_offpolicy.functional.masks import second_moment_budget
@@ -59,6 +59,40 @@ def dppo(
     clipped_low = (advantages <= 0) & (here < 0) & (distance > low)
     loss = -here.exp().clamp(max=max_ratio) * advantages * logps
     return LossTerms(torch.where(clipped_low | clipped_high, 0.0, loss), clipped_low, clipped_high)
+
+
+def p3o(log_ratios: Tensor, logps: Tensor, advantages: Tensor, mask: Tensor) -> LossTerms:
+    """P3O: weights capped at the batch's effective sample size, and a KL that takes over as it falls.
+
+        -sg[min(r, ESS)] A log pi + (1 - ESS) (log r + 1 / r - 1),   ESS = (sum r)^2 / (n sum r^2)
+
+    where r = pi / pi_old, sg stops the gradient and the sums are over the n tokens of the call. The second part is k3
+    of KL(pi || pi_old), nats, whose gradient is that of 1 - 1 / r times log pi. Where the policies agree the ESS is 1:
+    the policy gradient, with weights of at most 1. The cap holds from above only, and a capped token keeps its
+    gradient. What carries gradient: log pi, and log r in the KL. Biased by the cap.
+
+    Args:
+        log_ratios: (B, T) log(pi / pi_old), carries gradient in the KL; clamped to +-20 nats in every exponential.
+        logps: (B, T) log pi, carries gradient.
+        advantages: no gradient.
+        mask: (B, T) bool.
+
+    Returns:
+        Where the cap acts as ``clipped_high``, and the ESS as ``gate``.
+
+    Reference: Fakoor et al. 2026, P3O (arXiv:2605.12380), as in FeynRL 4f7eafe06, ``algs/P3O/p3o.py``. There the ESS
+    is one number for all ranks, and the KL's exponential is clamped to +-10 nats. Here it is that of this call on this
+    rank, as for the other losses that take a statistic of the current policy.
+    """
+    check_tokens(mask.shape, log_ratios=log_ratios, logps=logps)
+    check_tokens_or_rows(mask.shape, advantages=advantages)
+    ratio = ratio_of(log_ratios.detach())
+    counted = torch.where(mask, ratio, 0.0).double()
+    total, squares, count = counted.sum(), counted.square().sum(), mask.sum()
+    ess = torch.where(count > 0, total.square() / (count * squares).clamp(min=1e-300), 1.0).to(ratio.dtype)
+    pull = (1 - ess) * kl_estimate(log_ratios, "k3")
+    loss = -torch.minimum(ratio, ess) * advantages * logps + pull
+    return LossTerms(loss, None, ratio > ess, gate=ess.expand_as(ratio))
 
 
 def m2po(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, budget: float) -> LossTerms:

@@ -5,10 +5,10 @@ Each takes a :class:`LossInputs` and returns :class:`LossTerms`. :class:`PolicyL
 
 from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.objective.losses.base import LossInputs, PolicyLoss, RatioLevel, WeightUse
-from trl_offpolicy.objective.losses.responses import ESPO, OAPL, STPPO, TOPR
+from trl_offpolicy.objective.losses.responses import ESPO, FIPO, OAPL, STPPO, TOPR
 from trl_offpolicy.objective.losses.sequences import GMPO, GSPO, LUSPO, TBPO, VESPO, GSPOToken
 from trl_offpolicy.objective.losses.tokens import ASPO, CISPO, DISPO, DRO, GPG, PPOIS, SAPO, PPOClip
-from trl_offpolicy.objective.losses.trust_regions import DPPO, M2PO, QUATRO, R2VPO, ClipCov, KLCov
+from trl_offpolicy.objective.losses.trust_regions import DPPO, M2PO, P3O, QUATRO, R2VPO, ClipCov, KLCov
 
 __all__ = [
     "ASPO",
@@ -17,12 +17,14 @@ __all__ = [
     "DPPO",
     "DRO",
     "ESPO",
+    "FIPO",
     "GMPO",
     "GPG",
     "GSPO",
     "LUSPO",
     "M2PO",
     "OAPL",
+    "P3O",
     "PPOIS",
     "QUATRO",
     "R2VPO",

@@ -16,6 +16,7 @@ from trl_offpolicy.checks import (
     check_positive,
     check_positive_or_none,
     check_whole,
+    check_within,
 )
 from trl_offpolicy.functional import policy_losses
 from trl_offpolicy.functional.aggregation import Aggregation
@@ -33,10 +34,71 @@ from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
+class FIPO(PolicyLoss):
+    """PPO's clip on A f_t, where f_t says whether the policy has moved towards what follows the token.
+
+    The factor f_t is detached and in [1 - ``influence_low``, 1 + ``influence_high``]; see
+    ``functional.future_influence``. ``loss/gate_mean`` is its mean. What carries gradient: the ratio, where the clip is
+    not active. Heuristic: credit by what has become likelier, not an estimate of the advantage. On-policy f is 1.
+
+    Args:
+        low: PPO's lower clip, at 1 - low.
+        high: PPO's upper clip, at 1 + high.
+        half_life: positions after which a later token counts half.
+        influence_low: 0 = factors above 1 only, as in the authors' run of 32B; 0.2 as in those of 7B.
+        influence_high: the factor is at most 1 + this.
+        dual_clip: PPO's dual clip where A < 0. Tokens with a ratio above it leave the sum, too; None = neither.
+        safe_ratio: where A < 0, tokens with a ratio above it have a factor of at most 1; None = no limit.
+
+    Reference: Ma et al. 2026, FIPO (arXiv:2603.19835). The authors' code for verl also takes a response out of the loss
+    in which more than one token reaches the dual clip; that is not part of this loss, nor of ms-swift's.
+    """
+
+    type_name: ClassVar[str] = "fipo"
+    trust_region: ClassVar[str] = "clip of r, dual clip"
+    purpose: ClassVar[str] = "long reasoning: credit for tokens that steer what follows"
+    low: float = 0.2
+    high: float = 0.28
+    half_life: float = 32.0
+    influence_low: float = 0.2
+    influence_high: float = 0.2
+    dual_clip: float | None = 10.0
+    safe_ratio: float | None = 4.0
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high, half_life=self.half_life, influence_high=self.influence_high)
+        check_positive_or_none(dual_clip=self.dual_clip, safe_ratio=self.safe_ratio)
+        check_within("influence_low", self.influence_low, 0.0, 1.0)
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be above 1, but got {self.dual_clip}.")
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """-min(r A f, clip(r, 1 - low, 1 + high) A f), bounded by the dual clip; (B, T)."""
+        influence = policy_losses.future_influence(
+            inputs.log_ratios,
+            inputs.advantages,
+            inputs.mask,
+            half_life=self.half_life,
+            low=self.influence_low,
+            high=self.influence_high,
+            max_ratio=self.dual_clip,
+            safe_ratio=self.safe_ratio,
+        )
+        weighted = inputs.advantages * influence
+        terms = policy_losses.ppo_clip(
+            inputs.log_ratios, weighted, low=self.low, high=self.high, dual_clip=self.dual_clip
+        )
+        return terms._replace(gate=influence)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TOPR(PolicyLoss):
     """REINFORCE, tapered on negative responses by clip(pi(y) / mu(y), low, high). See ``functional.topr``.
 
-    It contains pi / mu itself, in any mode, so it takes no importance weights. What carries gradient: log pi.
+    A response is negative if its advantage is. With ``baseline`` the reward less this number takes the place of the
+    advantage, sign and size, as in the paper (0 is its plain form). Such a loss reads no advantages, and a response
+    without a reward counts 0. It contains pi / mu itself, in any mode, so it takes no importance weights. What carries
+    gradient: log pi.
 
     Reference: Le Roux et al. 2025, TOPR (arXiv:2503.14286).
     """
@@ -46,7 +108,7 @@ class TOPR(PolicyLoss):
     purpose: ClassVar[str] = "not pushing bad responses down too far"
     low: float = 0.0
     high: float = 1.0
-    reads: ClassVar[tuple[Field, ...]] = ("sampling_log_ratios",)
+    baseline: float | None = None
     aggregation: ClassVar[Aggregation] = "seq_mean_token_sum"
 
     def __post_init__(self) -> None:
@@ -54,13 +116,24 @@ class TOPR(PolicyLoss):
         check_positive(high=self.high)
         if not 0 <= self.low <= self.high:
             raise ValueError(f"low must be in [0, high={self.high}], but got {self.low}.")
+        if self.baseline is not None:
+            check_number("baseline", self.baseline)
+
+    @property
+    def reads(self) -> tuple[Field, ...]:
+        """log(pi / mu), and the reward of the row with ``baseline``."""
+        return ("sampling_log_ratios",) if self.baseline is None else ("sampling_log_ratios", "rewards")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """-A log pi where A >= 0, else -sg[clip(pi(y) / mu(y), low, high)] A log pi; (B, T)."""
+        advantages = inputs.advantages
+        if self.baseline is not None:
+            rewards = inputs.need("rewards", self)
+            advantages = torch.where(rewards.isfinite(), rewards - self.baseline, 0.0)
         return policy_losses.topr(
             inputs.need("sampling_log_ratios", self),
             own_logps(inputs),
-            inputs.advantages,
+            advantages,
             inputs.mask,
             low=self.low,
             high=self.high,

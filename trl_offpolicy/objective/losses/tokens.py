@@ -181,10 +181,11 @@ class SAPO(PolicyLoss):
 class ASPO(PolicyLoss):
     """Flipped ratio min(1/r, C) where A > 0, PPO's lower clip where A < 0. See ``functional.aspo``.
 
-    The lower clip is at 1 - ``low``, and ``max_weight`` is C, a cap that keeps the gradient (None = none). What carries
-    gradient: log pi. Heuristic; at r = 1 it is the policy gradient.
+    The lower clip is at 1 - ``low``, and ``max_weight`` is C, a cap that keeps the gradient (None = none). With
+    ``high`` the tokens with A > 0 and r above 1 + ``high`` have no gradient, as in the paper. What carries gradient:
+    log pi. Heuristic; at r = 1 it is the policy gradient.
 
-    Reference: Wang et al. 2025, ASPO (arXiv:2510.06062), without its hard clip where A > 0 (see the function).
+    Reference: Wang et al. 2025, ASPO (arXiv:2510.06062); by default without its hard clip where A > 0.
     """
 
     type_name: ClassVar[str] = "aspo"
@@ -192,17 +193,23 @@ class ASPO(PolicyLoss):
     purpose: ClassVar[str] = "unlikely tokens with a positive advantage, which a clip wastes"
     low: float = 0.2
     max_weight: float | None = 3.0
+    high: float | None = None
 
     def __post_init__(self) -> None:
         check_positive(low=self.low)
-        check_positive_or_none(max_weight=self.max_weight)
+        check_positive_or_none(max_weight=self.max_weight, high=self.high)
         if self.max_weight is not None and self.max_weight <= 1:
             raise ValueError(f"max_weight must be above 1, but got {self.max_weight}.")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """-sg[min(1 / r, C)] A log pi where A > 0, else -sg[min(r, C)] A log pi, constant where r < 1 - low; (B, T)."""
+        """-sg[min(1 / r, C)] A log pi where A > 0, else -sg[min(r, C)] A log pi, constant beyond a clip; (B, T)."""
         return policy_losses.aspo(
-            inputs.log_ratios, inputs.logps, inputs.advantages, low=self.low, max_weight=self.max_weight
+            inputs.log_ratios,
+            inputs.logps,
+            inputs.advantages,
+            low=self.low,
+            max_weight=self.max_weight,
+            high=self.high,
         )
 
 

@@ -9,13 +9,14 @@ import torch
 
 from trl_offpolicy.checks import check_choice, check_fraction, check_number, check_positive
 from trl_offpolicy.functional import policy_losses
-from trl_offpolicy.functional.policy_losses import BinaryDivergence, LossTerms
+from trl_offpolicy.functional.policy_losses import BinaryDivergence, CovPenalty, LossTerms
 from trl_offpolicy.objective.losses.base import (
     Field,
     LossInputs,
     PolicyLoss,
     check_reward_scope,
     group_fields,
+    own_logps,
     rewards_of_group,
 )
 from trl_offpolicy.types import Scope
@@ -84,6 +85,28 @@ class M2PO(PolicyLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
+class P3O(PolicyLoss):
+    """-min(r, ESS) A log pi + (1 - ESS) KL(pi || pi_old), with the ESS of the call's ratios. See ``functional.p3o``.
+
+    It has no setting. The ESS covers the tokens of one call on this rank, because the current policy moves between
+    micro-batches; ``loss/gate_mean`` shows it. What carries gradient: log pi, on every token, and log r in the KL.
+    Biased by the cap. A weight and a keep term act on the KL too.
+
+    Reference: Fakoor et al. 2026, P3O (arXiv:2605.12380), where r is against the policy that sampled: mode "bypass",
+    as in ``paper/p3o``.
+    """
+
+    type_name: ClassVar[str] = "p3o"
+    trust_region: ClassVar[str] = "ESS of the call caps r, and 1 - ESS weighs a KL"
+    purpose: ClassVar[str] = "stale or replayed data of any age, without a setting"
+    scope: ClassVar[Scope] = "micro_batch"
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """-sg[min(r, ESS)] A log pi + (1 - ESS) (log r + 1 / r - 1), (B, T)."""
+        return policy_losses.p3o(inputs.log_ratios, own_logps(inputs), inputs.advantages, inputs.mask)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClipCov(PolicyLoss):
     """PPO's clip without the loss of a few random tokens of large covariance. See ``functional.clip_cov``.
 
@@ -129,7 +152,8 @@ class ClipCov(PolicyLoss):
 class KLCov(PolicyLoss):
     r"""-r A, plus coef \|log r\| on the tokens of largest covariance. See ``functional.kl_cov``.
 
-    The covariance is over the tokens of one call on this rank. What carries gradient: log r, on every token.
+    With ``penalty="k3"`` these tokens have an estimate of the paper's KL(pi_old || pi) instead. The covariance is over
+    the tokens of one call on this rank. What carries gradient: log r, on every token.
 
     Reference: Cui et al. 2025 (arXiv:2505.22617); the defaults are verl's configuration.
     """
@@ -139,14 +163,16 @@ class KLCov(PolicyLoss):
     purpose: ClassVar[str] = "preventing entropy collapse, softly"
     fraction: float = 2e-4
     coef: float = 0.1
+    penalty: CovPenalty = "abs"
     scope: ClassVar[Scope] = "micro_batch"
 
     def __post_init__(self) -> None:
         check_fraction(fraction=self.fraction)
         check_positive(coef=self.coef)
+        check_choice("penalty", self.penalty, get_args(CovPenalty))
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """-r A, plus coef times the absolute log r on the tokens of largest covariance; (B, T)."""
+        """-r A, plus coef times the penalty on the tokens of largest covariance; (B, T)."""
         return policy_losses.kl_cov(
             inputs.log_ratios,
             inputs.logps,
@@ -154,6 +180,7 @@ class KLCov(PolicyLoss):
             inputs.mask,
             fraction=self.fraction,
             coef=self.coef,
+            penalty=self.penalty,
         )
 
 
