@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="2 steps, seed 0, none and token_tis; into --out")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--roundings", nargs="+", choices=[r for r in ROUNDINGS if r != "float"], default=["fp8"])
+    parser.add_argument("--roundings", nargs="+", choices=list(ROUNDINGS), default=["float", "fp8"])
     parser.add_argument("--rows", nargs="+", choices=ROWS)
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--steps", type=int)
@@ -86,8 +86,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def plan(args: argparse.Namespace) -> list[tuple[int, str, str]]:
-    """(seed, rounding, row): whole seeds, unrounded rollouts first, and 'none' before what is calibrated by it."""
-    cells = [("float", "none"), *((one, row) for one in args.roundings for row in sorted(args.rows, key=ROWS.index))]
+    """(seed, rounding, row): whole seeds, and 'none' before what is calibrated by it; 'float' needs no correction."""
+    rows = sorted(args.rows, key=ROWS.index)
+    cells = [(one, row) for one in args.roundings for row in (["none"] if one == "float" else rows)]
     return [(seed, *cell) for seed in args.seeds for cell in cells]
 
 
