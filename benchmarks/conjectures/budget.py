@@ -6,7 +6,7 @@ a geometric mask. Repair is an engine of 14 bits, which lies below the budget; "
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -191,16 +191,12 @@ def cells_of(runs: Sequence[Outcome]) -> list[Cell]:
 def find(runs: Sequence[Outcome]) -> Finding:
     """The conjecture fails if some gain below the budget is at least ``LIMIT``, and holds if all are less."""
     cells = cells_of(runs)
-    inside = [common.judged(value, LIMIT) for cell in cells if cell.below for value in cell.gains.values()]
-    counts = {side: inside.count(side) for side in ("below", "above", "open")}
-    verdict: common.Verdict = "cannot be told here"
-    if counts["above"]:
-        verdict = "does not hold"
-    elif inside and not counts["open"]:
-        verdict = "holds"
+    counts = counts_of(cells)
+    by_model = {name: counts_of([cell for cell in cells if cell.world == name]) for name in WORLDS}
     why = (
-        f"of {len(inside)} gains within the budget {counts['below']} are below {LIMIT:.1%} with their whole "
-        f"95 % interval, {counts['above']} are at or above it, {counts['open']} are open"
+        f"of {sum(counts.values())} gains within the budget {counts['below']} are below {LIMIT:.1%} with their whole "
+        f"95 % interval, {counts['above']} are at or above it, {counts['open']} are open. By model: "
+        + ", ".join(f"{name} {verdict_of(mine)}" for name, mine in by_model.items() if mine != counts_of([]))
     )
     rows = [
         [
@@ -213,9 +209,21 @@ def find(runs: Sequence[Outcome]) -> Finding:
     ]  # fmt: skip
     header = ["model", "engine", "TV95", "chi2 of responses", "delta", "budget", "accuracy, neither", "gain of TIS"]
     table = common.markdown([*header, "gain of the mask", "gain of repair"], rows)
-    return Finding(
-        verdict, why, table, {"limit": LIMIT, "within": counts, "cells": [as_numbers(cell) for cell in cells]}
-    )
+    numbers = {"limit": LIMIT, "within": counts, "by_model": by_model, "cells": [as_numbers(cell) for cell in cells]}
+    return Finding(verdict_of(counts), why, table, numbers)
+
+
+def counts_of(cells: Sequence[Cell]) -> dict[str, int]:
+    """How many gains within the budget are below the limit, at or above it, or neither by their intervals."""
+    inside = [common.judged(value, LIMIT) for cell in cells if cell.below for value in cell.gains.values()]
+    return {side: inside.count(side) for side in ("below", "above", "open")}
+
+
+def verdict_of(counts: Mapping[str, int]) -> common.Verdict:
+    """One gain above the limit refutes; one that is open leaves the question open."""
+    if counts["above"]:
+        return "does not hold"
+    return "holds" if counts["below"] and not counts["open"] else "cannot be told here"
 
 
 def as_numbers(cell: Cell) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="2 steps, seed 0, none and token_tis; into --out")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--roundings", nargs="+", choices=list(ROUNDINGS), default=["float", "fp8"])
+    parser.add_argument("--roundings", nargs="+", choices=list(ROUNDINGS), default=["float", "int4_g32"])
     parser.add_argument("--rows", nargs="+", choices=ROWS)
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--steps", type=int)
