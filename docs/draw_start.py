@@ -18,7 +18,7 @@ QUESTIONS: tuple[tuple[str, str], ...] = (
     ("Does another engine sample (vLLM)?", "weight on pi_old / mu (token TIS)"),
     ("Do several optimizer steps use one generation?", "clip on pi / pi_old, with old log-probs"),
     ("Does sampling overlap with training?", "bound on the lag, and a clip around a fresher policy"),
-    ("Is the model a mixture of experts?", "routing replay, by the steps a generation; or a token band"),
+    ("Is the model a mixture of experts?", "routing replay, or a band on each token's ratio"),
     ("Do tools or an environment write into the context?", "mask of their tokens; weights by turn"),
     ("Is what you measured larger than a weight can carry?", "rejection; above that, repair the system"),
 )

@@ -1,6 +1,6 @@
 """GRPO with rollout correction for PyTorch Lightning: the same objective, engines and metrics as the TRL trainer.
 
-Needs ``lightning`` (``pip install "trl-offpolicy[lightning]"``); TRL's trainer is never imported.
+Needs ``lightning`` (``pip install -e ".[lightning]"``); TRL's trainer is never imported.
 """
 
 from lightning_module.callbacks import OffPolicyProgressBar, RunFolder
