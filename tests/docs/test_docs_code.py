@@ -49,7 +49,8 @@ ENGINE_IN_PROCESS = 'use_vllm=True, vllm_mode="colocate"'
 REPLACED = {
     "README.md": {
         ENGINE_IN_PROCESS: "**on_cpu",
-        "train_dataset=dataset": "train_dataset=dataset, processing_class=tokenizer, rollout_func=rollout_func",
+        '"HuggingFaceTB/SmolLM2-135M-Instruct"': "model",
+        "train_dataset=sums": "train_dataset=sums, processing_class=tokenizer, rollout_func=rollout_func",
         'correction="paper/tis", engine={"type": "vllm"}': 'correction="paper/tis", **tiny_lightning',
         "Trainer(max_steps=100)": "Trainer(max_steps=1, **quiet)",
         "micro_batch_size=8, num_generations=8": "micro_batch_size=4, num_generations=4",
@@ -70,7 +71,7 @@ REPLACED = {
 """What stands in for a GPU, a big model and hours: words of a page and their replacements."""
 REPLACED["docs/index.md"] = {
     '    use_vllm=True,\n    vllm_mode="colocate"': "    **on_cpu",
-    "train_dataset=dataset": REPLACED["README.md"]["train_dataset=dataset"],
+    "train_dataset=dataset": "train_dataset=dataset, processing_class=tokenizer, rollout_func=rollout_func",
 }
 
 
