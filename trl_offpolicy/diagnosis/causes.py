@@ -32,6 +32,7 @@ class Cause:
 
 
 _PROBE = "Run the zero-update test: trl-offpolicy probe --model MODEL --engine-dtype DTYPE."
+_FLOAT16 = "engine: {dtype: float16}\nbf16: false\nfp16: true\n"
 
 CAUSES: dict[str, Cause] = {
     # ------------------------------------------------------------------------------ branches of the decision tree
@@ -43,7 +44,7 @@ CAUSES: dict[str, Cause] = {
         _PROBE + " If it is clean, the weights of the engine are not the trainer's: look at rollout/sync_agreement.",
         "First the system: the same dtype on both sides, no quantisation, the same temperature and truncation, then "
         "tensor parallelism and kernels. Correct what is left. A correction hides this fault but does not remove it.",
-        "offpolicy: measure   # while you look for the cause\nengine: {dtype: float16}   # and fp16: true\n",
+        "offpolicy: measure   # while you look for the cause\n" + _FLOAT16,
     ),
     "policy_staleness": Cause(
         "policy staleness",
@@ -222,7 +223,7 @@ CAUSES: dict[str, Cause] = {
         "The mismatch goes away with engine and trainer in the same dtype.",
         "Use the same dtype on both sides, fp16 rather than bf16 (Qi et al. 2025). If the engine must be quantised, "
         "correct with truncated token weights.",
-        "engine: {dtype: float16}   # and fp16: true\noffpolicy: paper/tis\n",
+        _FLOAT16 + "offpolicy: paper/tis\n",
     ),
     "dropout": Cause(
         "dropout left on",
@@ -230,7 +231,7 @@ CAUSES: dict[str, Cause] = {
         "The trainer scores with dropout: its own log-probs differ from one forward to the next.",
         "The noise floor (the same text scored twice) is as large as the mismatch.",
         "Switch dropout off, also the adapter's.",
-        "disable_dropout: true   # and lora_dropout: 0.0\n",
+        "disable_dropout: true\nlora_dropout: 0.0\n",
     ),
     "misalignment": Cause(
         "misaligned log-probs",

@@ -12,12 +12,12 @@ from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.fixes import fix_of
 from trl_offpolicy.diagnosis.lags import LAG_TITLES, LagTable, lag_table
-from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.numbers import format_number, listed
 from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
 from trl_offpolicy.diagnosis.rescoring.rescore import OpenBench, attribute_run_rescored, sources_of
 from trl_offpolicy.diagnosis.sync_record import describe_syncs, seen_in_syncs
 from trl_offpolicy.diagnosis.thresholds import Thresholds
-from trl_offpolicy.diagnosis.verdict.advice import Advice, advise
+from trl_offpolicy.diagnosis.verdict.advice import Advice, advise, advise_after
 from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
 from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
 from trl_offpolicy.diagnosis.verdict.sga import Cell
@@ -206,7 +206,7 @@ def _advice(
     """One configuration for the findings. A cause that the tokens name takes the place of "engine mismatch"."""
     causes = [one.cause for one in found.findings]
     if attribution is not None and attribution.cause in CAUSES:
-        causes = [attribution.cause, *(one for one in causes if one != "engine_mismatch")]
+        return advise_after(attribution.cause, causes, frameworks, info)
     return advise(causes, frameworks, info) if causes else None
 
 
@@ -233,9 +233,8 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
         _print_fields(out, describe_attribution(seen.attribution, seen.info))
     if seen.by_lag is not None and seen.by_lag.stale:
         _print_lags(out, seen.by_lag)
-    if seen.advice is not None and (seen.advice.yaml or seen.advice.later):
-        out.print(f"[bold]settings[/] for all findings ({escape(seen.advice.where)})")
-        _print_fields(out, {"yaml": seen.advice.yaml, "later": "\n".join(seen.advice.later)})
+    if seen.advice is not None:
+        _print_advice(out, seen.advice)
     for one in seen.antipatterns:
         out.print(f"[yellow]anti-pattern[/] [bold]{escape(one.name)}[/]")
         _print_fields(out, {"seen": one.seen, "instead": one.instead})
@@ -276,6 +275,27 @@ def describe_attribution(found: Attribution, info: Mapping[str, Any] | None = No
     return fields if fix is None else fields | {"fix": fix.text}
 
 
+def headline(seen: Examination) -> str:
+    """What was found and the likely cause, in a sentence or two; the verdict itself stands before it."""
+    found = seen.diagnosis
+    text = listed([one.about.title for one in found.findings]) or found.line().split("  ", 1)[1]
+    if seen.attribution is None:
+        return text
+    about = CAUSES.get(seen.attribution.cause)
+    if about is None:
+        return f"{text}. Which cause is not known."
+    return f"{text}. Likely cause: {about.title} (confidence {seen.attribution.confidence:.2f})."
+
+
+def what_to_do(seen: Examination) -> str:
+    """The fix in words: that of the cause which the tokens name, else that of the first finding; may be empty."""
+    causes = [one.cause for one in seen.diagnosis.findings]
+    if seen.attribution is not None and seen.attribution.cause in CAUSES:
+        causes = [seen.attribution.cause]
+    fix = fix_of(causes[0], seen.info) if causes else None
+    return "" if fix is None else fix.text
+
+
 def describe_cell(cell: Cell) -> str:
     """Total variation and chi-square with what they ask for together."""
     sequence = "" if cell.chi2_sequence is None else f", of whole sequences {format_number(cell.chi2_sequence)}"
@@ -301,6 +321,22 @@ def _print_finding(out: Console, finding: Finding) -> None:
     )
     fields = {"seen": finding.symptom, "means": about.meaning, "check": about.confirm, "fix": about.fix}
     _print_fields(out, fields)
+
+
+def _print_advice(out: Console, advice: Advice) -> None:
+    """Print the settings as YAML, and what comes after them."""
+    from rich.markup import escape
+
+    fields = {"yaml": advice.yaml, "later": "\n".join(advice.later), "then": judge_again(advice)}
+    if any(fields.values()):
+        out.print(f"[bold]settings[/] ({escape(advice.where)})")
+        _print_fields(out, fields)
+
+
+def judge_again(advice: Advice) -> str:
+    """What to do about findings that may follow from the cause, in a sentence; empty if there are none."""
+    titles = listed([f'"{title}"' for title in advice.follows])
+    return titles and f"Then judge again: {titles} may go away with the cause."
 
 
 def _print_lags(out: Console, table: LagTable) -> None:

@@ -88,7 +88,9 @@ def in_lightning(text: str, engine: Any = None) -> str:
     if asked:
         settings["engine"] = {**(engine if isinstance(engine, dict) else {}), **asked}
     _put(nested, {_SECTIONS[name]: value for name, value in settings.items() if name in _SECTIONS})
-    return "".join(_yaml(section, nested[section]) for section in ("model", "data") if section in nested)
+    if settings.get("fp16"):
+        nested["trainer"] = {"precision": "16-mixed"}
+    return "".join(_yaml(section, nested[section]) for section in ("model", "data", "trainer") if section in nested)
 
 
 def _put(nested: dict[str, Any], values: Mapping[tuple[str, ...], Any]) -> None:

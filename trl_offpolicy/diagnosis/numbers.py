@@ -1,6 +1,8 @@
-"""Formats numbers for people."""
+"""Formats numbers and lists for people."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def format_number(value: float | None) -> str:
@@ -19,3 +21,14 @@ def format_number(value: float | None) -> str:
     if size < 0.1:
         return f"{value:.3g}"
     return f"{value:.4f}" if size < 10 else f"{value:.2f}"
+
+
+def listed(texts: Iterable[str]) -> str:
+    """Texts as a person lists them, each once; empty for none.
+
+    Example:
+        >>> listed(["drift", "noise", "drift", "lag"])
+        'drift, noise and lag'
+    """
+    *others, last = dict.fromkeys(texts) or ("",)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -101,7 +101,7 @@ def test_only_drawn_figures_are_taken_as_html() -> None:
         for line in path.read_text().splitlines()
         if "safe" in line
     ]
-    assert marked == [("pieces.html", "{{ panel.svg | safe }}")]
+    assert marked == [("pieces.html", "{% macro drawn(svg) %}{{ svg | safe }}{% endmacro %}")]
 
 
 def test_run_info_is_flattened() -> None:

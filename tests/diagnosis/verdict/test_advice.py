@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trl_offpolicy.diagnosis.causes import CAUSES
-from trl_offpolicy.diagnosis.verdict.advice import _CORRECTIONS, ASKED, THEIRS, advise
+from trl_offpolicy.diagnosis.verdict.advice import _CORRECTIONS, ASKED, THEIRS, advise, advise_after
 from trl_offpolicy.diagnosis.verdict.tree import TREE
 from trl_offpolicy.presets import from_skyrl, from_slime, from_trl, from_verl
 
@@ -109,19 +109,42 @@ def test_our_own_settings_load_together(first: str, tmp_path: Path) -> None:
                 assert settings[key] == value
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            args = OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+            settings.pop("lora_dropout", None)  # of TRL's ModelConfig
+            args = OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{"bf16": False, **settings})
             assert resolve_preset(args).objective is not None
+
+
+FLOAT16 = {"engine": {"dtype": "float16"}, "bf16": False, "fp16": True}
+
+
+def test_what_any_run_is_told_has_no_place_beside_the_tokens_answer() -> None:
+    found = advise_after("other_weights", ["engine_mismatch", "correction_limit", "clip_saturation"])
+    expected = {"engine": {"check_sync": True}, **yaml.safe_load(CAUSES["clip_saturation"].snippet)}
+    assert yaml.safe_load(found.yaml) == expected and "offpolicy: measure" in advise(["engine_mismatch"]).yaml
+    assert found.follows == (CAUSES["correction_limit"].title,) and found.later == ()
 
 
 def test_the_more_severe_finding_decides_and_the_other_waits() -> None:
     found = advise(["engine_mismatch", "policy_staleness"])
-    assert yaml.safe_load(found.yaml) == {"offpolicy": "measure", "engine": {"dtype": "float16"}, "num_iterations": 1}
+    assert yaml.safe_load(found.yaml) == {
+        "offpolicy": "measure",
+        **FLOAT16,
+        "num_iterations": 1,
+    }
     assert found.later == ("policy staleness: offpolicy: paper/geometric-mask",)
     same = advise(["rejection_limit", "policy_staleness"])
     assert same.later == () and yaml.safe_load(same.yaml)["offpolicy"] == "paper/geometric-mask"
     maps = advise(["precision", "stale_weights"])
     assert yaml.safe_load(maps.yaml) == {
+        **FLOAT16,
         "engine": {"dtype": "float16", "check_sync": True},
         "offpolicy": "paper/tis",
     }
+    rounding = advise(["sync_rounding", "precision"])  # a float32 engine beside a trainer in fp16 would be a new fault
+    assert yaml.safe_load(rounding.yaml) == {"engine": {"dtype": "float32"}, "offpolicy": "paper/tis"}
+    assert [one.split(": ", 1)[1] for one in rounding.later] == [
+        "engine: {dtype: float16}",
+        "bf16: false",
+        "fp16: true",
+    ]
     assert advise([]).yaml == "" and advise(["misalignment"]).yaml == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,10 @@ def test_every_snippet_is_a_configuration_that_loads(name: str, tmp_path: Path) 
     from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 
     settings = yaml.safe_load(CAUSES[name].snippet)
-    args = OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+    assert len(settings) == len(CAUSES[name].snippet.splitlines())  # one key a line, none inside a comment
+    assert not re.search("#.*: (true|false|[0-9])", CAUSES[name].snippet)
+    assert settings.pop("lora_dropout", 0.0) == 0.0  # of TRL's ModelConfig, as recipes/grpo.py reads it
+    args = OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{"bf16": False, **settings})
     assert resolve_preset(args).objective is not None
 
 

@@ -41,6 +41,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "number": format_number,
         "with_interval": format_with_interval,
+        "first_up": lambda text: f"{text[:1].upper()}{text[1:]}",
         "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
     }
     return environment

@@ -82,11 +82,11 @@ def figure_style() -> Iterator[None]:
         yield
 
 
-def new_figure(height: float = 3.5) -> tuple[Figure, Axes]:
-    """A figure of the common width, without pyplot's global state."""
+def new_figure(height: float = 3.5, width: float = 6.0) -> tuple[Figure, Axes]:
+    """A figure, by default of the common width, without pyplot's global state."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.0, height), layout="constrained", dpi=200)
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=200)
     return figure, figure.add_subplot()
 
 

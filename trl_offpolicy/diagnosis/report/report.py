@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trl_offpolicy.diagnosis.doctor import describe_attribution, judge
+from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.diagnosis.doctor import describe_attribution, headline, judge, judge_again, what_to_do
 from trl_offpolicy.diagnosis.lags import LAG_TITLES, lag_table
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.choice import choice_table
+from trl_offpolicy.diagnosis.report.configuration import configuration
 from trl_offpolicy.diagnosis.report.examples import Decode, example_completions, top_tokens
-from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
+from trl_offpolicy.diagnosis.report.key_numbers import key_numbers
+from trl_offpolicy.diagnosis.report.page import render_page
 from trl_offpolicy.diagnosis.report.rollout_numbers import kl_k1
 from trl_offpolicy.diagnosis.report.statement import describe_run
 from trl_offpolicy.diagnosis.report.step_plots import draw_step_figures
@@ -58,7 +61,12 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
     html = render_page(
         "report.html",
         title=f"Off-policy report: {Path(run_dir).resolve().name}",
-        info=flat_texts(info),
+        configuration=configuration(info),
+        key_numbers=key_numbers(log),
+        headline=headline(seen),
+        what_to_do=what_to_do(seen),
+        answered=seen.attribution is not None and seen.attribution.cause in CAUSES,
+        judge_again="" if seen.advice is None else judge_again(seen.advice),
         statement=describe_run(summary),
         seen=seen,
         attribution=attribution,

@@ -156,7 +156,7 @@ def _draw_step_figure(log: MetricsLog, figure: StepFigure) -> Panel:
         if figure.reference is not None:
             axes.axhline(figure.reference, color=GREY, linewidth=0.8)
         for line, data in drawn.items():
-            _draw_line(axes, line, data, bands[line])
+            draw_line(axes, line, data, bands[line])
         axes.set_xlabel("step")
         axes.set_ylabel(figure.ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -173,16 +173,22 @@ class Band(NamedTuple):
     high: list[float]
 
 
-def interval_band(log: MetricsLog, key: str) -> Band | None:
-    """``key`` minus and plus ``<key>_ci95``; None if no step has both."""
+def interval_band(log: MetricsLog, key: str, bounds: tuple[float | None, float | None] = (None, None)) -> Band | None:
+    """``key`` minus and plus ``<key>_ci95``, cut at the smallest and largest value it can have (None = there is none).
+
+    Returns None if no step has both.
+    """
     both = [(int(row["step"]), row[key], row[f"{key}_ci95"]) for row in log.rows if f"{key}_ci95" in row and key in row]
     found = [(step, value, half) for step, value, half in both if math.isfinite(value) and math.isfinite(half)]
     if not found:
         return None
-    return Band([s for s, _, _ in found], [v - h for _, v, h in found], [v + h for _, v, h in found])
+    least, most = (-math.inf if bounds[0] is None else bounds[0]), (math.inf if bounds[1] is None else bounds[1])
+    low, high = [max(v - h, least) for _, v, h in found], [min(v + h, most) for _, v, h in found]
+    return Band([s for s, _, _ in found], low, high)
 
 
-def _draw_line(axes: Axes, line: Line, data: Series, band: Band | None) -> None:
+def draw_line(axes: Axes, line: Line, data: Series, band: Band | None) -> None:
+    """Draw a metric, with a dot for each step if there are few, and its band."""
     dots = "." if len(data.steps) <= FEW_STEPS else ""
     if line.running_mean:
         axes.plot(data.steps, data.values, line.style, color=line.colour, linewidth=0.8, alpha=0.5, marker=dots)

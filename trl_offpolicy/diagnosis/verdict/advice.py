@@ -8,7 +8,7 @@ the tree, because a system is repaired before its drift is corrected), and the o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -178,11 +178,13 @@ class Advice:
         where: the file or object that takes it.
         yaml: the settings; empty if no finding has any.
         later: what contradicts them and can only come after, one sentence each.
+        follows: causes left out because they may follow from the one that is repaired: judge again afterwards.
     """
 
     where: str
     yaml: str
     later: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
 
 
 def advise(causes: Sequence[str], frameworks: Sequence[str] = (), info: Mapping[str, Any] | None = None) -> Advice:
@@ -219,6 +221,36 @@ def advise(causes: Sequence[str], frameworks: Sequence[str] = (), info: Mapping[
     return Advice(WHERE[framework], _dump(_nested(taken)), tuple(later))
 
 
+_WITH_ENGINE = ("bf16", "fp16")
+"""The trainer's precision, which a cause sets together with the engine's or not at all."""
+_MAY_FOLLOW = ("C", "D")
+"""Branches (drift and variance of the ratios) that a repaired mismatch may clear by itself."""
+
+
+def advise_after(
+    cause: str, found: Sequence[str], frameworks: Sequence[str] = (), info: Mapping[str, Any] | None = None
+) -> Advice:
+    """The settings for a cause that the tokens named, with those of the findings that do not follow from it.
+
+    What any run with an engine mismatch, drift or variance is told to try has no place beside the answer.
+
+    Args:
+        cause: the answer, a key of :data:`~trl_offpolicy.diagnosis.causes.CAUSES`.
+        found: causes of the findings, the most urgent first.
+        frameworks: as for :func:`advise`.
+        info: as for :func:`advise`.
+
+    Example:
+        >>> found = advise_after("temperature", ["engine_mismatch", "correction_limit", "clip_saturation"])
+        >>> found.yaml.splitlines()[:2], found.follows
+        (['temperature: 1.0', 'num_iterations: 1'], ('beyond correction',))
+    """
+    follows = [one for one in found if one != cause and CAUSES[one].branch in _MAY_FOLLOW]
+    others = [one for one in found if one not in (*follows, "engine_mismatch")]
+    titles = tuple(CAUSES[one].title for one in dict.fromkeys(follows))
+    return replace(advise([cause, *others], frameworks, info), follows=titles)
+
+
 def _ours(causes: Iterable[str], info: Mapping[str, Any] | None) -> Advice:
     """The causes' own settings, line by line; ``engine: {...}`` is put together, any other key is set once."""
     import yaml
@@ -227,17 +259,20 @@ def _ours(causes: Iterable[str], info: Mapping[str, Any] | None) -> Advice:
     values: dict[str, Any] = {}
     later = []
     for cause in causes:
-        fix = fix_of(cause, info)
+        fix, engine_waits = fix_of(cause, info), False
         for line in fix.yaml.splitlines() if fix is not None else ():
             settings = yaml.safe_load(line) or {}
             for key, value in settings.items():
-                if key not in values:
+                if engine_waits and key in _WITH_ENGINE:
+                    later.append(_sentence(cause, {key: value}))
+                elif key not in values:
                     lines[key], values[key] = line, value
                 elif _joined(values[key], value) is not None:
                     values[key] = _joined(values[key], value)
                     lines[key] = f"{key}: {_flow(values[key])}"
                 elif values[key] != value:
                     later.append(_sentence(cause, {key: value}))
+                    engine_waits = engine_waits or key == "engine"
     return Advice(WHERE[OURS], "\n".join(lines.values()), tuple(later))
 
 
