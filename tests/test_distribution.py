@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("trl_offpolicy", "lightning_module")
+SOURCES = ("trl_offpolicy", "lightning_module", "recipes")
 BUILD = "import sys; from setuptools import build_meta as b; print(b.{kind}(sys.argv[1]))"
 USE = """
 import trl_offpolicy, lightning_module, torch
@@ -66,7 +66,7 @@ def test_both_hold_every_file_of_the_packages_and_no_half_of_the_tests(distribut
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {f"{package}/py.typed" for package in SOURCES} <= wanted
+    assert {f"{package}/py.typed" for package in SOURCES[:2]} <= wanted
     with zipfile.ZipFile(wheel) as archive:
         assert wanted <= set(archive.namelist())
     with tarfile.open(source) as archive:
@@ -89,3 +89,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(distributions: tuple[Path,
     assert "engine mismatch" in run(command, "demo", "--output", tmp_path / "demo.html", cwd=tmp_path)
     assert (tmp_path / "demo.html").stat().st_size > 50_000
     assert "paper/tis" in run(command, "presets", cwd=tmp_path)
+    assert "quickstart" in run(command, "recipes", cwd=tmp_path)
+    run(command, "recipes", "copy", "quickstart", tmp_path / "mine", cwd=tmp_path)
+    assert (tmp_path / "mine/recipes/quickstart/config.yaml").is_file()
+    assert "model_name_or_path" in run(python, "recipes/grpo.py", "--help", cwd=tmp_path / "mine")

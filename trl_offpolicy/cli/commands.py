@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_offpolicy.cli.migrate import migrate
+from trl_offpolicy.cli.recipes import recipes
 from trl_offpolicy.run_folder.layout import CARD_FILE, METRICS_FILE, REPORT_FILE, STATE_FILE
 
 if TYPE_CHECKING:
@@ -297,6 +298,7 @@ COMMANDS: dict[str, Command] = {
     "card": card,
     "presets": presets,
     "migrate": migrate,
+    "recipes": recipes,
     "serve": serve,
 }
 
