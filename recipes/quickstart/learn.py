@@ -1,11 +1,12 @@
-"""Proof of learning: held-out reward last minus first, over seeds, against a zero-learning-rate control.
+"""Proof of learning: held-out reward last minus first, over seeds, with and without the correction.
 
-    python recipes/quickstart/learn.py [--seeds 0 1 2] [--steps 36] [--output runs/learn]
+    python recipes/quickstart/learn.py [--seeds 0 1 2] [--steps 16] [--arms corrected control] [--output runs/learn]
 
-Each seed runs ``recipes/grpo.py`` with the quickstart's configuration twice: training, and the control (learning rate
-0; its weights cannot move, so few steps lie between its two evaluations, which differ by sampling noise alone). Both
-evaluate the same held-out prompts before the first and after the last step, sampling from the engine. Finished runs
-are kept and not run again. Prints a table and writes ``learn.json``.
+Each seed runs ``recipes/grpo.py`` with the quickstart's configuration once for each arm: ``corrected`` as it is,
+``uncorrected`` with ``offpolicy: measure``, and ``control`` with learning rate 0 (its weights cannot move, so few
+steps lie between its two evaluations, which differ by sampling noise alone). All evaluate the same held-out prompts
+before the first and after the last step, sampling from the engine. Finished runs are kept and not run again. Prints
+a table and writes ``learn.json``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 
 CONFIG = "recipes/quickstart/config.yaml"
 CONTROL_STEPS = 2
+ARMS = {"corrected": [], "uncorrected": ["--offpolicy", "measure"], "control": ["--learning_rate", "0.0"]}
+"""Arm -> what it adds to the quickstart's command."""
 EVALUATION = ["--eval_strategy", "steps", "--eval_on_start", "true", "--eval_size", "48", "--num_generations_eval", "4"]
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
@@ -28,34 +31,36 @@ def main() -> int:
     """Run what is missing, then report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=36, help="optimizer steps of the training runs (default: 36)")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of the training runs (default: 16)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--output", type=Path, default=Path("runs/learn"))
     args = parser.parse_args()
     rows = []
     for seed in args.seeds:
-        trained = run(args.output / f"seed{seed}", seed, args.steps, learning_rate=None)
-        control = run(args.output / f"control{seed}", seed, CONTROL_STEPS, learning_rate=0.0)
-        rows.append({"seed": seed, "train": trained, "control": control})
-        print(f"seed {seed}: {describe(trained)}; control {describe(control)}", flush=True)
-    result = {"seeds": rows, **{kind: interval([row[kind]["gain"] for row in rows]) for kind in ("train", "control")}}
+        done = {arm: run(args.output / f"{arm}{seed}", arm, seed, args.steps) for arm in args.arms}
+        rows.append({"seed": seed, **done})
+        print(f"seed {seed}: " + "; ".join(f"{arm} {describe(outcome)}" for arm, outcome in done.items()), flush=True)
+    gains = {arm: [row[arm]["gain"] for row in rows] for arm in args.arms}
+    result = {"seeds": rows, **{arm: interval(values) for arm, values in gains.items()}}
+    if {"corrected", "uncorrected"} <= set(args.arms):
+        pairs = zip(gains["corrected"], gains["uncorrected"], strict=True)
+        result["corrected - uncorrected"] = interval([left - right for left, right in pairs])
     (args.output / "learn.json").write_text(json.dumps(result, indent=2) + "\n")
-    for kind in ("train", "control"):
-        mean, half = result[kind]["mean"], result[kind]["half_width"]
-        print(
-            f"{kind:>8}: held-out reward, last - first = {mean:+.3f} +- {half:.3f} (95 % t interval, {len(rows)} seeds)"
-        )
+    for name, found in result.items():
+        if name != "seeds":
+            mean, half = found["mean"], found["half_width"]
+            print(f"{name:>23}: {mean:+.3f} +- {half:.3f} in held-out reward (95 % t interval, {len(rows)} seeds)")
     return 0
 
 
-def run(folder: Path, seed: int, steps: int, *, learning_rate: float | None) -> dict[str, float]:
+def run(folder: Path, arm: str, seed: int, steps: int) -> dict[str, float]:
     """One run in its own process; returns first, last and gain of the held-out reward, and minutes."""
     done = folder / "learn_result.json"
     if done.exists():
         return json.loads(done.read_text())
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "recipes/grpo.py", "--config", CONFIG]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "recipes/grpo.py", "--config", CONFIG, *ARMS[arm]]
+    steps = CONTROL_STEPS if arm == "control" else steps
     options = ["--seed", str(seed), "--max_steps", str(steps), "--eval_steps", str(steps), "--output_dir", str(folder)]
-    if learning_rate is not None:
-        options += ["--learning_rate", str(learning_rate)]
     started = time.time()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("w") as log:

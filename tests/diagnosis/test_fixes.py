@@ -23,7 +23,7 @@ def quickstart() -> dict[str, Any]:
 def test_the_quickstarts_rounding_is_removed_and_nothing_else_changes() -> None:
     config = quickstart()
     fix = fix_of("precision", {"settings": config})
-    assert fix is not None and "weight_rounding: int8" in fix.text and "float16" not in fix.text + fix.yaml
+    assert fix is not None and "weight_rounding: fp8" in fix.text and "float16" not in fix.text + fix.yaml
     changed = {**config, **yaml.safe_load(fix.yaml)}
     assert changed["engine"] == {k: v for k, v in config["engine"].items() if k != "weight_rounding"}
     assert {k: v for k, v in changed.items() if k != "engine"} == {k: v for k, v in config.items() if k != "engine"}
@@ -91,7 +91,7 @@ def test_the_lightning_quickstarts_rounding_is_removed_in_its_own_sections() -> 
     engine = config["model"]["engine"]
     settings = {"framework": "lightning", "engine": engine, "dtype": "float32", "lora_dropout": 0.0}
     fix = fix_of("precision", {"settings": settings})
-    assert fix is not None and "weight_rounding: int8" in fix.text
+    assert fix is not None and "weight_rounding: fp8" in fix.text
     left = {name: value for name, value in engine.items() if name != "weight_rounding"}
     assert yaml.safe_load(fix.yaml) == {"model": {"engine": left}}
 
