@@ -144,7 +144,7 @@ _SHORT = {
     "reward": "reward",
     "KL": "offpolicy/mismatch/kl_k3",
     "ESS": "offpolicy/weight_applied/ess_token",
-    "dropped": "offpolicy/keep/dropped_sequence_fraction",
+    "dropped": "offpolicy/keep/dropped_token_fraction",
     "loss": "loss",
 }
 

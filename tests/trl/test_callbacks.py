@@ -19,7 +19,7 @@ LOGS = {
     "completions/mean_length": 7.25,
     "offpolicy/mismatch/kl_k3": 0.00321,
     "offpolicy/weight_applied/ess_token": 0.987,
-    "offpolicy/keep/dropped_sequence_fraction": 0.125,
+    "offpolicy/keep/dropped_token_fraction": 0.125,
     "offpolicy/mismatch/tv": 0.5,
 }
 

@@ -19,7 +19,7 @@ _SHORT = {  # label -> (key, format)
     "length": ("completions/mean_length", ".1f"),
     "KL k3": ("offpolicy/mismatch/kl_k3", ".2e"),
     "ESS": ("offpolicy/weight_applied/ess_token", ".3f"),
-    "dropped": ("offpolicy/keep/dropped_sequence_fraction", ".1%"),
+    "dropped": ("offpolicy/keep/dropped_token_fraction", ".1%"),
     "truncated": ("offpolicy/weight/truncated_fraction", ".1%"),
 }
 
