@@ -20,22 +20,28 @@ from trl_offpolicy.diagnosis.report.step_plots import running_mean
 from trl_offpolicy.run_folder.run_data import MetricsLog, read_metrics
 
 PANELS = (
-    ("reward", "reward (mean of 5 steps)", 5),
-    ("offpolicy/mismatch/kl_k3", "KL k3, nats a token", 1),
-    ("offpolicy/weight_applied/ess_token", "ESS of applied weights", 1),
+    ("reward", "", "reward (mean of 5 steps)", 5),
+    ("offpolicy/mismatch/kl_k3", "offpolicy/kept/kl_k3", "KL k3, nats a token", 1),
+    ("offpolicy/weight/ess_token", "offpolicy/weight_applied/ess_token", "ESS (token)", 1),
 )
+"""Quantity before the correction, the same after it, title, steps in a mean."""
 
 
 def draw(figure: Figure, logs: dict[str, MetricsLog]) -> None:
-    """A panel a quantity, a line a run; quantities that no run logged are left out."""
+    """A panel a quantity, a line a run, dashed after the correction; quantities that no run logged are left out."""
     shown = [panel for panel in PANELS if any(log.series(panel[0]).values for log in logs.values())]
-    for axes, (key, title, window) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        for name, log in logs.items():
-            data = log.series(key)
-            axes.plot(data.steps, running_mean(data.values, window), label=name)
+    for axes, (before, after, title, window) in zip(
+        figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True
+    ):
+        for place, (name, log) in enumerate(logs.items()):
+            for key, style, suffix in ((before, "-", ""), (after, "--", ", corrected")):
+                data = log.series(key) if key else None
+                if data is not None and data.values:
+                    axes.plot(
+                        data.steps, running_mean(data.values, window), style, color=f"C{place}", label=name + suffix
+                    )
         label(axes, "optimizer step", "", title)
-    if len(logs) > 1:
-        legend_below(figure, axes)
+    legend_below(figure, axes)
 
 
 def main() -> None:

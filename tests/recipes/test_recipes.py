@@ -29,7 +29,7 @@ def test_quickstart_runs_and_reports(tmp_path: Path) -> None:
     assert "KL k3" in done.stdout and "report.html" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     kl = [row["offpolicy/mismatch/kl_k3"] for row in rows if "offpolicy/mismatch/kl_k3" in row]
-    assert len(kl) == 2 and all(1e-4 < value < 0.1 for value in kl)  # 8-bit weights: a real, small mismatch
+    assert len(kl) == 2 and all(1e-4 < value < 0.1 for value in kl)  # FP8 weights: a real mismatch
     assert (tmp_path / "report.html").stat().st_size > 50_000
     assert list((tmp_path / "rollouts.parquet").glob("part-*.parquet"))
 
@@ -47,7 +47,7 @@ def test_the_doctors_settings_remove_the_quickstarts_mismatch(tmp_path: Path) ->
     changed = yaml.safe_load(config.read_text()) | yaml.safe_load(said["advice"]["yaml"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(changed))
     after = mismatch_of(tmp_path / "config.yaml", tmp_path / "after")
-    assert before > 1e-4 and after < 1e-8  # nats per token: 8-bit weights; float32 on both sides
+    assert before > 1e-4 and after < 1e-8  # nats per token: FP8 weights; float32 on both sides
 
 
 def mismatch_of(config: Path, folder: Path) -> float:
