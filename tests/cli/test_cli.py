@@ -25,6 +25,8 @@ def test_report_writes_the_page_and_prints_table_and_path(run_dir: Path, capsys:
     assert cli.main(["report", str(run_dir)]) == 0
     out, err = capsys.readouterr()
     assert (run_dir / "report.html").is_file()
+    assert out.startswith("verdict: critical  engine mismatch") and "dtype: float16" in out
+    assert out.index("verdict:") < out.index("Run summary") < out.index("mean of")
     assert "0.1250" in out and out.rstrip().endswith(str(run_dir / "report.html")) and err == ""
 
 
@@ -72,7 +74,7 @@ def test_every_unreadable_part_of_a_run_warns(run_dir: Path, capsys: pytest.Capt
 
 
 def test_tokenizer_option_decodes(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trl_offpolicy.diagnosis
+    from trl_offpolicy.diagnosis.report import report
 
     class AutoTokenizer:
         @staticmethod
@@ -81,7 +83,8 @@ def test_tokenizer_option_decodes(run_dir: Path, monkeypatch: pytest.MonkeyPatch
 
     seen: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=AutoTokenizer))
-    monkeypatch.setattr(trl_offpolicy.diagnosis, "write_report", lambda *_, decode: seen.update(decode=decode))
+    make = report.make_report
+    monkeypatch.setattr(report, "make_report", lambda run, *, decode: seen.update(decode=decode) or make(run))
     assert cli.main(["report", str(run_dir), "--tokenizer", "tiny"]) == 0
     assert seen["decode"]([1]) == "tiny:[1]"
 

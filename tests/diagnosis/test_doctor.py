@@ -12,6 +12,8 @@ import pytest
 from trl_offpolicy.cli import main
 from trl_offpolicy.control import parse_control
 from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.diagnosis.report.plots import figure_style
+from trl_offpolicy.diagnosis.report.rollout_plots import draw_length_shares
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.diagnosis.verdict.antipatterns import find_antipatterns
 from trl_offpolicy.run_folder.names import NAMES, frameworks, translate
@@ -171,6 +173,18 @@ def test_the_length_trap_is_shown_by_quarter(write_run: Any, long_ones_dropped: 
     assert seen.lengths is not None and seen.lengths.longest == (15, 30, 45, 60)
     (trap,) = [one for one in seen.antipatterns if one.name == "length trap"]
     assert trap.seen.startswith(word) and "up to 60" in trap.seen
+
+
+def test_responses_of_one_length_are_one_group(write_run: Any) -> None:
+    """Half of them end at the limit of 50 tokens: a border between quarters must not run through them."""
+    part = [completion(n, kept=n < 50) for n in [*range(1, 31), *[50] * 30]]
+    seen = examine(write_run(rows({"offpolicy/mismatch/kl_k3": 0.001}), [part]))
+    assert seen.lengths is not None
+    assert (seen.lengths.longest, seen.lengths.responses) == ((15, 30, 50), (15, 15, 30))
+    assert seen.lengths.dropped == (0.0, 0.0, 1.0)
+    with figure_style():
+        (panel,) = draw_length_shares(seen.lengths)
+    assert all(f">{text}<" in panel.svg for text in ("1-15", "16-30", "31-50", "30 responses"))
 
 
 def test_no_length_trap_where_every_length_is_dropped_alike(write_run: Any) -> None:

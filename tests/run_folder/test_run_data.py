@@ -81,3 +81,15 @@ def test_run_info_is_optional_and_unreadable_info_warns(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text(text)
         with pytest.warns(UserWarning, match=reason):
             assert read_run_info(tmp_path) == {}
+
+
+def test_kept_tokens_have_no_numbers_where_none_was_kept(write_run: Any) -> None:
+    """The trainer logs 0, the sum of nothing: a perplexity ratio or a correlation of 0 would be false."""
+    numbers = {"offpolicy/kept/ppl_ratio": 0.0, "offpolicy/mismatch/ppl_ratio": 1.1}
+    rows = [
+        {"step": 1, "offpolicy/keep/dropped_token_fraction": 0.5, **numbers, "offpolicy/kept/ppl_ratio": 1.01},
+        {"step": 2, "offpolicy/keep/dropped_token_fraction": 1.0, **numbers},
+    ]
+    log = read_metrics(write_run(rows))
+    assert log.series("offpolicy/kept/ppl_ratio") == ([1], [1.01], 0)
+    assert log.series("offpolicy/mismatch/ppl_ratio").steps == [1, 2]

@@ -38,19 +38,17 @@ NOT_JUDGED = 4
 
 
 def report(parser: argparse.ArgumentParser) -> Runner:
-    """Print the summary of a run folder and write its report.html."""
+    """Print verdict and summary of a run folder and write its report.html."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help=f"folder with {METRICS_FILE}")
     parser.add_argument("--output", metavar="FILE", help=f"where to write the report (default: RUN_DIR/{REPORT_FILE})")
     parser.add_argument("--tokenizer", metavar="NAME", help="tokenizer (name or folder) that turns token ids into text")
 
     def run(args: argparse.Namespace) -> int:
-        from trl_offpolicy.diagnosis import print_summary, summarize_run, write_report
+        from trl_offpolicy.diagnosis.report.report import make_report, print_report, save_report
 
-        path = write_report(args.run_dir, args.output, decode=_load_decode(args.tokenizer))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # reading the metrics for the report has warned already
-            summary = summarize_run(args.run_dir)
-        print_summary(summary)
+        made = make_report(args.run_dir, decode=_load_decode(args.tokenizer))
+        path = save_report(made, args.run_dir, args.output)
+        print_report(made)
         print(path)
         return 0
 

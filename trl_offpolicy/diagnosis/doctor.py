@@ -43,7 +43,7 @@ class Examination:
         frameworks: the frameworks whose metric names it holds.
         diagnosis: the result of the decision tree.
         antipatterns: habits that hide the fault.
-        lengths: share of responses dropped by quarter of length; None without enough recorded rollouts.
+        lengths: share of responses dropped by length; None without enough recorded rollouts.
         opinions: opinions of other packages.
         attribution: likely cause of an engine mismatch, from the recorded tokens; None if there is no mismatch or no
             token was recorded.
@@ -238,8 +238,8 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
     for one in seen.antipatterns:
         out.print(f"[yellow]anti-pattern[/] [bold]{escape(one.name)}[/]")
         _print_fields(out, {"seen": one.seen, "instead": one.instead})
-    if seen.lengths is not None and any(seen.lengths.dropped) and seen.lengths.longest[0] < seen.lengths.longest[-1]:
-        out.print(f"Dropped responses by quarter of length: {escape(str(seen.lengths))} tokens.\n")
+    if seen.lengths is not None and any(seen.lengths.dropped) and len(seen.lengths.longest) > 1:
+        out.print(f"Dropped responses by length: {escape(str(seen.lengths))} tokens.\n")
     for opinion in seen.opinions:
         out.print(f"[bold]{opinion.package}[/]: {escape(opinion.headline)}")
         for severity, title, advice in opinion.findings:
@@ -251,6 +251,20 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
             out.print(escape(text), soft_wrap=True)
     if found.unknown:
         out.print(f"Not judged, because nothing was logged for it: {escape(', '.join(found.unknown))}.")
+
+
+def print_verdict(seen: Examination, console: Console | None = None) -> None:
+    """Print the verdict, the fix in words and its settings: what a person reads first, and all that many need."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    out = console or Console(highlight=False)
+    if console is None and not out.is_terminal:
+        out = Console(highlight=False, width=_WIDTH)
+    verdict = seen.diagnosis.verdict
+    out.print(f"verdict: [bold {COLOURS[verdict]}]{verdict}[/]  {escape(headline(seen))}")
+    if fix := what_to_do(seen):
+        _print_fields(out, {"fix": fix, "yaml": "" if seen.advice is None else seen.advice.yaml})
 
 
 def describe_attribution(found: Attribution, info: Mapping[str, Any] | None = None) -> dict[str, str]:

@@ -46,7 +46,7 @@ class RecordedRollouts:
     A token is observed if it is trainable and both log-probs are finite. Other tokens are only counted.
 
     Args:
-        steps: (N,) training step.
+        steps: (N,) optimizer steps before the completion was used.
         trainable: (N,) number of trainable tokens, the length of the response.
         kept: (N,) number of trainable tokens that the correction kept.
         row: (M,) completion of each observed token, ascending.
@@ -70,6 +70,11 @@ class RecordedRollouts:
     keep: Bools
     chunks: tuple[Chunk, ...]
     skipped_files: tuple[Path, ...] = ()
+
+    @property
+    def used_in(self) -> Integers:
+        """(N,) the optimizer step that used the completion first, counted from 1 as the metrics count."""
+        return self.steps + 1
 
     @property
     def nonfinite(self) -> int:

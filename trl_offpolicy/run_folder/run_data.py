@@ -17,6 +17,7 @@ STEP_KEYS = (STEP, "global_step", "training/global_step", "trainer/global_step",
 END_OF_RUN_PREFIX = "train_"
 """Prefix of the keys in TRL's last row (``train_runtime``, ``train_loss``, ...): one number for the whole run."""
 
+_KEPT, _DROPPED = "offpolicy/kept/", "offpolicy/keep/dropped_token_fraction"
 _BOOKKEEPING = frozenset({*STEP_KEYS, TIME, "epoch", "num_tokens"})
 
 
@@ -99,7 +100,7 @@ def read_metrics(run_dir: str | Path, loss: str | None = None) -> MetricsLog:
         if record is None or step is None:
             skipped.append(number)
         elif row := _training_numbers(record):
-            repeated += _add_row(rows, step, {**row, STEP: step})
+            repeated += _add_row(rows, step, {**_without_empty(row), STEP: step})
     if skipped:
         shown = ", ".join(map(str, skipped[:5])) + (", ..." if len(skipped) > 5 else "")
         warnings.warn(
@@ -201,6 +202,13 @@ def _training_numbers(record: Mapping[str, Any]) -> dict[str, float]:
     training = {key: value for key, value in record.items() if not key.startswith(skip)}
     row = {k: math.nan if v is None else float(v) for k, v in training.items() if v is None or _is_number(v)}
     return row if row.keys() - _BOOKKEEPING else {}
+
+
+def _without_empty(row: dict[str, float]) -> dict[str, float]:
+    """A row without the numbers of the kept tokens where none was kept: they are sums of nothing, logged as 0."""
+    if row.get(_DROPPED) != 1.0:
+        return row
+    return {key: value for key, value in row.items() if not key.startswith(_KEPT)}
 
 
 def _add_row(rows: dict[int, dict[str, float]], step: int, row: dict[str, float]) -> bool:

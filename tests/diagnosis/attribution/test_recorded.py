@@ -118,7 +118,7 @@ def test_a_setting_that_changed_in_the_run_is_named_and_its_step_is_told(write_r
     assert grown is not None
     found = attribute_run(grown, {}, steps=(6, 10))
     assert found is not None and found.cause == "temperature"
-    assert any("since step 5 it is there at once" in reason for reason in found.reasons)
+    assert any("since step 6 it is there at once" in reason for reason in found.reasons)
 
 
 def drifted(share: float, seed: int = 5) -> Any:
@@ -143,7 +143,7 @@ def test_weights_that_stop_arriving_show_as_a_mismatch_that_grows(write_run: Any
     assert jumped is not None
     found = attribute_run(jumped, declared)
     assert found is not None and found.cause == "unknown"  # a change at step 6, and nothing that says which
-    assert any("since step 6 it is there at once: look at what changed" in reason for reason in found.reasons)
+    assert any("since step 7 it is there at once: look at what changed" in reason for reason in found.reasons)
 
 
 def test_syncs_that_fail_now_and_then_come_and_go(write_run: Any) -> None:

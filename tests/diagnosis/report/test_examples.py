@@ -22,9 +22,9 @@ def _decode(ids: list[int]) -> str:
 
 def test_top_tokens_are_ordered_with_both_probabilities(rollouts: RecordedRollouts) -> None:
     assert [token.cells for token in examples.top_tokens(rollouts, _decode)] == [
-        ("5", "0.5000", "0.2500", "-0.693", "kept", "0 / 0"),
-        ("8", "0.5000", "0.7500", "+0.405", "dropped", "1 / 0"),
-        ("6", "0.2500", "0.2500", "+0", "kept", "0 / 1"),
+        ("5", "0.5000", "0.2500", "-0.693", "kept", "1 / 0"),
+        ("8", "0.5000", "0.7500", "+0.405", "dropped", "2 / 0"),
+        ("6", "0.2500", "0.2500", "+0", "kept", "1 / 1"),
     ]
 
 
@@ -69,8 +69,8 @@ def test_only_the_largest_are_listed(rollouts: RecordedRollouts, monkeypatch: py
 def test_examples_come_from_the_first_and_last_step_with_their_fate(rollouts: RecordedRollouts) -> None:
     found = examples.example_completions(rollouts)
     assert len(found) == 3
-    assert found[0] == ("step 0, reward 0.5, advantage 1, 2 tokens, kept", "1 + 1 = <", "five & six")
-    assert found[2].facts == "step 1, reward –, advantage 1, 2 tokens, dropped"
+    assert found[0] == ("step 1, reward 0.5, advantage 1, 2 tokens, kept", "1 + 1 = <", "five & six")
+    assert found[2].facts == "step 2, reward –, advantage 1, 2 tokens, dropped"
 
 
 def test_at_most_three_examples_an_end_spread_over_the_step(write_run: Any, rollout_parts: Any) -> None:

@@ -39,9 +39,9 @@ def test_report_holds_every_part_and_loads_nothing(write_run: Any, rollout_parts
     folded = html[html.index("<details>") :]
     assert "model: tiny &lt;model&gt;\nversions:\n  trl: &#39;1.16&#39;\n</pre>" in folded
     assert "disagree by KL(sampler||trainer) 0.0002 nats per token" in html
-    assert "3 completions of steps 0 to 1 with 5 trainable tokens. 2 of them lack a finite log-prob" in html
+    assert "3 completions of steps 1 to 2 with 5 trainable tokens. 2 of them lack a finite log-prob" in html
     assert "k1 is 0.0959 nats per token" in html  # (ln 2 - ln 1.5) / 3
-    assert html.count("<svg") == 2 + 1 + 1 + 5
+    assert html.count("<svg") == 2 + 1 + 1 + 5  # key numbers, reward, k3, rollouts
     outside = set(re.findall(r"https?://[^\"' <)]+", html)) - {
         "http://www.w3.org/1999/xlink",
         "http://www.w3.org/2000/svg",

@@ -45,7 +45,7 @@ def test_the_trainers_scores_come_out_and_the_cause_is_found(model: Any) -> None
     evidence, ids = batch(model, engine=Head(0.8))
     found = rescore(evidence, Bench(model, PROMPTS, ids), step=3)
     assert found.attribution is not None and found.attribution.cause == "temperature" and "temperature" in found.tried
-    assert "24 recorded responses of step 3 are the recorded trainer's" in found.text
+    assert "24 recorded responses of step 4 are the recorded trainer's" in found.text
     assert attribute_rescored(evidence, Bench(model, PROMPTS, ids)).detail == found.attribution.detail
 
 
@@ -112,7 +112,7 @@ def test_a_mismatch_that_has_grown_keeps_its_own_answer(some: Attribution) -> No
     )
     found = merged(answer(some, "misalignment"), int8, grown=True)
     assert (found.cause, found.runner_up) == ("misalignment", "precision")
-    assert any("precision int8 weights is there from step 0 on" in reason for reason in found.reasons)
+    assert any("precision int8 weights is there from step 1 on" in reason for reason in found.reasons)
     same = merged(answer(some, "precision"), int8, grown=True)
     assert same.cause == "precision" and same.basis == "tested"
 

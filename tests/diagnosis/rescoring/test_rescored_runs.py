@@ -75,7 +75,7 @@ def test_rounded_weights_are_named_at_a_checkpoint(train: Any, capsys: pytest.Ca
     assert found.attribution is not None and found.hint == ""
     assert (found.attribution.cause, found.attribution.detail) == ("precision", "int4 weights")
     assert found.attribution.basis == "tested" and found.attribution.explained > 0.95
-    assert any("of step 2 are the recorded trainer's" in reason for reason in found.attribution.reasons)
+    assert any("of step 3 are the recorded trainer's" in reason for reason in found.attribution.reasons)
     assert main(["doctor", str(folder), "--model", "auto"]) == 0
     assert "int4 weights" in " ".join(capsys.readouterr().out.split())
 
@@ -93,7 +93,7 @@ def test_without_checkpoints_the_rows_of_the_first_step_are_tested(
     found = examine(folder, model=str(model_folder("llama"))).attribution
     assert found is not None and found.cause == "temperature" and found.basis == "tested"
     assert float(found.detail) == pytest.approx(0.8, abs=0.01)
-    assert any("of step 0 are the recorded trainer's" in reason for reason in found.reasons)
+    assert any("of step 1 are the recorded trainer's" in reason for reason in found.reasons)
 
 
 def test_a_fault_that_begins_after_the_weights_at_hand_is_not_denied(train: Any) -> None:

@@ -204,7 +204,7 @@ class Course:
             how = "comes and goes"
         return (
             f"the mean |log-ratio| is {self.low:.1e} nats in some steps and {self.high:.1e} in others; "
-            f"since step {self.since} it {how}"
+            f"since step {self.since + 1} it {how}"  # as the metrics count
         )
 
 

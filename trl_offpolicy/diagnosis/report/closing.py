@@ -1,4 +1,4 @@
-"""Prints the summary and writes the report at the end of a run."""
+"""Prints verdict and summary and writes the report at the end of a run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import logging
 from pathlib import Path
 
 from trl_offpolicy.diagnosis.report.examples import Decode
-from trl_offpolicy.diagnosis.report.report import write_report
-from trl_offpolicy.diagnosis.report.summary import print_summary, summarize_run
+from trl_offpolicy.diagnosis.report.report import make_report, print_report, save_report
 from trl_offpolicy.run_folder.layout import METRICS_FILE, ROLLOUTS_FILE
 
 logger = logging.getLogger(__name__)
 
 
 def closing_report(folder: Path, *, decode: Decode | None) -> None:
-    """Print the summary, write the report, and print where the files are. A failure here is logged, not raised.
+    """Print verdict and summary, write the report, and print where the files are. A failure here is logged, not raised.
 
     Args:
         folder: folder of the run.
         decode: turns token ids into text for the report; None shows the ids.
     """
     try:
-        print_summary(summarize_run(folder))
-        path = write_report(folder, decode=decode)
+        report = make_report(folder, decode=decode)
+        print_report(report)
+        path = save_report(report, folder)
         print(f"report:   {path}\nmetrics:  {folder / METRICS_FILE}\nrollouts: {folder / ROLLOUTS_FILE}")
     except Exception:
         logger.exception("The run is complete, but its report failed; try: trl-offpolicy report %s", folder)

@@ -74,7 +74,7 @@ def top_tokens(rollouts: RecordedRollouts, decode: Decode | None) -> list[TopTok
             format_number(math.exp(logp + log_ratio)),
             f"{log_ratio:+.3g}",
             "kept" if rollouts.keep[token] else "dropped",
-            f"{rollouts.steps[row]} / {position}",
+            f"{rollouts.used_in[row]} / {position}",
         )
         text = shorten(str(records[row][COMPLETION] or ""))
         found.append(TopToken(cells, context, "" if context and decode else text))
@@ -109,7 +109,7 @@ def _spread(rollouts: RecordedRollouts, step: int) -> Sequence[int]:
 
 
 def _example(rollouts: RecordedRollouts, row: int, record: dict[str, Any], state: str) -> Example:
-    facts = [f"step {rollouts.steps[row]}", f"reward {_number(record[REWARD])}"]
+    facts = [f"step {rollouts.used_in[row]}", f"reward {_number(record[REWARD])}"]
     facts += [f"advantage {_number(record[ADVANTAGE])}", f"{rollouts.trainable[row]} tokens", state]
     prompt, completion = (shorten(str(record[name] or "")) for name in (PROMPT, COMPLETION))
     return Example(", ".join(facts), prompt, completion)

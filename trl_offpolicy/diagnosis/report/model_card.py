@@ -94,7 +94,7 @@ def _method(info: Mapping[str, Any]) -> str:
 
 def _table(summary: RunSummary) -> str:
     spans = (summary.first_steps, summary.last_steps, summary.all_steps)
-    head = ["quantity", "correction", *(f"steps {first} to {last}" for first, last in spans)]
+    head = ["quantity", "correction", *(f"mean of steps {first} to {last}" for first, last in spans)]
     rows = [
         (
             f"{row.label} ({row.unit})" if row.unit else row.label,

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_offpolicy.diagnosis.causes import CAUSES
-from trl_offpolicy.diagnosis.doctor import describe_attribution, headline, judge, judge_again, what_to_do
+from trl_offpolicy.diagnosis.doctor import (
+    Examination,
+    describe_attribution,
+    headline,
+    judge,
+    judge_again,
+    print_verdict,
+    what_to_do,
+)
 from trl_offpolicy.diagnosis.lags import LAG_TITLES, lag_table
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.choice import choice_table
@@ -17,7 +25,13 @@ from trl_offpolicy.diagnosis.report.page import render_page
 from trl_offpolicy.diagnosis.report.rollout_numbers import kl_k1
 from trl_offpolicy.diagnosis.report.statement import describe_run
 from trl_offpolicy.diagnosis.report.step_plots import draw_step_figures
-from trl_offpolicy.diagnosis.report.summary import column_titles, summarize_log, table_caption
+from trl_offpolicy.diagnosis.report.summary import (
+    RunSummary,
+    column_titles,
+    print_summary,
+    summarize_log,
+    table_caption,
+)
 from trl_offpolicy.diagnosis.thresholds import Thresholds
 from trl_offpolicy.run_folder.layout import REPORT_FILE
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
@@ -35,6 +49,14 @@ _LABELS = {
 """What the doctor's short labels are called on the page."""
 
 
+class Report(NamedTuple):
+    """The page with what it was made from."""
+
+    html: str
+    seen: Examination
+    summary: RunSummary
+
+
 def write_report(run_dir: str | Path, output: str | Path | None = None, *, decode: Decode | None = None) -> Path:
     """Write the report of a run folder.
 
@@ -50,6 +72,24 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
         FileNotFoundError: the folder or its ``metrics.jsonl`` is missing.
         ValueError: ``metrics.jsonl`` holds no training row, or ``rollouts.parquet`` has a wrong layout.
     """
+    return save_report(make_report(run_dir, decode=decode), run_dir, output)
+
+
+def save_report(report: Report, run_dir: str | Path, output: str | Path | None = None) -> Path:
+    """Write the page to ``output`` (None = ``report.html`` in ``run_dir``); returns the file written."""
+    path = Path(run_dir) / REPORT_FILE if output is None else Path(output)
+    path.write_text(report.html, encoding="utf-8")
+    return path
+
+
+def print_report(report: Report) -> None:
+    """Print the verdict with the fix, then the table of the run."""
+    print_verdict(report.seen)
+    print_summary(report.summary)
+
+
+def make_report(run_dir: str | Path, *, decode: Decode | None = None) -> Report:
+    """The report of a run folder as it is now; arguments and errors as of :func:`write_report`."""
     log = read_metrics(run_dir)
     summary = summarize_log(log, run_dir)
     rollouts = read_rollouts(run_dir)
@@ -79,9 +119,7 @@ def write_report(run_dir: str | Path, output: str | Path | None = None, *, decod
         step_figures=draw_step_figures(log),
         **_rollout_values(rollouts, decode),
     )
-    path = Path(run_dir) / REPORT_FILE if output is None else Path(output)
-    path.write_text(html, encoding="utf-8")
-    return path
+    return Report(html, seen, summary)
 
 
 def _rollout_values(rollouts: RecordedRollouts | None, decode: Decode | None) -> dict[str, Any]:
@@ -100,7 +138,7 @@ def _rollout_values(rollouts: RecordedRollouts | None, decode: Decode | None) ->
 
 def _describe_rollouts(rollouts: RecordedRollouts) -> str:
     trainable = int(rollouts.trainable.sum())
-    first, last = rollouts.steps.min(), rollouts.steps.max()
+    first, last = rollouts.used_in.min(), rollouts.used_in.max()
     text = f"{len(rollouts.steps)} completions of steps {first} to {last} with {trainable} trainable tokens."
     if rollouts.nonfinite:
         text += (

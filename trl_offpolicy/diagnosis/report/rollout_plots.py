@@ -164,22 +164,24 @@ def draw_sequences(points: stats.SequencePoints) -> Panel:
 
 
 def draw_length_shares(shares: LengthShares | None) -> list[Panel]:
-    """Share of responses dropped by quarter of length, which shows the length trap. Empty if nothing was dropped."""
+    """Share of responses dropped by length, which shows the length trap. Empty if nothing was dropped."""
     if shares is None or not any(shares.dropped):
         return []
     title = "Dropped responses by length"
     figure, axes = new_figure(height=3.0)
     starts = (1, *(length + 1 for length in shares.longest[:-1]))
-    labels = [f"{min(low, high)}-{high}" for low, high in zip(starts, shares.longest, strict=True)]
-    axes.bar(range(4), [100 * share for share in shares.dropped], color=ORANGE, width=0.7)
-    axes.set_xticks(range(4), labels)
+    spans = [f"{low}-{high}" if low < high else f"{high}" for low, high in zip(starts, shares.longest, strict=True)]
+    labels = [f"{span}\n{count} responses" for span, count in zip(spans, shares.responses, strict=True)]
+    axes.bar(range(len(labels)), [100 * share for share in shares.dropped], color=ORANGE, width=0.7)
+    axes.set_ylim(0, 100)
+    axes.set_xticks(range(len(labels)), labels)
     axes.grid(visible=False, axis="x")
-    axes.set_xlabel("response length (trainable tokens), quarters of the responses")
+    axes.set_xlabel("response length (trainable tokens)")
     axes.set_ylabel("dropped, %")
     caption = (
-        "Share of the responses that the correction dropped as a whole, by quarter of length. Equal bars mean that it "
-        "does not select by length. Rising bars are the length trap: products of ratios grow with the length, and the "
-        "longest responses are lost."
+        "Share of the responses that the correction dropped as a whole, by length: quarters of the responses, except "
+        "that those of one length stay together. Equal bars mean that it does not select by length. Rising bars are "
+        "the length trap: products of ratios grow with the length, and the longest responses are lost."
     )
     return [Panel(title, to_svg(figure, title), caption)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_offpolicy.diagnosis.report.plots import (
     BLUE,
@@ -40,6 +40,9 @@ class Line:
     style: str = "-"
     optional: bool = False
     running_mean: bool = False
+    bounds: tuple[float | None, float | None] = (None, None)
+    """Smallest and largest value that the quantity can have; its interval is drawn between them."""
+    width: float = 1.6
 
 
 @dataclass(frozen=True)
@@ -54,56 +57,76 @@ class StepFigure:
 
 
 _BEFORE, _AFTER = "offpolicy/{group}/", "offpolicy/kept/"
+_POSITIVE, _FRACTION = (0.0, None), (0.0, 1.0)
+_LEAST_CHI2 = (-1.0, None)
+"""Of an estimate: it is a mean square minus 1."""
 
 STEP_FIGURES: tuple[StepFigure, ...] = (
     StepFigure(
         "Reward",
         "reward",
         (
-            Line("reward", "reward", BLUE, running_mean=True),
             Line(
                 "offpolicy/rollout/reward_reweighted",
                 "reweighted to the trainer",
                 ORANGE,
                 "--",
                 optional=True,
+                width=3.0,
             ),
+            Line("reward", "reward", BLUE, running_mean=True),
         ),
-        "Mean reward of the sampled completions. The thick line is the mean of the last "
-        f"{RUNNING_STEPS} logged steps. The reward is the sampler's, not the trainer's.",
+        "Mean reward of the sampled completions, for each step (thin) and as the mean of the last "
+        f"{RUNNING_STEPS} logged steps (thick). The reward is the sampler's, not the trainer's.",
     ),
     StepFigure(
-        "KL between sampler and trainer",
+        "KL between sampler and trainer, estimate k3",
         "nats per token",
         (
-            Line(_BEFORE + "kl_k3", "k3 before", BLUE),
-            Line(_BEFORE + "kl_k1", "k1 before", GREEN),
-            Line(_AFTER + "kl_k3", "k3 kept tokens", ORANGE, "--"),
-            Line(_AFTER + "kl_k1", "k1 kept tokens", GREY, ":"),
+            Line(_BEFORE + "kl_k3", "k3, all tokens", BLUE, bounds=_POSITIVE),
+            Line(_AFTER + "kl_k3", "k3, kept tokens", ORANGE, "--", bounds=_POSITIVE),
         ),
-        "KL(sampler||trainer) in nats per token. k1 and k3 are two estimates of the same number. k1 scatters more "
-        "and may be negative, k3 may not. Dashed and dotted: on the tokens that the correction kept.",
+        "KL(sampler||trainer) in nats per token, mean over the tokens of a step. Dashed: on the tokens that the "
+        "correction kept. k3 is never negative.",
     ),
     StepFigure(
-        "Chi-square divergence",
+        "KL between sampler and trainer, estimate k1",
+        "nats per token",
+        (
+            Line(_BEFORE + "kl_k1", "k1, all tokens", BLUE),
+            Line(_AFTER + "kl_k1", "k1, kept tokens", ORANGE, "--"),
+        ),
+        "Another estimate of the same number, which scatters more and may be negative.",
+        reference=0.0,
+    ),
+    StepFigure(
+        "Chi-square divergence of tokens",
         "chi2",
         (
-            Line(_BEFORE + "chi2_sequence", "sequence before", BLUE),
-            Line(_BEFORE + "chi2_token", "token before", GREEN),
-            Line(_AFTER + "chi2_sequence", "sequence, kept", ORANGE, "--"),
-            Line(_AFTER + "chi2_token", "token, kept", GREY, ":"),
+            Line(_BEFORE + "chi2_token", "all tokens", BLUE, bounds=_LEAST_CHI2),
+            Line(_AFTER + "chi2_token", "kept tokens", ORANGE, "--", bounds=_LEAST_CHI2),
         ),
         "Mean squared ratio minus 1, no unit. 0 means that both policies are the same. It estimates the variance of "
-        "the raw importance weights, of single tokens and of whole sequences (products of the ratios). The latter "
-        "grows with the length. With few samples both scatter around 0 and may be negative.",
+        "the raw importance weights of tokens. With few samples it scatters around 0 and may be negative.",
+        reference=0.0,
+    ),
+    StepFigure(
+        "Chi-square divergence of sequences",
+        "chi2",
+        (
+            Line(_BEFORE + "chi2_sequence", "all sequences", BLUE, bounds=_LEAST_CHI2),
+            Line(_AFTER + "chi2_sequence", "kept sequences", ORANGE, "--", bounds=_LEAST_CHI2),
+        ),
+        "The same for whole sequences, whose ratios are products: it grows with the length.",
+        reference=0.0,
     ),
     StepFigure(
         "Effective sample size",
         "fraction",
         (
-            Line("offpolicy/weight/ess_token", "raw weights", BLUE),
-            Line("offpolicy/weight_applied/ess_token", "as applied", ORANGE, "--"),
-            Line(_BEFORE + "ess_sequence", "products over responses", GREEN, ":"),
+            Line("offpolicy/weight/ess_token", "raw weights", BLUE, bounds=_FRACTION),
+            Line("offpolicy/weight_applied/ess_token", "as applied", ORANGE, "--", bounds=_FRACTION),
+            Line(_BEFORE + "ess_sequence", "products over responses", GREEN, ":", bounds=_FRACTION),
         ),
         "(sum w)^2 / (n sum w^2) over tokens, a fraction. At 1 all weights are equal. At 0.5 the weighted mean is as "
         "uncertain as one over half as many tokens with equal weights. Dashed: after cap and normalisation. Dotted: "
@@ -114,8 +137,8 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
         "Perplexity ratio",
         "trainer / sampler",
         (
-            Line(_BEFORE + "ppl_ratio", "before", BLUE),
-            Line(_AFTER + "ppl_ratio", "kept tokens", ORANGE, "--"),
+            Line(_BEFORE + "ppl_ratio", "before", BLUE, bounds=_POSITIVE),
+            Line(_AFTER + "ppl_ratio", "kept tokens", ORANGE, "--", bounds=_POSITIVE),
         ),
         "Mean over responses of trainer perplexity / sampler perplexity, no unit. At 1 both find the text equally "
         "likely. Above 1 the trainer finds the sampled text less likely than the sampler did.",
@@ -125,9 +148,9 @@ STEP_FIGURES: tuple[StepFigure, ...] = (
         "Dropped and truncated",
         "fraction",
         (
-            Line("offpolicy/keep/dropped_token_fraction", "tokens dropped", BLUE),
-            Line("offpolicy/keep/dropped_sequence_fraction", "sequences dropped", ORANGE, "--"),
-            Line("offpolicy/weight/truncated_fraction", "weights truncated", GREEN, ":"),
+            Line("offpolicy/keep/dropped_token_fraction", "tokens dropped", BLUE, bounds=_FRACTION),
+            Line("offpolicy/keep/dropped_sequence_fraction", "sequences dropped", ORANGE, "--", bounds=_FRACTION),
+            Line("offpolicy/weight/truncated_fraction", "weights truncated", GREEN, ":", bounds=_FRACTION),
         ),
         "Share of the trainable tokens and of the sequences that the correction left out, and share of the "
         "weights that it cut back to its cap.",
@@ -144,8 +167,11 @@ def _draw_step_figure(log: MetricsLog, figure: StepFigure) -> Panel:
     lines = [replace(line, key=line.key.format(group=log.ratio_group)) for line in figure.lines]
     series = {line: log.series(line.key) for line in lines}
     drawn = {line: data for line, data in series.items() if data.values}
-    bands = {line: interval_band(log, line.key) for line in drawn}
-    shaded = " Shaded: 95 % interval, clustered by prompt." if any(bands.values()) else ""
+    bands = {line: interval_band(log, line.key, line.bounds) for line in drawn}
+    filled = next((line for line, band in bands.items() if band is not None), None)
+    shaded = " Shaded: 95 % interval, clustered by prompt." if filled is not None else ""
+    if sum(band is not None for band in bands.values()) > 1:
+        shaded += " Thin lines: those of the other curves."
     caption = f"{figure.caption}{shaded}{_left_out(series)}"
     if not drawn:
         return Panel(figure.title, "", caption)
@@ -156,7 +182,7 @@ def _draw_step_figure(log: MetricsLog, figure: StepFigure) -> Panel:
         if figure.reference is not None:
             axes.axhline(figure.reference, color=GREY, linewidth=0.8)
         for line, data in drawn.items():
-            draw_line(axes, line, data, bands[line])
+            draw_line(axes, line, data, bands[line], fill=line is filled)
         axes.set_xlabel("step")
         axes.set_ylabel(figure.ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -187,23 +213,23 @@ def interval_band(log: MetricsLog, key: str, bounds: tuple[float | None, float |
     return Band([s for s, _, _ in found], low, high)
 
 
-def draw_line(axes: Axes, line: Line, data: Series, band: Band | None) -> None:
-    """Draw a metric, with a dot for each step if there are few, and its band."""
+def draw_line(axes: Axes, line: Line, data: Series, band: Band | None, *, fill: bool = True) -> None:
+    """Draw a metric, with a dot for each step if there are few, and its band, filled or only its edges."""
     dots = "." if len(data.steps) <= FEW_STEPS else ""
     if line.running_mean:
-        axes.plot(data.steps, data.values, line.style, color=line.colour, linewidth=0.8, alpha=0.5, marker=dots)
-        label = f"{line.label}, mean of {RUNNING_STEPS} steps"
+        mean, label = running_mean(data.values, RUNNING_STEPS), f"{line.label}, mean of {RUNNING_STEPS} steps"
         axes.plot(
-            data.steps,
-            running_mean(data.values, RUNNING_STEPS),
-            color=line.colour,
-            linewidth=2.4,
-            label=label,
+            data.steps, data.values, color=line.colour, linewidth=1.0, marker=dots, label=f"{line.label}, each step"
         )
+        axes.plot(data.steps, mean, color=GREY, linewidth=2.8, zorder=1.9, label=label)
     else:
-        axes.plot(data.steps, data.values, line.style, color=line.colour, marker=dots, label=line.label)
-    if band is not None:
+        style: dict[str, Any] = {"color": line.colour, "linewidth": line.width, "marker": dots, "label": line.label}
+        axes.plot(data.steps, data.values, line.style, **style)
+    if band is not None and fill:
         axes.fill_between(band.steps, band.low, band.high, color=line.colour, alpha=0.18, linewidth=0)
+    elif band is not None:
+        for edge in (band.low, band.high):
+            axes.plot(band.steps, edge, color=line.colour, linewidth=0.7, alpha=0.8)
 
 
 def _left_out(series: dict[Line, Series]) -> str:

@@ -192,7 +192,8 @@ def column_titles(summary: RunSummary) -> tuple[str, str, str]:
     names = ("first quarter", "last quarter", "whole run")
     spans = (summary.first_steps, summary.last_steps, summary.all_steps)
     first, last, whole = (
-        f"{name}\n{f'step {a}' if a == b else f'steps {a}-{b}'}" for name, (a, b) in zip(names, spans, strict=True)
+        f"mean of\n{name}\n{f'step {a}' if a == b else f'steps {a}-{b}'}"
+        for name, (a, b) in zip(names, spans, strict=True)
     )
     return first, last, whole
 

@@ -115,7 +115,7 @@ def rescore(evidence: TokenEvidence, bench: Bench, *, step: int = -1, note: Note
     plain = bench.score(rows, width=width)[0]
     missed = _misses(evidence, plain.logps)
     size = missed["mismatch"]
-    where = "" if step < 0 else f" of step {step}"
+    where = "" if step < 0 else f" of step {step + 1}"  # as the metrics count
     begin = f"scored again with the trainer's model, {missed['rows']:.0f} recorded responses{where}"
     trainer, engine = missed["trainer"], missed["engine"]
     if min(trainer, engine) > max(NEITHER * size, _agreement(evidence) ** 2):
@@ -378,7 +378,7 @@ def _with_earlier(alone: Attribution, tested: Attribution, rescored: Rescored) -
     if alone.cause == tested.cause:
         return replace(tested, reasons=(*tested.reasons, rescored.text, *alone.reasons))
     name = f"{tested.cause.replace('_', ' ')} {tested.detail}".rstrip()
-    said = f"{name} is there from step {rescored.step} on, but the mismatch has grown beyond it since"
+    said = f"{name} is there from step {rescored.step + 1} on, but the mismatch has grown beyond it since"
     return replace(
         alone,
         runner_up=tested.cause,

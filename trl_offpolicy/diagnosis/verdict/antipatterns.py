@@ -19,7 +19,7 @@ from trl_offpolicy.diagnosis.verdict.tree import Readings
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts
 
 FEWEST_RESPONSES = 40
-"""With fewer responses, the quarters by length are too small to compare."""
+"""With fewer responses, the groups by length are too small to compare."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class AntiPattern:
 
 @dataclass(frozen=True)
 class LengthShares:
-    """Share of responses dropped as a whole, by quarter of length, shortest first.
+    """Share of responses dropped as a whole, by length, in up to four groups, shortest first.
+
+    Responses of one length are in one group, so a group is a quarter of them only where no length is that frequent.
 
     Args:
-        dropped: (4,) shares.
-        longest: (4,) largest length in each quarter, tokens.
-        responses: (4,) responses in each quarter.
+        dropped: shares.
+        longest: largest length in each group, tokens.
+        responses: responses in each group.
     """
 
     dropped: tuple[float, ...]
@@ -191,23 +193,24 @@ def _lag_beyond_the_law(readings: Readings, info: Mapping[str, Any], thresholds:
 
 
 def length_shares(rollouts: RecordedRollouts) -> LengthShares | None:
-    """Share of responses dropped as a whole in each quarter by length; None for fewer than 40 responses."""
-    lengths, kept = rollouts.trainable, rollouts.kept
-    order = np.argsort(lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    if len(order) < FEWEST_RESPONSES:
+    """Share of responses dropped as a whole in each group of length; None for fewer than 40 responses."""
+    some = rollouts.trainable > 0
+    lengths, kept = rollouts.trainable[some], rollouts.kept[some]
+    if len(lengths) < FEWEST_RESPONSES:
         return None
-    quarters = np.array_split(order, 4)
+    longest = np.unique(np.quantile(lengths, (0.25, 0.5, 0.75, 1.0), method="inverted_cdf"))
+    group = np.searchsorted(longest, lengths)  # up to and including the longest of a group
+    parts = [group == number for number in range(len(longest))]
     return LengthShares(
-        dropped=tuple(float(np.mean(kept[part] == 0)) for part in quarters),
-        longest=tuple(int(lengths[part].max()) for part in quarters),
-        responses=tuple(len(part) for part in quarters),
+        dropped=tuple(float(np.mean(kept[part] == 0)) for part in parts),
+        longest=tuple(int(length) for length in longest),
+        responses=tuple(int(part.sum()) for part in parts),
     )
 
 
 def _length_trap(rollouts: RecordedRollouts, info: Mapping[str, Any], thresholds: Thresholds) -> AntiPattern | None:
     shares = length_shares(rollouts)
-    if shares is None or shares.longest[-1] == shares.longest[0]:
+    if shares is None or len(shares.longest) == 1:
         return None
     first, last = shares.dropped[0], shares.dropped[-1]
     low, high = min(first, last), max(first, last)
@@ -228,7 +231,7 @@ def _length_trap(rollouts: RecordedRollouts, info: Mapping[str, Any], thresholds
 
 
 def _differ(shares: LengthShares) -> bool:
-    """Two-proportion z-test of the outer quarters at 1 %."""
+    """Two-proportion z-test of the outer groups at 1 %."""
     (a, *_, b), (n, *_, m) = shares.dropped, shares.responses
     pooled = (a * n + b * m) / (n + m)
     error = np.sqrt(pooled * (1 - pooled) * (1 / n + 1 / m))
