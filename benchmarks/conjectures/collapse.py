@@ -24,7 +24,7 @@ from benchmarks.conjectures.common import Conjecture, Finding, Outcome
 from benchmarks.lab.jobs import Experiment
 from benchmarks.lab.measure import warm_model
 from benchmarks.lab.sorting import Task
-from docs.drawing import label, to_svg
+from docs.drawing import label, legend_below, to_svg
 from trl_offpolicy.control import collapse_risk
 from trl_offpolicy.diagnosis.report.plots import BLUE, GREEN, GREY, INK, ORANGE
 from trl_offpolicy.run_folder.run_data import MetricsLog
@@ -300,6 +300,7 @@ def draw(runs: Sequence[Outcome]) -> str:
     def panels(figure: Figure) -> None:
         axes = figure.subplot_mosaic([["auroc", TASKS[0]], ["auroc", TASKS[1]]], width_ratios=[1.3, 1])
         bars(axes["auroc"], found)
+        legend_below(figure, axes["auroc"])
         for task in TASKS:
             rewards(axes[task], [run for run in runs if run["task"] == task], task)
 
@@ -323,7 +324,6 @@ def bars(axes: Axes, found: Mapping[str, Mapping[str, Mapping[str, common.Range]
     axes.axvline(0.5, color=INK, linewidth=1.0, linestyle=":")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.legend(loc="lower left")
     label(axes, "AUROC by row", "", "predicted on the task not seen")
 
 
