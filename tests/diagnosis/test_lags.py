@@ -64,7 +64,7 @@ def test_doctor_and_report_show_it(tmp_path: Path, capsys: pytest.CaptureFixture
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["by_lag"]
     assert [row["lag"] for row in found] == ["0", "2", "9_or_more"]
     page = write_report(tmp_path).read_text()
-    assert "<h2>By version lag</h2>" in page and "<td>9 or more</td>" in page
+    assert "<h2>By version lag</h2>" in page and "<th scope=row>9 or more</th>" in page
 
 
 def test_a_run_without_lags_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from trl_offpolicy.diagnosis.other_doctors import OTHER_DOCTORS, Opinion
 from trl_offpolicy.diagnosis.rescoring.rescore import OpenBench, attribute_run_rescored, sources_of
 from trl_offpolicy.diagnosis.sync_record import describe_syncs, seen_in_syncs
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.turns import TURN_TITLES, TurnTable, turn_table
 from trl_offpolicy.diagnosis.verdict.advice import Advice, advise, advise_after
 from trl_offpolicy.diagnosis.verdict.antipatterns import AntiPattern, LengthShares, find_antipatterns, length_shares
 from trl_offpolicy.diagnosis.verdict.judge import WINDOW, Diagnosis, Finding, diagnose
@@ -50,6 +51,7 @@ class Examination:
         info: ``run.json``.
         remarks: sentences on other frameworks' metric names that differ slightly from this kit's.
         by_lag: log-ratios, ESS and clips of the judged steps by version lag; None = none were logged.
+        by_turn: the recorded tokens by turn; None = every response is one turn.
         advice: one configuration for all findings, in the keys of the framework that logged them; None = no finding.
         syncs: what the recorded weight syncs show, in a sentence; may be empty.
         hint: how to have causes tested with the model, or why they were not; may be empty.
@@ -65,6 +67,7 @@ class Examination:
     remarks: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
     by_lag: LagTable | None = None
+    by_turn: TurnTable | None = None
     advice: Advice | None = None
     syncs: str = ""
     hint: str = ""
@@ -83,6 +86,7 @@ class Examination:
             "opinions": [asdict(one) for one in self.opinions],
             "attribution": attribution,
             "by_lag": None if self.by_lag is None else self.by_lag.as_dict(),
+            "by_turn": None if self.by_turn is None else self.by_turn.as_dict(),
             "advice": None if self.advice is None else asdict(self.advice),
             "syncs": self.syncs,
             "hint": self.hint,
@@ -170,6 +174,7 @@ def judge(
         remarks=log.remarks,
         info=info,
         by_lag=lag_table(log, found.steps),
+        by_turn=turn_table(rollouts),
         advice=_advice(found, attribution, log.frameworks, info),
         syncs=describe_syncs(syncs),
         hint="" if attribution is None or rescored is not None else _hint(rollouts, sources, path),
@@ -232,7 +237,15 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
         out.print(f"[bold]why engine and trainer differ[/], from the recorded tokens {how}")
         _print_fields(out, describe_attribution(seen.attribution, seen.info))
     if seen.by_lag is not None and seen.by_lag.stale:
-        _print_lags(out, seen.by_lag)
+        _print_table(
+            out,
+            "[bold]by version lag[/], current policy against the one that sampled",
+            (LAG_TITLES, *(row.cells for row in seen.by_lag.rows)),
+            seen.by_lag.text,
+        )
+    if seen.by_turn is not None:
+        rows = (TURN_TITLES, *(row.cells for row in seen.by_turn.rows))
+        _print_table(out, "[bold]by turn[/], over all recorded tokens", rows, seen.by_turn.text)
     if seen.advice is not None:
         _print_advice(out, seen.advice)
     for one in seen.antipatterns:
@@ -353,18 +366,18 @@ def judge_again(advice: Advice) -> str:
     return titles and f"Then judge again: {titles} may go away with the cause."
 
 
-def _print_lags(out: Console, table: LagTable) -> None:
-    """Print the table by version lag; with fresh tokens alone it would say what the metrics say."""
+def _print_table(out: Console, title: str, rows: Sequence[tuple[str, ...]], text: str) -> None:
+    """Print rows (the first one holds the titles) and what they say."""
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for _ in LAG_TITLES:
+    for _ in rows[0]:
         grid.add_column(justify="right")
-    for cells in (LAG_TITLES, *(row.cells for row in table.rows)):
+    for cells in rows:
         grid.add_row(*cells)
-    out.print("[bold]by version lag[/], current policy against the one that sampled")
+    out.print(title)
     out.print(grid)
-    out.print(f"{table.text}\n")
+    out.print(f"{text}\n")
 
 
 def _print_fields(out: Console, fields: dict[str, str]) -> None:

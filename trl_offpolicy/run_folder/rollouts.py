@@ -57,6 +57,7 @@ class RecordedRollouts:
         keep: (M,) True = the correction kept the token.
         chunks: the origin of the rows.
         skipped_files: parts that could not be read.
+        turn: (M,) turn of each observed token, from 0; None = not known.
     """
 
     steps: Integers
@@ -70,6 +71,7 @@ class RecordedRollouts:
     keep: Bools
     chunks: tuple[Chunk, ...]
     skipped_files: tuple[Path, ...] = ()
+    turn: NDArray[np.int32] | None = None
 
     @property
     def used_in(self) -> Integers:
@@ -181,7 +183,18 @@ def _flatten(table: Any, first_row: int, path: Path) -> dict[str, Array]:
         "log_ratio": log_ratio[observed].astype(np.float32),
         "weight": flat(WEIGHTS, np.nan)[observed].astype(np.float32),
         "keep": keep[observed],
+        "turn": _turns(mask, row, position)[observed],
     }
+
+
+def _turns(mask: Bools, row: Integers, position: Integers) -> NDArray[np.int32]:
+    """(M,) turn of each token, from 0: it rises where trainable tokens begin again after others."""
+    begins = mask & ((position == 0) | ~np.roll(mask, 1))
+    count = np.cumsum(begins)
+    first = np.flatnonzero(position == 0)  # one for each row that has tokens, in order
+    before = (count - begins)[first]
+    turns: NDArray[np.int32] = (count - np.repeat(before, np.bincount(row)[row[first]]) - 1).astype(np.int32)
+    return turns
 
 
 def _lengths(table: Any, name: str) -> Integers:

@@ -33,6 +33,7 @@ from trl_offpolicy.diagnosis.report.summary import (
     table_caption,
 )
 from trl_offpolicy.diagnosis.thresholds import Thresholds
+from trl_offpolicy.diagnosis.turns import TURN_TITLES, turn_table
 from trl_offpolicy.run_folder.layout import REPORT_FILE
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
@@ -115,6 +116,8 @@ def make_report(run_dir: str | Path, *, decode: Decode | None = None) -> Report:
         caption=table_caption(summary),
         by_lag=lag_table(log),
         lag_titles=LAG_TITLES,
+        by_turn=turn_table(rollouts),
+        turn_titles=TURN_TITLES,
         choice=choice_table(log),
         step_figures=draw_step_figures(log),
         **_rollout_values(rollouts, decode),
