@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("trl_offpolicy", "lightning_module", "recipes")
@@ -30,6 +32,12 @@ assert result.weights.tolist()[0][1] == 2.0
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 from lightning_module import OffPolicyGRPOModule
 """
+
+
+def test_the_citation_has_the_packages_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -71,7 +79,8 @@ def test_both_hold_every_file_of_the_packages_and_no_half_of_the_tests(distribut
         assert wanted <= set(archive.namelist())
     with tarfile.open(source) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert wanted | {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+    assert wanted | {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= names
+    assert "docs/pictures/evidence.svg" in names
     assert not any(name.startswith(("tests", "runs")) for name in names)
 
 
