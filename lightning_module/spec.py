@@ -40,16 +40,13 @@ def resolve(correction: Any, objective: Any = None, advantages: Any = None, *, d
         >>> resolve("paper/tis", {"aggregation": "seq_mean_token_mean"}).objective.aggregation
         'seq_mean_token_mean'
     """
-    chosen, overrides, named = _chosen(correction, default)
+    chosen, named = _chosen(correction, default)
     if isinstance(objective, Objective):
         if isinstance(correction, Objective):
             raise ValueError("correction and objective both are an Objective; give one.")
         chosen = _with_objective(chosen, objective, said=correction is not None)
-    else:
-        parts = [part for part in (overrides, objective) if part]
-        for part in parts:
-            made = parse_objective(part, where="objective", base=chosen.objective)
-            chosen = replace(chosen, objective=made)
+    elif objective:
+        chosen = replace(chosen, objective=parse_objective(objective, where="objective", base=chosen.objective))
     if advantages is not None and named is not None:
         raise ValueError("advantages and correction.advantages set the same quantity; set one.")
     advantages = named if advantages is None else advantages
@@ -57,17 +54,18 @@ def resolve(correction: Any, objective: Any = None, advantages: Any = None, *, d
     return replace(chosen, advantages=estimator)
 
 
-def _chosen(correction: Any, default: str) -> tuple[Preset, Any, Any]:
-    """The preset, and the entries ``objective`` and ``advantages`` of the mapping (None if there are none)."""
+def _chosen(correction: Any, default: str) -> tuple[Preset, Any]:
+    """The preset with the mapping's own changes, and the mapping's entry ``advantages`` (None if there is none)."""
     said = default if correction is None else correction
     if isinstance(said, Mapping) and said and not set(said) & set(presets.MAPPING_KEYS):
         made = parse_correction(said, where="correction")
-        return make_preset("own", made, citation="-", notes="given in the configuration"), None, None
+        return make_preset("own", made, citation="-", notes="given in the configuration"), None
     chosen, spec = parse_preset(said, where="correction")
-    if spec.get("correction"):
+    objective = parse_objective(spec.get("objective") or {}, where="correction.objective", base=chosen.objective)
+    if spec.get("correction"):  # last: what a weight may hold depends on the loss
         own = parse_correction(spec["correction"], where="correction.correction", base=chosen.correction)
-        chosen = replace(chosen, objective=replace(chosen.objective, correction=own))
-    return chosen, spec.get("objective"), spec.get("advantages")
+        objective = replace(objective, correction=own)
+    return replace(chosen, objective=objective), spec.get("advantages")
 
 
 def _with_objective(chosen: Preset, objective: Objective, *, said: bool) -> Preset:

@@ -41,7 +41,21 @@ import sys, time, torch
 
 before, start = set(sys.modules), time.process_time()
 import trl_offpolicy
+trl_offpolicy.PolicyBatch
 print(time.process_time() - start, sorted(set({HEAVY}) & (set(sys.modules) - before)))
+"""
+
+
+NAMES_LATER = """
+import sys, trl_offpolicy as op
+
+print("torch" in sys.modules, "PolicyBatch" in dir(op), "attach" in op.__all__, op.__version__ > "0")
+try:
+    op.PolicyBach
+except AttributeError as error:
+    print(error)
+from trl_offpolicy import *
+print(Correction is op.Correction, callable(attach), losses.PPOClip().low, presets.get("measure").name)
 """
 
 
@@ -67,3 +81,12 @@ def test_importing_it_takes_at_most_0_3_cpu_seconds_more_than_torch_and_loads_no
             break
 
     assert min(seconds) <= 0.3, f"import took {seconds} s"
+
+
+def test_torch_is_imported_with_the_first_name_that_is_used():
+    assert run(NAMES_LATER.replace('"PolicyBatch" in dir(op), "attach" in op.__all__, ', "")).splitlines() == [
+        "False True",
+        "module 'trl_offpolicy' has no attribute 'PolicyBach'",
+        "True True 0.2 measure",
+    ]
+    assert run(NAMES_LATER).startswith("False True True True")

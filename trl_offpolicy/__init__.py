@@ -1,42 +1,30 @@
 """Know which policy really sampled each token, correct for it, show it, and say what to do about it.
 
-``import trl_offpolicy as op`` needs torch only. The trainer is ``trl_offpolicy.trainer.OffPolicyGRPOTrainer``.
+``import trl_offpolicy as op`` needs torch only, and imports it with the first name that is used: the command line
+answers ``--help`` without. :mod:`trl_offpolicy.public` lists the names. The trainer is
+``trl_offpolicy.trainer.OffPolicyGRPOTrainer``.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from trl_offpolicy import presets
-from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.correction.terms import (
-    BandWeight,
-    DivergenceBand,
-    ESSWeight,
-    GroupRejection,
-    KeepTerm,
-    OffPolicySequenceMask,
-    OutlierVeto,
-    PrefixBudget,
-    PrefixMinWeight,
-    PrefixWeight,
-    ProbabilityDifferenceMask,
-    RatioBand,
-    RawWeight,
-    SecondMomentBudget,
-    ShapedWeight,
-    StalenessBound,
-    SuffixVeto,
-    TermInputs,
-    TruncateWeight,
-    Violations,
-    Weighed,
-    Weight,
-)
-from trl_offpolicy.objective import advantages, losses, proximal
-from trl_offpolicy.objective.kl import AdaptiveKL, FixedKL, KLController, KLPenalty
-from trl_offpolicy.objective.objective import Objective
-from trl_offpolicy.presets.preset import Preset
-from trl_offpolicy.stats import Stat, Stats
-from trl_offpolicy.types import CorrectionOutput, ObjectiveOutput, PolicyBatch, Reduction
+if TYPE_CHECKING:
+    from trl_offpolicy.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A public name, imported now (PEP 562). Type checkers read the import above and see a misspelling."""
+        if not name.startswith("__") or name == "__all__":
+            public = import_module("trl_offpolicy.public")
+            if name == "__all__":
+                return [*public.__all__, "attach"]
+            if hasattr(public, name):
+                return getattr(public, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
+
 
 __version__ = "0.1.0"
 
@@ -78,47 +66,3 @@ def attach(trainer: Any, *, control: Any = "warn", record_rollouts: bool = True,
     from trl_offpolicy.trl.attach import Observer
 
     return Observer(trainer, control=control, record_rollouts=record_rollouts, write_report=write_report)
-
-
-__all__ = [
-    "AdaptiveKL",
-    "BandWeight",
-    "Correction",
-    "CorrectionOutput",
-    "DivergenceBand",
-    "ESSWeight",
-    "FixedKL",
-    "GroupRejection",
-    "KLController",
-    "KLPenalty",
-    "KeepTerm",
-    "Objective",
-    "ObjectiveOutput",
-    "OffPolicySequenceMask",
-    "OutlierVeto",
-    "PolicyBatch",
-    "PrefixBudget",
-    "PrefixMinWeight",
-    "PrefixWeight",
-    "Preset",
-    "ProbabilityDifferenceMask",
-    "RatioBand",
-    "RawWeight",
-    "Reduction",
-    "SecondMomentBudget",
-    "ShapedWeight",
-    "StalenessBound",
-    "Stat",
-    "Stats",
-    "SuffixVeto",
-    "TermInputs",
-    "TruncateWeight",
-    "Violations",
-    "Weighed",
-    "Weight",
-    "advantages",
-    "attach",
-    "losses",
-    "presets",
-    "proximal",
-]

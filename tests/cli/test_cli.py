@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import trl_offpolicy
+from lightning_module.spec import resolve
+from trl_offpolicy import presets
 from trl_offpolicy.cli import commands as cli
 
 
@@ -89,6 +96,73 @@ def test_tokenizer_option_decodes(run_dir: Path, monkeypatch: pytest.MonkeyPatch
     assert seen["decode"]([1]) == "tiny:[1]"
 
 
+def test_help_and_version_take_less_than_half_a_second_and_no_torch() -> None:
+    code = (
+        "import sys, time; start = time.process_time(); from trl_offpolicy.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: print(time.process_time() - start, sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(trl_offpolicy.__file__).parents[1])}
+    for option, shown in (("--help", "Say what is wrong with a run"), ("--version", trl_offpolicy.__version__)):
+        command = [sys.executable, "-c", code, option]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+        seconds, _, loaded = done.stdout.splitlines()[-1].partition(" ")
+        assert shown in done.stdout and loaded == "[]" and float(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("docter", "'doctor'"), ("Presets", "'presets'"), ("reprot", "'report'"), ("zzz", None)]
+)
+def test_a_mistyped_command_is_suggested(typed: str, meant: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([typed, "x"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and f"but got {typed!r}." in line
+    assert "Did you mean" not in line if meant is None else f"Did you mean {meant}" in line
+
+
+def test_the_default_window_is_that_of_the_judge() -> None:
+    from trl_offpolicy.diagnosis.verdict.judge import WINDOW
+
+    assert cli.build_parser().parse_args(["doctor", "run"]).window == WINDOW
+
+
+def test_doctor_prints_strict_json(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl_offpolicy.diagnosis.doctor import Examination
+
+    found = {"attribution": {"explained": float("nan")}, "by_lag": [(1, float("inf"))]}
+    monkeypatch.setattr(Examination, "as_dict", lambda self: found)
+    assert cli.main(["doctor", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"attribution": {"explained": None}, "by_lag": [[1, None]]}
+
+
+@pytest.mark.parametrize(
+    ("package", "hint"),
+    [
+        ("vllm", ' Install it in a checkout of trl-offpolicy: pip install -e ".[vllm]". On a machine without a GPU: '
+                 "make install."),
+        ("rl_doctor", ' Install it in a checkout of trl-offpolicy: pip install -e ".[doctors]".'),
+        ("x", ""),
+    ],
+)  # fmt: skip
+def test_a_missing_package_names_the_command(
+    package: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def needs(parser: argparse.ArgumentParser) -> cli.Runner:
+        """Need a package."""
+
+        def run(args: argparse.Namespace) -> int:
+            raise ModuleNotFoundError(f"No module named '{package}.part'", name=f"{package}.part")
+
+        return run
+
+    monkeypatch.setitem(cli.COMMANDS, "needs", needs)
+    assert cli.main(["needs"]) == 1
+    assert capsys.readouterr().err == f"trl-offpolicy needs: package {package} is not installed.{hint}\n"
+
+
 @pytest.mark.parametrize("argv", [[], ["unknown"], ["report"], ["report", "x", "--what"]])
 def test_bad_arguments_exit_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -103,6 +177,8 @@ def test_presets_are_listed_under_their_source(capsys: pytest.CaptureFixture[str
     assert lines[:2] == ["general", f"  {'measure':<31}  w = 1, nothing dropped"]
     assert lines.index("paper") < lines.index("skyrl") < lines.index("verl")
     assert "  paper/tis                        w_t = min(pi_old / mu, C)" in lines
+    legend = "\n".join(lines[lines.index("") :])
+    assert legend.startswith("\nmu = the engine that sampled") and "rho_geo = its geometric mean" in legend
 
 
 def test_presets_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +186,25 @@ def test_presets_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = capsys.readouterr().out.split("\n\n")
     assert first.startswith("paper/tis\n  formula:  w_t = min(pi_old / mu, C)\n")
     assert second.startswith("verl/bypass_pg_is\n") and "source:   verl 0.9.1" in second
+
+
+def pasted(name: str, capsys: pytest.CaptureFixture[str]) -> list[Any]:
+    """What the YAML blocks of ``presets NAME`` say for ``offpolicy``."""
+    assert cli.main(["presets", name]) == 0
+    _, _, text = capsys.readouterr().out.partition("\n  # to paste\n")
+    return [yaml.safe_load(textwrap.dedent(one))["offpolicy"] for one in text.split("  # or the same by its parts\n")]
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_the_yaml_of_a_preset_is_that_preset(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    want = presets.get(name)
+    for one in pasted(name, capsys):
+        found = resolve(one)
+        assert found.objective == want.objective
+    assert pasted("paper/tis", capsys) == [
+        {"preset": "paper/tis", "options": {"max_weight": 2.0}},
+        {"correction": {"weight": {"type": "truncate", "max_weight": 2.0}}},
+    ]
 
 
 def test_two_presets_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-import yaml
-
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 INDEX = FOLDER / "index.yaml"
 SHARED = ("grpo.py", "record.py", "tasks.py", "agent_calculator", "accelerate", "quickstart/prepare_model.py")
@@ -60,6 +58,8 @@ def all_recipes() -> tuple[Recipe, ...]:
     """
     if not INDEX.exists():
         raise FileNotFoundError("the recipes were expected beside the package trl_offpolicy, but there are none.")
+    import yaml
+
     return tuple(Recipe(**row) for row in yaml.safe_load(INDEX.read_text(encoding="utf-8")))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, as_rollouts
 from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.causes import CAUSES
-from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.diagnosis.numbers import format_number, strict_json
 from trl_offpolicy.diagnosis.probe.against import Against
 from trl_offpolicy.diagnosis.probe.asked import Outcome
 from trl_offpolicy.diagnosis.probe.exactness import Exactness
@@ -121,7 +120,7 @@ def write_probe(result: ProbeResult, folder: Path) -> tuple[Path, Path]:
     """Write ``probe.json`` and ``probe.html`` into ``folder``; returns both paths."""
     folder.mkdir(parents=True, exist_ok=True)
     json_path, html_path = folder / PROBE_FILE, folder / PROBE_PAGE
-    json_path.write_text(json.dumps(_plain(as_dict(result)), indent=2) + "\n", encoding="utf-8")
+    json_path.write_text(json.dumps(strict_json(as_dict(result)), indent=2) + "\n", encoding="utf-8")
     html_path.write_text(render_probe(result), encoding="utf-8")
     return json_path, html_path
 
@@ -147,15 +146,6 @@ def as_dict(result: ProbeResult) -> dict[str, Any]:
         "tokens": int(result.evidence.observed.sum()),
         "seconds": dict(result.seconds),
     }  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    """The value with None in place of NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render_probe(result: ProbeResult) -> str:
