@@ -199,7 +199,7 @@ def test_numbers_without_a_float_are_refused():
     [
         (lambda: _objective(policy_loss={"type": "ppo_clip", "low": None}), "objective.policy_loss: low must be a fin"),
         (lambda: _objective(policy_loss={"type": "kl_cov", "coef": None}), "objective.policy_loss: coef must be a fin"),
-        (lambda: _objective(policy_loss={"type": "gspo", "low": "3e-4"}), "objective.policy_loss: low must be a finit"),
+        (lambda: _objective(policy_loss={"type": "gspo", "low": "0.3"}), "objective.policy_loss: low must be a finit"),
         (lambda: _objective(kl={"coef": None}), "objective.kl: coef must be a finite number, but got None."),
         (lambda: _objective(entropy_coef=None), "objective: entropy_coef must be a finite number, but got None."),
         (lambda: _objective(kl_weighted="yes"), "objective: kl_weighted must be True or False, but got 'yes'."),

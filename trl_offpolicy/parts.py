@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
@@ -74,37 +75,35 @@ def _is_ours(cls: type[Any]) -> bool:
     return cls.__module__.split(".")[0] == "trl_offpolicy"
 
 
-def parse_tagged(
-    spec: object, kind: type[Any] | Mapping[str, type[Any]], *, where: str, name_alone: bool = False
-) -> Any:
-    """A part from ``{type: name, **fields}``; an object that is a part already is taken as it is.
+def parse_tagged(spec: object, kind: type[Any] | Mapping[str, type[Any]], *, where: str) -> Any:
+    """A part from ``{type: name, **fields}`` or its name alone; an object that is a part already is taken as it is.
 
     Args:
         spec: what the user wrote.
         kind: the base class of its kind, or {name: class} if nothing else may be named. If ``type`` is left out, a base
             class that is not abstract is built itself.
         where: the field's path in error messages, e.g. ``offpolicy.correction.weight``.
-        name_alone: ``spec`` may be just the name.
 
     Raises:
-        ValueError: no mapping, an unknown type or option, a missing field, a wrong value; the message names ``where``.
+        ValueError: neither, an unknown type or option, a missing field, a wrong value; the message names ``where``.
         TypeError: a value of the wrong type, or a class of another kind.
     """
     base = kind if isinstance(kind, type) else None
     if base is not None and isinstance(spec, base):
         return spec
-    values = {"type": spec} if name_alone and isinstance(spec, str) else dict(as_mapping(spec, where))
+    types = kind if isinstance(kind, Mapping) else types_of(kind)
+    if types and not isinstance(spec, str | Mapping):
+        raise ValueError(f"{where} must be one of {list(types)} or a mapping with the key type, but got {spec!r}.")
+    values = {"type": spec} if types and isinstance(spec, str) else dict(as_mapping(spec, where))
     if base is not None and "type" not in values and not getattr(base, "__abstractmethods__", ()):
         return build(base, values, where=where)
     name = values.pop("type", None)
     if base is not None and isinstance(name, str) and ":" in name:
         return build(imported_part(name, base, where=f"{where}.type"), values, where=where)
-    types = kind if isinstance(kind, Mapping) else types_of(kind)
     if not isinstance(name, str) or name not in types:
         outside = "" if base is None else " or the path of a class of your own, 'package.module:Class'"
-        raise ValueError(
-            f"{where}.type must be one of {list(types)}{outside}, but got {name!r}.{near(str(name), types)}"
-        )
+        got = "it is missing." if name is None else f"got {name!r}.{near(str(name), types)}"
+        raise ValueError(f"{where}.type must be one of {list(types)}{outside}, but {got}")
     return build(types[name], values, where=where)
 
 
@@ -118,7 +117,9 @@ def build(cls: Any, values: Mapping[str, Any], *, where: str, base: Any = None) 
     known = {item.name: item for item in dataclasses.fields(cls) if item.init}
     for key in values:
         if key not in known:
-            raise ValueError(f"{where}.{key} is not an option of {cls.__name__}.{near(str(key), known)}")
+            hint = near(str(key), known)
+            has = "" if hint else f", which has {list(known)}"
+            raise ValueError(f"{where}.{key} is not an option of {cls.__name__}{has}.{hint}")
     no_default = dataclasses.MISSING
     required = [n for n, item in known.items() if item.default is no_default and item.default_factory is no_default]
     if base is None and (missing := [name for name in required if name not in values]):
@@ -149,28 +150,48 @@ def parse_settings(spec: object, cls: type[Any], *, where: str, short: str, choi
         return spec
     known = {item.name: item for item in dataclasses.fields(cls)}
     needed = known[short].default is dataclasses.MISSING
-    options = {short: spec} if isinstance(spec, str) else spec
+    options = {short: spec} if isinstance(spec, str) else read_numbers(spec)
     if not isinstance(options, Mapping) or (needed and short not in options):
         mapping = f"a mapping with the key {short}" if needed else "a mapping"
         raise ValueError(f"{where} must be one of {list(choices)} or {mapping}, but got {spec!r}.")
     for key in options:
         if key not in known:
-            raise ValueError(f"{where}.{key} must be one of {list(known)}.")
+            raise ValueError(f"{where}.{key} must be one of {list(known)}.{near(str(key), known)}")
     try:
         return cls(**options)
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
 
 
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def read_numbers(value: Any) -> Any:
+    """The value with ``"1e-4"`` as a number, also in mappings and lists: YAML 1.1 takes it for a text.
+
+    Example:
+        >>> read_numbers({"low": "1e-4", "high": 2.0, "horizon": "1e4", "name": "2"})
+        {'low': 0.0001, 'high': 2.0, 'horizon': 10000, 'name': '2'}
+    """
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        number = float(value)
+        whole = number.is_integer() and "." not in value
+        return int(number) if whole else number
+    if isinstance(value, Mapping):
+        return {key: read_numbers(item) for key, item in value.items()}
+    return [read_numbers(item) for item in value] if isinstance(value, list) else value
+
+
 def as_mapping(spec: object, where: str) -> Mapping[str, Any]:
-    """``spec`` itself, which must be a mapping.
+    """``spec`` with its numbers read (:func:`read_numbers`); it must be a mapping.
 
     Raises:
         ValueError: it is not.
     """
     if not isinstance(spec, Mapping):
         raise ValueError(f"{where} must be a mapping of options, but got {spec!r}.")
-    return spec
+    numbers: Mapping[str, Any] = read_numbers(spec)
+    return numbers
 
 
 # ------------------------------------------------------------------------------------------------- paths of objects

@@ -15,8 +15,9 @@ from trl_offpolicy import (
     RawWeight,
     TruncateWeight,
     losses,
+    presets,
 )
-from trl_offpolicy.presets.parsing import near, parse_correction, parse_objective
+from trl_offpolicy.presets.parsing import near, parse_correction, parse_objective, parse_preset
 
 WHERE = "offpolicy.correction"
 
@@ -139,7 +140,12 @@ def test_objective_overrides_its_base_only_where_said():
         ("[1]", r"^offpolicy\.correction must be a mapping of options"),
         (
             "weight: truncate",
-            r"^offpolicy\.correction\.weight must be a mapping of options, but got 'truncate'",
+            r"^offpolicy\.correction\.weight\.max_weight must be given for TruncateWeight .*, but it is missing\.$",
+        ),
+        ("weight: Raw", r"^offpolicy\.correction\.weight\.type must .*, but got 'Raw'\. Did you mean 'raw'\?$"),
+        (
+            "weight: 3",
+            r"^offpolicy\.correction\.weight must be one of \['truncate', .* or a mapping with the key type, but got 3",
         ),
         ("keep: {type: outlier_veto}", r"^offpolicy\.correction\.keep must be a list of terms"),
         (
@@ -147,7 +153,8 @@ def test_objective_overrides_its_base_only_where_said():
             r"^offpolicy\.correction\.keep must be a list of terms, but got 'outlier_veto'",
         ),
         ("keep: 3", r"^offpolicy\.correction\.keep must be a list of terms, but got 3"),
-        ("keep: [outlier_veto]", r"^offpolicy\.correction\.keep\[0\] must be a mapping of options"),
+        ("keep: [outlier_veto]", r"^offpolicy\.correction\.keep\[0\]\.low must be given for OutlierVeto"),
+        ("keep: [true]", r"^offpolicy\.correction\.keep\[0\] must be one of .* with the key type, but got True\.$"),
         # unknown names
         (
             "wieght: null",
@@ -155,10 +162,14 @@ def test_objective_overrides_its_base_only_where_said():
         ),
         ("bypass_mode: true", r"^offpolicy\.correction\.bypass_mode is not an option of Correction"),
         (
+            "weight: {type: truncate, cap: 2}",
+            r"^offpolicy\.correction\.weight\.cap is not an option of TruncateWeight, which has \['max_weight', ",
+        ),
+        (
             "weight: {type: tuncate}",
             r"^offpolicy\.correction\.weight\.type must be one of .*Did you mean 'truncate'",
         ),
-        ("weight: {max_weight: 2.0}", r"^offpolicy\.correction\.weight\.type must be one of .* but got None"),
+        ("weight: {max_weight: 2.0}", r"^offpolicy\.correction\.weight\.type must be one of .* but it is missing\.$"),
         (
             "keep: [{type: outlier_veto, low: 0.1, high: null}, {type: ratio_bnd}]",
             r"^offpolicy\.correction\.keep\[1\]\.type must be one of .*Did you mean 'ratio_band'",
@@ -201,10 +212,9 @@ def test_objective_overrides_its_base_only_where_said():
             "weight: {type: band, low: 0.5, high: '0.5_5_0'}",
             r"^offpolicy\.correction\.weight: high must be a finite number, but got '0.5_5_0'",
         ),
-        # YAML 1.1 reads 1e-4 as a string
         (
-            "keep: [{type: outlier_veto, low: 1e-4, high: 100}]",
-            r"^offpolicy\.correction\.keep\[0\]: low must be a finite number, but got '1e-4'",
+            "keep: [{type: outlier_veto, low: 1e-4x, high: 100}]",
+            r"^offpolicy\.correction\.keep\[0\]: low must be a finite number, but got '1e-4x'",
         ),
         (
             "weight: {type: truncate, max_weight: yes}",
@@ -242,7 +252,12 @@ def test_errors_name_the_path(text, message):
     ("text", "error", "message"),
     [
         ("ppo", ValueError, r"^offpolicy\.objective must be a mapping of options, but got 'ppo'"),
-        ("policy_loss: ppo_clip", ValueError, r"^offpolicy\.objective\.policy_loss must be a mapping"),
+        ("policy_loss: ppo", ValueError, r"^offpolicy\.objective\.policy_loss\.type must .*, but got 'ppo'"),
+        (
+            "policy_loss: [gspo]",
+            ValueError,
+            r"^offpolicy\.objective\.policy_loss must be one of .*, but got \['gspo'\]",
+        ),
         (
             "policy_loss: {type: ppo}",
             ValueError,
@@ -275,6 +290,75 @@ def test_errors_name_the_path(text, message):
 def test_errors_of_an_objective_name_the_path(text, error, message):
     with pytest.raises(error, match=message):
         parse_into(text)
+
+
+def test_a_name_alone_is_a_part():
+    assert parse("weight: raw").weight == parse("weight: {type: raw}").weight
+    assert parse("weight: [raw]").weight == parse("weight: raw").weight
+    assert parse("keep: [second_moment_budget]").keep == parse("keep: [{type: second_moment_budget}]").keep
+    assert parse_into("policy_loss: gspo").policy_loss == losses.GSPO()
+
+
+def test_numbers_with_an_exponent_which_yaml_takes_for_text():
+    """YAML 1.1 reads 1e-4 as a string; 1.0e-4 is a number."""
+    veto = parse("keep: [{type: outlier_veto, low: 1e-4, high: 1E2}]").keep[0]
+    assert (veto.low, veto.high) == (1e-4, 100) and isinstance(veto.low, float)
+    assert parse("weight: {type: truncate, max_weight: 2.5e0}").weight.max_weight == 2.5
+    assert parse_into("kl: {coef: 1e-3}").kl.coef == 1e-3
+    adaptive = parse_into("kl: {coef: {type: adaptive, coef: 1e-3, target: 1e-2, horizon: 1e4}}").kl.coef
+    assert (adaptive.coef, adaptive.target, adaptive.horizon) == (1e-3, 1e-2, 10_000)
+    assert parse_preset({"preset": "paper/tis", "options": {"max_weight": "3e0"}}, where="offpolicy")[0].correction == (
+        parse("weight: {type: truncate, max_weight: 3.0}")
+    )
+    assert (
+        parse_preset({"preset": "auto", "options": {"ess_floor": "3e-1"}}, where="offpolicy")[0].auto.ess_floor == 0.3
+    )
+
+
+OTHER_KIND = "a preset's name (e.g. paper/tis), a mapping, a Correction, an Objective or a Preset, but got"
+KEYS = "['preset', 'framework', 'options', 'file', 'correction', 'objective', 'advantages']"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (3, f"offpolicy must be {OTHER_KIND} 3."),
+        (True, f"offpolicy must be {OTHER_KIND} True."),
+        (["paper/tis"], f"offpolicy must be {OTHER_KIND} ['paper/tis']."),
+        (False, f"offpolicy must be {OTHER_KIND} False. No correction is called measure."),
+        ("TIS", "offpolicy must be NAMES, but got 'TIS'. Did you mean 'paper/tis', 'openrlhf/tis'?"),
+        ("", "offpolicy must be NAMES, but got ''."),
+        ("none", "offpolicy must be NAMES, but got 'none'. No correction is called measure."),
+        (
+            "GSPO",
+            "offpolicy must be NAMES, but got 'GSPO'. Did you mean offpolicy: {objective: {policy_loss: gspo}}?",
+        ),
+        ("rloo", "offpolicy must be NAMES, but got 'rloo'. Did you mean offpolicy: {advantages: rloo}?"),
+        ({"preset": 3}, "offpolicy.preset must be NAMES, but got 3."),
+        ({"preset": "paper/tsi"}, "offpolicy.preset must be NAMES, but got 'paper/tsi'. Did you mean 'paper/tis',"),
+        ({"options": 3}, "offpolicy.options must be a mapping of options, but got 3."),
+        (
+            {"preset": "paper/tis", "options": {"max_weight": "2"}},
+            "offpolicy.options.max_weight must be a finite number, but got '2'.",
+        ),
+        (
+            {"framework": "verl", "options": {"rollout_iss": "token"}},
+            "offpolicy.options.rollout_iss is not an option of verl's ",
+        ),
+        ({"framework": 3}, "offpolicy.framework must be one of ['areal', "),
+        ({"policy_loss": "gspo"}, f"offpolicy.policy_loss must be one of {KEYS}. Did you mean offpolicy.objective.pol"),
+        ({"weight": "raw"}, f"offpolicy.weight must be one of {KEYS}. Did you mean offpolicy.correction.weight?"),
+        (
+            {"preset": "paper/tis", "max_weight": 2},
+            f"offpolicy.max_weight must be one of {KEYS}. Did you mean offpolicy.options.max_weight?",
+        ),
+    ],
+)
+def test_errors_of_a_method_are_one_sentence(spec, message):
+    message = message.replace("NAMES", f"one of the {len(presets.names())} presets that `trl-offpolicy presets` lists")
+    with pytest.raises(ValueError) as error:
+        parse_preset(spec, where="offpolicy")
+    assert str(error.value).startswith(message)
 
 
 def test_near_names():

@@ -39,7 +39,7 @@ def test_options_reach_the_term():
     ],
 )
 def test_an_unknown_preset_is_refused_with_near_names(name, hint):
-    with pytest.raises(ValueError, match=r"^preset must be one of the \d+ that ") as error:
+    with pytest.raises(ValueError, match=r"^preset must be one of the \d+ presets that ") as error:
         presets.get(name)
     assert hint in str(error.value)
 

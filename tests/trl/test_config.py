@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
+import yaml
+from datasets import Dataset
 
 import trl_offpolicy as op
+from trl_offpolicy.presets import catalog
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 
@@ -103,7 +107,7 @@ def test_advantages_by_name_or_mapping(config: Any, spec: Any, expected: Any) ->
 
 def test_a_preset_may_say_them_and_the_user_overrides(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said = replace(op.presets.get("paper/tis"), advantages=op.advantages.RLOO())
-    monkeypatch.setattr(op.presets, "get", lambda name, **options: said)
+    monkeypatch.setitem(catalog.PRESETS, "mine", catalog.Row(lambda: said, ""))
     assert config(use_vllm=True, offpolicy="mine").preset.advantages == op.advantages.RLOO()
     assert config(use_vllm=True, offpolicy={"preset": "mine", "advantages": "opo"}).preset.advantages == (
         op.advantages.OPO()
@@ -135,8 +139,64 @@ def test_what_a_weight_may_hold_depends_on_the_loss_beside_it(config: Any) -> No
         ({"beta": 0.1, "offpolicy": {"objective": {"kl": {"coef": 0.1}}}}, "beta set the same quantity"),
         ({"off_policy_mask_threshold": 0.1, "offpolicy": "paper/opsm"}, "off_policy_mask_threshold and offpolicy"),
         ({"engine": "float32"}, "engine must be a mapping"),
+        ({"engine": {"exact": "yes"}}, "engine.exact must be true or false, but got 'yes'"),
+        ({"engine": {"weight_rounding": "int9"}}, r"engine\.weight_rounding\.type must be one of .* but got 'int9'"),
+        ({"offpolicy": {"objective": 3}}, r"offpolicy\.objective must be a mapping of options, but got 3\.$"),
+        ({"offpolicy": "{'preset': 'measure'}"}, "offpolicy must be a name or a mapping in JSON, but got "),
+        ({"control": "wrn"}, r"^control must be one of .*'off'\], but got 'wrn'\. Did you mean 'warn'\?$"),
+        ({"control": {"thresholds": {"kl_high": "x"}}}, r"^control\.thresholds\.kl_high must be .*, but got 'x'\.$"),
+        ({"noise_floor_steps": True}, "noise_floor_steps must be a whole number of at least 0, but got True"),
+        ({"correct_threshold": "x"}, "correct_threshold must be a finite number, but got 'x'"),
+        ({"record_rollouts": "yes"}, "record_rollouts must be True or False, but got 'yes'"),
+        ({"check_token_ids": "wrn"}, "check_token_ids must be one of .* Did you mean 'warn'"),
     ],
 )
 def test_bad_options_are_named(config: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         config(use_vllm=True, **options)
+
+
+@pytest.mark.parametrize("offpolicy", [None, "paper/tis", "measure"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("mode", "sequence_truncate"), ("clip_max", 2.0), ("clip_max", None), ("clip_min", 0.5)]
+)
+def test_options_of_trl_own_correction_are_refused_beside_offpolicy(
+    config: Any, offpolicy: Any, name: str, value: Any
+) -> None:
+    field = f"vllm_importance_sampling_{name}"
+    with pytest.raises(ValueError) as error:
+        config(use_vllm=True, offpolicy=offpolicy, **{field: value})
+    start = f"{field} must be left out, because offpolicy takes the place of TRL's correction, but got {value!r} and"
+    assert str(error.value).startswith(f"{start} offpolicy {offpolicy!r}. ")
+
+
+def test_their_error_says_what_to_write(config: Any) -> None:
+    given = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+    with pytest.raises(ValueError) as error:
+        config(use_vllm=True, **given)
+    _, _, method = str(error.value).rstrip(".").rpartition("TRL's correction is offpolicy: ")
+    made = config(use_vllm=True, offpolicy=yaml.safe_load(method)).preset.correction
+    assert made == op.presets.from_trl(**given).correction
+
+
+def test_numbers_with_an_exponent_are_numbers(config: Any) -> None:
+    made = config(
+        use_vllm=True,
+        noise_floor_steps="1e2",
+        correct_threshold="5e-1",
+        control={"thresholds": {"kl_high": "1e-1"}},
+        engine={"timeout": "1e2"},
+    )
+    assert (made.noise_floor_steps, made.correct_threshold) == (100, 0.5)
+    assert made.control_spec is not None and made.control_spec.thresholds.kl_high == 0.1
+
+
+def test_another_trainer_refuses_the_configuration(config: Any, fresh_model: Any, tokenizer: Any) -> None:
+    rows = Dataset.from_dict({"prompt": ["a", "b"]})
+    with pytest.raises(
+        TypeError, match=r"^args must be a GRPOConfig for GRPOTrainer, but got an OffPolicyGRPOConfig, "
+    ):
+        trl.GRPOTrainer(
+            fresh_model(), lambda completions, **_: [0.0], config(), train_dataset=rows, processing_class=tokenizer
+        )
+    assert config().get_process_log_level() > 0  # a script may ask too

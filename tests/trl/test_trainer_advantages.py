@@ -260,7 +260,7 @@ def test_evaluation_has_them_too(build: Build) -> None:
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "near miss": ("rlo", {}, r"offpolicy\.advantages\.type must be one of .* Did you mean .*'rloo'"),
     "unknown option": ({"type": "grpo", "scal": "none"}, {}, r"offpolicy\.advantages\.scal is not .* 'scale'"),
-    "no mapping": (3, {}, r"offpolicy\.advantages must be a mapping of options, but got 3"),
+    "no mapping": (3, {}, r"offpolicy\.advantages must be one of .* with the key type, but got 3"),
     "scale twice": ("rloo", {"scale_rewards": "none"}, r"offpolicy\.advantages and scale_rewards set the same"),
     "aggregation twice": (
         "gdpo",

@@ -12,7 +12,7 @@ from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, Controller, E
 from trl_offpolicy.control.escalation import Escalation
 from trl_offpolicy.control.resync import Resync
 from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
-from trl_offpolicy.parts import parse_tagged
+from trl_offpolicy.parts import parse_tagged, read_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,9 @@ def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:
         return None
     if isinstance(spec, ControlSpec):
         return spec
-    values = {"policy": spec} if isinstance(spec, str) else spec
+    if isinstance(spec, str):
+        check_choice(where, spec, (*get_args(Policy), "off"))
+    values = {"policy": spec} if isinstance(spec, str) else read_numbers(spec)
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} must be warn, stop, act, off or a mapping, but got {spec!r}.")
     for key in values:
@@ -137,7 +139,11 @@ def _thresholds(given: Any) -> Thresholds:
         return given or Thresholds()
     if not isinstance(given, Mapping):
         raise ValueError(f"thresholds must be a mapping, but got {given!r}.")
-    return thresholds_from(given)
+    try:
+        return thresholds_from(given)
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if message.startswith("thresholds ") else f"thresholds.{message}") from None
 
 
 def _controllers(named: Any, limits: Thresholds, *, where: str) -> tuple[Controller, ...]:

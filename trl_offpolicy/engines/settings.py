@@ -11,6 +11,7 @@ from trl_offpolicy.engines.exact import check_exact
 from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import Transfer as ServerTransfer
+from trl_offpolicy.parts import read_numbers
 
 Transfer = Literal["auto", "memory", "folder", "adapter", "nccl"]
 
@@ -67,7 +68,7 @@ class EngineSettings:
     @classmethod
     def parse(cls, engine: Mapping[str, Any] | None) -> EngineSettings:
         """The settings from the mapping of a configuration."""
-        given = dict(engine or {})
+        given = dict(read_numbers(engine or {}))
         own = {item.name: given.pop(item.name) for item in fields(cls) if item.name in given}
         if own.get("weight_rounding") is not None:
             own["weight_rounding"] = parse_rounding(own["weight_rounding"])

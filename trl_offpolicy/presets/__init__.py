@@ -7,15 +7,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from trl_offpolicy.checks import near
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, Weight
-from trl_offpolicy.parts import parse_tagged
+from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.parts import as_mapping, parse_tagged
 from trl_offpolicy.presets.auto import AUTO
-from trl_offpolicy.presets.catalog import PRESETS, get, groups, names
+from trl_offpolicy.presets.catalog import PRESETS, check_name, get, groups, names
 from trl_offpolicy.presets.diff import Difference, diff
 from trl_offpolicy.presets.frameworks.areal import from_areal
 from trl_offpolicy.presets.frameworks.ms_swift import from_ms_swift
@@ -81,20 +83,48 @@ def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
         ValueError: an unknown key, preset, framework or option.
     """
     if unknown := [key for key in spec if key not in MAPPING_KEYS]:
-        raise ValueError(f"{where}.{unknown[0]} must be one of {list(MAPPING_KEYS)}.{near(unknown[0], MAPPING_KEYS)}")
-    framework, options = spec.get("framework"), spec.get("options") or {}
+        raise ValueError(
+            f"{where}.{unknown[0]} must be one of {list(MAPPING_KEYS)}.{_meant(str(unknown[0]), spec, where)}"
+        )
+    framework, options = spec.get("framework"), as_mapping(spec.get("options") or {}, f"{where}.options")
     if spec.get("file") is not None:
         return _from_file(spec, where=where)
     if framework is None and spec.get("preset") == AUTO:
         return auto_preset(**options)
     if framework is None:
-        return get(spec.get("preset") or "measure", **options)
+        name = "measure" if spec.get("preset") is None else spec["preset"]
+        check_name(name, where=f"{where}.preset")
+        return _with_options(partial(get, name), options, where=where)
     if spec.get("preset") is not None:
         raise ValueError(f"{where}.preset and {where}.framework both name the correction; set one.")
     if framework not in FRAMEWORKS:
         known = sorted(FRAMEWORKS)
-        raise ValueError(f"{where}.framework must be one of {known}, but got {framework!r}.{near(framework, known)}")
-    return FRAMEWORKS[framework](**options)
+        hint = near(str(framework), known)
+        raise ValueError(f"{where}.framework must be one of {known}, but got {framework!r}.{hint}")
+    return _with_options(FRAMEWORKS[framework], options, where=where)
+
+
+def _with_options(method: Callable[..., Preset], options: Mapping[str, Any], *, where: str) -> Preset:
+    """The method with the user's options, whose names its errors carry, with their path."""
+    try:
+        return method(**options)
+    except (ValueError, NotImplementedError) as error:
+        if not any(str(error).startswith(option) for option in options):
+            raise
+        raise type(error)(f"{where}.options.{error}") from None
+
+
+def _meant(key: str, spec: Mapping[str, Any], where: str) -> str:
+    """The place of a key that belongs deeper into the mapping, else the closest of its keys."""
+    places = {
+        "options": PRESETS[spec["preset"]].defaults if spec.get("preset") in names() else {},
+        "correction": {item.name for item in fields(Correction)},
+        "objective": {item.name for item in fields(Objective)},
+    }
+    for place, known in places.items():
+        if key in known:
+            return f" Did you mean {where}.{place}.{key}?"
+    return near(key, MAPPING_KEYS)
 
 
 def _from_file(spec: Mapping[str, Any], *, where: str) -> Preset:

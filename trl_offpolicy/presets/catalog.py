@@ -558,17 +558,31 @@ def names() -> list[str]:
     return sorted(PRESETS)
 
 
+def check_name(name: object, *, where: str, hint: str = "") -> None:
+    """Raise unless ``name`` is a preset's.
+
+    Args:
+        name: what the user wrote.
+        where: the field, for the message.
+        hint: what to add to the message; empty = the closest names.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ValueError(
+            f"{where} must be one of the {len(PRESETS)} presets that `trl-offpolicy presets` lists, but got {name!r}."
+            f"{hint or near(str(name), PRESETS)}"
+        )
+
+
 def get(name: str, **options: object) -> Preset:
     """A preset by name.
 
     Raises:
         ValueError: an unknown name (the message lists near matches) or option.
     """
-    if name not in PRESETS:
-        raise ValueError(
-            f"preset must be one of the {len(PRESETS)} that `trl-offpolicy presets` lists, but got {name!r}."
-            f"{near(name, PRESETS)}"
-        )
+    check_name(name, where="preset")
     row = PRESETS[name]
     for option in options:
         if option not in row.defaults:

@@ -19,6 +19,8 @@ from trl_offpolicy.objective.losses import PolicyLoss
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.proximal import Proximal
 from trl_offpolicy.parts import as_mapping, build, parse_tagged, plain, types_of
+from trl_offpolicy.presets.auto import AUTO
+from trl_offpolicy.presets.catalog import check_name
 from trl_offpolicy.presets.preset import Preset, make_preset, own_preset
 
 WEIGHT_TYPES = types_of(Weight)
@@ -46,12 +48,37 @@ def parse_preset(spec: Any, *, where: str) -> tuple[Preset, Mapping[str, Any]]:
         return make_preset("own", spec, citation="-", notes="given as an object"), {}
     if isinstance(spec, Objective):
         return own_preset(spec), {}
-    if not isinstance(spec, str | Mapping):
+    if isinstance(spec, str):
+        if spec != AUTO:
+            check_name(spec, where=where, hint=_meant(spec, where))
+        return presets.from_mapping({"preset": spec}, where=where), {}
+    if not isinstance(spec, Mapping):
+        hint = NOTHING if spec is False else ""
         raise ValueError(
-            f"{where} must be a preset's name, a mapping, a Correction, an Objective or a Preset, but got {spec!r}."
+            f"{where} must be a preset's name (e.g. paper/tis), a mapping, a Correction, an Objective or a Preset, but "
+            f"got {spec!r}.{hint}"
         )
-    mapping = {"preset": spec} if isinstance(spec, str) else spec
+    mapping = as_mapping(spec, where)
     return presets.from_mapping(mapping, where=where), mapping
+
+
+NOTHING = " No correction is called measure."
+
+
+def _meant(name: str, where: str) -> str:
+    """Where a name belongs that is no preset; empty text if it belongs nowhere."""
+    if name.lower() in ("off", "no", "none", "false"):
+        return NOTHING
+    places = {
+        "{objective: {policy_loss: NAME}}": LOSS_TYPES,
+        "{correction: {weight: NAME}}": WEIGHT_TYPES,
+        "{correction: {keep: [NAME]}}": KEEP_TYPES,
+        "{advantages: NAME}": ADVANTAGE_TYPES,
+    }
+    for place, types in places.items():
+        if name.lower() in types:
+            return f" Did you mean {where}: {place.replace('NAME', name.lower())}?"
+    return ""
 
 
 def plain_method(spec: Any) -> Any:
@@ -103,7 +130,7 @@ def parse_objective(spec: object, *, where: str, base: Objective) -> Objective:
     if values.get("kl") is not None:
         values["kl"] = _parse_kl(values["kl"], where=f"{where}.kl")
     if "proximal" in values:
-        values["proximal"] = parse_tagged(values["proximal"], Proximal, where=f"{where}.proximal", name_alone=True)
+        values["proximal"] = parse_tagged(values["proximal"], Proximal, where=f"{where}.proximal")
     objective: Objective = build(Objective, values, where=where, base=base)
     return objective
 
@@ -112,7 +139,7 @@ def parse_advantages(spec: object, *, where: str) -> AdvantageEstimator | None:
     """An estimator from ``rloo``, ``{type: grpo, scale: none}`` or an estimator; None = the trainer's own."""
     if spec is None:
         return None
-    estimator: AdvantageEstimator = parse_tagged(spec, AdvantageEstimator, where=where, name_alone=True)
+    estimator: AdvantageEstimator = parse_tagged(spec, AdvantageEstimator, where=where)
     return estimator
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, get_args
 
 import torch
+from transformers import Trainer
 from trl import GRPOConfig
 
 from trl_offpolicy import presets
+from trl_offpolicy.checks import check_bool, check_choice, check_number, check_whole
 from trl_offpolicy.control import ControlSpec, parse_control
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import OffPolicySequenceMask
+from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.objective.advantages import AdvantageEstimator
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.parts import as_mapping, read_numbers
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
 from trl_offpolicy.presets.parsing import (
     parse_advantages,
@@ -172,6 +178,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
+        _check_json(self)
         if exact.wants_exact(self.engine):
             exact.check_config(self)
         super().__post_init__()
@@ -182,14 +189,18 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
                 "vllm_importance_sampling_correction must be False: it would correct a second time. Set "
                 "offpolicy to the correction you want (e.g. paper/tis; presets.from_trl gives TRL's own)."
             )
+        _refuse_trl_correction(self)
         if not isinstance(self.engine, dict | None):
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
-        if not isinstance(self.noise_floor_steps, int) or self.noise_floor_steps < 0:
-            raise ValueError(f"noise_floor_steps must be a whole number >= 0, but got {self.noise_floor_steps!r}.")
-        if self.check_token_ids not in get_args(CheckTokenIds):
-            raise ValueError(
-                f"check_token_ids must be one of {list(get_args(CheckTokenIds))}, but got {self.check_token_ids!r}."
-            )
+        EngineSettings.parse(self.engine)
+        self.noise_floor_steps = read_numbers(self.noise_floor_steps)
+        check_whole("noise_floor_steps", self.noise_floor_steps, least=0)
+        self.correct_threshold = read_numbers(self.correct_threshold)
+        if self.correct_threshold is not None:
+            check_number("correct_threshold", self.correct_threshold)
+        check_bool(record_rollouts=self.record_rollouts, write_report=self.write_report)
+        check_bool(freeze_router=self.freeze_router, freeze_router_bias=self.freeze_router_bias)
+        check_choice("check_token_ids", self.check_token_ids, get_args(CheckTokenIds))
         check_replay(self)
         parse_control(self.control)
         # a wrong option fails here, not after the model is loaded
@@ -199,6 +210,22 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         if objective.kl is not None and self.beta == 0.0:  # type: ignore[has-type]
             self._beta_of_kl = objective.kl.beta
             self.beta = objective.kl.beta  # or TRL would not load the reference model
+
+    def get_process_log_level(self) -> int:
+        """The log level. Every trainer asks for it when it is built; one that does not read ``offpolicy`` is refused.
+
+        Raises:
+            TypeError: the trainer is not an ``OffPolicyGRPOTrainer``: it would train without any correction.
+        """
+        asking = sys._getframe(1).f_locals.get("self")
+        if isinstance(asking, Trainer) and not getattr(asking, "reads_offpolicy", False):
+            raise TypeError(
+                f"args must be a GRPOConfig for {type(asking).__name__}, but got an OffPolicyGRPOConfig, whose "
+                "offpolicy, engine and control that trainer would ignore. Use "
+                "trl_offpolicy.trainer.OffPolicyGRPOTrainer; to measure a stock trainer, trl_offpolicy.attach."
+            )
+        level: int = super().get_process_log_level()
+        return level
 
     def to_dict(self) -> dict[str, Any]:
         """TRL's dict, for loggers and JSON. An object in ``offpolicy`` becomes the mapping with the same meaning."""
@@ -233,10 +260,35 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
     chosen, said = parse_preset(spec, where="offpolicy")
     objective = _with_preset(args, base.objective, chosen, whole=isinstance(spec, Objective))
     overrides = said.get("objective") or {}
-    _refuse_double(args, overrides, where="offpolicy.objective.")
+    _refuse_double(args, as_mapping(overrides, "offpolicy.objective"), where="offpolicy.objective.")
     objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
     objective = _with_correction(objective, chosen, said)  # last: what a weight may hold depends on the loss
     return replace(chosen, objective=objective, advantages=_advantages(args, chosen, said))
+
+
+def _check_json(args: OffPolicyGRPOConfig) -> None:
+    """Raise for a mapping on the command line that is no JSON; TRL reads the others."""
+    for name in ("offpolicy", "engine", "control", "routing_replay", "async_rollouts"):
+        value = getattr(args, name)
+        if isinstance(value, str) and value.startswith("{"):
+            try:
+                json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name} must be a name or a mapping in JSON, but got {value!r} ({error}).") from None
+
+
+def _refuse_trl_correction(args: OffPolicyGRPOConfig) -> None:
+    """Raise for options of TRL's own correction, which nothing would read."""
+    defaults = {item.name: item.default for item in fields(GRPOConfig)}
+    names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) != defaults[name]}
+    if given:
+        options = ", ".join(f"{name}: {'null' if value is None else value}" for name, value in given.items())
+        name, value = next(iter(given.items()))
+        raise ValueError(
+            f"{name} must be left out, because offpolicy takes the place of TRL's correction, but got {value!r} and "
+            f"offpolicy {args.offpolicy!r}. TRL's correction is offpolicy: {{framework: trl, options: {{{options}}}}}."
+        )
 
 
 def _advantages(args: OffPolicyGRPOConfig, chosen: Preset, spec: Mapping[str, Any]) -> AdvantageEstimator | None:

@@ -74,6 +74,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             make these incomparable with the trainer's.
     """
 
+    reads_offpolicy: ClassVar[bool] = True
+    """A trainer without it refuses an :class:`OffPolicyGRPOConfig`."""
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "trl-offpolicy"]
     entropy_coef: float
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from trl_offpolicy.checks import check_number
+from trl_offpolicy.parts import read_numbers
 
 Partial = Literal["continue", "finish"]
 OldLogps = Literal["recompute_proximal", "snapshot", "ewma", "refuse"]
@@ -73,6 +74,7 @@ class AsyncSettings:
             return cls(lag=value)
         if not isinstance(value, Mapping):
             raise ValueError(f"async_rollouts must be a lag or a mapping, but got {value!r}.")
+        value = read_numbers(value)
         known = [item.name for item in fields(cls)]
         if unknown := sorted(set(value) - set(known)):
             raise ValueError(f"async_rollouts must hold some of {known}, but got {', '.join(map(str, unknown))}.")
