@@ -16,11 +16,13 @@ SYNCS_FILE = "syncs.jsonl"
 """One JSON object per weight sync: what it sent, how much of the update the engine can hold, and a checksum."""
 ROLLOUTS_FILE = "rollouts.parquet"
 """A folder of parts, one per step and rank; a single file can be read as well."""
+WORST_FOLDER = "worst_responses"
+"""A file for each rank: the few responses on which engine and trainer disagree most, with the text of each token."""
 RECIPE_FILE = "recipe.yaml"
 """The options that reproduce the run, if the script that started it wrote them."""
 REPORT_FILE = "report.html"
 CARD_FILE = "README.md"
-RECORDS = (RUN_FILE, RECIPE_FILE, METRICS_FILE, ACTIONS_FILE, SYNCS_FILE, ROLLOUTS_FILE, REPORT_FILE)
+RECORDS = (RUN_FILE, RECIPE_FILE, METRICS_FILE, ACTIONS_FILE, SYNCS_FILE, ROLLOUTS_FILE, WORST_FOLDER, REPORT_FILE)
 """What belongs to one run: a new run in the same folder moves these out of its way."""
 PREVIOUS_FOLDER = "_previous"
 """The folder to which it moves them, in a subfolder named by the time."""
@@ -35,6 +37,17 @@ STATE_FILE = "trainer_state.json"
 """Written by transformers; its log history is read if ``metrics.jsonl`` is missing."""
 
 ROLLOUT_PARTS = "part-*.parquet"
+WORST_FILES = "rank-*.json"
+
+
+def worst_file(rank: int) -> str:
+    """The file of one rank in :data:`WORST_FOLDER`.
+
+    Example:
+        >>> worst_file(3)
+        'rank-0003.json'
+    """
+    return f"rank-{rank:04d}.json"
 
 
 def rollout_part(step: int, rank: int) -> str:

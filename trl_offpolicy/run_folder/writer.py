@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
 
 class RunFolderWriter:
@@ -73,6 +74,7 @@ def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
         for name in (layout.METRICS_FILE, layout.ACTIONS_FILE):
             _cut_lines(folder / name, resumed_step)
         _cut_lines(folder / layout.SYNCS_FILE, resumed_step - 1)  # the weights of the checkpoint are sent again
+        cut_worst(folder / layout.WORST_FOLDER, resumed_step)
         # part N was sampled after N optimizer steps, so a run that continues from there samples it again
         for part in (folder / layout.ROLLOUTS_FILE).glob(layout.ROLLOUT_PARTS):
             if layout.step_of_part(part) >= resumed_step:
@@ -129,6 +131,7 @@ class RolloutRecorder:
 
     def __init__(self, folder: str | Path, decode: Callable[[list[int]], str], rank: int) -> None:
         self.folder, self._decode, self._rank = Path(folder) / layout.ROLLOUTS_FILE, decode, rank
+        self._worst = WorstResponses(folder, decode, rank)
         self._pending: list[tuple[int, dict[str, Tensor | None]]] = []
 
     def add(self, step: int, **tensors: Tensor | None) -> None:
@@ -136,7 +139,7 @@ class RolloutRecorder:
         self._pending.append((step, {k: None if v is None else v.detach() for k, v in tensors.items()}))
 
     def flush(self) -> None:
-        """Write the collected rollouts, one file per step."""
+        """Write the collected rollouts, one file per step, and keep the worst of them with the text of each token."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -148,6 +151,7 @@ class RolloutRecorder:
             temporary = target.with_name(f".{target.stem}.tmp")  # hidden, so readers of the folder skip it
             pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
             temporary.replace(target)
+            self._worst.add(rows)
         self._pending.clear()
 
     def _rows(self, step: int, tensors: Mapping[str, Tensor | None]) -> list[dict[str, Any]]:

@@ -72,7 +72,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         async_rollouts: sample generation batches ahead of learning, with a server: a lag (1 = the server samples the
             next batch while the trainer learns from this one), or a mapping ``{lag: 2, partial: continue, old_logps:
             snapshot}`` (:class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`). None: sample and learn in turn.
-        record_rollouts: whether to write every rollout to ``rollouts.parquet`` in ``output_dir``.
+        record_rollouts: whether to write every rollout to ``rollouts.parquet`` in ``output_dir``, and the text of the
+            tokens of the worst 8 responses of each rank to ``worst_responses``, for the report.
         write_report: whether to print the summary and write ``report.html`` at the end of training.
         control: ``warn`` prints a line for every new finding, ``stop`` also ends the run when it is critical, ``act``
             runs the controllers; or a mapping ``{policy: act, controllers: {length_guard: {...}}, thresholds: {...}}``

@@ -22,9 +22,9 @@ def _decode(ids: list[int]) -> str:
 
 def test_top_tokens_are_ordered_with_both_probabilities(rollouts: RecordedRollouts) -> None:
     assert [token.cells for token in examples.top_tokens(rollouts, _decode)] == [
-        ("5", "0.5000", "0.2500", "-0.693", "kept", "1 / 0"),
-        ("8", "0.5000", "0.7500", "+0.405", "dropped", "2 / 0"),
-        ("6", "0.2500", "0.2500", "+0", "kept", "1 / 1"),
+        ("5", "-0.6931 (0.5000)", "-1.386 (0.2500)", "-0.693", "kept", "1 / 0"),
+        ("8", "-0.6931 (0.5000)", "-0.2877 (0.7500)", "+0.405", "dropped", "2 / 0"),
+        ("6", "-1.386 (0.2500)", "-1.386 (0.2500)", "+0", "kept", "1 / 1"),
     ]
 
 

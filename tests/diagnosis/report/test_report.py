@@ -29,14 +29,15 @@ def test_report_holds_every_part_and_loads_nothing(write_run: Any, rollout_parts
     expected = [
         "What to do",
         "Findings",
+        "Worst responses",
+        "Largest log-ratios",
         "Summary",
         "Over the steps",
         "Tokens and sequences",
-        "Largest log-ratios",
         "Example completions",
     ]
     assert headings == expected
-    folded = html[html.index("<details>") :]
+    folded = html[html.rindex("<details>") :]
     assert "model: tiny &lt;model&gt;\nversions:\n  trl: &#39;1.16&#39;\n</pre>" in folded
     assert "disagree by KL(sampler||trainer) 0.0002 nats per token" in html
     assert "3 completions of steps 1 to 2 with 5 trainable tokens. 2 of them lack a finite log-prob" in html
@@ -110,7 +111,7 @@ def test_report_says_what_is_wrong_and_shows_the_length_trap(write_run: Any) -> 
 def test_the_page_begins_with_verdict_numbers_and_fix(tmp_path: Path) -> None:
     html = write_report(DEMO_RUN, tmp_path / "report.html").read_text(encoding="utf-8")
     places = [html.index(text) for text in ('class="verdict"', 'class="cards"', "<h2>What to do", "<h2>Findings")]
-    assert places == sorted(places) and html.index("<details>") > html.index("<h2>Example completions")
+    assert places == sorted(places) and html.rindex("<details>") > html.index("<h2>Example completions")
     cards = html[places[1] : places[2]]
     assert cards.count("<svg") == 3 and "share of tokens dropped" in cards
     assert cards.count("mean of the last 16 logged steps") == 3 and "healthy up to 0.02" in cards

@@ -19,7 +19,7 @@ from trl_offpolicy.diagnosis.lags import LAG_TITLES, lag_table
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.choice import choice_table
 from trl_offpolicy.diagnosis.report.configuration import configuration
-from trl_offpolicy.diagnosis.report.examples import Decode, example_completions, top_tokens
+from trl_offpolicy.diagnosis.report.examples import SHADES, Decode, example_completions, top_tokens, worst_responses
 from trl_offpolicy.diagnosis.report.key_numbers import key_numbers
 from trl_offpolicy.diagnosis.report.page import render_page
 from trl_offpolicy.diagnosis.report.rollout_numbers import kl_k1
@@ -120,6 +120,8 @@ def make_report(run_dir: str | Path, *, decode: Decode | None = None) -> Report:
         turn_titles=TURN_TITLES,
         choice=choice_table(log),
         step_figures=draw_step_figures(log),
+        worst=worst_responses(run_dir, rollouts, decode),
+        shades=SHADES,
         **_rollout_values(rollouts, decode),
     )
     return Report(html, seen, summary)
