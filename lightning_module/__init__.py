@@ -3,6 +3,12 @@
 Needs ``lightning`` (``pip install -e ".[lightning]"``); TRL's trainer is never imported.
 """
 
+# ruff: noqa: E402  the first error shall be the one that says what to install
+
+from trl_offpolicy.packages import require
+
+require("lightning", by="lightning_module")
+
 from lightning_module.callbacks import OffPolicyProgressBar, RunFolder
 from lightning_module.data import PromptDataModule
 from lightning_module.export import SaveModel

@@ -1,8 +1,14 @@
 """The kit's LightningCLI: ``fit`` and ``validate``, with every option in YAML or on the command line."""
 
+# ruff: noqa: E402  the first error shall be the one that says what to install
+
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from trl_offpolicy.packages import require
+
+require("jsonargparse", by="python -m lightning_module")
 
 from lightning.pytorch.cli import LightningCLI
 

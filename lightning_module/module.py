@@ -38,6 +38,7 @@ from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.coefficients import adapts, next_kl
 from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
+from trl_offpolicy.packages import check_model
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
@@ -146,6 +147,7 @@ class OffPolicyGRPOModule(LightningModule):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        check_model("model", model)
         self.save_hyperparameters(hyperparameters(given))
         self.settings = given
         self.agents = Agents(self)

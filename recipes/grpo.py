@@ -78,7 +78,10 @@ def chat_tokenizer(recipe: RecipeArguments, model: ModelConfig) -> AutoTokenizer
 def main() -> None:
     """Parse, train, save."""
     parser = TrlParser((RecipeArguments, OffPolicyGRPOConfig, ModelConfig))
-    recipe, training, model = parser.parse_args_and_config()
+    try:
+        recipe, training, model = parser.parse_args_and_config()
+    except ValueError as error:
+        raise SystemExit(f"{sys.argv[0]}: {error}") from None
     options = recipe_options(recipe, training, model)
     if recipe.reward not in REWARDS:
         raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")

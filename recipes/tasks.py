@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 
 from recipes.agent_calculator.calculator import calculator
+from trl_offpolicy.packages import require
 
 _NUMBER = re.compile(r"-?\d+")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
@@ -68,6 +69,7 @@ def _messages(recipe: Any, question: str) -> list[dict[str, str]]:
 
 def _reasoning_gym(task: str, recipe: Any, size: int) -> list[dict[str, Any]]:
     """``size`` prompts, each distinct question first, so that a held-out head is disjoint from the rest."""
+    require("reasoning_gym", by=f"dataset_name: reasoning-gym/{task}")
     import reasoning_gym
 
     first, repeated = [], []

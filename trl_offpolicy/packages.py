@@ -1,9 +1,10 @@
-"""Packages that only some features need: how to install them, and the error if one is missing."""
+"""What only some features need: packages and prepared models. If one is missing, the error says how to get it."""
 
 from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 EXTRAS = {
     "vllm": "vllm",
@@ -16,6 +17,10 @@ EXTRAS = {
     "rlprobe": "doctors",
 }
 """{module: the extra of this package that installs it}."""
+
+
+class MissingPackageError(ModuleNotFoundError):
+    """A package is not installed. The message has the command that installs it."""
 
 
 def how_to_install(module: str) -> str:
@@ -40,9 +45,30 @@ def require(module: str, *, by: str) -> None:
         by: what needs it, for the message, e.g. ``use_vllm: true``.
 
     Raises:
-        ModuleNotFoundError: it is not installed; the message has the command that installs it.
+        MissingPackageError: it is not installed; the message has the command that installs it.
     """
     installed = sys.modules[module] is not None if module in sys.modules else find_spec(module) is not None
     if not installed:
         message = f"{by} must have the package {module}, but it is not installed.{how_to_install(module)}"
-        raise ModuleNotFoundError(message, name=module)
+        raise MissingPackageError(message, name=module)
+
+
+QUICKSTART_MODEL = "SmolLM2-135M-Instruct"
+"""The folder in ``.cache`` into which ``make model`` converts the model of the quickstart."""
+
+
+def check_model(field: str, name: object) -> None:
+    """Raise for the path of a folder that does not exist; a loader would look for it on the Hub, and say so.
+
+    Args:
+        field: its name, for the message.
+        name: a folder, a Hub name (``model`` or ``owner/model``) or a model, which are not looked at.
+
+    Raises:
+        FileNotFoundError: there is no such folder; for the quickstart's model the message says what makes it.
+    """
+    if not isinstance(name, str) or Path(name).expanduser().is_dir():
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        prepare = " `make model` prepares it." if Path(name).name == QUICKSTART_MODEL else ""
+        raise FileNotFoundError(f"{field} must be an existing folder or a Hub name, but got {name!r}.{prepare}")

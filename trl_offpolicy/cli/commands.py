@@ -22,7 +22,7 @@ from trl_offpolicy.checks import near
 from trl_offpolicy.cli.migrate import migrate
 from trl_offpolicy.cli.presets import presets
 from trl_offpolicy.cli.recipes import recipes
-from trl_offpolicy.packages import how_to_install
+from trl_offpolicy.packages import MissingPackageError, check_model, how_to_install, require
 from trl_offpolicy.run_folder.layout import CARD_FILE, METRICS_FILE, REPORT_FILE, STATE_FILE
 
 if TYPE_CHECKING:
@@ -242,6 +242,9 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
         from trl_offpolicy.diagnosis.probe.probe import run_probe
 
         options = _probe_options(args)
+        check_model("--model", args.model)
+        if args.engine == "vllm":
+            require("vllm", by="--engine vllm")
         _quiet_loaders()
         console = Console()
         with console.status("starting") as status:
@@ -396,6 +399,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (OSError, ValueError) as error:
         return _fail(args.command, str(error), BAD_INPUT)
+    except MissingPackageError as error:
+        return _fail(args.command, str(error), MISSING_PACKAGE)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         return _fail(args.command, f"package {package} is not installed.{how_to_install(package)}", MISSING_PACKAGE)

@@ -19,6 +19,7 @@ from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import WeightSource
+from trl_offpolicy.packages import require
 
 
 class ColocateEngine:
@@ -50,6 +51,7 @@ class ColocateEngine:
         **arguments: Any,
     ) -> None:
         prepare_environment()
+        require("vllm", by="an engine in this process")
         from vllm import LLM
 
         self.adapters = AdapterFolder() if adapter_rank and weight_rounding is None else None

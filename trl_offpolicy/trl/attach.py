@@ -221,6 +221,12 @@ def syncs_in_memory(trainer: GRPOTrainer | RLOOTrainer) -> bool:
     stock = engine is not None and not isinstance(engine, TRLEngine) and engine.mode == "colocate"
     if not stock or trainer.accelerator.device.type != "cpu":
         return False
+    if hasattr(engine.llm, "llm_engine") and not hasattr(engine.llm.llm_engine, "model_executor"):
+        raise ValueError(
+            "trainer must have vLLM in its own process, but its engine runs in another one, where weights cannot be "
+            "passed in memory. Call trl_offpolicy.engines.environment.prepare_environment() before you build the "
+            "trainer, or set VLLM_ENABLE_V1_MULTIPROCESSING=0."
+        )
     weights = ModelWeights(trainer.model)
     engine.sync_weights = lambda: reload_in_process(engine.llm, weights.merged())
     logger.warning("trl_offpolicy.attach: TRL's weight sync needs a GPU; on this CPU weights are passed in memory.")

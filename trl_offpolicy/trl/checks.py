@@ -14,6 +14,7 @@ from trl_offpolicy.objective.advantages import GRPO
 from trl_offpolicy.objective.coefficients import check_horizon
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.staging import Stages, stage
+from trl_offpolicy.packages import check_model, require
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.ahead.checks import check_trainer
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
@@ -32,9 +33,14 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
         given: keyword arguments of the trainer (``rollout_func``, ``tools``, ``peft_config``, ...).
 
     Raises:
+        MissingPackageError: vLLM is not installed, but it samples.
+        FileNotFoundError: the model's folder does not exist.
         ValueError: the engine's log-probs cannot be compared, tools would make ranks wait for ever, or the horizon of
             an adaptive KL is too short.
     """
+    if args.use_vllm:
+        require("vllm", by="use_vllm: true")
+    check_model("model", given.get("model"))
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
     check_trainer(args, given)

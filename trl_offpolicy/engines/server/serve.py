@@ -15,6 +15,7 @@ from trl_offpolicy.engines.sampling_states import engine_findings, flag_argument
 from trl_offpolicy.engines.server.client import LOOPBACK
 from trl_offpolicy.engines.weights.lora import LORA_MODULES, served_rank
 from trl_offpolicy.engines.worker import EXTENSION
+from trl_offpolicy.packages import check_model, require
 
 GUARD = "trl_offpolicy.engines.server.guard.RequireKey"
 
@@ -160,7 +161,15 @@ def checkpoint_dtype(model: str) -> str:
 
 
 def start(options: ServeOptions) -> None:
-    """Replace this process by the server, so that its pid and signals are the server's."""
+    """Replace this process by the server, so that its pid and signals are the server's.
+
+    Raises:
+        MissingPackageError: vLLM is not installed.
+        FileNotFoundError: the model's folder does not exist.
+        ValueError: something listens on the port.
+    """
+    require("vllm", by="a server")
+    check_model("--model", options.model)
     require_free_port(options.host, options.port)
     arguments = command(options)
     os.execve(arguments[0], arguments, {**os.environ, **environment(options)})
