@@ -22,6 +22,8 @@ from trl_offpolicy.checks import near
 from trl_offpolicy.cli.migrate import migrate
 from trl_offpolicy.cli.presets import presets
 from trl_offpolicy.cli.recipes import recipes
+from trl_offpolicy.cli.tokenizers import load_decode
+from trl_offpolicy.cli.watch import watch
 from trl_offpolicy.packages import MissingPackageError, check_model, how_to_install, require
 from trl_offpolicy.run_folder.layout import CARD_FILE, METRICS_FILE, REPORT_FILE, STATE_FILE
 
@@ -51,7 +53,7 @@ def report(parser: argparse.ArgumentParser) -> Runner:
     def run(args: argparse.Namespace) -> int:
         from trl_offpolicy.diagnosis.report.report import make_report, print_report, save_report
 
-        made = make_report(args.run_dir, decode=_load_decode(args.tokenizer))
+        made = make_report(args.run_dir, decode=load_decode(args.tokenizer))
         path = save_report(made, args.run_dir, args.output)
         print_report(made)
         print(path)
@@ -279,6 +281,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": doctor,
     "demo": demo,
     "report": report,
+    "watch": watch,
     "card": card,
     "presets": presets,
     "migrate": migrate,
@@ -353,15 +356,6 @@ def _quiet_loaders() -> None:
     from transformers.utils import logging as loading
 
     loading.disable_progress_bar()
-
-
-def _load_decode(name: str | None) -> Callable[[list[int]], str] | None:
-    if name is None:
-        return None
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    return lambda ids: str(tokenizer.decode(ids))
 
 
 def build_parser() -> argparse.ArgumentParser:

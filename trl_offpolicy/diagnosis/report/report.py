@@ -89,8 +89,11 @@ def print_report(report: Report) -> None:
     print_summary(report.summary)
 
 
-def make_report(run_dir: str | Path, *, decode: Decode | None = None) -> Report:
-    """The report of a run folder as it is now; arguments and errors as of :func:`write_report`."""
+def make_report(run_dir: str | Path, *, decode: Decode | None = None, live: str = "") -> Report:
+    """The report of a run folder as it is now; arguments and errors as of :func:`write_report`.
+
+    ``live`` is a sentence for the top of a page that is shown while the run trains.
+    """
     log = read_metrics(run_dir)
     summary = summarize_log(log, run_dir)
     rollouts = read_rollouts(run_dir)
@@ -102,6 +105,7 @@ def make_report(run_dir: str | Path, *, decode: Decode | None = None) -> Report:
     html = render_page(
         "report.html",
         title=f"Off-policy report: {Path(run_dir).resolve().name}",
+        live=live,
         configuration=configuration(info),
         key_numbers=key_numbers(log),
         headline=headline(seen),
