@@ -1,6 +1,6 @@
 """Cost of correction and diagnostics, as multiples of the floor ``((old - sampling) * mask).sum()``.
 
-    python benchmarks/correction_cost.py [--rows 64] [--length 4096] [--rounds 30] [--warm-heap]
+    python benchmarks/correction_cost.py [--rows 64] [--length 4096] [--rounds 30] [--warm-heap] [--device cuda]
 
 One thread; 50 warm-up calls of each; the candidates run interleaved in every round; the printed number is the ratio
 of medians. Freed memory goes back to the kernel and every new tensor pays for its pages, the floor's as well; with
@@ -24,19 +24,31 @@ import trl_offpolicy as op
 WARM_UP = 50
 
 
-def make_batch(rows: int, length: int) -> op.PolicyBatch:
+def clock_of(device: str) -> Callable[[], float]:
+    """Wall clock once the device has done what it was given."""
+
+    def now() -> float:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return now
+
+
+def make_batch(rows: int, length: int, device: str = "cpu") -> op.PolicyBatch:
     """Log-probs around -1 with a mismatch of 0.02 nats and rows of a quarter to the whole length."""
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(rows, length, generator=generator) * 2
     lengths = torch.randint(length // 4, length, (rows, 1), generator=generator)
-    return op.PolicyBatch(
-        per_token_logps=old + 0.01 * torch.randn(rows, length, generator=generator),
-        old_per_token_logps=old,
-        sampling_per_token_logps=old + 0.02 * torch.randn(rows, length, generator=generator),
-        completion_mask=torch.arange(length) < lengths,
-        advantages=torch.randn(rows, generator=generator),
-        rewards=torch.rand(rows, generator=generator),
-    )
+    tensors = {
+        "per_token_logps": old + 0.01 * torch.randn(rows, length, generator=generator),
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": old + 0.02 * torch.randn(rows, length, generator=generator),
+        "completion_mask": torch.arange(length) < lengths,
+        "advantages": torch.randn(rows, generator=generator),
+        "rewards": torch.rand(rows, generator=generator),
+    }
+    return op.PolicyBatch(**{name: value.to(device) for name, value in tensors.items()})
 
 
 def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
@@ -94,15 +106,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warm-heap", action="store_true", help="freed memory stays with the process")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     args = parser.parse_args()
     fix_allocator(warm=args.warm_heap)
     torch.set_num_threads(1)
-    batch = make_batch(args.rows, args.length)
+    batch = make_batch(args.rows, args.length, args.device)
     stats = op.Correction(weight=op.TruncateWeight(max_weight=2.0), measure=("mismatch", "kept"))(batch).stats
-    print(f"B={args.rows} T={args.length} torch {torch.__version__}, 1 thread, {args.rounds} rounds")
+    print(f"B={args.rows} T={args.length} torch {torch.__version__}, {args.device}, 1 thread, {args.rounds} rounds")
     names = [key.rpartition("/")[2] for key in stats if "/mismatch/" in key]
     print(f"diagnostics of the old/sampling group ({len(names)}): {', '.join(names)}")
-    seconds = measure(candidates(batch), args.rounds)
+    seconds = measure(candidates(batch), args.rounds, clock_of(args.device))
     floor = statistics.median(seconds["floor"])
     for name, values in seconds.items():
         median = statistics.median(values)
