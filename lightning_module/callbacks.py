@@ -18,6 +18,7 @@ from trl_offpolicy.diagnosis.fixes import LIGHTNING
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.engines.sampling_states import described
+from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, SETTINGS
 from trl_offpolicy.run_folder.syncs import append_sync
@@ -152,6 +153,11 @@ _SHORT = {
 _AUTOCAST = {"bf16": "bfloat16", "16": "float16"}
 
 
+def _commit(module: Any) -> str | None:
+    """The commit on the Hub that the policy was loaded from; None if it came from a folder."""
+    return getattr(getattr(module.policy, "config", None), "_commit_hash", None)
+
+
 def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     """The entries of ``run.json`` that describe the method."""
     preset, engine = module.preset, module.settings["engine"]
@@ -161,6 +167,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))
     return {
         "model": module.hparams.get("model", ""),
+        BASE_MODEL: base_model(str(module.hparams.get("model", "")), _commit(module)).described(),
         **replace(preset, objective=module.objective).described(),
         "advantages": repr(preset.advantages),
         "engine": engine if isinstance(engine, str | dict) else type(engine).__name__,

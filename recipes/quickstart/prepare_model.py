@@ -15,6 +15,7 @@ from pathlib import Path
 
 DEFAULT = Path(__file__).resolve().parents[2] / ".cache" / "SmolLM2-135M-Instruct"
 MARKER = "conversion-complete"
+SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def main() -> int:
@@ -32,6 +33,8 @@ def main() -> int:
             return 1
         print(f"converting SmolLM2-135M-Instruct to {output} (about 40 s, once)", flush=True)
         convert(next(Path(package.origin).parent.rglob("*.gguf")), output)
+    if not (output / "README.md").exists():  # where it comes from, for the model cards of what is trained from it
+        (output / "README.md").write_text(f"---\nbase_model: {SOURCE}\n---\n\n{SOURCE}, dequantised from 4 bits.\n")
     print(f"model ready: {output}")
     return 0
 
@@ -51,7 +54,6 @@ def convert(gguf: Path, output: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     model.config.__dict__.pop("quantization_config", None)  # both would make save_pretrained refuse
     model.__dict__.pop("hf_quantizer", None)
-    model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     (temporary / MARKER).write_text(gguf.name + "\n")

@@ -9,6 +9,7 @@ from torch import nn
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.presets import Preset
+from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import SETTINGS
 from trl_offpolicy.trl.checks import sampling_findings
@@ -39,6 +40,7 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
     asked = getattr(getattr(trainer, "vllm_generation", None), "interview", None)
     return {
         "model": getattr(config, "_name_or_path", ""),
+        BASE_MODEL: base_model(getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None)).described(),
         **preset.described(),
         "advantages": "TRL's" if preset.advantages is None else repr(preset.advantages),
         "engine": sampler,

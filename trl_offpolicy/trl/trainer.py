@@ -347,9 +347,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._recorder.flush()
         super().log(logs, start_time)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's card, with the correction, its citation, the diagnosis table and the recipe."""
-        super().create_model_card(*args, **kwargs)
+    def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """TRL's card, with the correction, its citation, the diagnosis table and the recipe.
+
+        Without a name the model is called as its repository on the Hub or its folder is.
+        """
+        name = model_name or Path(self.hub_model_id or self.args.output_dir).resolve().name
+        super().create_model_card(name, *args, **kwargs)
         if self.is_world_process_zero() and (Path(self.args.output_dir) / METRICS_FILE).exists():
             write_card(self.args.output_dir)
 

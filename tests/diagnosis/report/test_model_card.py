@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from huggingface_hub import ModelCard
 from tensorboardX.proto import event_pb2
 from trainer_runs import Engine, records
+from trl.trainer.utils import generate_model_card
 
 from recipes.record import RecipeCallback
 from trl_offpolicy import presets
@@ -53,6 +55,39 @@ def test_the_section_stands_before_the_framework_versions_of_a_card_of_trl(run_d
     assert text.index("of mine") < text.index(BEGIN) < text.index(END) < text.index("### Framework versions")
 
 
+BASES = [
+    ({"hub_id": "Qwen/Qwen3-0.6B", "revision": "c1899de"}, "Qwen/Qwen3-0.6B", "Qwen3-0.6B) (revision `c1899de`) on the"),
+    (
+        {"hub_id": "Qwen/Qwen3-0.6B", "folder": "mine"},
+        "Qwen/Qwen3-0.6B",
+        "of the local model `mine`, which was made from",
+    ),
+    ({"folder": "mine"}, None, "version of the local model `mine` on the"),
+]
+
+
+@pytest.mark.parametrize(("base", "hub_id", "words"), BASES)
+@pytest.mark.parametrize("theirs", [None, "../models/mine"])  # TRL takes a path that it does not find for an id
+def test_trls_card_names_the_model_and_what_it_began_with(
+    run_dir: Path, base: dict[str, str], hub_id: str | None, words: str, theirs: str | None
+) -> None:
+    made = generate_model_card(
+        base_model=theirs, model_name=None, hub_model_id=None, dataset_name="some/dataset", tags=["grpo"],
+        wandb_url=None, trackio_url=None, trainer_name="GRPO",
+    )  # fmt: skip
+    card = run_dir / "README.md"
+    made.save(card)
+    info = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**info, "base_model": base}))
+    write_card(run_dir)
+    text = card.read_text()
+    assert text.count("# Model Card for run\n") == 1 and "None" not in text.split(BEGIN)[0] and "../models" not in text
+    assert words in text and "on the [some/dataset]" in text and text.count("- **Base model**: ") == 1
+    assert ModelCard(text).data.base_model == hub_id
+    write_card(run_dir)
+    assert card.read_text() == text
+
+
 def test_command_line(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["card", str(run_dir)]) == 0
     assert capsys.readouterr().out.strip() == str(run_dir / "README.md")
@@ -80,6 +115,10 @@ def test_push_to_hub_writes_the_card_and_leaves_out_what_is_ours_alone(
     (upload,) = uploads
     assert upload["repo_id"] == "someone/some-model" and "_*" in upload["ignore_patterns"]
     text = (Path(trainer.args.output_dir) / "README.md").read_text()
+    assert "# Model Card for run\n" in text and "of the local model `" in text
+    trainer.hub_model_id = None
+    trainer.create_model_card()  # as recipes/grpo.py calls it
+    assert "# Model Card for run\n" in (Path(trainer.args.output_dir) / "README.md").read_text()
     assert presets.get("paper/geometric-mask").citation in text and "trl-offpolicy" in ModelCard(text).data.tags
     assert "### Engine against trainer" in text and "max_steps: 2" in text and "some/dataset" in text
 

@@ -13,6 +13,7 @@ from typing import Any
 from trl_offpolicy.diagnosis.doctor import Examination, examine
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.summary import RunSummary, format_with_interval, summarize_run
+from trl_offpolicy.run_folder.base_model import base_model_of_run
 from trl_offpolicy.run_folder.layout import CARD_FILE, RECIPE_FILE
 from trl_offpolicy.run_folder.run_data import read_run_info
 
@@ -54,7 +55,8 @@ def write_card(run_dir: str | Path, card: str | Path | None = None) -> Path:
     """
     path = Path(run_dir) / CARD_FILE if card is None else Path(card)
     section = card_section(run_dir)
-    text = path.read_text() if path.exists() else _new_card(read_run_info(run_dir))
+    info = read_run_info(run_dir)
+    text = _mended(path.read_text(), info, run_dir) if path.exists() else _new_card(info)
     older = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)
     if older.search(text):
         text = older.sub(lambda _: section, text)
@@ -69,12 +71,35 @@ def write_card(run_dir: str | Path, card: str | Path | None = None) -> Path:
 def _new_card(info: Mapping[str, Any]) -> str:
     from huggingface_hub import ModelCardData
 
-    model = str(info.get("model", ""))
-    on_hub = model if model.count("/") == 1 and not Path(model).exists() else None
-    data = ModelCardData(
-        base_model=on_hub, library_name="transformers", tags=["generated_from_trainer", "grpo", PROJECT]
-    )
-    return f"---\n{data.to_yaml()}\n---\n\n# A model trained with {PROJECT}\n"
+    base = base_model_of_run(info)
+    tags = ["generated_from_trainer", "grpo", PROJECT]
+    data = ModelCardData(base_model=base.hub_id or None, library_name="transformers", tags=tags)
+    begun = f"\nThis model is a fine-tuned version of {base.markdown()}.\n" if base.markdown() else ""
+    return f"---\n{data.to_yaml()}\n---\n\n# A model trained with {PROJECT}\n{begun}"
+
+
+_BASE = re.compile(
+    r"(?<=This model is a fine-tuned version of )\[([^\]\n]*)\]\(https://huggingface\.co/\1\)(?! \(revision)"
+)
+"""The base model in TRL's card, where it is not followed by a revision yet."""
+
+
+def _mended(text: str, info: Mapping[str, Any], run_dir: str | Path) -> str:
+    """TRL's card without the None of a model that has no name on the Hub, and with what the run began with.
+
+    TRL knows neither revisions nor where a local folder comes from, and takes a path that it does not find for an id.
+    """
+    from huggingface_hub import ModelCard
+
+    text = text.replace("# Model Card for None", f"# Model Card for {Path(run_dir).resolve().name}")
+    text = text.replace('pipeline("text-generation", model="None"', 'pipeline("text-generation", model="."')
+    base = base_model_of_run(info)
+    if not _BASE.search(text):
+        return text
+    text = _BASE.sub(lambda _: base.markdown() or "a model whose name was not recorded", text)
+    card = ModelCard(text, ignore_metadata_errors=True)
+    card.data["base_model"] = base.hub_id or None
+    return f"---\n{card.data.to_yaml()}\n---\n{card.text}"
 
 
 def _method(info: Mapping[str, Any]) -> str:
@@ -125,7 +150,12 @@ def _recipe(path: Path, info: Mapping[str, Any]) -> str:
     lines = ["### Reproduce", ""]
     versions = ", ".join(f"{name} {version}" for name, version in dict(info.get("versions") or {}).items())
     command = f"`{info['command']}`" if info.get("command") else ""
-    known = {"Seed": info.get("seed"), "Command": command, "Versions": versions}
+    known = {
+        "Base model": base_model_of_run(info).markdown(),
+        "Seed": info.get("seed"),
+        "Command": command,
+        "Versions": versions,
+    }
     lines += [f"- **{name}**: {value}" for name, value in known.items() if value not in (None, "")]
     if path.exists():
         lines += ["", f"`{path.name}`:", "", "```yaml", path.read_text().strip(), "```"]
