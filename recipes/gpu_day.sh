@@ -1,0 +1,136 @@
+#!/usr/bin/env bash
+# What to run when a machine with one GPU is at hand, the most wanted first, in under 40 minutes. Needs no network.
+#   recipes/gpu_day.sh [--rehearse] [--out DIR] [STEP ...]
+#     STEP        only these: tests probe routing sampling nccl cost time quickstart gsm8k (default: all, in this order)
+#     --rehearse  the same commands with small sizes on a CPU: do they start, end and report?
+#     --out DIR   logs and runs (default: runs/gpu_day; --rehearse: runs/gpu_day_rehearsal)
+#   PYTHON        interpreter (default: .venv/bin/python, else python)
+#   MODEL         folder of the small model (default: .cache/SmolLM2-135M-Instruct, made by `make model`)
+# A step that ended well is not run again, so an interrupted day goes on where it stopped; remove DIR/STEP.ok to repeat
+# one. A step that fails is noted, and the next one runs. After each step docs/gpu_results.md is written anew (a rehearsal
+# writes DIR/results.md). recipes/gpu_pack.sh makes what a machine without a network needs.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+REHEARSE="" OUT="" STEPS=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --rehearse) REHEARSE=1 ;;
+    --out) OUT=${2:?--out needs a folder} && shift ;;
+    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0" && exit 0 ;;
+    -*) echo "gpu_day.sh: unknown option $1; --help lists them." >&2 && exit 2 ;;
+    *) STEPS+=("$1") ;;
+    esac
+    shift
+done
+ALL=(tests probe routing sampling nccl cost time quickstart gsm8k)
+[ ${#STEPS[@]} -gt 0 ] || STEPS=("${ALL[@]}")
+OUT=${OUT:-runs/gpu_day${REHEARSE:+_rehearsal}}
+MODEL=${MODEL:-.cache/SmolLM2-135M-Instruct}
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
+LAUNCH="$PYTHON -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
+mkdir -p "$OUT"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" DO_NOT_TRACK=1
+
+if [ -n "$REHEARSE" ]; then
+    DEVICE=cpu DTYPE=float32 BACKEND=gloo RUN="--max_steps 2"
+else
+    DEVICE=cuda DTYPE=bfloat16 BACKEND=nccl RUN=""
+    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        { echo "gpu_day.sh: torch sees no GPU; --rehearse runs the same commands on a CPU." >&2 && exit 1; }
+fi
+
+# --- the steps: each prints what is to be kept -------------------------------------------------------------------------
+
+tests() { $PYTHON -m pytest -q -m gpu -n 0 tests/test_cuda.py tests/lightning ${REHEARSE:+--collect-only}; }
+
+probe() { # engine and trainer in the same precision: what is left is kernels
+    local dtype
+    for dtype in $([ -n "$REHEARSE" ] && echo float32 || echo float32 bfloat16 float16); do
+        echo "== $dtype"
+        $PYTHON -m trl_offpolicy probe --model "$MODEL" --engine-dtype "$dtype" --trainer-dtype "$dtype" \
+            --samples "$([ -n "$REHEARSE" ] && echo 1 || echo 8)" --output "$OUT/probe_$dtype" || return
+    done
+}
+
+routing() { # R3 from the engine's own report
+    $PYTHON benchmarks/moe_routing.py --json "$OUT/routing.json" \
+        $([ -n "$REHEARSE" ] && echo --responses 4 --length 8 --seeds 1)
+}
+
+sampling() { # exact log-probs under top-p, top-k and min-p
+    $PYTHON tests/engines/truncated_run.py "$OUT/truncated" $([ -n "$REHEARSE" ] && echo --prompts 2 --length 8)
+}
+
+nccl() { # the collective that weights travel by, at world size 1
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=29555 RANK=0 WORLD_SIZE=1 $PYTHON - <<PY
+import torch, torch.distributed as dist
+dist.init_process_group("$BACKEND")
+value = torch.ones(1 << 20, device="$DEVICE")
+dist.all_reduce(value)
+dist.broadcast(value, 0)
+print("$BACKEND", dist.get_world_size(), float(value.sum()))
+assert float(value.sum()) == 1 << 20
+dist.destroy_process_group()
+PY
+}
+
+cost() { # correction and diagnostics against the floor
+    $PYTHON benchmarks/correction_cost.py --device $DEVICE $([ -n "$REHEARSE" ] && echo --rows 4 --length 256 --rounds 2) || return
+    $PYTHON benchmarks/correction_scaling.py --device $DEVICE \
+        $([ -n "$REHEARSE" ] && echo --rows 4 --lengths 256 --rounds 2 || echo --lengths 2048 8192 32768)
+}
+
+time_of_step() { # against stock TRL
+    local length
+    for length in $([ -n "$REHEARSE" ] && echo 8 || echo 2048 8192 32768); do
+        echo "== $length tokens"
+        $PYTHON benchmarks/step_time.py --model "$MODEL" --device $DEVICE --length "$length" --rows 8 \
+            $([ -n "$REHEARSE" ] && echo --rounds 1 || echo --rounds 4 --checkpointing) || return
+    done
+}
+
+quickstart() { # with and without the correction
+    local how
+    for how in corrected measure; do
+        echo "== $how"
+        $LAUNCH recipes/grpo.py --config recipes/quickstart/config.yaml $RUN --output_dir "$OUT/quickstart_$how" \
+            --model_name_or_path "$MODEL" --engine "{dtype: $DTYPE, weight_rounding: fp8, seed: 0, enforce_eager: true}" \
+            $([ $how = measure ] && echo --offpolicy measure) $(on_gpu) || return
+    done
+}
+
+gsm8k() { # the shape of recipes/grpo_tis_gsm8k, on questions that need no network
+    $LAUNCH recipes/grpo.py --config recipes/grpo_tis_gsm8k/config.yaml --output_dir "$OUT/gsm8k" \
+        --model_name_or_path "$MODEL" --dataset_name reasoning-gym/gsm_symbolic --dataset_config null --eval_size 32 \
+        --engine "{dtype: $DTYPE}" $(on_gpu) \
+        $([ -n "$REHEARSE" ] && echo --max_steps 1 --max_completion_length 16 --per_device_train_batch_size 8 \
+            --gradient_accumulation_steps 1 --vllm_max_model_length 512 || echo --max_steps 20)
+}
+
+on_gpu() { [ -n "$REHEARSE" ] && echo --use_cpu true --bf16 false --dtype float32 || echo --use_cpu false --bf16 true; }
+
+# --- run ----------------------------------------------------------------------------------------------------------------
+
+failed=0
+for step in "${STEPS[@]}"; do
+    case " ${ALL[*]} " in *" $step "*) ;; *) echo "gpu_day.sh: no step $step; there are ${ALL[*]}." >&2 && exit 2 ;; esac
+    if [ -e "$OUT/$step.ok" ]; then
+        echo "$step: done before ($(cat "$OUT/$step.ok") s)"
+        continue
+    fi
+    started=$SECONDS
+    echo "$step: running, log in $OUT/$step.log"
+    run=$step
+    [ "$step" = time ] && run=time_of_step
+    if "$run" >"$OUT/$step.log" 2>&1; then
+        echo $((SECONDS - started)) >"$OUT/$step.ok"
+        echo "$step: ok, $((SECONDS - started)) s"
+    else
+        failed=$((failed + 1))
+        echo "$step: FAILED after $((SECONDS - started)) s; the end of its log:"
+        tail -n 5 "$OUT/$step.log"
+    fi
+    "$PYTHON" scripts/gpu_results.py "$OUT" "$([ -n "$REHEARSE" ] && echo "$OUT/results.md" || echo docs/gpu_results.md)"
+done
+[ "$failed" -eq 0 ] || { echo "$failed step(s) failed." && exit 1; }

