@@ -5,9 +5,11 @@ Needs ``lightning`` (``pip install -e ".[lightning]"``); TRL's trainer is never 
 
 # ruff: noqa: E402  the first error shall be the one that says what to install
 
+from trl_offpolicy.engines.screen import quiet_vllm
 from trl_offpolicy.packages import require
 
 require("lightning", by="lightning_module")
+quiet_vllm()
 
 from lightning_module.callbacks import OffPolicyProgressBar, RunFolder
 from lightning_module.data import PromptDataModule

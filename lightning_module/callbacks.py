@@ -130,7 +130,26 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 class OffPolicyProgressBar(RichProgressBar):
-    """Lightning's rich progress bar, with reward, KL, ESS and the dropped fraction."""
+    """Lightning's rich progress bar, with reward, KL, ESS and the dropped fraction.
+
+    It counts micro-batches, as Lightning does. With ``max_steps`` Lightning's own ends at the optimizer steps that are
+    left ("12/2"), and its number of epochs is -1 ("Epoch 0/-2").
+    """
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """The micro-batches of this epoch, at most those of the optimizer steps that are left."""
+        trainer = self.trainer
+        batches: int | float = trainer.num_training_batches
+        if trainer.max_steps < 0:
+            return batches
+        seen: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # of this epoch, after resuming
+        return min(batches, seen + (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        if self.trainer.max_epochs is not None and self.trainer.max_epochs > 0:
+            return str(super()._get_train_description(current_epoch))
+        return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule

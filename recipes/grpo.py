@@ -15,6 +15,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+if os.environ.get("RANK", "0") == "0":
+    print("importing torch, transformers and vLLM", file=sys.stderr, flush=True)
+
 import torch
 from transformers import AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,7 +71,9 @@ def _messages(recipe: Any, question: str) -> list[dict[str, str]]:
 def _reasoning_gym(task: str, recipe: Any, size: int) -> list[dict[str, Any]]:
     """``size`` prompts, each distinct question first, so that a held-out head is disjoint from the rest."""
     require("reasoning_gym", by=f"dataset_name: reasoning-gym/{task}")
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=SyntaxWarning)  # cellpylib, a dependency, compares with "is"
+        import reasoning_gym
 
     first, repeated = [], []
     known: set[str] = set()

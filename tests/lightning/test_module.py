@@ -209,6 +209,32 @@ def test_the_progress_bar_shows_what_matters(tmp_path: Path) -> None:
     assert float(str(shown["ESS"])) == pytest.approx(ours.step_logs["offpolicy/weight_applied/ess_token"], abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("options", "description", "total"),
+    [({"max_steps": 1}, "Epoch 0", 2), ({"max_epochs": 1, "limit_train_batches": 4}, "Epoch 0/0", 4)],
+)
+def test_the_progress_bar_counts_to_its_end(
+    tmp_path: Path, options: dict[str, Any], description: str, total: int
+) -> None:
+    """Lightning's own counts two micro-batches of one optimizer step to "2/1", in epoch "0/-2"."""
+    seen = []
+
+    class Look(Watch):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, *rest)
+            bar = next(one for one in trainer.callbacks if isinstance(one, OffPolicyProgressBar))
+            seen.extend((task.description.removeprefix("[]").strip(), task.completed, task.total)
+                        for task in bar.progress.tasks if "Epoch" in task.description)  # fmt: skip
+
+    run = trainer(
+        tmp_path, accumulate_grad_batches=2, enable_progress_bar=True, callbacks=[OffPolicyProgressBar(), Look()],
+        **options,
+    )  # fmt: skip
+    run.fit(module(), data())
+    assert {one[0] for one in seen} == {description} and {one[2] for one in seen} == {total}
+    assert seen[-1][1] <= total
+
+
 # -------------------------------------------------------------------------------------------------------------- errors
 
 

@@ -16,6 +16,7 @@ from trl_offpolicy.engines.exact import Exact
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
+from trl_offpolicy.engines.screen import quiet_start
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import WeightSource
@@ -60,7 +61,8 @@ class ColocateEngine:
         own = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "seed": seed, "dtype": dtype}
         lora = lora_arguments(adapter_rank) if self.adapters is not None else {}
         routing = routing_arguments() if return_routing else {}
-        llm = LLM(model=model, **{**own, **lora, **cpu_arguments(), **routing, **arguments})
+        with quiet_start():
+            llm = LLM(model=model, **{**own, **lora, **cpu_arguments(), **routing, **arguments})
         self.llm: Any = RoutedLLM(llm) if return_routing else llm
 
     def bind(self, source: WeightSource) -> None:

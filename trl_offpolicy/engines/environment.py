@@ -6,6 +6,8 @@ import os
 from functools import cache
 from typing import Any
 
+from trl_offpolicy.engines.screen import quiet_vllm
+
 CPU_SERVER_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine share the cores
@@ -36,7 +38,12 @@ def engine_has_triton() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set what vLLM needs on a machine without a GPU, unless the user has set it."""
+    """Set what vLLM needs on a machine without a GPU, unless the user has set it.
+
+    Anywhere, vLLM's log begins at warnings (TRL sets errors), and what concerns nobody is left out.
+    """
+    quiet_vllm()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     for name, value in CPU_ENVIRONMENT.items() if not machine_has_gpu() else ():
         os.environ.setdefault(name, value)
 

@@ -28,6 +28,7 @@ from trl_offpolicy.engines.exact import Exact, exact_engine
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
+from trl_offpolicy.engines.screen import quiet_start, say
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
@@ -358,7 +359,9 @@ class WithAdapter:
 
 
 def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
-    return llm_class(**{**kwargs, **overrides})
+    say("starting vLLM in this process")
+    with quiet_start():
+        return llm_class(**{**kwargs, **overrides})
 
 
 def scattered(parts: Sequence[Any]) -> Any:
