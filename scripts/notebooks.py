@@ -23,6 +23,10 @@ def executed(path: Path) -> nbformat.NotebookNode:
     NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(ROOT)}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day, which differ each time
+        if cell.cell_type == "code":
+            cell.outputs = [
+                output for output in cell.outputs if output.get("name") != "stderr"
+            ]  # remarks of the machine
     return notebook
 
 

@@ -56,7 +56,11 @@ def test_the_section_stands_before_the_framework_versions_of_a_card_of_trl(run_d
 
 
 BASES = [
-    ({"hub_id": "Qwen/Qwen3-0.6B", "revision": "c1899de"}, "Qwen/Qwen3-0.6B", "Qwen3-0.6B) (revision `c1899de`) on the"),
+    (
+        {"hub_id": "Qwen/Qwen3-0.6B", "revision": "c1899de"},
+        "Qwen/Qwen3-0.6B",
+        "Qwen3-0.6B) (revision `c1899de`) on the",
+    ),
     (
         {"hub_id": "Qwen/Qwen3-0.6B", "folder": "mine"},
         "Qwen/Qwen3-0.6B",
