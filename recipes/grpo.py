@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes.record import RecipeCallback, recipe_options
+from recipes.record import EvaluationCallback, RecipeCallback, recipe_options
 from recipes.tasks import REWARDS, agent_tools, load_splits
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
@@ -106,6 +106,7 @@ def main() -> None:
         tools=agent_tools(recipe.tools),
     )
     trainer.add_callback(RecipeCallback(options))
+    trainer.add_callback(EvaluationCallback())
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(training.output_dir)
     trainer.create_model_card(dataset_name=recipe.dataset_name)

@@ -226,6 +226,7 @@ def test_presets_that_compute_the_same_are_said_to(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["auto"], "write 'offpolicy: auto'"),
         (["paper/tiss"], "but got 'paper/tiss'. Did you mean 'paper/tis'"),
         (["--diff", "paper/tis", "paper/icpop"], "but got 'paper/icpop'. Did you mean 'paper/icepop'"),
         (["paper/tis", "--diff", "paper/tis", "measure"], "--diff must stand alone, but got also paper/tis."),

@@ -90,6 +90,9 @@ def test_the_entry_point_runs_the_recipe_on_a_tiny_model(name: str, tmp_path: Pa
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any(f"offpolicy/{EXPECTED[name]}" in row for row in rows)
+    if "eval_strategy" in said:
+        evaluated = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+        assert evaluated["before"]["step"] == 0 and evaluated["after"]["step"] == 2
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert recipe["offpolicy"] == said["offpolicy"] and recipe["max_steps"] == 2
     assert "### Reproduce" in (tmp_path / "run" / "README.md").read_text()

@@ -29,6 +29,8 @@ def presets(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
             if args.names:
                 raise ValueError(f"--diff must stand alone, but got also {' '.join(args.names)}.")
             _print_diff(*args.diff)
+        elif "auto" in args.names:
+            raise ValueError("auto is no preset: write 'offpolicy: auto', and it chooses among them by the batches.")
         elif args.names:
             print("\n\n".join(f"{describe(name)}\n{_to_paste(name)}" for name in args.names))
         else:
