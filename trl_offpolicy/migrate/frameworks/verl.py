@@ -65,7 +65,7 @@ _POLICY_LOSS = (
     "ppo_kl_coef",
     "dro_beta",
 )
-_ALGORITHM = ("adv_estimator", "norm_adv_by_std_in_grpo", "handle_zero_tail", "use_kl_in_reward", "use_pf_ppo")
+_ALGORITHM = ("adv_estimator", "norm_adv_by_std_in_grpo", "gamma", "handle_zero_tail", "use_kl_in_reward", "use_pf_ppo")
 
 OPTIONS = {
     **{f"{CORRECTION}.{name}": name for name in _CORRECTION},

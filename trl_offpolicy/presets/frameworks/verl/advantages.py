@@ -22,6 +22,7 @@ class VerlAdvantageOptions:
 
     adv_estimator: str | None = None
     norm_adv_by_std_in_grpo: bool = True
+    gamma: float = 1.0
     handle_zero_tail: bool = True
     use_kl_in_reward: bool = False
     use_pf_ppo: bool = False
@@ -35,15 +36,14 @@ _BUILD: dict[str, Callable[[], AdvantageEstimator]] = {
     "opo": advantages.OPO,
     "reinforce_plus_plus_baseline": advantages.REINFORCEPlusPlusBaseline,
     "gdpo": advantages.GDPO,
+    "gpg": advantages.GPG,
 }
 _MISSING = {
-    "gae": "needs a critic, which the trainers here do not have; take 'grpo' or 'rloo', or leave it out",
+    "gae": "needs a critic, which the trainers here do not have; take 'grpo', 'rloo' or 'reinforce_plus_plus'",
     "remax": "needs greedy completions beside the sampled ones; 'rloo' is the baseline without them",
-    "gpg": "scales by the share of rewards that are 0; 'grpo' with norm_adv_by_std_in_grpo=False does not",
-    "grpo_passk": "has no counterpart here; make its advantages with a reward function, or an estimator of your own",
-    "reinforce_plus_plus": "has no counterpart here; 'reinforce_plus_plus_baseline' is its form for groups",
 }
-ESTIMATORS = (*_GRPO, *_BUILD, *_TOKEN_BASELINES)
+_SCALED = (*_GRPO, "grpo_passk")
+ESTIMATORS = (*_SCALED, *_BUILD, "reinforce_plus_plus", *_TOKEN_BASELINES)
 
 
 def estimator(options: VerlAdvantageOptions, *, weighted: bool) -> AdvantageEstimator | None:
@@ -72,8 +72,10 @@ def estimator(options: VerlAdvantageOptions, *, weighted: bool) -> AdvantageEsti
     if name is not None:
         check_choice("adv_estimator", name, ESTIMATORS)
     why = "without adv_estimator" if name is None else f"with adv_estimator={name!r}"
-    if name not in _GRPO:
+    if name not in _SCALED:
         warn_no_effect(options, ("norm_adv_by_std_in_grpo",), why, framework="verl")
+    if name != "reinforce_plus_plus":
+        warn_no_effect(options, ("gamma",), why, framework="verl")
     if name not in _TOKEN_BASELINES:
         warn_no_effect(options, ("handle_zero_tail",), why, framework="verl")
     if name == "gdpo":
@@ -86,6 +88,10 @@ def _estimator(name: str | None, options: VerlAdvantageOptions, weighted: bool) 
         return None
     if name in _GRPO:
         return advantages.GRPO(scale="group" if options.norm_adv_by_std_in_grpo else "none", epsilon=EPSILON)
+    if name == "grpo_passk":
+        return advantages.PassK(scale="group" if options.norm_adv_by_std_in_grpo else "none", epsilon=EPSILON)
+    if name == "reinforce_plus_plus":
+        return advantages.REINFORCEPlusPlus(discount=options.gamma)
     if name in _TOKEN_BASELINES:
         return advantages.OptimalTokenBaseline(
             is_aware=weighted,
