@@ -246,13 +246,27 @@ def test_advantages(options, estimator):
     [
         ({"adv_estimator": "gae"}, r"^adv_estimator 'gae' needs a critic"),
         ({"adv_estimator": "remax"}, r"^adv_estimator 'remax' needs greedy"),
-        ({"use_kl_in_reward": True}, r"^use_kl_in_reward must be False: "),
+        ({"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}, r"^kl_ctrl\.type must be 'fixed' with"),
         ({"use_pf_ppo": True}, r"^use_pf_ppo must be False: "),
     ],
 )
 def test_what_has_no_counterpart_is_refused(options, message):
     with pytest.raises(NotImplementedError, match=message):
         presets.from_verl(algorithm=options)
+
+
+def test_the_kl_in_the_reward():
+    options = {"use_kl_in_reward": True, "kl_penalty": "low_var_kl+", "kl_ctrl": {"type": "fixed", "kl_coef": 0.02}}
+    preset = presets.from_verl(algorithm=options)
+
+    assert preset.objective.kl == KLPenalty(coef=0.02, estimator="k3", max_value=10.0, place="reward")
+    assert presets.from_verl(use_kl_in_reward=True).objective.kl == KLPenalty(
+        coef=0.001, estimator="k1", place="reward"
+    )
+    with pytest.raises(NotImplementedError, match=r"^use_kl_loss must be False with use_kl_in_reward"):
+        presets.from_verl(use_kl_in_reward=True, use_kl_loss=True)
+    with pytest.raises(ValueError, match=r"^kl_penalty must be one of"):
+        presets.from_verl(use_kl_in_reward=True, kl_penalty="k7")
 
 
 def test_advantage_options_without_effect_are_said():

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from trl_offpolicy.checks import check_number
 from trl_offpolicy.objective import advantages
 from trl_offpolicy.objective.advantages import AdvantageEstimator
+from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.presets.frameworks.options import check_choice, tell, warn_no_effect
+from trl_offpolicy.presets.frameworks.verl.losses import KL_TYPES, MAX_K3
 
 EPSILON = 1e-6
 """verl adds this to a group's standard deviation."""
+KL_COEF = 0.001
+"""verl's ``algorithm.kl_ctrl.kl_coef``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +31,8 @@ class VerlAdvantageOptions:
     gamma: float = 1.0
     handle_zero_tail: bool = True
     use_kl_in_reward: bool = False
+    kl_penalty: str = "kl"
+    kl_ctrl: Mapping[str, Any] | None = None
     use_pf_ppo: bool = False
 
 
@@ -60,11 +68,6 @@ def estimator(options: VerlAdvantageOptions, *, weighted: bool) -> AdvantageEsti
             batch.
     """
     name = options.adv_estimator
-    if options.use_kl_in_reward:
-        raise NotImplementedError(
-            "use_kl_in_reward must be False: the trainers here have the KL in the loss (use_kl_loss, kl_loss_coef). In "
-            "a loop of your own, functional.kl.subtract_kl puts it into the reward."
-        )
     if options.use_pf_ppo:
         raise NotImplementedError("use_pf_ppo must be False: resampling the batch by reward has no counterpart here.")
     if name in _MISSING:
@@ -81,6 +84,36 @@ def estimator(options: VerlAdvantageOptions, *, weighted: bool) -> AdvantageEsti
     if name == "gdpo":
         tell("adv_estimator 'gdpo' normalises over responses here; verl counts each response once for every token.")
     return _estimator(name, options, weighted)
+
+
+def reward_kl(options: VerlAdvantageOptions) -> KLPenalty | None:
+    """The KL penalty that verl takes from the rewards; None without ``use_kl_in_reward``.
+
+    Raises:
+        ValueError: an unknown estimator or a coefficient that is no number.
+        NotImplementedError: a coefficient that adapts.
+    """
+    if not options.use_kl_in_reward:
+        warn_no_effect(options, ("kl_penalty",), "without use_kl_in_reward", framework="verl")
+        return None
+    control = {"type": "fixed", "kl_coef": KL_COEF} | dict(options.kl_ctrl or {})
+    if control["type"] != "fixed":
+        raise NotImplementedError(
+            f"kl_ctrl.type must be 'fixed' with use_kl_in_reward, but got {control['type']!r}: a coefficient moves "
+            "only in the loss here (use_kl_loss)."
+        )
+    kind = options.kl_penalty.removesuffix("+")  # straight through: another gradient, which a reward has not
+    check_choice("kl_penalty", kind, [name for name in KL_TYPES if not name.endswith("+")])
+    check_number("kl_ctrl.kl_coef", control["kl_coef"])
+    if control["kl_coef"] == 0:
+        return None
+    estimator = KL_TYPES[kind]
+    return KLPenalty(
+        coef=control["kl_coef"],
+        estimator=estimator,
+        max_value=MAX_K3 if estimator == "k3" else None,
+        place="reward",
+    )
 
 
 def _estimator(name: str | None, options: VerlAdvantageOptions, weighted: bool) -> AdvantageEstimator | None:
