@@ -295,11 +295,11 @@ class Generation:
         rows["group_ids"] = first + torch.arange(len(sampled.total), device=device) // count
         rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
         self._count_tokens(rows, sampled.lengths)
+        if module.objective.kl is not None:  # first: it may belong into the reward
+            rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
         self._decide(rows, sampled, step)
         module.exact.check(rows, step.plan.micro_batch_size)
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
-        if module.objective.kl is not None:
-            rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
         return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
 
     def _count_tokens(self, rows: dict[str, Tensor], lengths: Tensor) -> None:

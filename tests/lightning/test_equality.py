@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 from both_trainers import GRADIENT_LIMIT, STEPS, assert_same_numbers, distance, run_lightning, run_trl, trl_side
 
+IN_REWARD = {
+    "preset": "paper/tis",
+    "objective": {"kl": {"coef": 1.0, "estimator": "k1", "place": "reward"}},
+    "advantages": "dr_grpo",
+}
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's
     "aligned": ({"gradient_accumulation_steps": 1}, {}, {}),
@@ -43,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
             "offpolicy": {"preset": "paper/tis", "advantages": "optimal_token_baseline"},
         }, {}, {},
     ),
+    "kl_in_the_reward": ({"gradient_accumulation_steps": 1, "offpolicy": IN_REWARD}, {}, {}),
 }  # fmt: skip
 
 
@@ -65,6 +71,13 @@ def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: A
         assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
         assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
         assert_same_numbers(watch.logs[step], rows[step])
+
+
+def test_a_kl_in_the_reward_moves_the_gradient_once_the_policy_has_moved(build: Any) -> None:
+    without = {"preset": "paper/tis", "advantages": "dr_grpo"}
+    runs = [run_trl(build, gradient_accumulation_steps=1, offpolicy=spec)[0] for spec in (IN_REWARD, without)]
+    assert distance(runs[0].gradients[0], runs[1].gradients[0]) < GRADIENT_LIMIT  # the policy is still the reference
+    assert distance(runs[0].gradients[1], runs[1].gradients[1]) > 1e-3
 
 
 def test_a_flipped_sign_of_the_advantage_is_seen(build: Any, tmp_path: Path) -> None:

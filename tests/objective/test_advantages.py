@@ -29,7 +29,10 @@ ESTIMATORS = {
     "rloo": A.RLOO(),
     "opo": A.OPO(),
     "gdpo": A.GDPO(),
-    "reinforce++": A.REINFORCEPlusPlusBaseline(),
+    "reinforce++ baseline": A.REINFORCEPlusPlusBaseline(),
+    "reinforce++": A.REINFORCEPlusPlus(),
+    "passk": A.PassK(),
+    "gpg": A.GPG(),
     "otb": A.OptimalTokenBaseline(),
     "otb, is-aware": A.OptimalTokenBaseline(is_aware=True),
     "otb, multi-turn": A.OptimalTokenBaseline(is_aware=True, multi_turn=True),
@@ -91,12 +94,18 @@ def plain_scalar(name, x, row):
     if name in ("opo", "opob"):
         size = {i: int(x.mask[i].sum()) if name == "opo" else sum(e for _, e in energies(x, i, True)) for i in group}
         return r[row] - sum(size[i] * r[i] for i in group) / sum(size.values())
+    if name == "passk":
+        lead = max(0.0, r[row] - max(r[i] for i in group if i != row))
+        return lead / (statistics.stdev(r[i] for i in group) + 1e-4)
     centred = r[row] - statistics.mean(r[i] for i in group)
+    if name == "gpg":
+        counted = [r[i] for i in range(10) if peers(x, i)]
+        return centred * len(counted) / sum(value != 0 for value in counted)
     return centred / (statistics.stdev(r[i] for i in group) + 1e-4) if name == "grpo" else centred
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "opob"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "opob", "passk", "gpg"])
 def test_scalars_are_those_of_plain_loops(name, seed):
     x = inputs(seed)
 
@@ -137,6 +146,42 @@ def test_token_baselines_are_those_of_plain_loops(seed, weighted, multi_turn, al
         expected = plain_token(x, row, weighted=weighted, multi_turn=multi_turn, alone=alone)
         assert out[row][x.mask[row]].tolist() == close(expected, abs=5e-6), row
     assert out[~x.mask].abs().sum().item() == 0.0
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9, 0.5])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_reinforce_plus_plus_is_that_of_plain_loops(seed, discount):
+    x = inputs(seed)
+    x = replace(x, token_rewards=torch.randn(x.mask.shape, generator=torch.Generator().manual_seed(seed)))
+    returns = {}
+    for row in range(10):
+        places = [t for t in range(8) if x.mask[row, t] and x.present[row]]
+        running = 0.0
+        for t in reversed(places):
+            reward = float(x.token_rewards[row, t]) + (float(x.rewards[row]) if t == places[-1] else 0.0)
+            running = returns[row, t] = reward + discount * running
+    mean, std = statistics.mean(returns.values()), statistics.stdev(returns.values())
+
+    out = A.REINFORCEPlusPlus(discount=discount)(x)
+
+    expected = {place: (value - mean) / std for place, value in returns.items()}
+    for row in range(10):
+        for t in range(8):
+            assert out[row, t].item() == close(expected.get((row, t), 0.0), abs=5e-6), (row, t)
+
+
+def test_pass_k_pays_the_best_of_a_group_its_lead():
+    x = simple([3.0, 1.0, 2.5, 2.0, 2.0, 7.0], [0, 0, 0, 1, 1, 2])
+
+    assert A.PassK(scale="none")(x).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_gpg_is_larger_where_few_responses_are_rewarded():
+    few, many = simple([1.0, 0.0, 0.0, 0.0], [0, 0, 1, 1]), simple([1.0, 0.0, 1.0, 0.5], [0, 0, 1, 1])
+
+    assert A.GPG()(few).tolist() == [2.0, -2.0, 0.0, 0.0]
+    assert A.GPG()(many).tolist() == close([0.5 * 4 / 3, -0.5 * 4 / 3, 0.25 * 4 / 3, -0.25 * 4 / 3])
+    assert A.GPG()(simple([0.0, 0.0])).tolist() == [0.0, 0.0]
 
 
 # -------------------------------------------------------------------------------------------------------- by hand
@@ -360,7 +405,9 @@ def test_more_reward_means_more_advantage(name):
 ALONE = {name: (False, False) for name in ESTIMATORS} | {
     "grpo batch": (True, True),
     "gdpo": (False, True),
-    "reinforce++": (False, True),
+    "reinforce++ baseline": (False, True),
+    "reinforce++": (True, True),
+    "gpg": (False, True),
 }
 """Estimator -> whether a group of one moves the others by its reward, and by being there."""
 
@@ -388,7 +435,9 @@ def test_what_a_group_of_one_gets_and_whom_it_moves(name):
     # what it gets
     if name == "otb, return":
         assert out[3].tolist() == [3.0, 3.0, 3.0, 0.0] and richer[3].tolist() == [30.0, 30.0, 30.0, 0.0]
-    elif name == "reinforce++":  # its 0 among 0.5 x 4 tokens, -0.5 x 1 and 0 x 5: mean 0.15, n - 1 variance 0.1139
+    elif name == "reinforce++":  # no groups: 3 among 1 x 4 tokens, 0 x 1, 0.5 x 2 and itself x 3: mean 1.4
+        assert out[3][:3].tolist() == close([1.6 / math.sqrt(11.9 / 9)] * 3, abs=1e-4)
+    elif name == "reinforce++ baseline":  # its 0 among 0.5 x 4 tokens, -0.5 x 1 and 0 x 5: mean 0.15
         assert out[3].item() == richer[3].item() == close(-0.15 / math.sqrt(1.025 / 9), abs=1e-4)
     else:
         assert out[3].abs().max().item() == close(0.0, abs=1e-6)
@@ -407,7 +456,7 @@ def test_single_groups_and_empty_rows(name):
     out = ESTIMATORS[name](replace(x, mask=mask))
 
     assert out.isfinite().all()
-    if name not in ("reinforce++", "otb, return"):  # the first subtracts the batch's mean afterwards
+    if name not in ("reinforce++", "reinforce++ baseline", "otb, return"):  # the first two subtract the batch's mean
         assert out[8].abs().sum().item() == close(0.0, abs=1e-6)
     if out.dim() == 2:
         assert out[0].abs().sum().item() == 0.0
@@ -470,7 +519,8 @@ def test_gaps_between_turns_do_not_matter_with_multi_turn():
     ("name", "missing", "message"),
     [
         ("opo", "mask", r"^mask must be given for OPO, but got None"),
-        ("reinforce++", "mask", r"^mask must be given for REINFORCEPlusPlusBaseline, but got None"),
+        ("reinforce++", "mask", r"^mask must be given for REINFORCEPlusPlus,"),
+        ("reinforce++ baseline", "mask", r"^mask must be given for REINFORCEPlusPlusBaseline, but got None"),
         ("otb", "sum_sq_probs", r"^sum_sq_probs must be given for OptimalTokenBaseline, but got None\. Ask the fused"),
         ("otb", "per_token_logps", r"^per_token_logps must be given for OptimalTokenBaseline"),
         (

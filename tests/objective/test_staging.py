@@ -52,6 +52,49 @@ def test_token_rejection_never_erases_the_reward():
     assert decided.rows["advantages"].tolist() == [0.5, -0.5, 0.0, 0.0]  # row 2 is gone: its group is down to one
 
 
+def test_the_kl_in_the_reward_is_in_the_advantages_and_not_in_the_loss():
+    kl = op.KLPenalty(coef=0.5, estimator="k1", place="reward")
+    ref = torch.log(torch.tensor(RATIOS)) * 0.3 - 1.0
+    mine = batch(ref_per_token_logps=ref)
+    stages = stage(op.Objective(kl=kl))
+
+    decided = stages.decide(mine)
+
+    assert stages.needs_old and isinstance(stages.advantages, op.advantages.GRPO)
+    log_ratios = torch.where(mine.mask, mine.logps("old") - ref, 0.0)
+    totals = mine.rewards - 0.5 * log_ratios.sum(-1)
+    spread = [totals[i : i + 2] for i in (0, 2)]
+    expected = torch.cat([(pair - pair.mean()) / (pair.std() + 1e-4) for pair in spread])
+    torch.testing.assert_close(decided.rows["advantages"], expected, rtol=1e-5, atol=1e-5)
+
+    with_kl, without = (objective(mine) for objective in (op.Objective(kl=kl), op.Objective()))
+    assert torch.equal(with_kl.per_token_loss, without.per_token_loss)
+    assert float(with_kl.stats["loss/kl"]) != 0.0  # measured, though it is no term of the loss
+    in_loss = op.Objective(kl=op.KLPenalty(coef=0.5, estimator="k1"))(mine)
+    assert not torch.equal(in_loss.per_token_loss, without.per_token_loss)
+
+    with pytest.raises(ValueError, match="ref_per_token_logps must be given for a KL penalty in the reward"):
+        stages.decide(batch())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"place": "head"}, ValueError, "place must be one of"),
+        ({"place": "reward", "ratio_weighted": True}, ValueError, "ratio_weighted must be False with place 'reward'"),
+        ({"place": "reward", "estimator": "k3+"}, ValueError, "estimator must be one of .* with place 'reward'"),
+        (
+            {"place": "reward", "coef": op.AdaptiveKL(coef=0.1, target=0.1, horizon=1000)},
+            NotImplementedError,
+            "coef must be a number with place 'reward'",
+        ),
+    ],
+)
+def test_what_a_kl_in_the_reward_cannot_be(fields, error, message):
+    with pytest.raises(error, match=message):
+        op.KLPenalty(**{"coef": 0.1, **fields})
+
+
 def test_a_kept_baseline_needs_rewards_and_groups():
     stages = stage(op.Objective(correction=op.Correction(keep=(TOKEN_BAND,), baseline="kept")))
 

@@ -192,6 +192,85 @@ def normalised_by_function(
 
 
 @torch.no_grad()
+def best_of_group(
+    rewards: Tensor,
+    group_ids: Tensor,
+    counted: Tensor,
+    *,
+    scale_rewards: Literal["group", "none"] = "group",
+    epsilon: float = STD_EPSILON,
+) -> Tensor:
+    """Pass@n: only the group's best response counts, by its lead over the second best.
+
+        A_i = (r_i - max_{j != i} r_j)_+ / (std + epsilon)
+
+    where j runs over the other counted responses of i's group and std (n - 1) is the group's. Two best ones lead by 0.
+    It estimates the gradient of a group's expected *largest* reward, so a policy is not paid for being right often.
+
+    Args:
+        rewards: (B,) float; NaN = no reward, not counted.
+        group_ids: (B,) integer; a group may be spread over ranks, so every rank makes this call.
+        counted: (B,) bool.
+        scale_rewards: "none" leaves the division out.
+        epsilon: added to the standard deviation.
+
+    Returns:
+        (B,) float32, >= 0, no gradient; 0 for responses that are not counted and for groups of one.
+
+    Reference: Tang et al. 2025 (arXiv:2503.19595); verl's ``grpo_passk``, which raises for a group of one.
+
+    Example:
+        >>> rewards, ids = torch.tensor([1.0, 0.0, 0.25]), torch.tensor([0, 0, 0])
+        >>> best_of_group(rewards, ids, torch.ones(3).bool(), scale_rewards="none")
+        tensor([0.7500, 0.0000, 0.0000])
+    """
+    check_rows(len(rewards), rewards=rewards, group_ids=group_ids, counted=counted)
+    here = counted & ~rewards.isnan()
+    values = torch.where(here, rewards.float(), 0.0).double()
+    everyone = gather_rows(values)
+    member = group_members(group_ids, here, across_ranks=True)
+    count = member.sum(-1)
+    ranked = torch.where(member, everyone, -torch.inf).topk(min(2, len(everyone)), dim=-1).values
+    # The largest of the others is the second largest of all, seen from the largest; all others get 0 anyway.
+    lead = torch.where(here & (count > 1), values - ranked[:, -1], 0.0).clamp(min=0.0)
+    if scale_rewards == "none":
+        return lead.float()
+    mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
+    squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
+    return (lead / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)).float()
+
+
+@torch.no_grad()
+def scaled_by_rewarded(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
+    """GPG: the reward minus the group's mean, larger where few responses of the batch have a reward other than 0.
+
+        A_i = B / m (r_i - mean)
+
+    where B counts the counted responses of the batch, m those of them whose reward is not 0, and mean is that of i's
+    group. The factor makes up for the responses that teach nothing, as if the batch held only the others.
+
+    Args:
+        rewards: (B,) float; NaN = no reward, not counted.
+        group_ids: (B,) integer.
+        counted: (B,) bool.
+
+    Returns:
+        (B,) float32, no gradient; 0 for responses that are not counted and for groups of one.
+
+    Reference: Chu et al. 2025, GPG (arXiv:2504.02546), as verl computes it. The paper counts the groups whose rewards
+    are not all equal.
+
+    Example:
+        >>> scaled_by_rewarded(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.ones(2).bool())
+        tensor([ 1., -1.])
+    """
+    centred = group_advantages(rewards, group_ids, counted, scale_rewards="none")
+    here = counted & ~rewards.isnan()
+    counts = sum_ranks(torch.stack([here.sum(), (here & (rewards != 0)).sum()]))
+    return centred * (counts[0] / counts[1].clamp(min=1))
+
+
+@torch.no_grad()
 def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
     """Advantages of mean 0 and variance 1 over the tokens of the batch.
 
@@ -288,6 +367,70 @@ def returns_to_go(outcome: Tensor, mask: Tensor, token_rewards: Tensor | None = 
         # A cumulative sum from the right.
         later = torch.where(mask, token_rewards.float(), 0.0).flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask, outcome.float().unsqueeze(1) + later, 0.0)
+
+
+@torch.no_grad()
+def discounted_returns(
+    outcome: Tensor, mask: Tensor, token_rewards: Tensor | None = None, *, discount: float = 1.0
+) -> Tensor:
+    """The rewards of this and all later trainable tokens, each discounted by the trainable tokens in between.
+
+        G_t = sum_{s >= t} discount^(n_s - n_t) r_s
+
+    where n_t counts the trainable tokens up to t and the outcome is part of r at the last of them. With a discount of 1
+    this is :func:`returns_to_go`.
+
+    Args:
+        outcome: (B,) float, the reward of the whole response.
+        mask: (B, T) bool.
+        token_rewards: (B, T) float; None = 0.
+        discount: gamma, in (0, 1].
+
+    Returns:
+        (B, T) float32, 0 outside ``mask``.
+
+    Example:
+        >>> discounted_returns(torch.ones(1), torch.tensor([[True, False, True]]), discount=0.5)
+        tensor([[0.5000, 0.0000, 1.0000]])
+    """
+    check_rows(len(mask), outcome=outcome)
+    check_tokens(mask.shape, token_rewards=token_rewards)
+    places = mask.cumsum(-1)
+    last = mask & (places == places[:, -1:])
+    returns = torch.where(last, outcome.float().unsqueeze(1), 0.0)
+    if token_rewards is not None:
+        returns = returns + torch.where(mask, token_rewards.float(), 0.0)
+    # G_t = r_t + factor_t G_{t+1}, solved for all t in log2(T) passes: each pass doubles how far a token looks ahead.
+    factor = torch.where(mask, discount, 1.0).to(returns)
+    reach = 1
+    while reach < mask.shape[1]:
+        later = torch.nn.functional.pad(returns[:, reach:], (0, reach))
+        returns = returns + factor * later
+        factor = factor * torch.nn.functional.pad(factor[:, reach:], (0, reach), value=1.0)
+        reach *= 2
+    return torch.where(mask, returns, 0.0)
+
+
+@torch.no_grad()
+def whitened_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """Values of mean 0 and variance 1 (n - 1) over the trainable tokens of all ranks.
+
+        (v - mean) / sqrt(var + 1e-8)
+
+    Args:
+        values: (B, T) float.
+        mask: (B, T) bool.
+
+    Returns:
+        (B, T) float32, 0 outside ``mask``.
+
+    Example:
+        >>> whitened_tokens(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))
+        tensor([[-0.7071,  0.7071,  0.0000]])
+    """
+    check_tokens(mask.shape, values=values)
+    mean, variance = _batch_moments(torch.where(mask, values, 0.0), mask)
+    return torch.where(mask, (values - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON), 0.0).float()
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ these exceptions:
 - ``REINFORCEPlusPlusBaseline``: its 0 is normalised with the batch and counts in the mean and the standard deviation of
   the batch's tokens. It gets - mean / std, which is 0 only if that mean is 0.
 - ``OptimalTokenBaseline(alone="return")``: it gets its return.
+- ``GPG``: it gets 0, and counts in the share of responses with a reward.
+- ``REINFORCEPlusPlus`` has no groups: every response is compared with the batch.
 
 "Unbiased" means on-policy.
 """
@@ -29,14 +31,18 @@ from trl_offpolicy.functional.advantages import (
     STD_EPSILON,
     Alone,
     ScaleRewards,
+    best_of_group,
+    discounted_returns,
     group_advantages,
     leave_one_out,
     normalised_by_function,
     optimal_token_baseline,
     returns_to_go,
+    scaled_by_rewarded,
     score_energy,
     weighted_baseline,
     whitened_by_token,
+    whitened_tokens,
 )
 from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Scope
@@ -302,6 +308,98 @@ class REINFORCEPlusPlusBaseline(AdvantageEstimator):
 
 
 @dataclass(frozen=True, kw_only=True)
+class REINFORCEPlusPlus(AdvantageEstimator):
+    """The return of each token, normalised over the batch's tokens; prompts are not compared within their group.
+
+    It does not need groups, so ``num_generations`` may be small. Easy and hard prompts share one baseline, which has
+    more variance than a group's.
+
+    Args:
+        discount: gamma, the factor for each trainable token between a token and its reward.
+
+    Reference: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262), as verl computes it. See
+    ``functional.advantages.discounted_returns``.
+
+    Example:
+        >>> mask = torch.tensor([[True], [True]])
+        >>> inputs = AdvantageInputs(rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([0, 1]), mask=mask)
+        >>> REINFORCEPlusPlus()(inputs)
+        tensor([[ 0.7071],
+                [-0.7071]])
+    """
+
+    type_name: ClassVar[str] = "reinforce_plus_plus"
+    formula: ClassVar[str] = "per token: (return - mean) / std of the batch's tokens"
+    bias: ClassVar[str] = "little: one scale for all"
+    requires: ClassVar[tuple[str, ...]] = ("mask",)
+    scope: ClassVar[Scope] = "generation_batch"
+    by_token: ClassVar[bool] = True
+    discount: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(discount=self.discount)
+        if self.discount > 1:
+            raise ValueError(f"discount must lie in (0, 1], but got {self.discount}.")
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """The normalised return of each token; (B, T) float32."""
+        mask = inputs.need("mask", "REINFORCEPlusPlus") & inputs.present.unsqueeze(1)
+        outcome = torch.where(inputs.present, inputs.outcome, 0.0)
+        return whitened_tokens(discounted_returns(outcome, mask, inputs.token_rewards, discount=self.discount), mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassK(AdvantageEstimator):
+    """Only the best response of a group counts, by its lead: see ``functional.advantages.best_of_group``.
+
+    Args:
+        scale: divide by the standard deviation of the "group", or "none".
+        epsilon: added to the standard deviation; verl 1e-6.
+
+    Example:
+        >>> inputs = AdvantageInputs(rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([0, 0]))
+        >>> PassK(scale="none")(inputs)
+        tensor([1., 0.])
+    """
+
+    type_name: ClassVar[str] = "grpo_passk"
+    formula: ClassVar[str] = "(r - best of the others)+ / (std + 1e-4)"
+    bias: ClassVar[str] = "towards the best response of a group, by design"
+    scale: Literal["group", "none"] = "group"
+    epsilon: float = STD_EPSILON
+
+    def __post_init__(self) -> None:
+        check_choice("scale", self.scale, ("group", "none"))
+        check_positive(epsilon=self.epsilon)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """The lead of the best response of each group, 0 for all others; (B,) float32."""
+        return best_of_group(
+            inputs.total, inputs.group_ids, inputs.present, scale_rewards=self.scale, epsilon=self.epsilon
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPG(AdvantageEstimator):
+    """B / m (r - mean): see :func:`~trl_offpolicy.functional.advantages.scaled_by_rewarded`.
+
+    Example:
+        >>> rewards, ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1])
+        >>> GPG()(AdvantageInputs(rewards=rewards, group_ids=ids))
+        tensor([ 2., -2.,  0.,  0.])
+    """
+
+    type_name: ClassVar[str] = "gpg"
+    formula: ClassVar[str] = "(r - mean) / share of the batch's rewards that are not 0"
+    bias: ClassVar[str] = "a factor that is one for the whole batch"
+    scope: ClassVar[Scope] = "generation_batch"
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """The reward less the mean of its group, divided by the share of rewards that are not 0; (B,) float32."""
+        return scaled_by_rewarded(inputs.total, inputs.group_ids, inputs.present)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimalTokenBaseline(AdvantageEstimator):
     """OTB, a baseline for every token: see ``functional.advantages.optimal_token_baseline``.
 
@@ -385,6 +483,7 @@ class OPOB(AdvantageEstimator):
 
 __all__ = [
     "GDPO",
+    "GPG",
     "GRPO",
     "OPO",
     "OPOB",
@@ -393,5 +492,7 @@ __all__ = [
     "AdvantageInputs",
     "DrGRPO",
     "OptimalTokenBaseline",
+    "PassK",
+    "REINFORCEPlusPlus",
     "REINFORCEPlusPlusBaseline",
 ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast, get_args
 
+import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_bool, check_choice, check_number, check_positive, check_positive_or_none
@@ -15,8 +16,13 @@ from trl_offpolicy.functional.kl import (
     adaptive_kl_coef,
     kl_estimate,
     ratio_weighted_kl,
+    reference_log_ratio,
 )
 from trl_offpolicy.parts import Part
+
+Place = Literal["loss", "reward"]
+IN_REWARD: tuple[KLEstimator, ...] = ("k1", "abs", "k2", "k3")
+"""Estimators that may be taken from a reward: those that differ by more than their gradient."""
 
 
 class KLController(Part):
@@ -85,7 +91,7 @@ class AdaptiveKL(KLController):
 
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty(Part):
-    """KL(pi || ref), added to the loss per token. The estimate and, weighted, the ratio carry gradient.
+    """KL(pi || ref), added to the loss per token or taken from the reward. In the loss it carries gradient.
 
     To write another penalty, subclass it and override :meth:`__call__`. The coefficient and its controller stay.
 
@@ -101,6 +107,10 @@ class KLPenalty(Part):
             :func:`~trl_offpolicy.functional.kl.ratio_weighted_kl`.
         max_value: cap on the estimate of a token, nats. Its gradient ends there (except for k1+ and k3+). None = no
             cap. verl: 10 on k3.
+        place: "loss", or "reward": each token of the old policy then costs coef times its estimate, before the
+            advantages are made (Ziegler et al. 2019, arXiv:1909.08593, Eq. 2; verl's ``use_kl_in_reward``). The policy
+            loss with its clip and weights then acts on the KL too. With k1 this is unbiased on-policy. The old policy
+            and the reference are scored once a generation, and the coefficient is fixed.
     """
 
     example: ClassVar[Mapping[str, Any]] = {"coef": 0.1}
@@ -109,6 +119,7 @@ class KLPenalty(Part):
     ratio_weighted: bool = False
     ratio_clip: float | None = None
     max_value: float | None = None
+    place: Place = "loss"
 
     def __post_init__(self) -> None:
         if not isinstance(self.coef, KLController):
@@ -124,6 +135,37 @@ class KLPenalty(Part):
             check_positive(ratio_clip=self.ratio_clip)
             if not self.ratio_weighted:
                 raise ValueError("ratio_weighted must be True with ratio_clip, which clips that ratio, but got False.")
+        check_choice("place", self.place, get_args(Place))
+        if self.in_reward:
+            self._check_in_reward()
+
+    def _check_in_reward(self) -> None:
+        if self.ratio_weighted:
+            raise ValueError("ratio_weighted must be False with place 'reward', where no ratio is left, but got True.")
+        if self.estimator not in IN_REWARD:
+            raise ValueError(
+                f"estimator must be one of {list(IN_REWARD)} with place 'reward', which has no gradient of its own, "
+                f"but got {self.estimator!r}."
+            )
+        if self.adapts:
+            raise NotImplementedError(f"coef must be a number with place 'reward', but got {self.coef!r}.")
+
+    @property
+    def in_reward(self) -> bool:
+        """True if it is taken from the reward, and is no term of the loss."""
+        return self.place == "reward"
+
+    @torch.no_grad()
+    def token_rewards(self, logps: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+        """What each token costs, -coef times its estimate; (B, T) float32, 0 outside ``mask``.
+
+        Args:
+            logps: (B, T) log-probs of the old policy, nats.
+            reference: (B, T) log-probs of the reference; where they are not finite nothing is taken.
+            mask: (B, T) bool, True = trainable token.
+        """
+        estimate = kl_estimate(reference_log_ratio(logps, reference, mask), self.estimator, max_value=self.max_value)
+        return torch.where(mask, -self.beta * estimate, 0.0).float()
 
     @property
     def beta(self) -> float:

@@ -61,7 +61,7 @@ class Objective:
     Args:
         policy_loss: a loss of :mod:`trl_offpolicy.losses`.
         correction: importance weights and rejection, or None.
-        kl: penalty against ``ref_per_token_logps``, or None.
+        kl: penalty against ``ref_per_token_logps``, in the loss or in the reward, or None.
         kl_on: "all": rejected tokens keep their KL term (TRL); "kept": they lose it too (verl).
         kl_weighted: multiply the KL term by the importance weights.
         entropy_coef: coefficient of the entropy bonus; a negative one makes it a penalty.
@@ -126,7 +126,8 @@ class Objective:
                 f"but got {self.policy_loss!r}."
             )
         self._check_length()
-        if self.kl is not None and self.kl_on == "all" and self.denominator == "kept":
+        kl_in_loss = self.kl is not None and not self.kl.in_reward
+        if kl_in_loss and self.kl_on == "all" and self.denominator == "kept":
             raise ValueError(
                 "kl_on must be 'kept' with denominator='kept' (dropped tokens leave the sum and the denominator, their "
                 "KL term with them), but got 'all'."
@@ -136,8 +137,8 @@ class Objective:
                 "drift_coef must be 0 with denominator='kept' (dropped tokens leave the sum and the denominator, and "
                 f"the term is on them too), but got {self.drift_coef}."
             )
-        if self.kl is None and self.kl_weighted:
-            raise ValueError("kl_weighted must be False without a KL term (kl=None), but got True.")
+        if self.kl_weighted and not kl_in_loss:
+            raise ValueError("kl_weighted must be False without a KL term in the loss, but got True.")
         published = self.policy_loss.aggregation
         if self.policy_loss.fixed_aggregation and published != self.aggregation:
             name = type(self.policy_loss).__name__
@@ -237,7 +238,8 @@ class Objective:
         kl, beta = None, 0.0
         if self.kl is not None:
             kl, beta = self._kl_term(self.kl, batch, inputs, shift), self.kl.beta
-            per_token = policy + beta * self._masked_kl(kl, corrected)
+            if not self.kl.in_reward:  # else it is only measured here: the advantages hold it
+                per_token = policy + beta * self._masked_kl(kl, corrected)
         if self.drift_coef:
             drift = _policy_log_ratio(inputs.logps, batch.logps("sampling"), batch.mask)
             per_token = per_token + self.drift_coef * drift.square()

@@ -15,6 +15,7 @@ from torch import Tensor
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.advantages import GRPO, AdvantageEstimator, AdvantageInputs
+from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import CorrectionOutput, PolicyBatch
@@ -55,7 +56,15 @@ class Stages:
     @property
     def needs_old(self) -> bool:
         """True if the old policy must be scored on the generation batch, which costs one forward."""
-        return self.early is not None or (self.advantages is not None and "per_token_logps" in self.advantages.requires)
+        if self.early is not None or self.kl_in_reward is not None:
+            return True
+        return self.advantages is not None and "per_token_logps" in self.advantages.requires
+
+    @property
+    def kl_in_reward(self) -> KLPenalty | None:
+        """The KL penalty that is taken from the rewards before the advantages are made; None = there is none."""
+        kl = self.late.kl
+        return kl if kl is not None and kl.in_reward else None
 
     @property
     def needs_sum_sq_probs(self) -> bool:
@@ -81,14 +90,15 @@ class Stages:
         """Make the advantages and run the early part. Called by all ranks, each with its rows.
 
         Args:
-            batch: the generation batch at the weights that sampled it.
+            batch: the generation batch at the weights that sampled it, with ``ref_per_token_logps`` if the KL is in the
+                reward.
             inputs: rewards (several functions, their weights) and groups; None = those of ``batch``.
 
         Raises:
-            ValueError: advantages are needed, but the batch lacks rewards or group_ids.
+            ValueError: advantages are needed, but the batch lacks rewards, group_ids or ref_per_token_logps.
         """
         estimator = self.advantages
-        inputs = None if estimator is None else _inputs_of(batch, inputs)
+        inputs = None if estimator is None else self._less_kl(_inputs_of(batch, inputs), batch)
         if estimator is None or inputs is None:
             return self._early(batch, {}) if self.early is not None else Decided({})
         if self.early is None:
@@ -102,6 +112,15 @@ class Stages:
         counted = out.keep_mask.any(-1) if self.early.baseline == "kept" else None
         inputs = replace(inputs, weights=_weights(out), counted=counted)
         return self._early(batch, {"advantages": estimator(inputs)}, out)
+
+    def _less_kl(self, inputs: AdvantageInputs, batch: PolicyBatch) -> AdvantageInputs:
+        """The inputs with the KL of each token taken from its reward, if it belongs there."""
+        if self.kl_in_reward is None:
+            return inputs
+        if batch.ref_per_token_logps is None:
+            raise ValueError("ref_per_token_logps must be given for a KL penalty in the reward, but got None.")
+        costs = self.kl_in_reward.token_rewards(batch.logps("old"), batch.ref_per_token_logps, batch.mask)
+        return replace(inputs, token_rewards=costs)
 
     def _reads_the_correction(self, estimator: AdvantageEstimator) -> bool:
         return "weights" in estimator.requires or (self.early is not None and self.early.baseline == "kept")
@@ -127,7 +146,7 @@ def stage(objective: Objective, advantages: AdvantageEstimator | None = None) ->
 
     Args:
         objective: the loss.
-        advantages: the estimator; None = the trainer's own, or GRPO's with ``baseline="kept"``.
+        advantages: the estimator; None = the trainer's own, or GRPO's with ``baseline="kept"`` or the KL in the reward.
 
     Raises:
         ValueError: the parts cannot be separated without changing what they do, or the advantages read weights that
@@ -136,6 +155,9 @@ def stage(objective: Objective, advantages: AdvantageEstimator | None = None) ->
     correction = objective.correction or Correction()
     wide = objective.scope in ("group", "generation_batch")
     reads_weights = advantages is not None and "weights" in advantages.requires
+    in_reward = objective.kl is not None and objective.kl.in_reward
+    if in_reward and advantages is None:
+        advantages = GRPO()
     if not (wide or reads_weights):
         return None if advantages is None else Stages(None, objective, advantages)
     early, late = correction.split()

@@ -101,19 +101,21 @@ def stages_of(args: OffPolicyGRPOConfig, preset: Preset) -> Stages | None:
     """What must be decided on the whole generation batch, or None; logs what that costs."""
     objective, advantages = preset.objective, preset.advantages
     kept = objective.correction is not None and objective.correction.baseline == "kept"
-    if kept and advantages is None:
+    in_reward = objective.kl is not None and objective.kl.in_reward
+    if (kept or in_reward) and advantages is None:
         if args.multi_objective_aggregation != "sum_then_normalize":
+            why = "baseline='kept'" if kept else "kl.place 'reward'"
             raise ValueError(
-                "multi_objective_aggregation must be 'sum_then_normalize' with baseline='kept' (advantages are made "
+                f"multi_objective_aggregation must be 'sum_then_normalize' with {why} (advantages are made "
                 f"again from the total reward), but got {args.multi_objective_aggregation!r}. advantages: gdpo "
                 "normalises each function over the kept responses."
             )
         advantages = GRPO(scale=cast("ScaleRewards", args.scale_rewards))  # TRL's, over what is kept
     stages = stage(objective, advantages)
     if stages is not None and stages.needs_old:
-        reader = (
-            f"scope {objective.scope}" if stages.early is not None else f"advantages of {type(advantages).__name__}"
-        )
+        reader = "the KL in the reward" if in_reward else f"advantages of {type(advantages).__name__}"
+        if stages.early is not None:
+            reader = f"scope {objective.scope}"
         logger.warning(
             "offpolicy needs the whole generation batch (%s): the old policy is scored once per generation, "
             "one more forward.",

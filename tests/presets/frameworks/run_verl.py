@@ -124,11 +124,14 @@ def run_advantages(options, batch):
     if "token_baseline" in name:
         options["old_log_probs"], options["sum_pi_squared"] = batch["filled_old"], batch["squares"]
         options["rollout_is_weights"] = batch["weights"] if options.pop("weighted") else None
+    of_config = {key: options.pop(key) for key in ("gamma",) if key in options}
+    if name == "grpo_passk" and "norm_adv_by_std_in_grpo" in options:
+        of_config["norm_adv_by_std_in_grpo"] = options.pop("norm_adv_by_std_in_grpo")
     found, _ = core_algos.get_adv_estimator_fn(name)(
         token_level_rewards=batch["token_rewards"].clone(),
         response_mask=mask,
         index=batch["groups"].long().numpy(),
-        config=AlgoConfig(),
+        config=AlgoConfig(**of_config),
         **options,
     )
     return found.tolist()

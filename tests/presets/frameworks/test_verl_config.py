@@ -211,6 +211,14 @@ def test_what_verls_trainer_overwrites_is_not_read():
         ({"adv_estimator": "rloo_vectorized"}, advantages.RLOO()),
         ({"adv_estimator": "opo"}, advantages.OPO()),
         ({"adv_estimator": "reinforce_plus_plus_baseline"}, advantages.REINFORCEPlusPlusBaseline()),
+        ({"adv_estimator": "gpg"}, advantages.GPG()),
+        ({"adv_estimator": "grpo_passk"}, advantages.PassK(epsilon=1e-6)),
+        (
+            {"adv_estimator": "grpo_passk", "norm_adv_by_std_in_grpo": False},
+            advantages.PassK(scale="none", epsilon=1e-6),
+        ),
+        ({"adv_estimator": "reinforce_plus_plus"}, advantages.REINFORCEPlusPlus()),
+        ({"adv_estimator": "reinforce_plus_plus", "gamma": 0.9}, advantages.REINFORCEPlusPlus(discount=0.9)),
         ({"adv_estimator": "optimal_token_baseline"}, advantages.OptimalTokenBaseline(alone="return")),
         (
             {"adv_estimator": "tir_optimal_token_baseline", "handle_zero_tail": False, "rollout_is": "token"},
@@ -238,10 +246,7 @@ def test_advantages(options, estimator):
     [
         ({"adv_estimator": "gae"}, r"^adv_estimator 'gae' needs a critic"),
         ({"adv_estimator": "remax"}, r"^adv_estimator 'remax' needs greedy"),
-        ({"adv_estimator": "gpg"}, r"^adv_estimator 'gpg' scales"),
-        ({"adv_estimator": "grpo_passk"}, r"^adv_estimator 'grpo_passk' has no counterpart"),
-        ({"adv_estimator": "reinforce_plus_plus"}, r"^adv_estimator 'reinforce_plus_plus' has no counterpart"),
-        ({"use_kl_in_reward": True}, r"^use_kl_in_reward must be False: "),
+        ({"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}, r"^kl_ctrl\.type must be 'fixed' with"),
         ({"use_pf_ppo": True}, r"^use_pf_ppo must be False: "),
     ],
 )
@@ -250,9 +255,25 @@ def test_what_has_no_counterpart_is_refused(options, message):
         presets.from_verl(algorithm=options)
 
 
+def test_the_kl_in_the_reward():
+    options = {"use_kl_in_reward": True, "kl_penalty": "low_var_kl+", "kl_ctrl": {"type": "fixed", "kl_coef": 0.02}}
+    preset = presets.from_verl(algorithm=options)
+
+    assert preset.objective.kl == KLPenalty(coef=0.02, estimator="k3", max_value=10.0, place="reward")
+    assert presets.from_verl(use_kl_in_reward=True).objective.kl == KLPenalty(
+        coef=0.001, estimator="k1", place="reward"
+    )
+    with pytest.raises(NotImplementedError, match=r"^use_kl_loss must be False with use_kl_in_reward"):
+        presets.from_verl(use_kl_in_reward=True, use_kl_loss=True)
+    with pytest.raises(ValueError, match=r"^kl_penalty must be one of"):
+        presets.from_verl(use_kl_in_reward=True, kl_penalty="k7")
+
+
 def test_advantage_options_without_effect_are_said():
     with pytest.warns(UserWarning, match=r"^norm_adv_by_std_in_grpo=False has no effect with adv_estimator='rloo'"):
         presets.from_verl(adv_estimator="rloo", norm_adv_by_std_in_grpo=False)
+    with pytest.warns(UserWarning, match=r"^gamma=0.9 has no effect with adv_estimator='rloo'"):
+        presets.from_verl(adv_estimator="rloo", gamma=0.9)
     with pytest.warns(UserWarning, match=r"^handle_zero_tail=False has no effect without adv_estimator"):
         presets.from_verl(handle_zero_tail=False)
     with pytest.warns(UserWarning, match=r"^adv_estimator 'gdpo' normalises over responses here"):

@@ -113,6 +113,11 @@ ADVANTAGES = [
     {"adv_estimator": "rloo_vectorized"},
     {"adv_estimator": "opo"},
     {"adv_estimator": "reinforce_plus_plus_baseline"},
+    {"adv_estimator": "gpg"},
+    {"adv_estimator": "grpo_passk"},
+    {"adv_estimator": "grpo_passk", "norm_adv_by_std_in_grpo": False},
+    {"adv_estimator": "reinforce_plus_plus"},
+    {"adv_estimator": "reinforce_plus_plus", "gamma": 0.9},
     *(
         {"adv_estimator": name, "handle_zero_tail": tail, "weighted": weighted}
         for name, tail, weighted in itertools.product(

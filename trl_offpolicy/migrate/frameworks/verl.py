@@ -65,7 +65,7 @@ _POLICY_LOSS = (
     "ppo_kl_coef",
     "dro_beta",
 )
-_ALGORITHM = ("adv_estimator", "norm_adv_by_std_in_grpo", "handle_zero_tail", "use_kl_in_reward", "use_pf_ppo")
+_ALGORITHM = ("adv_estimator", "norm_adv_by_std_in_grpo", "gamma", "handle_zero_tail", "use_kl_in_reward", "use_pf_ppo")
 
 OPTIONS = {
     **{f"{CORRECTION}.{name}": name for name in _CORRECTION},
@@ -267,6 +267,18 @@ def _old_rejection(source: Source) -> Iterable[Found]:
     yield Carried(source.given(*names), {"offpolicy.correction.keep": [term]}, why, older=True)
 
 
+def _reward_kl(source: Source) -> Iterable[Found]:
+    """The coefficient and the estimator of a KL in the reward; without one they are left."""
+    penalty, kind, coef = "algorithm.kl_penalty", "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.kl_coef"
+    if not switch("algorithm.use_kl_in_reward", source.get("algorithm.use_kl_in_reward", False)):
+        return
+    control = {name.rpartition(".")[2]: source.get(name, None) for name in source.given(kind, coef)}
+    fields: dict[str, Any] = {"option.kl_ctrl": control} if control else {}
+    fields |= {"option.kl_penalty": source.get(penalty, "kl")} if source.given(penalty) else {}
+    if fields:
+        yield Carried(source.given(penalty, kind, coef), fields)
+
+
 _LENGTH = "TRL does not cut prompts; set vllm_max_model_length"
 FRAMEWORK = Framework(
     name="verl",
@@ -303,7 +315,7 @@ FRAMEWORK = Framework(
         "trainer.default_local_dir": Row("output_dir", text),
         "trainer.experiment_name": Row("run_name", text),
     },
-    steps=(_batch, _counted, _optimizer, _adapter, _engine, _older),
+    steps=(_batch, _reward_kl, _counted, _optimizer, _adapter, _engine, _older),
     defaults=DEFAULTS,
     left={
         "*_target_": "hydra's own",
@@ -358,7 +370,6 @@ FRAMEWORK = Framework(
         ),
         "actor_rollout_ref.hybrid_engine": "vllm_mode: colocate is that",
         "actor_rollout_ref.nccl_timeout": shared.MODEL,
-        "algorithm.gamma": "GAE, REINFORCE++ and the KL in the reward alone read it",
         "algorithm.lam": "GAE alone reads it",
         "algorithm.kl_ctrl": "the KL in the reward alone reads it",
         "algorithm.kl_penalty": "the KL in the reward alone reads it",

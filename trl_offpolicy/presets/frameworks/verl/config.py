@@ -68,7 +68,7 @@ def configuration(correction: tuple[str, ...], algorithm: tuple[str, ...]) -> Se
         algorithm,
         {"rollout_correction": rollout_correction},
         dict.fromkeys(("gdpo_reward_keys", "gdpo_reward_weights", "filter_groups"), REWARDS)
-        | dict.fromkeys(("gamma", "lam", "kl_penalty", "kl_ctrl", "pf_ppo"), UNREAD),
+        | dict.fromkeys(("lam", "pf_ppo"), UNREAD),
     )
     trainer = Section(("use_v1",), whole=False)
     beside = dict.fromkeys(("model", "rollout", "ref", "hybrid_engine", "nccl_timeout"), MODEL) | {"rollout": SAMPLING}

@@ -15,7 +15,7 @@ from trl_offpolicy.functional.masks import Statistic
 from trl_offpolicy.objective.losses import GPG
 from trl_offpolicy.presets.frameworks import bounds
 from trl_offpolicy.presets.frameworks.options import check_choice, read_options, tell, warn_no_effect
-from trl_offpolicy.presets.frameworks.verl.advantages import VerlAdvantageOptions, estimator
+from trl_offpolicy.presets.frameworks.verl.advantages import VerlAdvantageOptions, estimator, reward_kl
 from trl_offpolicy.presets.frameworks.verl.config import configuration, flatten
 from trl_offpolicy.presets.frameworks.verl.losses import (
     SEQUENCE_MEAN,
@@ -113,8 +113,9 @@ def from_verl(**options_given: Any) -> Preset:
     trainer here: ``Reduction(world_size=dp_size, tokens=batch_num_tokens, sequences=global_batch_size)``.
     Beside the loss: ``use_kl_loss``, ``kl_loss_coef``, ``kl_loss_type`` (:data:`~.losses.KL_TYPES`; k3 capped at
     10 nats), ``entropy_coeff`` (reduced as the loss is), ``loss_scale_factor`` (L of seq-mean-token-sum-norm).
-    Advantages: ``adv_estimator`` with ``norm_adv_by_std_in_grpo`` and ``handle_zero_tail``
-    (:data:`~.advantages.ESTIMATORS`); without it they are the trainer's own.
+    Advantages: ``adv_estimator`` with ``norm_adv_by_std_in_grpo``, ``gamma`` and ``handle_zero_tail``
+    (:data:`~.advantages.ESTIMATORS`); without it they are the trainer's own. ``use_kl_in_reward`` with ``kl_penalty``
+    and ``kl_ctrl`` takes the KL from the rewards.
 
     **Bug reproduced:** the k1 statistic is -log rho but is compared with log low and log high, so ``"0.5_4.0"`` keeps
     rho in [1/4, 2], not in [0.5, 4]. :class:`~trl_offpolicy.RatioBand` says what is meant.
@@ -130,7 +131,7 @@ def from_verl(**options_given: Any) -> Preset:
     Raises:
         UnknownOptionError: an option that verl does not have.
         ValueError: a value that verl would refuse or would read as something else, or an option that is given twice.
-        NotImplementedError: what verl has and this kit lacks (GAE, the KL in the reward).
+        NotImplementedError: what verl has and this kit lacks (GAE, ReMax, an adaptive KL in the reward).
 
     Example:
         >>> from_verl(rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01).formula
@@ -155,6 +156,13 @@ def from_verl(**options_given: Any) -> Preset:
     how: dict[str, Any] = {"mode": "decoupled", "kl_on": "kept", "denominator": "kept" if leaves else "all"}
     if options.bypass_mode:
         how |= {"mode": "bypass", "kl_on": "all"}
+    how |= reduced(loss)
+    if (in_reward := reward_kl(advantages)) is not None:
+        if how.get("kl") is not None:
+            raise NotImplementedError(
+                "use_kl_loss must be False with use_kl_in_reward: one KL penalty is possible here."
+            )
+        how["kl"] = in_reward
     return make_preset(
         "verl",
         correction,
@@ -163,7 +171,6 @@ def from_verl(**options_given: Any) -> Preset:
         advantages=estimator(advantages, weighted=weight is not None and not options.bypass_mode),
         policy_loss=GPG() if options.reinforce else policy_loss(loss),
         **how,
-        **reduced(loss),
     )
 
 
