@@ -32,11 +32,12 @@ def main() -> None:
     parser.add_argument("--replay", default="none")
     parser.add_argument("--rounding")
     parser.add_argument("--url")
+    parser.add_argument("--transfer", default="folder")
     options = parser.parse_args()
     model = options.folder / "model" if options.url else save_tiny_model(options.folder / "model", "qwen3_moe")
     engine: dict[str, Any] = {"type": "vllm", "max_model_len": 64, "seed": 3, "weight_rounding": options.rounding}
     if options.url:
-        engine = {"type": "server", "base_url": options.url, "transfer": "folder"}
+        engine = {"type": "server", "base_url": options.url, "transfer": options.transfer}
     if options.replay == "none":
         engine["return_routing"] = True  # r3 sets it by itself
     ours = module(

@@ -42,6 +42,7 @@ def test_a_training_run_with_r3_and_a_server(tmp_path: Path) -> None:
     flags = ("--max-model-len", "64", "--", "--max-num-seqs", "16", "--enable-return-routed-experts")
     server = Server(model, tmp_path / "log", flags=flags, environment=environment("report")).start()
     try:
-        check_r3(trained("callbacks", tmp_path, "--replay", "r3", "--url", server.url))
+        for transfer in ("folder", "broadcast"):
+            check_r3(trained("callbacks", tmp_path, "--replay", "r3", "--url", server.url, "--transfer", transfer))
     finally:
         server.kill()

@@ -90,9 +90,10 @@ def test_a_server_gets_the_weights_or_the_adapter_from_one_or_two_ranks(
 ) -> None:
     server = Server(model_folder(), tmp_path / "log", lora_rank=8).start()
     try:
-        for name, options in (("lora", ("--lora",)), ("one", ()), ("two", ("--devices", "2"))):
+        broadcast = ("--transfer", "broadcast", "--devices", "2")
+        for name, options in (("lora", ("--lora",)), ("one", ()), ("two", ("--devices", "2")), ("cast", broadcast)):
             seen = run(tmp_path / name, "--server", server.url, "--model", str(model_folder()), *options)
-            assert seen["ranks"] == (2 if name == "two" else 1) and not seen["stopped"]
+            assert seen["ranks"] == (2 if "--devices" in options else 1) and not seen["stopped"]
             assert len(seen["mismatch"]) == 3 and max(seen["mismatch"]) < 1e-4
             assert min(seen["agreement"]) > 0.9999 and min(seen["moved"]) > 1e-3
             assert (max(seen["bytes"]) < 100_000) == (name == "lora")

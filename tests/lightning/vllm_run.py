@@ -1,7 +1,7 @@
 """Train a tiny model for three steps under Lightning with a real vLLM engine in this process; prints one JSON line.
 
     python tests/lightning/vllm_run.py FOLDER [--lora] [--no-sync] [--rounding int8] [--tools]
-    ... [--server URL --model FOLDER] [--devices 2]     # with a server in place of the engine in this process
+    ... [--server URL --model FOLDER --transfer T] [--devices 2]  # with a server in place of the engine here
 
 A process of its own: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its first weights.
 """
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--tools", action="store_true")
     parser.add_argument("--server")
     parser.add_argument("--model")
+    parser.add_argument("--transfer", default="auto")
     parser.add_argument("--devices", type=int, default=1)
     options = parser.parse_args()
     if options.no_sync:
@@ -63,6 +64,7 @@ def main() -> None:
     engine |= {"exact": True} if options.exact else {}
     if options.server:
         engine = {"type": "server", "base_url": options.server, "patience": {"timeout": 60.0, "retries": 1}}
+        engine["transfer"] = options.transfer
     model = options.model or str(save_tiny_model(options.folder / "model"))
     agent, prompts = agent_settings(model) if options.tools else ({"tokenizer": None}, None)
     ours = module(

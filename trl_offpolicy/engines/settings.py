@@ -13,7 +13,7 @@ from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import Transfer as ServerTransfer
 from trl_offpolicy.parts import read_numbers
 
-Transfer = Literal["auto", "memory", "folder", "adapter", "nccl"]
+Transfer = Literal["auto", "memory", "folder", "adapter", "broadcast", "nccl"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,10 @@ class EngineSettings:
     """How the engine gets its weights, and its further options.
 
     Args:
-        transfer: how weights reach it: "memory" (colocate), "folder" or "nccl" (server), "adapter" (both: the LoRA
-            adapter alone). "auto" is memory in colocate. With a server it is TRL's NCCL on a GPU (not with
-            ``weight_rounding`` or ``return_routing``), else the adapter if the server loads adapters, else a folder.
+        transfer: how weights reach it: "memory" (colocate); "folder", "broadcast" (this kit's, over NCCL or Gloo) or
+            "nccl" (TRL's client) with a server; "adapter" (both: the LoRA adapter alone). "auto" is memory in colocate.
+            With a server it is TRL's NCCL on a GPU (not with ``weight_rounding`` or ``return_routing``), else the
+            adapter if the server loads adapters, else a folder.
         weight_rounding: round linear weights at every sync: a type such as "int8" or a mapping, see
             :func:`~trl_offpolicy.engines.rounding.parse_rounding`.
         folder: folder for a server's weights, which both must see. Default: ``_engine_weights`` in the run's folder.
@@ -56,8 +57,8 @@ class EngineSettings:
             raise ValueError(f"engine.transfer must be one of {list(get_args(Transfer))}, but got {self.transfer!r}.")
         if self.transfer == "nccl" and self.return_routing:
             raise ValueError(
-                "engine.transfer must be folder, adapter or auto with routing_replay r3 or engine.return_routing, but "
-                "got 'nccl': TRL's client does not report the routing."
+                "engine.transfer must be folder, adapter, broadcast or auto with routing_replay r3 or "
+                "engine.return_routing, but got 'nccl': TRL's client does not report the routing."
             )
         self.patience(start_timeout=1.0)
         if not isinstance(self.exact, bool):
@@ -91,9 +92,7 @@ class EngineSettings:
     @property
     def server_transfer(self) -> ServerTransfer:
         """The ``transfer`` of :class:`~trl_offpolicy.engines.server.ServerEngine`."""
-        if self.transfer == "folder" or self.transfer == "adapter":  # two comparisons, from which mypy infers the type
-            return self.transfer
-        return "auto"
+        return "auto" if self.transfer == "memory" or self.transfer == "nccl" else self.transfer
 
     def check_colocate(self) -> None:
         """Raise for options that need a server."""
@@ -107,7 +106,9 @@ class EngineSettings:
     def check_server(self) -> None:
         """Raise for options that need an engine in the trainer's process."""
         if self.transfer == "memory":
-            raise ValueError("engine.transfer must be folder, adapter, nccl or auto with a server, but got 'memory'.")
+            raise ValueError(
+                "engine.transfer must be folder, adapter, broadcast, nccl or auto with a server, but got 'memory'."
+            )
         if self.arguments:
             names = ", ".join(self.arguments)
             raise ValueError(

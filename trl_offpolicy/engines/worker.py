@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trl_offpolicy.engines.cpu_experts import ReloadsExperts
 from trl_offpolicy.engines.effective import INVARIANT_VARIABLES, ROPE_POSITIONS, settings_of
+from trl_offpolicy.engines.weights.broadcast import ReceivesWeights
 from trl_offpolicy.engines.weights.summary import checksum, sample_of, summarise
 
 MOST_REQUESTS = 64  # of a watched batch
@@ -23,8 +24,8 @@ _EXPERTS = {"w13_weight": ("gate_proj", "up_proj", "w1", "w3"), "w2_weight": ("d
 """vLLM's stacked experts, and the matrices of a checkpoint that they are made of."""
 
 
-class WorkerExtension(ReloadsExperts):
-    """An extension of vLLM's worker: a reload for its CPU engine, and answers about itself. All are plain JSON."""
+class WorkerExtension(ReloadsExperts, ReceivesWeights):
+    """An extension of vLLM's worker: weights by a reload or by broadcast, and answers about itself in plain JSON."""
 
     def offpolicy_weights(self, names: list[str] | None = None, sample: int = 0) -> dict[str, Any]:
         """See :func:`weights_of`."""

@@ -244,7 +244,9 @@ def test_the_engine_in_this_process_keeps_its_routes(monkeypatch: pytest.MonkeyP
 
 
 def test_a_path_without_a_report_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"engine\.transfer must be folder, adapter or auto with routing_replay r3"):
+    with pytest.raises(
+        ValueError, match=r"engine\.transfer must be folder, adapter, broadcast or auto with routing_replay r3"
+    ):
         EngineSettings.parse({"return_routing": True, "transfer": "nccl"})
     assert EngineSettings.parse({"return_routing": True}).on_server("cuda")
     assert not EngineSettings.parse({}).on_server("cuda") and EngineSettings.parse({}).on_server("cpu")

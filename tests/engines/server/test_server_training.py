@@ -43,7 +43,9 @@ def result(process: subprocess.Popen[str]) -> dict[str, Any]:
     return dict(json.loads(next(line for line in out.splitlines() if line.startswith("{"))))
 
 
-@pytest.mark.parametrize(("flags", "share"), [(("--lora", "--transfer", "adapter"), 0.25), ((), 1.0)])
+@pytest.mark.parametrize(
+    ("flags", "share"), [(("--lora", "--transfer", "adapter"), 0.25), ((), 1.0), (("--transfer", "broadcast"), 1.0)]
+)
 def test_engine_and_trainer_agree_through_a_server(
     server: Server, tmp_path: Path, flags: tuple[str, ...], share: float
 ) -> None:
@@ -53,8 +55,9 @@ def test_engine_and_trainer_agree_through_a_server(
     assert max(run["bytes"]) < share * 310_000
 
 
-def test_two_processes_share_one_server(server: Server, tmp_path: Path) -> None:
-    run = result(start(server, tmp_path, processes=2))
+@pytest.mark.parametrize("transfer", ["folder", "broadcast"])
+def test_two_processes_share_one_server(server: Server, tmp_path: Path, transfer: str) -> None:
+    run = result(start(server, tmp_path, "--transfer", transfer, processes=2))
     assert run["processes"] == 2
     assert len(run["mismatch"]) == 3 and max(run["mismatch"]) < AGREE
 

@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("url")
     parser.add_argument("--model", required=True)
+    parser.add_argument("--transfer", default="folder")
     parser.add_argument("--lag", type=int, default=1)
     parser.add_argument("--old-logps", default="recompute_proximal")
     parser.add_argument("--steps", type=int, default=4)
@@ -50,7 +51,7 @@ def main() -> None:
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=options.url,
-        engine={"transfer": "folder", "retries": 1, "timeout": 60.0},
+        engine={"transfer": options.transfer, "retries": 1, "timeout": 60.0},
         async_rollouts={"lag": options.lag, "old_logps": options.old_logps},
         generation_kwargs={"ignore_eos": True},
         offpolicy="paper/tis",

@@ -70,8 +70,9 @@ def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: P
     assert min(result["total"][2:]) > 10 * AGREE
 
 
-def test_two_ranks_share_the_server(server: Server, tmp_path: Path) -> None:
-    result = run(server, tmp_path, "--old-logps", "snapshot", processes=2)
+@pytest.mark.parametrize("transfer", ["folder", "broadcast"])
+def test_two_ranks_share_the_server(server: Server, tmp_path: Path, transfer: str) -> None:
+    result = run(server, tmp_path, "--old-logps", "snapshot", "--transfer", transfer, processes=2)
 
     assert result["processes"] == 2
     assert result["lags"] == [[0], [1], [1], [1]]

@@ -64,7 +64,10 @@ def test_wrong_values(value: Any, message: str) -> None:
     [
         ({"use_vllm": False}, r"^async_rollouts must be left out with use_vllm False"),
         ({"vllm_mode": "colocate", "engine": None}, r"^async_rollouts must be left out with vllm_mode 'colocate'"),
-        ({"engine": {"transfer": "nccl"}}, r"^engine\.transfer must be folder or adapter with async_rollouts"),
+        (
+            {"engine": {"transfer": "nccl"}},
+            r"^engine\.transfer must be folder, adapter or broadcast with async_rollouts",
+        ),
         (
             {"async_rollouts": 2, "generation_kwargs": {"min_tokens": 3}},
             r"^async_rollouts\.partial must be 'finish' .* sampling options min_tokens",

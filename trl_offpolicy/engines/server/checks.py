@@ -9,6 +9,7 @@ from typing import Any
 from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, server_arguments
 from trl_offpolicy.engines.server.client import ServerClient
+from trl_offpolicy.engines.weights.broadcast import Backend
 from trl_offpolicy.engines.worker import EXTENSION, WorkerExtension
 
 RESET_PATIENCE, RESET_PAUSE = 60.0, 0.25  # seconds for all tries together, and between two tries
@@ -60,6 +61,33 @@ def reload_method(config: dict[str, Any]) -> str:
     """The worker's method that loads weights from a folder; `trl-offpolicy serve` adds its own."""
     extension = str((config.get("parallel_config") or {}).get("worker_extension_cls") or "")
     return WorkerExtension.reload_experts.__name__ if extension == EXTENSION else "reload_weights"
+
+
+def broadcast_ends(client: ServerClient, config: dict[str, Any], *, has_gpu: bool) -> tuple[int, Backend]:
+    """(number of the server's workers, backend) for :class:`~trl_offpolicy.engines.weights.broadcast.Sender`.
+
+    Args:
+        client: the server.
+        config: its configuration.
+        has_gpu: whether the trainer computes on a GPU.
+
+    Raises:
+        EngineError: the server was not started by ``trl-offpolicy serve``, or runs several engines.
+    """
+    parallel = config.get("parallel_config") or {}
+    if parallel.get("worker_extension_cls") != EXTENSION:
+        raise EngineError(
+            f"The workers of the vLLM server at {client.base_url} cannot receive a broadcast. Start it with "
+            f"`trl-offpolicy serve`, or with --worker-extension-cls {EXTENSION}, or use transfer 'folder'."
+        )
+    engines = int(parallel.get("data_parallel_size") or 1)
+    if engines > 1:
+        raise EngineError(
+            f"transfer must be 'folder' or 'adapter' with the vLLM server at {client.base_url}, which runs {engines} "
+            "engines (data_parallel_size), but got 'broadcast'."
+        )
+    on_gpu = has_gpu and (config.get("device_config") or {}).get("device_type") == "cuda"
+    return int(parallel.get("world_size") or 1), "nccl" if on_gpu else "gloo"
 
 
 def reset_prefix_cache(client: ServerClient) -> None:

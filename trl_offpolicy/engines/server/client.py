@@ -70,7 +70,8 @@ class ServerClient:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"base_url must look like http://127.0.0.1:8000, but got {base_url!r}.")
         self.base_url = base_url.rstrip("/")
-        self.is_local = parts.hostname in LOOPBACK
+        self.host, self.port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self.is_local = self.host in LOOPBACK
         self.patience = patience or Patience()
         self._session = requests.Session()
         self._session.trust_env = not self.is_local  # a proxy must not see requests to this machine

@@ -6,27 +6,36 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from filelock import FileLock
+from torch import Tensor
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.server.answers import sampled_logps, sampled_routes
-from trl_offpolicy.engines.server.checks import reload_method, require_ready, reset_prefix_cache, server_config
+from trl_offpolicy.engines.server.checks import (
+    broadcast_ends,
+    reload_method,
+    require_ready,
+    reset_prefix_cache,
+    server_config,
+)
 from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
 from trl_offpolicy.engines.server.interview import interview_server
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
+from trl_offpolicy.engines.weights.broadcast import Sender, own_address
 from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, write_adapter, write_weights
 from trl_offpolicy.engines.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
-Transfer = Literal["auto", "folder", "adapter"]
+Transfer = Literal["auto", "folder", "adapter", "broadcast"]
 CONCURRENCY = 64
 MAIN_PATIENCE = 60.0
 """Seconds that another rank waits for the main one to send the weights to a server that was started anew."""
@@ -44,7 +53,9 @@ class ServerEngine:
         base_url: ``http://127.0.0.1:8000``.
         folder: weights are written here, one folder per version; the last two are kept.
         transfer: "folder" sends merged weights, "adapter" the LoRA adapter (a few MB). "auto" sends the adapter if it
-            is all that is trained and the server can load it.
+            is all that is trained and the server can load it, else through a folder. "broadcast" sends merged weights
+            straight into the server's workers (NCCL between GPUs, else Gloo), without a disk; a server that is started
+            anew then ends the run.
         weight_rounding: rounds what goes through a folder: :func:`~trl_offpolicy.engines.rounding.round_weights`.
         return_routing: for a mixture of experts: rollouts say to which experts each token was sent.
         api_key: see :class:`~trl_offpolicy.engines.server.client.ServerClient`.
@@ -90,6 +101,9 @@ class ServerEngine:
         config = server_config(self.client, self._routes)
         self.findings = require_ready(self.client, config, return_routing=return_routing)
         self._reload_method = reload_method(config)
+        self._broadcast: Sender | None = None
+        if transfer == "broadcast":
+            self._ends = broadcast_ends(self.client, config, has_gpu=torch.cuda.is_available())
         model = config.get("model_config") or {}
         self._dtype = torch_dtype(model.get("dtype")) if model.get("quantization") is None else None
 
@@ -191,13 +205,15 @@ class ServerEngine:
                 "transfer must be 'folder': the model has no adapter that stands alone, or the server was not started "
                 "with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
             )
+        if self.transfer == "broadcast":
+            size = self._send_by_broadcast(version)
+            return SyncReport(version=version, kind="broadcast", bytes=size, seconds=time.monotonic() - start)
         target = safe_child(self.folder, f"{self.run}-{version}")
         if adapter is not None:
             self._require_own_base()
             size = write_adapter(target, adapter.config, adapter.tensors) if self._source.is_main else 0
         else:
-            gathered = self._source.merged()
-            weights = gathered if self.weight_rounding is None else round_weights(gathered, self.weight_rounding)
+            gathered, weights = self._merged()
             try:
                 size = write_weights(target, weights) if self._source.is_main else sum(0 for _ in weights)
             except EngineError:
@@ -213,6 +229,37 @@ class ServerEngine:
         kind = "folder" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
 
+    def _merged(self) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
+        """The source's weights, and the same rounded as the server is to hold them."""
+        assert self._source is not None
+        gathered = self._source.merged()
+        return gathered, gathered if self.weight_rounding is None else round_weights(gathered, self.weight_rounding)
+
+    def _send_by_broadcast(self, version: int) -> int:
+        """Send the weights into the server's workers; returns the bytes. The other ranks take part in gathering."""
+        assert self._source is not None
+        gathered, weights = self._merged()
+        self.version, self._sent = version, self.folder / f"{self.run}-{version}"
+        if not self._source.is_main:
+            return sum(0 for _ in weights)
+        try:
+            self._broadcast = self._broadcast or self._sender()
+            size = self._broadcast(weights)
+            self._label_new()
+        except SyncError:
+            for _ in gathered:
+                pass
+            raise
+        return size
+
+    def _sender(self) -> Sender:
+        def call(method: str, **kwargs: Any) -> Any:
+            return self.client.once("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs}, final=500)
+
+        workers, backend = self._ends
+        timeout, address = self.client.patience.timeout, own_address(self.client.host, self.client.port)
+        return Sender(call, address=address, workers=workers, backend=backend, timeout=timeout)
+
     @property
     def precision(self) -> Precision:
         """How the server holds its weights."""
@@ -222,7 +269,8 @@ class ServerEngine:
     @property
     def takes_adapter(self) -> bool:
         """True if an adapter would be sent without the base weights, given that it is all that was trained."""
-        return self.transfer != "folder" and "/v1/load_lora_adapter" in self._routes and self.weight_rounding is None
+        loads = "/v1/load_lora_adapter" in self._routes
+        return self.transfer in ("auto", "adapter") and loads and self.weight_rounding is None
 
     def _load(self, target: Path) -> None:
         try:
@@ -230,10 +278,14 @@ class ServerEngine:
                 self._reload(target)
             else:
                 self._load_adapter(target)
-            reset_prefix_cache(self.client)
-            self.client.post("/update_weight_version", {"new_version": self._label})
+            self._label_new()
         except Refused as error:
             raise SyncError(f"The vLLM server did not load {target}: {error}") from error
+
+    def _label_new(self) -> None:
+        """Forget what was computed with the old weights, and say which ones the server has."""
+        reset_prefix_cache(self.client)
+        self.client.post("/update_weight_version", {"new_version": self._label})
 
     def _tidy(self, target: Path, old_adapter: str | None) -> None:
         """Unload the previous version, and keep only the last two folders."""
@@ -282,6 +334,12 @@ class ServerEngine:
         """
         if self._sent is None or self._holds_own():
             return
+        if self.transfer == "broadcast":
+            raise EngineError(
+                f"The vLLM server at {self.client.base_url} was started anew and lacks version {self.version}, of "
+                "which a broadcast leaves no copy. Resume from the last checkpoint. With transfer 'folder' a run goes "
+                "on by itself."
+            )
         if not self._sent.exists():
             self._wait_for_main()
             return

@@ -27,8 +27,9 @@ def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> No
         )
     if not EngineSettings.parse(args.engine).on_server(args.device.type):
         raise ValueError(
-            "engine.transfer must be folder or adapter with async_rollouts (TRL's own client of the nccl transfer asks "
-            "for all completions in one call that a sync cannot wait for), but got nccl or, on a GPU, auto."
+            "engine.transfer must be folder, adapter or broadcast with async_rollouts (TRL's own client of the nccl "
+            "transfer asks for all completions in one call that a sync cannot wait for), but got nccl or, on a GPU, "
+            "auto."
         )
     extra: dict[str, Any] = dict(args.generation_kwargs or {})
     if args.vllm_structured_outputs_regex is not None:
