@@ -84,6 +84,15 @@ def chat_tokenizer(recipe: RecipeArguments, model: ModelConfig) -> AutoTokenizer
     return tokenizer
 
 
+def drop_foreign_commits(recipe: RecipeArguments, model: ModelConfig) -> None:
+    """A commit belongs to the name beside it: another name on the command line comes without the YAML's commit."""
+    given = {word.split("=")[0].replace("-", "_") for word in sys.argv[1:]}
+    if "__model_name_or_path" in given and "__model_revision" not in given:
+        model.model_revision = "main"
+    if "__dataset_name" in given and "__dataset_revision" not in given:
+        recipe.dataset_revision = None
+
+
 def model_folder(model: ModelConfig) -> str:
     """The model at its commit, as a folder that trainer, tokenizer and engine all load; without a commit, its name."""
     if model.model_revision == "main" or Path(model.model_name_or_path).is_dir():
@@ -103,6 +112,7 @@ def main() -> None:
         recipe, training, model = parser.parse_args_and_config()
     except ValueError as error:
         raise SystemExit(f"{sys.argv[0]}: {error}") from None
+    drop_foreign_commits(recipe, model)
     options = recipe_options(recipe, training, model)
     if recipe.reward not in REWARDS:
         raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")

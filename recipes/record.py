@@ -16,7 +16,7 @@ from trl_offpolicy.run_folder.layout import RECIPE_FILE
 
 
 def with_smoke(argv: Sequence[str]) -> list[str]:
-    """The command line; for ``--smoke`` with a configuration in which the section ``smoke`` takes the place of the rest.
+    """The command line; for ``--smoke`` with a configuration in which the section ``smoke`` takes precedence.
 
     Args:
         argv: the command line, without the program's name.

@@ -63,7 +63,7 @@ def test_the_script_reads_the_recipe(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_model_and_data_of_the_hub_are_pinned(name: str) -> None:
-    """A recipe that takes something from the Hub names its commit; the model of the quickstart is a package's version."""
+    """A recipe that takes something from the Hub names its commit; the quickstart's model is a package's version."""
     said = yaml.safe_load(RECIPES[name].read_text())
     assert (name in GPU) == ("smoke" in said) == (not said["model_name_or_path"].startswith(".cache/"))
     if name in GPU:
@@ -106,6 +106,23 @@ def test_a_pinned_model_is_a_folder_for_trainer_tokenizer_and_engine(
     assert grpo.model_folder(grpo.ModelConfig(str(folder), model_revision=commit)) == str(folder)
 
 
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("", ("c1", "c2")),
+        ("--model_name_or_path a/b --dataset_name=c/d", ("main", None)),
+        ("--model-name-or-path a/b --model_revision c1 --dataset_name c/d --dataset_revision c2", ("c1", "c2")),
+    ],
+)
+def test_another_name_comes_without_the_commit(
+    words: str, kept: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words.split()])
+    recipe, model = grpo.RecipeArguments(dataset_revision="c2"), grpo.ModelConfig("a/b", model_revision="c1")
+    grpo.drop_foreign_commits(recipe, model)
+    assert (model.model_revision, recipe.dataset_revision) == kept
+
+
 def tiny_world(folder: Path, columns: tuple[str, str]) -> tuple[Path, Path]:
     """A model with a chat template, and questions whose answers end as GSM8K's do."""
     model = save_tiny_model(folder / "model", "qwen3_moe")
@@ -134,7 +151,11 @@ def test_the_entry_point_runs_the_recipe_on_a_tiny_model(name: str, tmp_path: Pa
     config.write_text(yaml.safe_dump({key: value for key, value in said.items() if key not in hubs}))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "recipes/grpo.py"]
     done = subprocess.run(
-        [*command, "--config", str(config), *smoke, *options(changed)], cwd=ROOT, capture_output=True, text=True, timeout=500
+        [*command, "--config", str(config), *smoke, *options(changed)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
