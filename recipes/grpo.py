@@ -114,6 +114,8 @@ def main() -> None:
         raise SystemExit(f"{sys.argv[0]}: {error}") from None
     drop_foreign_commits(recipe, model)
     options = recipe_options(recipe, training, model)
+    commits = {"model_revision": model.model_revision, "dataset_revision": recipe.dataset_revision}
+    options |= {name: commit for name, commit in commits.items() if name in options}
     if recipe.reward not in REWARDS:
         raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")
     if training.use_cpu and training.world_size == 1:
