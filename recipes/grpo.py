@@ -4,7 +4,8 @@
     accelerate launch recipes/grpo.py --config recipes/quickstart/config.yaml --offpolicy paper/icepop --seed 1
 
 Any field of the YAML can be overridden on the command line; --help lists them all. With a network,
-``model_name_or_path`` and ``dataset_name`` take Hub ids.
+``model_name_or_path`` and ``dataset_name`` take Hub ids, ``model_revision`` and ``dataset_revision`` their commits.
+``--smoke`` runs a recipe small on a CPU: with what its section ``smoke`` says.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 if os.environ.get("RANK", "0") == "0":
     print("importing torch, transformers and vLLM", file=sys.stderr, flush=True)
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes.record import EvaluationCallback, RecipeCallback, recipe_options
+from recipes.record import EvaluationCallback, RecipeCallback, recipe_options, with_smoke
 from recipes.tasks import REWARDS, agent_tools, load_splits
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
@@ -46,6 +50,7 @@ class RecipeArguments:
         metadata={"help": "The question, from {question} and the task's metadata, e.g. {expression}."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset, e.g. main."})
+    dataset_revision: str | None = field(default=None, metadata={"help": "Commit of a Hub dataset."})
     question_column: str = field(default="question", metadata={"help": "Of a dataset without a 'prompt' column."})
     answer_column: str = field(default="answer", metadata={"help": "Of a dataset without a 'prompt' column."})
     answer_pattern: str | None = field(
@@ -64,6 +69,7 @@ class RecipeArguments:
     train_size: int = field(default=2000, metadata={"help": "Number of training prompts."})
     eval_size: int = field(default=64, metadata={"help": "Number of held-out prompts, disjoint from training."})
     resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
+    smoke: dict | None = field(default=None, metadata={"help": "Options that --smoke puts in the place of others."})
 
 
 def chat_tokenizer(recipe: RecipeArguments, model: ModelConfig) -> AutoTokenizer | None:
@@ -78,14 +84,38 @@ def chat_tokenizer(recipe: RecipeArguments, model: ModelConfig) -> AutoTokenizer
     return tokenizer
 
 
+def drop_foreign_commits(recipe: RecipeArguments, model: ModelConfig) -> None:
+    """A commit belongs to the name beside it: another name on the command line comes without the YAML's commit."""
+    given = {word.split("=")[0].replace("-", "_") for word in sys.argv[1:]}
+    if "__model_name_or_path" in given and "__model_revision" not in given:
+        model.model_revision = "main"
+    if "__dataset_name" in given and "__dataset_revision" not in given:
+        recipe.dataset_revision = None
+
+
+def model_folder(model: ModelConfig) -> str:
+    """The model at its commit, as a folder that trainer, tokenizer and engine all load; without a commit, its name."""
+    if model.model_revision == "main" or Path(model.model_name_or_path).is_dir():
+        return model.model_name_or_path
+    pinned = partial(snapshot_download, model.model_name_or_path, revision=model.model_revision)
+    try:
+        return pinned()
+    except OfflineModeIsEnabled:
+        return pinned(local_files_only=True)
+
+
 def main() -> None:
     """Parse, train, save."""
+    sys.argv[1:] = with_smoke(sys.argv[1:])
     parser = TrlParser((RecipeArguments, OffPolicyGRPOConfig, ModelConfig))
     try:
         recipe, training, model = parser.parse_args_and_config()
     except ValueError as error:
         raise SystemExit(f"{sys.argv[0]}: {error}") from None
+    drop_foreign_commits(recipe, model)
     options = recipe_options(recipe, training, model)
+    commits = {"model_revision": model.model_revision, "dataset_revision": recipe.dataset_revision}
+    options |= {name: commit for name, commit in commits.items() if name in options}
     if recipe.reward not in REWARDS:
         raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")
     if training.use_cpu and training.world_size == 1:
@@ -94,6 +124,7 @@ def main() -> None:
         get_last_checkpoint(training.output_dir) if recipe.resume and Path(training.output_dir).is_dir() else None
     )
     train, held_out = load_splits(recipe)
+    model.model_name_or_path = model_folder(model)
     training.model_init_kwargs = {"dtype": model.dtype or "float32", **(training.model_init_kwargs or {})}
     trainer = OffPolicyGRPOTrainer(
         model.model_name_or_path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,28 @@ import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_offpolicy.run_folder.layout import RECIPE_FILE
+
+
+def with_smoke(argv: Sequence[str]) -> list[str]:
+    """The command line; for ``--smoke`` with a configuration in which the section ``smoke`` takes precedence.
+
+    Args:
+        argv: the command line, without the program's name.
+
+    Raises:
+        SystemExit: the configuration has no such section.
+    """
+    given = [word for word in argv if word != "--smoke"]
+    place = given.index("--config") + 1 if "--config" in given else 0
+    config = yaml.safe_load(Path(given[place]).read_text()) if place else {}
+    small = config.pop("smoke", None)
+    if len(given) == len(argv):
+        return given
+    if not small:
+        raise SystemExit("--smoke must come with a --config that has a section smoke, but this one has none.")
+    merged = Path(tempfile.mkdtemp(prefix="smoke-"), Path(given[place]).name)
+    merged.write_text(yaml.safe_dump({**config, **small}, sort_keys=False))
+    return [*given[:place], str(merged), *given[place + 1 :]]
 
 
 def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -25,6 +48,7 @@ def recipe_options(*parsed: Any, argv: Sequence[str] | None = None) -> dict[str,
     options: dict[str, Any] = {}
     if "--config" in given:
         options = yaml.safe_load(Path(given[given.index("--config") + 1]).read_text())
+        options.pop("smoke", None)
     for place, word in enumerate(given):
         name = word.removeprefix("--").split("=")[0].replace("-", "_")
         owner = next((one for one in parsed if hasattr(one, name)), None)

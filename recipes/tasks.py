@@ -33,7 +33,7 @@ def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
 
 def _from_hub(recipe: Any) -> tuple[Dataset, Dataset]:
     """Splits of a dataset on the Hub or in a folder; without a test split the first rows are held out."""
-    splits = load_dataset(recipe.dataset_name, recipe.dataset_config)
+    splits = load_dataset(recipe.dataset_name, recipe.dataset_config, revision=recipe.dataset_revision)
     train, held_out = splits["train"], splits.get("test")
     if held_out is None:
         size = min(recipe.eval_size, len(train) - 1)

@@ -102,3 +102,15 @@ def test_the_wheel_works_in_an_environment_of_its_own(distributions: tuple[Path,
     run(command, "recipes", "copy", "quickstart", tmp_path / "mine", cwd=tmp_path)
     assert (tmp_path / "mine/recipes/quickstart/config.yaml").is_file()
     assert "model_name_or_path" in run(python, "recipes/grpo.py", "--help", cwd=tmp_path / "mine")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_uv_installs_the_wheel_and_the_checkout(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    """Without the dependencies: what uv makes of our metadata, and the command that comes of it."""
+    run("uv", "venv", "--python", sys.executable, tmp_path / "env", cwd=tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    for source in (["--reinstall", distributions[0]], ["--reinstall", "-e", f"{ROOT}[lightning]"]):
+        run("uv", "pip", "install", "--python", python, "--no-deps", *source, cwd=tmp_path)
+        assert "trl-offpolicy" in run(tmp_path / "env" / "bin" / "trl-offpolicy", "--version", cwd=tmp_path)
+        assert "watch" in run(tmp_path / "env" / "bin" / "trl-offpolicy", "--help", cwd=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -21,6 +22,7 @@ from site_hooks import outside_pages
 from site_roles import ROLE
 
 ROOT = Path(__file__).resolve().parents[2]
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
 LOADS = {
     "script": "src",
     "link": "href",
@@ -80,6 +82,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def parsed(path: Path) -> Page:
     return Page(path)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not BROWSER, reason="no Chromium on this machine")
+@pytest.mark.parametrize("page", ["index.html", "api/index.html"])
+def test_a_browser_searches_the_site_on_disk(page: str, site: Path, tmp_path: Path) -> None:
+    """Over file://, where a browser loads no JSON and starts no Worker."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    how = [f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom"]
+    command = [BROWSER, *flags, *how, f"{(site / page).as_uri()}?q=routing+replay"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    found = re.findall(r'href="file://[^"]*/([\w/]+\.html)[^"]*"[^>]*class="md-search-result__link"', dom)
+    assert "routing.html" in found, dom[-2000:]
 
 
 def pages(site: Path) -> list[Path]:

@@ -33,3 +33,15 @@ def test_every_configuration_of_the_table_has_its_block() -> None:
     assert linked == blocks == list("ABCDEFG")
     for letter in linked:
         assert "```yaml" in re.search(rf"^### {letter}\. .*?(?=^##)", page, flags=re.MULTILINE | re.DOTALL)[0]
+
+
+def feature_table(page: str) -> list[str]:
+    """The table that compares with other kits, with its links from the folder docs/."""
+    text = (DOCS.parent / page).read_text()
+    rows = text[text.index("| | TRL 1.16 |") :].split("\n\n")[0]
+    return rows.replace("](docs/", "](").splitlines()
+
+
+def test_readme_and_first_page_compare_the_same() -> None:
+    rows = feature_table("README.md")
+    assert len(rows) > 8 and feature_table("docs/index.md") == rows

@@ -106,8 +106,9 @@ def test_hydras_folder_and_name_are_one_file(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "ours.yaml").write_text("a: {b: 1}\n")
     path = tmp_path / "run.sh"
-    path.write_text("python -m x.main --config-path=config --config-name=ours a.c=2\n")
-    assert read_settings(path).values == {"a.b": 1, "a.c": 2}
+    for name in ("ours", "'ours.yaml'"):
+        path.write_text(f"python -m x.main --config-path=config --config-name={name} a.c=2\n")
+        assert read_settings(path).values == {"a.b": 1, "a.c": 2}
 
 
 def test_a_branch_decides_nothing_that_is_not_known() -> None:

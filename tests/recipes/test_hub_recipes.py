@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from datasets import Dataset
 from tiny_models import WORDS, save_tiny_model, tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from recipes import grpo, tasks
+from recipes import grpo, record, tasks
+from trl_offpolicy.run_folder import base_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {path.parent.name: path for path in sorted((ROOT / "recipes").glob("*/config.yaml"))}
@@ -24,20 +26,20 @@ TINY = CPU | {
     "vllm_mode": "colocate",
     "engine": json.dumps({"dtype": "float32", "enforce_eager": True, "max_model_len": 64}),
     "vllm_max_model_length": "64",
-    "num_generations": "4",
-    "per_device_train_batch_size": "4",
-    "gradient_accumulation_steps": "2",
     "max_completion_length": "6",
-    "max_steps": "2",
-    "save_strategy": "no",
-    "eval_size": "4",
     "reward": "final_number",
 }
-SMOKE = ("grpo_tis_gsm8k", "geo_mask_long_cot", "icepop_moe", "opsm_multi_step")
+"""For a model of some thousand parameters, whose replies are words."""
+ROOM = {"num_generations": "4", "per_device_train_batch_size": "4", "gradient_accumulation_steps": "2",
+        "max_steps": "2", "save_strategy": "no", "eval_size": "4"}  # fmt: skip
+"""Sizes for a recipe without a section ``smoke``: it runs on a CPU as it is."""
+GPU = ("grpo_tis_gsm8k", "geo_mask_long_cot", "icepop_moe", "fsdp2_7b", "zero3_7b")
 EXPECTED = {
     "grpo_tis_gsm8k": "weight/truncated_fraction",
     "geo_mask_long_cot": "keep/dropped_sequence_fraction",
     "icepop_moe": "weight_applied/ess_token",
+    "fsdp2_7b": "keep/dropped_sequence_fraction",
+    "zero3_7b": "weight/truncated_fraction",
     "opsm_multi_step": "keep/dropped_sequence_fraction",
 }
 """A number that the recipe's correction logs."""
@@ -59,6 +61,68 @@ def test_the_script_reads_the_recipe(name: str, tmp_path: Path) -> None:
     assert recipe.answer_pattern == said.get("answer_pattern")
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_model_and_data_of_the_hub_are_pinned(name: str) -> None:
+    """A recipe that takes something from the Hub names its commit; the quickstart's model is a package's version."""
+    said = yaml.safe_load(RECIPES[name].read_text())
+    assert (name in GPU) == ("smoke" in said) == (not said["model_name_or_path"].startswith(".cache/"))
+    if name in GPU:
+        assert re.fullmatch("[0-9a-f]{40}", said["model_revision"])
+    if not said["dataset_name"].startswith("reasoning-gym/"):
+        assert re.fullmatch("[0-9a-f]{40}", said["dataset_revision"])
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_smoke_changes_the_size_and_not_the_method(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = yaml.safe_load(RECIPES[name].read_text())
+    words = record.with_smoke(["--config", str(RECIPES[name]), "--smoke", "--output_dir", str(tmp_path)])
+    assert "--smoke" not in words and words[-2:] == ["--output_dir", str(tmp_path)]
+    parser = grpo.TrlParser((grpo.RecipeArguments, grpo.OffPolicyGRPOConfig, grpo.ModelConfig))
+    recipe, training, model = parser.parse_args_and_config(words)
+    assert training.use_cpu and training.max_steps == 2 and training.save_strategy == "no"
+    assert training.output_dir == str(tmp_path) and training.learning_rate == said["learning_rate"]
+    assert (model.model_revision, recipe.dataset_name.partition("/")[0]) == ("main", "reasoning-gym")
+    kept = ("offpolicy", "loss_type", "beta", "learning_rate", "use_peft", "eval_strategy", "temperature", "seed")
+    assert not set(kept) & set(said["smoke"])
+    options = record.recipe_options(recipe, training, model, argv=words)
+    assert options["offpolicy"] == said["offpolicy"] and options["max_steps"] == 2 and "smoke" not in options
+    with pytest.raises(SystemExit, match="--smoke must come with a --config that has a section smoke"):
+        record.with_smoke(["--smoke", "--config", str(RECIPES["quickstart"])])
+
+
+def test_a_pinned_model_is_a_folder_for_trainer_tokenizer_and_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "models--user--tiny" / "snapshots" / commit  # as the Hub's cache keeps it
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = grpo.model_folder(grpo.ModelConfig("user/tiny", model_revision=commit))
+    assert Path(found) == folder
+    assert base_model.base_model(found).revision == commit
+    assert grpo.model_folder(grpo.ModelConfig("user/tiny")) == "user/tiny"
+    assert grpo.model_folder(grpo.ModelConfig(str(folder), model_revision=commit)) == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("", ("c1", "c2")),
+        ("--model_name_or_path a/b --dataset_name=c/d", ("main", None)),
+        ("--model-name-or-path a/b --model_revision c1 --dataset_name c/d --dataset_revision c2", ("c1", "c2")),
+    ],
+)
+def test_another_name_comes_without_the_commit(
+    words: str, kept: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words.split()])
+    recipe, model = grpo.RecipeArguments(dataset_revision="c2"), grpo.ModelConfig("a/b", model_revision="c1")
+    grpo.drop_foreign_commits(recipe, model)
+    assert (model.model_revision, recipe.dataset_revision) == kept
+
+
 def tiny_world(folder: Path, columns: tuple[str, str]) -> tuple[Path, Path]:
     """A model with a chat template, and questions whose answers end as GSM8K's do."""
     model = save_tiny_model(folder / "model", "qwen3_moe")
@@ -74,18 +138,24 @@ def tiny_world(folder: Path, columns: tuple[str, str]) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_the_entry_point_runs_the_recipe_on_a_tiny_model(name: str, tmp_path: Path) -> None:
     said = yaml.safe_load(RECIPES[name].read_text())
     columns = (said.get("question_column", "question"), said.get("answer_column", "answer"))
     model, data = tiny_world(tmp_path, columns)
     changed = TINY | {"model_name_or_path": str(model), "dataset_name": str(data), "output_dir": str(tmp_path / "run")}
     changed |= {"question_template": "{question}", "answer_pattern": "#### (.+)"}
-    config = tmp_path / "config.yaml"  # the Hub's configuration name means nothing to a folder
-    config.write_text(yaml.safe_dump({key: value for key, value in said.items() if key != "dataset_config"}))
+    smoke = ["--smoke"] if name in GPU else options(ROOM)
+    config = tmp_path / "config.yaml"  # the Hub's configuration name and commit mean nothing to a folder
+    hubs = ("dataset_config", "dataset_revision")
+    config.write_text(yaml.safe_dump({key: value for key, value in said.items() if key not in hubs}))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "recipes/grpo.py"]
     done = subprocess.run(
-        [*command, "--config", str(config), *options(changed)], cwd=ROOT, capture_output=True, text=True, timeout=500
+        [*command, "--config", str(config), *smoke, *options(changed)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -94,7 +164,7 @@ def test_the_entry_point_runs_the_recipe_on_a_tiny_model(name: str, tmp_path: Pa
         evaluated = json.loads((tmp_path / "run" / "evaluation.json").read_text())
         assert evaluated["before"]["step"] == 0 and evaluated["after"]["step"] == 2
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
-    assert recipe["offpolicy"] == said["offpolicy"] and recipe["max_steps"] == 2
+    assert recipe["offpolicy"] == said["offpolicy"] and recipe["max_steps"] == 2 and "smoke" not in recipe
     assert "### Reproduce" in (tmp_path / "run" / "README.md").read_text()
 
 

@@ -143,6 +143,10 @@ def test_what_a_weight_may_hold_depends_on_the_loss_beside_it(config: Any) -> No
         ({"engine": {"weight_rounding": "int9"}}, r"engine\.weight_rounding\.type must be one of .* but got 'int9'"),
         ({"offpolicy": {"objective": 3}}, r"offpolicy\.objective must be a mapping of options, but got 3\.$"),
         ({"offpolicy": "{'preset': 'measure'}"}, "offpolicy must be a name or a mapping in JSON, but got "),
+        (
+            {"offpolicy": {"preset": "paper/tis", "control": "act"}},
+            r"^offpolicy\.control must be one of .* control is a field of its own, beside offpolicy\.$",
+        ),
         ({"control": "wrn"}, r"^control must be one of .*'off'\], but got 'wrn'\. Did you mean 'warn'\?$"),
         ({"control": {"thresholds": {"kl_high": "x"}}}, r"^control\.thresholds\.kl_high must be .*, but got 'x'\.$"),
         ({"noise_floor_steps": True}, "noise_floor_steps must be a whole number of at least 0, but got True"),

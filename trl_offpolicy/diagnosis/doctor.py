@@ -230,7 +230,8 @@ def print_examination(seen: Examination, console: Console | None = None) -> None
     for finding in found.findings:
         _print_finding(out, finding)
     if found.cell is not None and found.findings:
-        out.print(f"[bold]bias and variance[/]: {escape(describe_cell(found.cell))}\n")
+        stands = " The findings above stand." if found.cell.remedy == "nothing" else ""
+        out.print(f"[bold]bias and variance[/]: {escape(describe_cell(found.cell))}{stands}\n")
     if seen.attribution is not None:
         tested = seen.attribution.level == "logps+model"
         how = "scored again with the model" if tested else "and no test with the model"

@@ -137,7 +137,8 @@ def _read_launcher(text: str, path: Path) -> _Raw:
         notes.append(f"if, case, && or || may set these otherwise: {names}; the value outside of them is taken")
     base: Flat = {}
     if isinstance(flat.get("config_name"), str):  # hydra's --config-path FOLDER --config-name NAME
-        flat["config_path"] = f"{flat.get('config_path', '.')}/{flat.pop('config_name')}.yaml"
+        named = flat.pop("config_name").removesuffix(".yaml")
+        flat["config_path"] = f"{flat.get('config_path', '.')}/{named}.yaml"
         spelled.setdefault("config_path", "--config-name")
     for name in _CONFIG_FLAGS:
         if not isinstance(flat.get(name), str) or isinstance(flat[name], Unresolved):

@@ -72,6 +72,10 @@ MAPPING_KEYS = ("preset", "framework", "options", "file", "correction", "objecti
 """Keys of the mapping in which a user describes the method: ``offpolicy`` in TRL, ``correction`` in Lightning."""
 
 
+BESIDE = ("control", "engine", "replay", "routing_replay", "async_rollouts", "correct_threshold")
+"""Fields of the trainers that are easily taken for keys of the mapping."""
+
+
 def from_mapping(spec: Mapping[str, Any], *, where: str) -> Preset:
     """The preset that ``spec`` names, or that another framework's options describe. Overrides in it are not read.
 
@@ -124,6 +128,8 @@ def _meant(key: str, spec: Mapping[str, Any], where: str) -> str:
     for place, known in places.items():
         if key in known:
             return f" Did you mean {where}.{place}.{key}?"
+    if key in BESIDE:
+        return f" {key} is a field of its own, beside {where}."
     return near(key, MAPPING_KEYS)
 
 
