@@ -96,7 +96,7 @@ def reward_kl(options: VerlAdvantageOptions) -> KLPenalty | None:
     if not options.use_kl_in_reward:
         warn_no_effect(options, ("kl_penalty",), "without use_kl_in_reward", framework="verl")
         return None
-    control = {"type": "fixed", "kl_coef": KL_COEF} | dict(options.kl_ctrl or {})
+    control: dict[str, Any] = {"type": "fixed", "kl_coef": KL_COEF} | dict(options.kl_ctrl or {})
     if control["type"] != "fixed":
         raise NotImplementedError(
             f"kl_ctrl.type must be 'fixed' with use_kl_in_reward, but got {control['type']!r}: a coefficient moves "
