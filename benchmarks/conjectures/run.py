@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.conjectures.common import Conjecture, Outcome
 from benchmarks.lab.jobs import cost_text, outcome_of, run_and_time, write_atomically
+from trl_offpolicy.diagnosis.numbers import strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("collapse", "moe", "budget", "lag")
@@ -94,7 +95,7 @@ def report(conjecture: Conjecture, runs: Sequence[Outcome], args: argparse.Names
         "numbers": found.numbers,
     }
     lines = "".join(json.dumps({"job": name_of(conjecture, run), **run}) + "\n" for run in runs)
-    files = {"jsonl": lines, "json": json.dumps(result, indent=1) + "\n", "md": found.table}
+    files = {"jsonl": lines, "json": json.dumps(strict_json(result), indent=1, allow_nan=False) + "\n", "md": found.table}
     files["svg"] = conjecture.draw(runs)
     for suffix, text in files.items():
         write_atomically(args.results / f"{args.conjecture}.{suffix}", text.encode())
