@@ -95,7 +95,8 @@ def report(conjecture: Conjecture, runs: Sequence[Outcome], args: argparse.Names
         "numbers": found.numbers,
     }
     lines = "".join(json.dumps({"job": name_of(conjecture, run), **run}) + "\n" for run in runs)
-    files = {"jsonl": lines, "json": json.dumps(strict_json(result), indent=1, allow_nan=False) + "\n", "md": found.table}
+    summary = json.dumps(strict_json(result), indent=1, allow_nan=False) + "\n"
+    files = {"jsonl": lines, "json": summary, "md": found.table}
     files["svg"] = conjecture.draw(runs)
     for suffix, text in files.items():
         write_atomically(args.results / f"{args.conjecture}.{suffix}", text.encode())
