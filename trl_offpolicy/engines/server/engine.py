@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from filelock import FileLock
+from torch import Tensor
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
@@ -20,9 +22,12 @@ from trl_offpolicy.engines.server.answers import sampled_logps, sampled_routes
 from trl_offpolicy.engines.server.checks import reload_method, require_ready, reset_prefix_cache, server_config
 from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
 from trl_offpolicy.engines.server.interview import interview_server
+from trl_offpolicy.engines.server.labels import ADAPTER, FRESH, is_loading, loading, refusal, unusable
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, write_adapter, write_weights
+from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
 from trl_offpolicy.engines.weights.source import WeightSource
+from trl_offpolicy.engines.worker import WorkerExtension
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +35,7 @@ Transfer = Literal["auto", "folder", "adapter"]
 CONCURRENCY = 64
 MAIN_PATIENCE = 60.0
 """Seconds that another rank waits for the main one to send the weights to a server that was started anew."""
-_ADAPTER = ":adapter"  # ends the label where the base weights are untouched
-_FRESH = "default"  # weight_version of a vLLM server that was given no weights since its start
+_RECOVERIES = 2  # vLLM's first load after a failed one can meet what that one left
 
 
 class ServerEngine:
@@ -81,6 +85,8 @@ class ServerEngine:
         self._resending = threading.Lock()
         self._sent: Path | None = None
         self._adapter: str | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
+        self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
         self.client.wait_until_up()
         base = self._base_model()
         self.model = str(base["id"])
@@ -91,6 +97,7 @@ class ServerEngine:
         self.findings = require_ready(self.client, config, return_routing=return_routing)
         self._reload_method = reload_method(config)
         model = config.get("model_config") or {}
+        self._started_with: str | None = model.get("model")
         self._dtype = torch_dtype(model.get("dtype")) if model.get("quantization") is None else None
 
     def bind(self, source: WeightSource) -> None:
@@ -192,26 +199,39 @@ class ServerEngine:
                 "with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
             )
         target = safe_child(self.folder, f"{self.run}-{version}")
+        self._shapes = {}
         if adapter is not None:
             self._require_own_base()
+            self._shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
             size = write_adapter(target, adapter.config, adapter.tensors) if self._source.is_main else 0
         else:
             gathered = self._source.merged()
             weights = gathered if self.weight_rounding is None else round_weights(gathered, self.weight_rounding)
             try:
-                size = write_weights(target, weights) if self._source.is_main else sum(0 for _ in weights)
+                size = write_weights(target, self._noted(weights)) if self._source.is_main else sum(0 for _ in weights)
             except EngineError:
                 for _ in gathered:  # go on gathering: the other ranks do so too, and would wait for this one
                     pass
                 raise
+        before = self.version, self._adapter
         self.version = version
-        previous, self._adapter = self._adapter, None if adapter is None else f"policy-{target.name}"
+        self._adapter = None if adapter is None else f"policy-{target.name}"
         if self._source.is_main:
-            self._load(target)
-            self._tidy(target, previous)
+            try:
+                self._load(target)
+            except EngineError:
+                self.version, self._adapter = before
+                shutil.rmtree(target, ignore_errors=True)
+                raise
+            self._tidy(target, before[1])
         self._sent = target  # of the other ranks too: each checks that the server holds it
         kind = "folder" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+
+    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._shapes[name] = tuple(tensor.shape)
+            yield name, tensor
 
     @property
     def precision(self) -> Precision:
@@ -225,15 +245,72 @@ class ServerEngine:
         return self.transfer != "folder" and "/v1/load_lora_adapter" in self._routes and self.weight_rounding is None
 
     def _load(self, target: Path) -> None:
+        """Have the server load a folder and label it. It never keeps its old label on weights that it half took.
+
+        Raises:
+            SyncError: it did not load them; the message says which weights it has then.
+        """
+        self._require_fit()
+        before = self._server_label()
         try:
             if self._adapter is None:
+                self._set_label(loading(self._label))
                 self._reload(target)
             else:
                 self._load_adapter(target)
             reset_prefix_cache(self.client)
-            self.client.post("/update_weight_version", {"new_version": self._label})
-        except Refused as error:
-            raise SyncError(f"The vLLM server did not load {target}: {error}") from error
+            self._set_label(self._label)
+        except (Refused, SyncError) as error:
+            text = f"The vLLM server at {self.client.base_url} did not load {target}: {error}."
+            raise SyncError(text if self._adapter else f"{text} {self._recover(before, str(error))}") from error
+        if self._adapter is None:
+            self._held = str(target), self._label
+
+    def _require_fit(self) -> None:
+        """Raise if names or shapes of the weights are not those of the server's model. Nothing has been sent then.
+
+        Raises:
+            SyncError: they are of another model; the message names the first difference.
+        """
+        if self._reload_method != WorkerExtension.reload_experts.__name__:
+            return  # not started by `trl-offpolicy serve`: its worker cannot be asked
+        body = {"method": WorkerExtension.offpolicy_shapes.__name__}
+        try:
+            answers = self.client.post("/collective_rpc", body, final=500)["results"]
+        except Refused as error:  # another version of vLLM, whose layers say less
+            logger.warning("The server's shapes could not be compared before the sync: %s", error)
+            return
+        reason = (why_not if self._adapter is None else why_not_adapter)(self._shapes, answers)
+        if reason is not None:
+            raise SyncError(
+                f"The vLLM server at {self.client.base_url} runs another model than the trainer ({self._started_with}): "
+                f"{reason}. Nothing was sent. Start it with the model that is trained."
+            )
+
+    def _recover(self, before: str, error: str) -> str:
+        """After a failed load, give the server the weights that it had; returns what it has now, in words.
+
+        Args:
+            before: its label before the load.
+            error: why the load failed.
+        """
+        known = {FRESH: self._started_with} if self._held is None else {self._held[1]: self._held[0]}
+        old = known.get(before)
+        for _ in range(_RECOVERIES if old is not None else 0):
+            try:
+                self._reload(old)
+                reset_prefix_cache(self.client)
+                self._set_label(before)
+            except (Refused, SyncError) as again:
+                error = f"{error}; nor could the weights before it be loaded again: {again}"
+                continue
+            name = "the weights that it was started with" if before == FRESH else f"the weights of {before}"
+            return f"It has {name} again."
+        self._set_label(unusable(f"the load of {self._label} failed ({error})"))
+        return (
+            "Its weights are now those of no version: it is marked unusable, and refuses requests until it is started "
+            "again or takes whole weights."
+        )
 
     def _tidy(self, target: Path, old_adapter: str | None) -> None:
         """Unload the previous version, and keep only the last two folders."""
@@ -241,7 +318,7 @@ class ServerEngine:
             self._forget(str(old_adapter))
         remove_all_but(self.folder, [path.name for path in (target, self._sent) if path is not None])
 
-    def _reload(self, target: Path) -> None:
+    def _reload(self, target: str | Path | None) -> None:
         body = {"method": self._reload_method, "kwargs": {"weights_path": str(target)}}
         self.client.post("/collective_rpc", body, final=500)
 
@@ -260,12 +337,15 @@ class ServerEngine:
 
     @property
     def _label(self) -> str:
-        return f"{self.run}:{self.version}{'' if self._adapter is None else _ADAPTER}"
+        return f"{self.run}:{self.version}{'' if self._adapter is None else ADAPTER}"
+
+    def _set_label(self, label: str) -> None:
+        self.client.post("/update_weight_version", {"new_version": label})
 
     def _require_own_base(self) -> None:
         """Raise unless the server has the base weights that it was started with, on which an adapter belongs."""
         label = self._server_label()
-        if self._sent is None and label != _FRESH and not label.endswith(_ADAPTER):
+        if self._sent is None and label != FRESH and not label.endswith(ADAPTER):
             raise EngineError(
                 f"The base weights of the vLLM server at {self.client.base_url} were changed by another run ({label}); "
                 "an adapter on top would be another policy. Start the server again, or use transfer='folder'."
@@ -289,7 +369,7 @@ class ServerEngine:
         # reset of the prefix cache would meet the requests of those that had gone on.
         with self._resending, FileLock(self._lock):
             if not self._holds_own():
-                logger.warning("The server was started anew: sending version %s again.", self.version)
+                logger.warning("The server lacks version %s (started anew?): sending it again.", self.version)
                 self._load(self._sent)
 
     @property
@@ -309,14 +389,22 @@ class ServerEngine:
             time.sleep(0.1)
 
     def _holds_own(self) -> bool:
-        """True if the server holds this run's weights, False if it was started anew."""
+        """True if the server holds this run's weights, False if it was started anew or is being given them.
+
+        Raises:
+            EngineError: it holds weights of another run, or of nobody.
+        """
         label = self._server_label()
-        if label not in (self._label, _FRESH):
+        if label == FRESH or is_loading(label, self.run):
+            return False
+        if reason := refusal(label):
+            raise EngineError(f"The vLLM server at {self.client.base_url} cannot be used: {reason}. Start it again.")
+        if label != self._label:
             raise EngineError(
                 f"The vLLM server at {self.client.base_url} holds weights of another run ({label}; this run's are "
                 f"{self._label}): two trainers share one server. Give each its own."
             )
-        return label == self._label
+        return True
 
     def _base_model(self) -> Mapping[str, Any]:
         models: list[dict[str, Any]] = self.client.get("/v1/models")["data"]

@@ -18,6 +18,7 @@ from trl_offpolicy.engines.worker import EXTENSION
 from trl_offpolicy.packages import check_model, require
 
 GUARD = "trl_offpolicy.engines.server.guard.RequireKey"
+WHOLE = "trl_offpolicy.engines.server.guard.RefuseHalfLoaded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def command(options: ServeOptions) -> list[str]:
         "--model", options.model, "--host", options.host, "--port", str(options.port),
         "--dtype", checkpoint_dtype(options.model) if options.dtype == "auto" else options.dtype,
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
-        "--served-model-name", "policy", "--worker-extension-cls", EXTENSION,
+        "--served-model-name", "policy", "--worker-extension-cls", EXTENSION, "--middleware", WHOLE,
     ]  # fmt: skip
     if options.max_model_len is not None:
         own += ["--max-model-len", str(options.max_model_len)]
@@ -77,7 +78,7 @@ def command(options: ServeOptions) -> list[str]:
         own += ["--enable-lora", "--max-lora-rank", str(served_rank(options.lora_rank)), "--max-loras", "2"]
         own += ["--lora-target-modules", *options.lora_modules]
     if options.api_key:
-        own += ["--middleware", GUARD]
+        own += ["--middleware", GUARD]  # the last one is asked first
     if machine_has_gpu():
         own += ["--weight-transfer-config", json.dumps({"backend": "nccl"})] if options.gpu_transfer else []
     else:
