@@ -75,7 +75,10 @@ def forget_failed_load(model: Any) -> None:
 
 
 class ReloadsExperts:
-    """A reload that leaves nothing of a failed one, and works on vLLM's CPU engine, as a part of :class:`~trl_offpolicy.engines.worker.WorkerExtension`."""
+    """A reload that leaves nothing of a failed one, and works on vLLM's CPU engine.
+
+    A part of :class:`~trl_offpolicy.engines.worker.WorkerExtension`.
+    """
 
     model_runner: Any
     reload_weights: Any

@@ -129,6 +129,7 @@ def main() -> None:
 
 
 if __name__ == "__mp_main__" and PARENT in os.environ:
+    os.register_at_fork(after_in_child=_join_server)
     _join_server()
 if __name__ == "__main__":
     main()

@@ -235,7 +235,11 @@ def _whole_shape(module: Any, name: str, number: int, *, count: int, tp_size: in
     heads = getattr(module, "total_num_heads", None)
     rows = getattr(module, "org_vocab_size", None) or getattr(module, "output_size", None)
     if heads is not None and count == 3:  # vLLM's own sizes count the copies of heads that workers share
-        pairs = (heads, "head_size"), (module.total_num_kv_heads, "head_size"), (module.total_num_kv_heads, "v_head_size")
+        pairs = (
+            (heads, "head_size"),
+            (module.total_num_kv_heads, "head_size"),
+            (module.total_num_kv_heads, "v_head_size"),
+        )
         rows = pairs[number][0] * getattr(module, pairs[number][1], module.head_size)
     elif count > 1:
         rows = sizes[number] if len(sizes) == count else None

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,9 +18,10 @@ from torch import Tensor
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
-from trl_offpolicy.engines.server.answers import sampled_logps, sampled_routes
+from trl_offpolicy.engines.server.answers import choices_of, require_room, sampled_logps, sampled_routes, scored
 from trl_offpolicy.engines.server.checks import reload_method, require_ready, reset_prefix_cache, server_config
-from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
+from trl_offpolicy.engines.server.client import Patience, ServerClient
+from trl_offpolicy.engines.server.contact import Refused, meet
 from trl_offpolicy.engines.server.interview import interview_server
 from trl_offpolicy.engines.server.labels import ADAPTER, FRESH, is_loading, loading, refusal, unusable
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
@@ -87,12 +88,10 @@ class ServerEngine:
         self._adapter: str | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
         self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
-        self.client.wait_until_up()
-        base = self._base_model()
+        base, self._routes = meet(self.client)
         self.model = str(base["id"])
         self.context_length: int | None = base.get("max_model_len")
         """Tokens of prompt and completion that the server takes; None = it does not tell."""
-        self._routes = set(self.client.get("/openapi.json")["paths"])
         config = server_config(self.client, self._routes)
         self.findings = require_ready(self.client, config, return_routing=return_routing)
         self._reload_method = reload_method(config)
@@ -132,12 +131,9 @@ class ServerEngine:
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
+        require_room(ids, self.context_length, f"the vLLM server at {self.client.base_url}")
         body = {"prompt": [list(row) for row in ids], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        choices = self._post_completion(body)
-        return [
-            [float(place[str(i)]["logprob"]) for i, place in zip(row[1:], choice["prompt_logprobs"][1:], strict=True)]
-            for row, choice in zip(ids, choices, strict=True)
-        ]
+        return scored(ids, self._post_completion(body), self.client.base_url)
 
     def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
         """(token ids, log-probs, finish reason) of ``n`` completions; "abort" where :meth:`cut` ended one early."""
@@ -160,26 +156,26 @@ class ServerEngine:
         """The ``n`` completions of a prompt; if the server returns fewer, the rest is requested again."""
         found: list[dict[str, Any]] = []
         for _ in range(self.client.patience.retries + 1):
-            found += self._post_completion({**options, "prompt": prompt, "n": n - len(found)})
+            answer = self._post_completion({**options, "prompt": prompt, "n": n - len(found)})
+            found += choices_of(answer, self.client.base_url)
             if len(found) >= n:
                 return found[:n]
             logger.warning("The server returned %d of %d completions; asking for the rest.", len(found), n)
         raise EngineError(f"The vLLM server returned {len(found)} completions, but {n} were asked for.")
 
-    def _post_completion(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def _post_completion(self, body: dict[str, Any]) -> Any:
         def send() -> Any:
             named = {**body, "model": self._adapter or self.model}
             return self.client.post("/v1/completions", named, recover=self._ensure_current)
 
         self._ensure_current()  # a server that came back between two requests has old weights
         try:
-            choices: list[dict[str, Any]] = send()["choices"]
+            return send()
         except Refused as error:
             if error.status != 404 or self._adapter is None:
-                raise EngineError(f"The vLLM server refused a request: {error}") from error
+                raise EngineError(f"The vLLM server at {self.client.base_url} refused a request: {error}") from error
             self._ensure_current()  # the adapter is gone, so the server has started anew
-            choices = send()["choices"]
-        return choices
+            return send()
 
     # ----------------------------------------------------------------------------------------------------- weights
 
@@ -258,11 +254,15 @@ class ServerEngine:
                 self._reload(target)
             else:
                 self._load_adapter(target)
-            reset_prefix_cache(self.client)
-            self._set_label(self._label)
-        except (Refused, SyncError) as error:
+        except Refused as error:
             text = f"The vLLM server at {self.client.base_url} did not load {target}: {error}."
             raise SyncError(text if self._adapter else f"{text} {self._recover(before, str(error))}") from error
+        try:
+            reset_prefix_cache(self.client)
+        except SyncError as error:
+            self._set_label(unusable(str(error)))
+            raise
+        self._set_label(self._label)
         if self._adapter is None:
             self._held = str(target), self._label
 
@@ -283,8 +283,8 @@ class ServerEngine:
         reason = (why_not if self._adapter is None else why_not_adapter)(self._shapes, answers)
         if reason is not None:
             raise SyncError(
-                f"The vLLM server at {self.client.base_url} runs another model than the trainer ({self._started_with}): "
-                f"{reason}. Nothing was sent. Start it with the model that is trained."
+                f"The vLLM server at {self.client.base_url} runs another model ({self._started_with}) than the "
+                f"trainer: {reason}. Nothing was sent. Start it with the model that is trained."
             )
 
     def _recover(self, before: str, error: str) -> str:
@@ -294,7 +294,7 @@ class ServerEngine:
             before: its label before the load.
             error: why the load failed.
         """
-        known = {FRESH: self._started_with} if self._held is None else {self._held[1]: self._held[0]}
+        known = {FRESH: self._started_with} | ({} if self._held is None else {self._held[1]: self._held[0]})
         old = known.get(before)
         for _ in range(_RECOVERIES if old is not None else 0):
             try:
@@ -405,10 +405,6 @@ class ServerEngine:
                 f"{self._label}): two trainers share one server. Give each its own."
             )
         return True
-
-    def _base_model(self) -> Mapping[str, Any]:
-        models: list[dict[str, Any]] = self.client.get("/v1/models")["data"]
-        return next(model for model in models if not model.get("parent"))
 
     def interview(self) -> Interview:
         """Ask the server what it really runs with."""

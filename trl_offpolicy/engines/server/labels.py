@@ -1,4 +1,4 @@
-"""The label that a vLLM server carries (its ``weight_version``): whose weights it holds, and whether it may be asked."""
+"""The label of a vLLM server (its ``weight_version``): whose weights it holds, and whether it may be asked."""
 
 from __future__ import annotations
 
