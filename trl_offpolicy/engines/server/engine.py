@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,8 +23,15 @@ from trl_offpolicy.engines.server.client import Patience, ServerClient
 from trl_offpolicy.engines.server.contact import Refused, meet
 from trl_offpolicy.engines.server.interview import interview_server
 from trl_offpolicy.engines.server.labels import ADAPTER, FRESH, is_loading, loading, refusal, unusable
+from trl_offpolicy.engines.server.parallel import at_once
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
-from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, write_adapter, write_weights
+from trl_offpolicy.engines.weights.files import (
+    RunFolder,
+    require_writable,
+    safe_child,
+    write_adapter,
+    write_weights,
+)
 from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
 from trl_offpolicy.engines.weights.source import WeightSource
 from trl_offpolicy.engines.worker import WorkerExtension
@@ -33,7 +39,6 @@ from trl_offpolicy.engines.worker import WorkerExtension
 logger = logging.getLogger(__name__)
 
 Transfer = Literal["auto", "folder", "adapter"]
-CONCURRENCY = 64
 MAIN_PATIENCE = 60.0
 """Seconds that another rank waits for the main one to send the weights to a server that was started anew."""
 _RECOVERIES = 2  # vLLM's first load after a failed one can meet what that one left
@@ -78,6 +83,7 @@ class ServerEngine:
             raise ValueError(f"transfer must be one of {list(get_args(Transfer))}, but got {transfer!r}.")
         self.client = ServerClient(base_url, api_key=api_key, patience=patience)
         self.folder = Path(folder).resolve()
+        require_writable(self.folder, where="engine.folder")
         self.transfer = transfer
         self.weight_rounding = weight_rounding
         self.return_routing = return_routing
@@ -87,6 +93,7 @@ class ServerEngine:
         self._sent: Path | None = None
         self._adapter: str | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
+        self._versions = RunFolder(self.folder, self.run)
         self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
         base, self._routes = meet(self.client)
         self.model = str(base["id"])
@@ -113,8 +120,7 @@ class ServerEngine:
             EngineError: another run has put its weights on the server.
         """
         options = {**sampling.vllm_options(), "n": n, "return_token_ids": True}
-        with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(prompt_ids))) as pool:
-            answers = list(pool.map(lambda ids: self._complete(list(ids), options, n), prompt_ids))
+        answers = at_once(lambda ids: self._complete(list(ids), options, n), prompt_ids)
         self._ensure_current()
         choices = [choice for answer in answers for choice in answer]
         completions = [list(choice["token_ids"]) for choice in choices]
@@ -195,6 +201,8 @@ class ServerEngine:
                 "with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
             )
         target = safe_child(self.folder, f"{self.run}-{version}")
+        if self._source.is_main:
+            self._versions.claim()
         self._shapes = {}
         if adapter is not None:
             self._require_own_base()
@@ -313,10 +321,10 @@ class ServerEngine:
         )
 
     def _tidy(self, target: Path, old_adapter: str | None) -> None:
-        """Unload the previous version, and keep only the last two folders."""
+        """Unload the previous version, and keep only the last two folders of this run, and none of runs that died."""
         if old_adapter not in (None, self._adapter):
             self._forget(str(old_adapter))
-        remove_all_but(self.folder, [path.name for path in (target, self._sent) if path is not None])
+        self._versions.keep([path.name for path in (target, self._sent) if path is not None])
 
     def _reload(self, target: str | Path | None) -> None:
         body = {"method": self._reload_method, "kwargs": {"weights_path": str(target)}}
@@ -362,6 +370,11 @@ class ServerEngine:
         """
         if self._sent is None or self._holds_own():
             return
+        if self._versions.removed:
+            raise EngineError(
+                f"The vLLM server at {self.client.base_url} was started anew after the run had ended, whose weights "
+                f"were removed from {self.folder}. Train on, or sync again, before it samples."
+            )
         if not self._sent.exists():
             self._wait_for_main()
             return
@@ -374,7 +387,7 @@ class ServerEngine:
 
     @property
     def _lock(self) -> Path:
-        return self.folder / f"{self.run}.lock"
+        return self._versions.lock
 
     def _wait_for_main(self) -> None:
         """Wait until the main rank, which meets the same server, has sent the weights again."""
@@ -412,6 +425,5 @@ class ServerEngine:
         return interview_server(self.client, self._routes, self.model, weight_rounding=rounding, prompt=[0] * 4)
 
     def close(self) -> None:
-        """Delete this run's weight folders; the server is left as it is."""
-        remove_all_but(self.folder, [])
-        self._lock.unlink(missing_ok=True)
+        """Delete this run's weight folders, if this rank wrote them; the server is left as it is."""
+        self._versions.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling
@@ -12,8 +11,7 @@ from trl_offpolicy.engines.server.answers import choices_of, sampled_logps, scor
 from trl_offpolicy.engines.server.client import Patience, ServerClient
 from trl_offpolicy.engines.server.contact import Refused, meet
 from trl_offpolicy.engines.server.interview import interview_server
-
-CONCURRENCY = 64
+from trl_offpolicy.engines.server.parallel import at_once
 
 
 class ServerReader:
@@ -51,8 +49,7 @@ class ServerReader:
             EngineError: the server refused, or returned something else than was asked for.
         """
         options = {**sampling.vllm_options(), "n": n, "return_token_ids": True}
-        with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(prompt_ids))) as pool:
-            answers = list(pool.map(lambda ids: self._complete(list(ids), options), prompt_ids))
+        answers = at_once(lambda ids: self._complete(list(ids), options), prompt_ids)
         choices = [choice for answer in answers for choice in answer]
         if len(choices) != n * len(prompt_ids):
             raise EngineError(f"The vLLM server returned {len(choices)} completions of {n * len(prompt_ids)}.")
@@ -71,8 +68,7 @@ class ServerReader:
         Raises:
             EngineError: the server refused.
         """
-        with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(ids))) as pool:
-            return list(pool.map(self._score, map(list, ids)))
+        return at_once(self._score, map(list, ids))
 
     def _score(self, row: list[int]) -> list[float]:
         body = {"prompt": row, "model": self.model, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
