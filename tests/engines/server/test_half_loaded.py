@@ -16,6 +16,8 @@ import requests
 import torch
 from engines.server.servers import QUICK, Server, free_port
 from engines.server.test_bare_server import bare_server
+from engines.test_interrupted import interrupted
+from engines.test_launch import alive
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 
@@ -32,6 +34,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 PROBE = [[5, 6, 7, 20, 33, 4], [8, 9, 10, 11]]
+SCRIPT = Path(__file__).with_name("server_run.py")
 SHORT = Sampling(max_tokens=6)
 KEY = "secret"
 SENT = {"Authorization": f"Bearer {KEY}"}
@@ -163,6 +166,16 @@ def test_no_route_of_a_live_server_answers_without_its_key(server: Server) -> No
             meet(ServerClient(server.url, api_key=key, patience=QUICK))
 
 
+def test_ctrl_c_in_a_step_leaves_no_process_and_no_weights(server: Server, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path), server.url, "--model", str(server.model), "--steps", "5000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_API_KEY": KEY}
+    with (tmp_path / "log").open("w") as log:
+        trainer = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    interrupted(trainer, tmp_path, signal.SIGINT)
+    assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
+    assert not (tmp_path / "run" / "_engine_weights").exists()
+
+
 def test_kill_9_of_the_server_leaves_no_process(server: Server) -> None:
     """Last of the tests with this server."""
     text = server.log.read_text()
@@ -175,13 +188,6 @@ def test_kill_9_of_the_server_leaves_no_process(server: Server) -> None:
     while any(alive(pid) for pid in named):
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_stock_server_gets_its_weights_back_and_its_leftovers_are_named(
