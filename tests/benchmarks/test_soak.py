@@ -43,6 +43,7 @@ def test_growth_is_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.timeout(3000)
 def test_a_short_soak_keeps_every_promise(model_folder: Callable[..., Path], tmp_path: Path) -> None:
     """Each fault in turn, so that all come; on a busy machine the minutes go by faster than steps do."""
 
