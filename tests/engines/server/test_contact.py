@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines.server.servers import free_port
 from engines.server.strangers import PAGE, speaking, speaking_http, vllm_pages
 
+from lightning_module.engines import engine_type
 from trl_offpolicy.engines.engine import EngineError, EngineUnreachable
 from trl_offpolicy.engines.server.answers import choices_of, require_room, scored
 from trl_offpolicy.engines.server.client import Patience, ServerClient
 from trl_offpolicy.engines.server.contact import NotAServer, Refused, check_base_url, meet
 from trl_offpolicy.engines.server.reader import ServerReader
+from trl_offpolicy.trl.checks import check_address
 
 AT_ONCE = Patience(timeout=5.0, retries=0, start_timeout=60.0)  # a test that waited for it would show
 HASTY = Patience(timeout=5.0, retries=0, start_timeout=0.1)
@@ -48,6 +53,24 @@ def test_an_address_that_is_none_is_refused_without_a_request(url: str, said: st
     for build in (ServerClient, ServerReader):
         with pytest.raises(ValueError, match="base_url " + said):
             build(url)
+
+
+def test_both_trainers_refuse_an_address_before_they_load_a_model(
+    make_args: Callable[..., Any], tmp_path: Path
+) -> None:
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    for options, said in (
+        ({"vllm_server_base_url": "http://127.0.0.1:abc"}, "vllm_server_base_url must have a port"),
+        ({"vllm_server_port": 99999}, "vllm_server_host and vllm_server_port must have a port"),
+        ({"engine": {"folder": "/proc/none"}}, "engine.folder must be a folder that can be written to"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            check_address(make_args(**server, **options))
+    check_address(make_args(**server, vllm_server_base_url="http://127.0.0.1:8000", engine={"folder": str(tmp_path)}))
+    check_address(make_args(vllm_server_port=99999))  # not asked for
+    with pytest.raises(ValueError, match=r"engine\.base_url must end before /v1"):
+        engine_type({"type": "server", "base_url": "http://127.0.0.1:8000/v1"})
+    assert engine_type({"type": "server", "base_url": "http://127.0.0.1:8000"}) == "server"
 
 
 def test_addresses_that_are_taken() -> None:
