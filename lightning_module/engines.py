@@ -20,6 +20,7 @@ from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, request_findings
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.client import Patience
+from trl_offpolicy.engines.server.contact import check_base_url
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.parts import imported
 
@@ -31,7 +32,7 @@ def engine_type(spec: Any) -> str:
     """``transformers``, ``vllm``, ``server`` or, for an object or the path of a class, ``own``.
 
     Raises:
-        ValueError: the type is unknown.
+        ValueError: the type is unknown, or the address of a server is none.
         TypeError: the class at that path is not an engine.
     """
     if not isinstance(spec, str | Mapping):
@@ -45,6 +46,8 @@ def engine_type(spec: Any) -> str:
             f"engine.type must be one of {list(ENGINES)} or the path of a class of your own, 'package.module:Class', "
             f"but got {name!r}.{near(str(name), ENGINES)}"
         )
+    if name == "server" and isinstance(spec, Mapping) and isinstance(spec.get("base_url"), str):
+        check_base_url(spec["base_url"], where="engine.base_url")
     return str(name)
 
 

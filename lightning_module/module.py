@@ -38,7 +38,7 @@ from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.coefficients import adapts, next_kl
 from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
-from trl_offpolicy.packages import check_model
+from trl_offpolicy.packages import check_model, warn_about_builds
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
@@ -198,6 +198,8 @@ class OffPolicyGRPOModule(LightningModule):
         Raises:
             ValueError: R2 or replay cannot work with them.
         """
+        if type(self.trainer.strategy).__name__.startswith("DeepSpeed"):
+            warn_about_builds()
         prompts = getattr(self.trainer, "datamodule", None)
         if stage == TrainerFn.FITTING and isinstance(prompts, PromptDataModule):
             self.generation.check_sizes(prompts.plan)

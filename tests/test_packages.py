@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tomllib
 from importlib import import_module
@@ -16,7 +17,14 @@ from lightning_module import OffPolicyGRPOModule
 from recipes.tasks import load_splits
 from trl_offpolicy.cli import commands as cli
 from trl_offpolicy.engines.colocate import ColocateEngine
-from trl_offpolicy.packages import EXTRAS, MissingPackageError, check_model, require
+from trl_offpolicy.packages import (
+    EXTRAS,
+    MissingPackageError,
+    check_model,
+    interrupted_builds,
+    require,
+    warn_about_builds,
+)
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 from trl_offpolicy.trl.attach import syncs_in_memory
 
@@ -125,3 +133,22 @@ def test_attach_on_a_cpu_says_how_the_engine_must_run() -> None:
     trainer = SimpleNamespace(vllm_generation=engine, accelerator=SimpleNamespace(device=SimpleNamespace(type="cpu")))
     with pytest.raises(ValueError, match=r"^trainer must have vLLM in its own process, but .*prepare_environment\(\)"):
         syncs_in_memory(trainer)  # type: ignore[arg-type]
+
+
+def test_the_lock_of_an_interrupted_build_is_found_and_explained(tmp_path, monkeypatch):
+    """torch waits for such a lock without end; one that is young, or in whose folder a compiler works, is a build's."""
+    builds = {name: tmp_path / "py311_cpu" / name for name in ("interrupted", "young", "running")}
+    for folder in builds.values():
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+        os.utime(folder / "lock", (0, 0))
+    os.utime(builds["young"] / "lock")
+    monkeypatch.chdir(builds["running"])
+    assert interrupted_builds(tmp_path) == [builds["interrupted"] / "lock"]
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.warns(
+        UserWarning, match=r"interrupted/lock was left by an interrupted build of interrupted: .* delete it"
+    ):
+        warn_about_builds()
+    (builds["interrupted"] / "lock").unlink()
+    assert interrupted_builds() == []

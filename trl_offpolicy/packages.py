@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+import warnings
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,3 +76,38 @@ def check_model(field: str, name: object) -> None:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         prepare = " `make model` prepares it." if Path(name).name == QUICKSTART_MODEL else ""
         raise FileNotFoundError(f"{field} must be an existing folder or a Hub name, but got {name!r}.{prepare}")
+
+
+BUILD_PATIENCE = 60.0
+"""Seconds after which a build of which no process is seen counts as interrupted."""
+
+
+def interrupted_builds(folder: Path | None = None) -> list[Path]:
+    """Locks that interrupted builds of torch's extensions have left, for which the next one waits without end.
+
+    Args:
+        folder: where torch builds; None = ``TORCH_EXTENSIONS_DIR``, else the user's cache.
+    """
+    root = folder or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    old = time.time() - BUILD_PATIENCE
+    found = [path for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern) if path.stat().st_mtime < old]
+    return sorted(path for path in found if path.parent.resolve() not in _working_folders())
+
+
+def _working_folders() -> set[Path]:
+    """Working folders of all processes that can be seen; a compiler's is that of its build."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            found.add(link.resolve(strict=True))
+    return found
+
+
+def warn_about_builds(folder: Path | None = None) -> None:
+    """Warn of each lock of an interrupted build; arguments as for :func:`interrupted_builds`."""
+    for lock in interrupted_builds(folder):
+        warnings.warn(
+            f"{lock} was left by an interrupted build of {lock.parent.name}: DeepSpeed will wait for it without end "
+            f"and without a word. If no other machine is building there, delete it: rm {lock}",
+            stacklevel=2,
+        )

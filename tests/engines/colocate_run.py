@@ -1,7 +1,7 @@
 """Train a tiny model for three steps with a real vLLM engine in this process; prints one JSON line.
 
     python tests/engines/colocate_run.py FOLDER [--no-sync | --lost-sync] [--lora] [--transfer T] [--rounding int8]
-        [--dtype D]
+        [--dtype D] [--steps N]
 
 A process of its own for each scenario: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its
 first weights, to show that the agreement test can fail; ``--lost-sync`` loses the second sync on its way.
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--rounding")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--generations", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
     model = save_tiny_model(options.folder / "model")
     if options.no_sync:
@@ -77,7 +78,7 @@ def main() -> None:
         lr_scheduler_type="constant",
         optim="sgd" if options.lora else "adamw_torch",
         max_grad_norm=1e9,
-        max_steps=3,
+        max_steps=options.steps,
         per_device_train_batch_size=8,
         num_generations=options.generations,
         max_completion_length=8,

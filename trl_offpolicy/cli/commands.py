@@ -174,6 +174,9 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
         "--api-key-env", default="VLLM_API_KEY", metavar="NAME", help="variable with the key that callers must send"
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be started")
+    parser.add_argument(
+        "--beside-leftovers", action="store_true", help="start although processes of an earlier server are left"
+    )
     parser.add_argument("vllm", nargs="*", metavar="-- VLLM_FLAG", help="further flags for vLLM, after --")
 
     def run(args: argparse.Namespace) -> int:
@@ -186,7 +189,7 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
         options = ServeOptions(**named, api_key=os.environ.get(args.api_key_env), extra=tuple(args.vllm))
         announce(options)
         if not args.dry_run:
-            start(options)
+            start(options, beside_leftovers=args.beside_leftovers)
         return 0
 
     return run

@@ -17,6 +17,7 @@ from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
 from trl_offpolicy.engines.screen import quiet_start
+from trl_offpolicy.engines.server.answers import require_room
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import WeightSource
@@ -184,6 +185,8 @@ def score_in_process(llm: Any, ids: Sequence[Sequence[int]], *, adapter: Any = N
     """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence under an engine in this process."""
     from vllm import SamplingParams
 
+    config = getattr(getattr(llm, "llm_engine", None), "vllm_config", None)
+    require_room(ids, None if config is None else config.model_config.max_model_len, "the engine in this process")
     prompts = [{"prompt_token_ids": list(row)} for row in ids]
     parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
     answers = llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapter)

@@ -53,13 +53,43 @@ def _tied_heads(model: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def forget_failed_load(model: Any) -> None:
+    """Give the layers that a failed load left without weights those that they had before.
+
+    vLLM keeps what it has read of a layer until all of it is there. The rest of a failed load would be mixed into the
+    next one.
+
+    Args:
+        model: the model of vLLM's model runner.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+    except ImportError:  # an older vLLM, which loads in place
+        return
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()
+
+
 class ReloadsExperts:
-    """A reload for vLLM's CPU engine, as a part of :class:`~trl_offpolicy.engines.worker.WorkerExtension`."""
+    """A reload that leaves nothing of a failed one, and works on vLLM's CPU engine.
+
+    A part of :class:`~trl_offpolicy.engines.worker.WorkerExtension`.
+    """
 
     model_runner: Any
     reload_weights: Any
 
     def reload_experts(self, weights_path: str) -> None:
         """``reload_weights`` inside :func:`cpu_reload`."""
-        with cpu_reload(self.model_runner.model):
-            self.reload_weights(weights_path=weights_path)
+        model = self.model_runner.model
+        try:
+            with cpu_reload(model):
+                self.reload_weights(weights_path=weights_path)
+        except Exception as error:
+            forget_failed_load(model)
+            # vLLM passes on only the text, and an assertion has none
+            raise RuntimeError(f"{type(error).__name__}{f': {error}' if str(error) else ''}") from error

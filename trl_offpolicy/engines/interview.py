@@ -15,6 +15,7 @@ Ask = Callable[..., list[dict[str, Any]]]
 _QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "facts": worker.facts_of,
     "weights": worker.weights_of,
+    "shapes": worker.shapes_of,
     "watch": worker.watch_requests,
 }
 

@@ -31,6 +31,10 @@ class WorkerExtension(ReloadsExperts, ReceivesWeights):
         """See :func:`weights_of`."""
         return weights_of(self, names, sample)
 
+    def offpolicy_shapes(self) -> dict[str, Any]:
+        """See :func:`shapes_of`."""
+        return shapes_of(self)
+
     def offpolicy_facts(self) -> dict[str, Any]:
         """See :func:`facts_of`."""
         return facts_of(self)
@@ -118,6 +122,13 @@ def pieces_of(model: torch.nn.Module, wanted: set[str] | None = None) -> Iterato
         model: vLLM's model.
         wanted: names in which the caller is interested; layers without any of them are not read.
     """
+    for module, name, whole, parts in _named_parts(model):
+        if wanted is None or wanted & {whole, *parts}:
+            yield from _taken_apart(module, name, whole, parts)
+
+
+def _named_parts(model: torch.nn.Module) -> Iterator[tuple[Any, str, str, list[str]]]:
+    """(module, name in it, whole name, names of the parts that vLLM has fused) of each parameter, once."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -128,10 +139,7 @@ def pieces_of(model: torch.nn.Module, wanted: set[str] | None = None) -> Iterato
             whole = _plain(f"{path}.{name}")
             owner = whole.removesuffix(f".{name}")
             leaf = owner.rpartition(".")[2]
-            parts = [f"{owner.removesuffix(leaf)}{part}.{name}" for part in fused.get(leaf, ())]
-            if wanted is not None and not wanted & {whole, *parts}:
-                continue
-            yield from _taken_apart(module, name, whole, parts)
+            yield module, name, whole, [f"{owner.removesuffix(leaf)}{part}.{name}" for part in fused.get(leaf, ())]
 
 
 def _taken_apart(module: Any, name: str, whole: str, parts: list[str]) -> Iterator[Piece]:
@@ -182,6 +190,69 @@ def adapter_pieces(worker: Any) -> Iterator[Piece]:
                 if a is not None and b is not None:
                     yield Piece(f"adapter:{number}:{name}.lora_A", a)
                     yield Piece(f"adapter:{number}:{name}.lora_B", b * scaling)
+
+
+def shapes_of(worker: Any) -> dict[str, Any]:
+    """Whole shapes of the worker's weights, which no kernel's layout and no number of workers changes.
+
+    Returns:
+        ``shapes`` by the trainer's names (of stacked experts, that of one expert's matrix; None = not known), ``tied``
+        as in :func:`weights_of`, ``experts``: their number in a layer (0 = none), ``head``: true if the model's
+        configuration has an output head of its own, ``quantized``: true if weights are not kept as they are in the
+        trainer, so that the engine has weights under other names.
+    """
+    model, config = worker.model_runner.model, worker.vllm_config
+    size = int(config.parallel_config.tensor_parallel_size)
+    shapes: dict[str, list[int] | None] = {}
+    experts = 0
+    for module, name, whole, parts in _named_parts(model):
+        if name in _EXPERTS:
+            experts, shapes[whole] = _of_experts(module, experts)
+            continue
+        for number, part in enumerate(parts or [whole]):
+            shapes[part] = _whole_shape(module, name, number, count=len(parts or [whole]), tp_size=size)
+    text_config = config.model_config.hf_text_config
+    return {
+        "shapes": shapes,
+        "tied": shared_names(model),
+        "experts": experts,
+        "head": getattr(text_config, "tie_word_embeddings", None) is False,
+        "quantized": config.model_config.quantization is not None,
+    }
+
+
+def _of_experts(module: Any, known: int) -> tuple[int, list[int] | None]:
+    """(number of experts, shape of a matrix of one) of a stack; older versions of vLLM do not tell them here."""
+    config = getattr(module, "moe_config", None)
+    count = getattr(config, "num_logical_experts", None) or known
+    hidden = getattr(config, "hidden_dim_unpadded", None) or getattr(config, "hidden_dim", None)
+    width = getattr(config, "intermediate_size", None)
+    return int(count), None if hidden is None or width is None else [int(width), int(hidden)]
+
+
+def _whole_shape(module: Any, name: str, number: int, *, count: int, tp_size: int) -> list[int] | None:
+    """Shape of a weight or bias over all workers, from the sizes that vLLM's layer was made with."""
+    sizes = list(getattr(module, "output_sizes", ()) or ())
+    heads = getattr(module, "total_num_heads", None)
+    rows = getattr(module, "org_vocab_size", None) or getattr(module, "output_size", None)
+    if heads is not None and count == 3:  # vLLM's own sizes count the copies of heads that workers share
+        pairs = (
+            (heads, "head_size"),
+            (module.total_num_kv_heads, "head_size"),
+            (module.total_num_kv_heads, "v_head_size"),
+        )
+        rows = pairs[number][0] * getattr(module, pairs[number][1], module.head_size)
+    elif count > 1:
+        rows = sizes[number] if len(sizes) == count else None
+    columns = getattr(module, "input_size", None) or getattr(module, "embedding_dim", None)
+    if rows is not None and (name == "bias" or columns is not None):
+        return [int(rows)] if name == "bias" else [int(rows), int(columns or 0)]
+    weight = getattr(module, name)
+    plain = tp_size == 1 and count == 1 and weight.numel() and weight.dtype in _PLAIN
+    return list(weight.shape) if plain else None
+
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 # ----------------------------------------------------------------------------------------------------------- facts

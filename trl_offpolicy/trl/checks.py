@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, request_findings
+from trl_offpolicy.engines.server.contact import check_base_url
 from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.engines.weights.files import require_writable
 from trl_offpolicy.functional.advantages import ScaleRewards
 from trl_offpolicy.objective.advantages import GRPO
 from trl_offpolicy.objective.coefficients import check_horizon
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.staging import Stages, stage
-from trl_offpolicy.packages import check_model, require
+from trl_offpolicy.packages import check_model, require, warn_about_builds
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.ahead.checks import check_trainer
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
@@ -40,6 +43,9 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
     """
     if args.use_vllm:
         require("vllm", by="use_vllm: true")
+        check_address(args)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or args.deepspeed:
+        warn_about_builds()
     check_model("model", given.get("model"))
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
@@ -48,6 +54,18 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
         objective.kl, args.per_device_train_batch_size * args.gradient_accumulation_steps * max(args.world_size, 1)
     )
     warn_about_dropout(given.get("peft_config"))
+
+
+def check_address(args: OffPolicyGRPOConfig) -> None:
+    """Check what can be known of a server and of the folder for its weights without asking it."""
+    if args.vllm_mode != "server":
+        return
+    given = args.vllm_server_base_url
+    name = "vllm_server_base_url" if given else "vllm_server_host and vllm_server_port"
+    check_base_url(given or f"http://{args.vllm_server_host}:{args.vllm_server_port}", where=name)
+    folder = EngineSettings.parse(args.engine if isinstance(args.engine, Mapping) else None).folder
+    if folder is not None:
+        require_writable(folder.resolve(), where="engine.folder")
 
 
 def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:

@@ -228,14 +228,16 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def _send_to_server(self, version: int) -> tuple[str, int]:
         """Send the weights and return (kind, bytes). All ranks gather, the main one sends."""
-        takes_adapter = [self._server is not None and self._server.takes_adapter]
-        broadcast_object_list(takes_adapter, from_process=0)
+        how = [(False, 1) if self._server is None else (self._server.takes_adapter, self._server.passes)]
+        broadcast_object_list(how, from_process=0)
+        takes_adapter, passes = how[0]
         if self._server is not None:
             sent = self._server.sync_weights(version)
             return sent.kind, sent.bytes
-        if not takes_adapter[0] or self.source.adapter() is None:
-            for _ in self.source.merged():
-                pass
+        if not takes_adapter or self.source.adapter() is None:
+            for _ in range(passes):
+                for _ in self.source.merged():
+                    pass
         return "folder", 0
 
     def _own_adapter(self) -> Adapter:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from trl_offpolicy.engines.engine import EngineError, SyncReport
@@ -23,7 +24,7 @@ PROBE_TEXTS = (
 
 
 def prove_syncs(trainer: GRPOTrainer) -> None:
-    """Prove and log every sync of a trainer that samples with vLLM."""
+    """Prove and log every sync of a trainer that samples with vLLM, and leave no weights of the last one."""
     engine = getattr(trainer, "vllm_generation", None)
     if not isinstance(engine, TRLEngine):
         return
@@ -35,7 +36,19 @@ def prove_syncs(trainer: GRPOTrainer) -> None:
         if trainer.accelerator.is_main_process and Path(trainer.args.output_dir).is_dir():
             append_sync(trainer.args.output_dir, report)
 
+    trainer.add_callback(_RemovesWeights(engine))
     engine.prove(_weight_sync(trainer, engine), log=log, step=lambda: int(trainer.state.global_step))
+
+
+class _RemovesWeights(TrainerCallback):  # type: ignore[misc]
+    """At the end of a run, deletes the weights that were written for a server."""
+
+    def __init__(self, engine: TRLEngine) -> None:
+        self._engine = engine
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self._engine.server is not None:
+            self._engine.server.close()
 
 
 def _weight_sync(trainer: GRPOTrainer, engine: TRLEngine) -> WeightSync:

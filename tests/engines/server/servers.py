@@ -41,7 +41,8 @@ class Server:
 
     def start(self, *, wait: bool = True) -> Server:
         command = [sys.executable, "-m", "trl_offpolicy", "serve", "--model", str(self.model)]
-        command += ["--port", str(self.port), "--lora-rank", str(self.lora_rank), *self.flags]
+        # the machine may run other tests, whose servers have been killed
+        command += ["--beside-leftovers", "--port", str(self.port), "--lora-rank", str(self.lora_rank), *self.flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
         environment.pop("VLLM_API_KEY", None)
         if self.api_key:

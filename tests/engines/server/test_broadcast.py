@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines.server.servers import QUICK, Server
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_offpolicy.engines.engine import EngineError, Sampling, SyncError
 from trl_offpolicy.engines.server.checks import broadcast_ends
@@ -171,6 +172,15 @@ def test_a_real_server_gets_every_version_and_nothing_is_written(
     rollouts = engine.generate([[5, 6, 7]], Sampling(max_tokens=6), n=2)
     assert set(rollouts.policy_versions[0]) == {2}
     assert not list(tmp_path.rglob("*.safetensors"))
+
+    wider = AutoConfig.from_pretrained(server.model)
+    wider.intermediate_size *= 2
+    stranger = ServerEngine(server.url, folder=tmp_path / "other", transfer="broadcast", patience=QUICK, run=engine.run)
+    stranger.bind(ModelWeights(AutoModelForCausalLM.from_config(wider)))
+    with pytest.raises(SyncError, match=r"runs another model .* Nothing was sent"):
+        stranger.sync_weights(3)
+    kept = check.observe(2, engine=engine.score(PROBE), trainer=sequence_logps(model, PROBE, pad=0))
+    assert kept > 0.9999  # the server still has version 2, and answers
 
     server.kill()
     server.start()

@@ -11,7 +11,8 @@ import pytest
 from trl_offpolicy.cli import commands as cli
 from trl_offpolicy.engines.engine import EngineUnreachable
 from trl_offpolicy.engines.server.client import Patience, ServerClient
-from trl_offpolicy.engines.server.guard import RequireKey
+from trl_offpolicy.engines.server.guard import RefuseHalfLoaded, RequireKey
+from trl_offpolicy.engines.server.labels import refusal
 from trl_offpolicy.engines.server.serve import (
     ServeOptions,
     checkpoint_dtype,
@@ -34,9 +35,9 @@ def test_the_key_is_never_on_the_command_line_and_guards_every_route():
     options = ServeOptions(model="m", api_key="topsecret", lora_rank=8)
     assert "topsecret" not in " ".join(command(options))
     assert environment(options)["VLLM_API_KEY"] == "topsecret"
-    assert (
-        command(options)[command(options).index("--middleware") + 1] == "trl_offpolicy.engines.server.guard.RequireKey"
-    )
+    line = command(options)
+    middleware = [line[place + 1] for place, word in enumerate(line) if word == "--middleware"]
+    assert middleware[-1] == "trl_offpolicy.engines.server.guard.RequireKey"  # the last one is asked first
     assert all("API key" in who for routes, _, who in exposure(options) if routes != "/health")
 
 
@@ -62,7 +63,7 @@ def test_dry_run_prints_the_command_and_the_notice_but_not_the_key(model_folder,
     monkeypatch.setenv("VLLM_API_KEY", "topsecret")
     assert cli.main(["serve", "--model", str(model_folder()), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "vllm.entrypoints.openai.api_server" in out and "CALL METHODS" in out.replace("\n", " ")
+    assert "trl_offpolicy.engines.launch" in out and "CALL METHODS" in out.replace("\n", " ")
     assert "topsecret" not in out
 
 
@@ -107,6 +108,43 @@ def test_guard(monkeypatch, path, headers, status):
     answered, passed = ask_guard(monkeypatch, path, headers)
     assert answered == status
     assert passed == ([path] if status == 200 else [])
+
+
+@pytest.mark.parametrize(
+    ("label", "path", "method", "status"),
+    [
+        ("run:3", "/v1/completions", "POST", 200),
+        ("default", "/v1/chat/completions", "POST", 200),
+        ("loading:run:3", "/v1/completions", "POST", 409),
+        ("unusable:the disk was full", "/v1/chat/completions", "POST", 409),
+        ("unusable:the disk was full", "/v1/models", "GET", 200),
+        ("unusable:the disk was full", "/update_weight_version", "POST", 200),
+        ("loading:run:3", "/v1/load_lora_adapter", "POST", 200),
+    ],
+)
+def test_a_half_loaded_server_samples_nothing(label, path, method, status):
+    sent, passed = [], []
+
+    class Engine:
+        async def get_weight_version(self):
+            return label
+
+    class App:
+        class state:
+            engine_client = Engine()
+
+    async def app(scope, receive, send):
+        passed.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "method": method, "app": App}
+    asyncio.run(RefuseHalfLoaded(app)(scope, None, send))
+    assert (sent[0]["status"] if sent else 200) == status
+    assert passed == ([path] if status == 200 else [])
+    if status == 409:
+        assert refusal(label) in json.loads(sent[1]["body"])["error"]["message"]
 
 
 def test_guard_without_a_key_does_not_start(monkeypatch):

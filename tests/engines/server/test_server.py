@@ -77,7 +77,7 @@ def test_both_transfers_arrive_and_the_rollouts_are_of_the_new_weights(
         ):
             torch.testing.assert_close(torch.tensor(logps), logps_of(model, prompt, completion, 0.7), atol=1e-4, rtol=0)
         assert set(rollouts.policy_versions[0]) == {2}
-        folders = [path.name for path in (tmp_path / transfer).iterdir()]
+        folders = [path.name for path in (tmp_path / transfer).iterdir() if path.is_dir()]
         assert sorted(folders) == [f"{engine.run}-1", f"{engine.run}-2"]
 
 
@@ -196,4 +196,4 @@ def test_a_disk_that_takes_no_more_is_an_error_and_leaves_no_half_file(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, previous)
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"{engine.run}-0"]
+    assert [path.name for path in (tmp_path / "weights").iterdir() if path.is_dir()] == [f"{engine.run}-0"]

@@ -35,9 +35,9 @@ class RestartedServer:
         elif path == "/update_weight_version":
             self.label = body["new_version"]
         elif path == "/v1/completions":
-            self.asked_before_loading += self.label == "default"
+            self.asked_before_loading += self.label != "mine:4"
             return {"choices": [{}]}
-        return {"success": self.label == "default"}  # of the reset: once there are weights, there are requests
+        return {"success": self.loads == 1}  # of the reset: once there are weights, there are requests
 
 
 def engine_of(server: RestartedServer, monkeypatch: pytest.MonkeyPatch, folder: Path) -> ServerEngine:
@@ -122,6 +122,8 @@ def test_the_double_declines_a_second_sending(monkeypatch, tmp_path):
     engine._load(tmp_path)
     with pytest.raises(SyncError, match="did not reset its prefix cache"):
         engine._load(tmp_path)
+    with pytest.raises(EngineError, match=r"cannot be used: .* did not reset its prefix cache"):
+        engine._post_completion({})
 
 
 def test_the_other_ranks_are_not_left_in_the_gather_when_the_disk_is_full(monkeypatch, tmp_path):

@@ -53,6 +53,7 @@ def test_engine_and_trainer_agree_through_a_server(
     assert len(run["mismatch"]) == 3 and max(run["mismatch"]) < AGREE
     assert len(run["agreement"]) == 3 and min(run["agreement"]) > 1 - AGREE
     assert max(run["bytes"]) < share * 310_000
+    assert not (tmp_path / "run" / "_engine_weights").exists()  # removed at the end
 
 
 @pytest.mark.parametrize("transfer", ["folder", "broadcast"])

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_offpolicy.engines.engine import SyncError
+from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.weights import files as weight_files
-from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, verify, write_adapter, write_weights
+from trl_offpolicy.engines.weights.files import (
+    RunFolder,
+    require_writable,
+    safe_child,
+    verify,
+    write_adapter,
+    write_weights,
+)
 
 WEIGHTS = [(f"w{i}", torch.full((3, 4), float(i))) for i in range(5)]
 
@@ -68,13 +76,63 @@ def test_an_adapter_has_pefts_layout(tmp_path):
     assert set(load_file(tmp_path / "a" / "adapter_model.safetensors")) == {name for name, _ in WEIGHTS}
 
 
-def test_only_own_versions_are_deleted(tmp_path):
-    for name in ("v1", "v2", "v3"):
-        write_weights(tmp_path / name, iter(WEIGHTS))
-    (tmp_path / "precious").mkdir()
-    (tmp_path / ".v4-123").mkdir()  # of a write that was killed
-    remove_all_but(tmp_path, ["v3"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "v3"]
+def version(folder, name):
+    write_weights(folder / name, iter(WEIGHTS[:1]))
+
+
+def test_only_the_named_versions_of_this_run_and_nothing_of_dead_ones_are_kept(tmp_path):
+    mine, theirs = RunFolder(tmp_path, "mine"), RunFolder(tmp_path, "theirs")
+    mine.claim()
+    theirs.claim()
+    for name in ("mine-1", "mine-2", "mine-3", "theirs-1", "killed-7"):
+        version(tmp_path, name)
+    for name in ("precious", ".mine-4-123", ".killed-8-99"):  # the last two of writes that were killed
+        (tmp_path / name).mkdir()
+    (tmp_path / "killed.alive").touch()  # a process that is killed leaves the file, but not the lock on it
+    mine.keep(["mine-3"])
+    kept = {"precious", "mine-3", "theirs-1", "mine.alive", "theirs.alive"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    theirs.close()
+    assert {path.name for path in tmp_path.iterdir()} == kept - {"theirs-1", "theirs.alive"}
+
+
+def test_nothing_is_left_at_the_end_and_the_run_can_go_on(tmp_path):
+    folder = tmp_path / "weights"
+    run = RunFolder(folder, "mine")
+    run.close()  # nothing was written
+    assert not run.removed
+    for number in range(2):
+        run.claim()
+        assert not run.removed
+        version(folder, f"mine-{number}")
+        run.close()
+        assert run.removed and not folder.exists()
+
+
+def test_two_processes_cannot_be_the_same_run(tmp_path):
+    one, other = RunFolder(tmp_path, "mine"), RunFolder(tmp_path, "mine")
+    one.claim()
+    one.claim()
+    with pytest.raises(EngineError, match="run must be the name of one run alone"):
+        other.claim()
+
+
+def test_what_a_process_wrote_goes_with_it(tmp_path):
+    run = RunFolder(tmp_path / "weights", "mine")
+    run.claim()
+    version(run.folder, "mine-0")
+    folder = run.folder
+    del run  # as at the end of the process, also after an exception
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    require_writable(tmp_path / "a" / "b", where="engine.folder")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "b", Path("/proc/none")):
+        with pytest.raises(ValueError, match=r"engine\.folder must be a folder that can be written to, but got /"):
+            require_writable(path, where="engine.folder")
 
 
 @pytest.mark.parametrize("name", ["../v1", "a/b", "", ".."])

@@ -16,6 +16,7 @@ from trl_offpolicy.diagnosis.attribution.evidence import Floats
 from trl_offpolicy.diagnosis.probe.asked import Asked, not_compared, row
 from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
+from trl_offpolicy.engines.weights.shapes import stack_of
 from trl_offpolicy.engines.weights.source import ModelWeights, plain_name
 from trl_offpolicy.engines.weights.summary import SAMPLE, checksum, joined, sample_of
 
@@ -30,10 +31,6 @@ FITTED = 0.98  # share of a difference that a scale must explain before it is na
 _TINY = 1e-7  # below it, 16-bit floats have no relative precision left
 CLEAR = 6.0  # standard errors by which a difference must lie along the adapter
 OTHER_MODEL = 0.3  # relative size of a difference from which on it is not a training step
-_EXPERTS = {
-    "w13_weight": (".gate_proj.weight", ".up_proj.weight", ".w1.weight", ".w3.weight"),
-    "w2_weight": (".down_proj.weight", ".w2.weight"),
-}
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ def _checksums(found: Comparison, answers: list[dict[str, Any]], stream: Stream)
         known = False
         for number, answer in enumerate(answers):
             pieces = answer["pieces"]
-            stack = _stack_of(name, pieces)
+            stack = stack_of(name, pieces)
             held = name if name in pieces else tied.get(name, stack)
             if held is None:
                 continue
@@ -223,16 +220,6 @@ def _checksums(found: Comparison, answers: list[dict[str, Any]], stream: Stream)
 
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def _stack_of(name: str, pieces: Mapping[str, Any]) -> str | None:
-    """The stack of experts that holds a checkpoint's matrix of one expert; None if it is no expert's."""
-    prefix, _, rest = name.partition(".experts.")
-    for stacked, parts in _EXPERTS.items():
-        if rest and name.endswith(parts):
-            places = (f"{prefix}.experts.{stacked}", f"{prefix}.experts.routed_experts.{stacked}")
-            return next((place for place in places if place in pieces), None)
-    return None
 
 
 def shard(weight: Tensor, piece: Mapping[str, Any], answer: Mapping[str, Any]) -> Tensor | None:

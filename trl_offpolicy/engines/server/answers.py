@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,66 @@ from torch import Tensor
 
 from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.engines.routing.reported import routes_of
+from trl_offpolicy.engines.server.contact import excerpt
+
+
+def choices_of(answer: Any, base_url: str, *, needs: str = "token_ids") -> list[dict[str, Any]]:
+    """The choices of an answer of /v1/completions.
+
+    Args:
+        answer: the server's JSON.
+        base_url: its address, for the message.
+        needs: a field that each of them must have.
+
+    Raises:
+        EngineError: it is no such answer.
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) and needs in choice for choice in choices):
+        raise EngineError(
+            f"The server at {base_url} must answer /v1/completions with choices that have {needs}, but got "
+            f"{excerpt(answer)}. A proxy, or a server other than vLLM, stands in between."
+        )
+    return choices
+
+
+def scored(rows: Sequence[Sequence[int]], answer: Any, base_url: str) -> list[list[float]]:
+    """Log-probs (nats) of tokens 1, 2, ... of each row, from the ``prompt_logprobs`` of an answer.
+
+    Raises:
+        EngineError: they are not there, or are those of other rows.
+    """
+    choices = choices_of(answer, base_url, needs="prompt_logprobs")
+    try:
+        return [
+            [float(place[str(i)]["logprob"]) for i, place in zip(row[1:], choice["prompt_logprobs"][1:], strict=True)]
+            for row, choice in zip(rows, choices, strict=True)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"The server at {base_url} must return the log-prob of every token of the prompts that were sent, but some "
+            f"are missing ({type(error).__name__}: {error})."
+        ) from error
+
+
+def require_room(rows: Sequence[Sequence[int]], context_length: int | None, engine: str) -> None:
+    """Raise unless the sync's probe fits into the engine's context.
+
+    Args:
+        rows: token ids of the probe.
+        context_length: tokens of prompt and completion that the engine takes; None = not known.
+        engine: who is asked, for the message.
+
+    Raises:
+        EngineError: it does not fit.
+    """
+    needed = max(map(len, rows), default=0) + 1
+    if context_length is not None and needed > context_length:
+        raise EngineError(
+            f"max_model_len must be at least {needed}, because the probe that proves every sync has {needed - 1} "
+            f"tokens and samples one, but {engine} was started with {context_length}. Start it with a larger "
+            "--max-model-len (engine.max_model_len), or set engine.check_sync: false."
+        )
 
 
 def sampled_logps(choice: dict[str, Any]) -> list[float]:

@@ -13,21 +13,14 @@ from urllib.parse import urlsplit
 import requests
 
 from trl_offpolicy.checks import check_positive, check_whole
-from trl_offpolicy.engines.engine import EngineUnreachable
+from trl_offpolicy.engines.engine import EngineError, EngineUnreachable
+from trl_offpolicy.engines.server.contact import Refused, check_base_url, knock, one_line
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CONNECT_TIMEOUT = 10.0
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-
-
-class Refused(Exception):
-    """The server answered, with an error that another try would not change."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status = status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +55,14 @@ class ServerClient:
         patience: time limits.
 
     Raises:
-        ValueError: ``base_url`` is no http(s) address.
+        ValueError: ``base_url`` is no http(s) address, its port is none, or it holds ``/v1``.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None, patience: Patience | None = None) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"base_url must look like http://127.0.0.1:8000, but got {base_url!r}.")
+        check_base_url(base_url)
         self.base_url = base_url.rstrip("/")
-        self.host, self.port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        parts = urlsplit(base_url)
+        self.host, self.port = str(parts.hostname), parts.port or (443 if parts.scheme == "https" else 80)
         self.is_local = self.host in LOOPBACK
         self.patience = patience or Patience()
         self._session = requests.Session()
@@ -136,22 +128,23 @@ class ServerClient:
     def is_up(self) -> bool:
         """True if the server's health check succeeds."""
         try:
-            return self._session.get(self.base_url + "/health", timeout=5).status_code == 200
-        except requests.RequestException:
+            return knock(self._session, self.base_url) is None
+        except EngineError:
             return False
 
     def wait_until_up(self, seconds: float | None = None) -> None:
         """Wait for a server that is starting.
 
         Raises:
-            EngineUnreachable: it is not up in time.
+            EngineUnreachable: it is not up in time; the message says what was seen last.
+            NotAServer: at once, if what listens there is no vLLM server.
         """
         limit = self.patience.start_timeout if seconds is None else seconds
         end = time.monotonic() + limit
-        while not self.is_up():
+        while (seen := knock(self._session, self.base_url)) is not None:
             if time.monotonic() >= end:
                 raise EngineUnreachable(
-                    f"No vLLM server answers at {self.base_url} after {limit:.0f} s. Start one with "
+                    f"No vLLM server answers at {self.base_url} after {limit:.0f} s ({seen}). Start one with "
                     "`trl-offpolicy serve --model ...` and give its address."
                 )
             time.sleep(0.5)
@@ -184,4 +177,4 @@ def _short(error: Exception) -> str:
         return "no answer within the time limit"
     if isinstance(error, requests.ConnectionError):
         return "connection refused or lost"
-    return str(error)
+    return one_line(str(error))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
-from trl_offpolicy.engines.server.answers import sampled_logps, sampled_routes
+from trl_offpolicy.engines.server.answers import choices_of, require_room, sampled_logps, sampled_routes, scored
 from trl_offpolicy.engines.server.checks import (
     broadcast_ends,
     reload_method,
@@ -26,21 +26,30 @@ from trl_offpolicy.engines.server.checks import (
     reset_prefix_cache,
     server_config,
 )
-from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
+from trl_offpolicy.engines.server.client import Patience, ServerClient
+from trl_offpolicy.engines.server.contact import Refused, meet
 from trl_offpolicy.engines.server.interview import interview_server
+from trl_offpolicy.engines.server.labels import ADAPTER, FRESH, is_loading, loading, refusal, unusable
+from trl_offpolicy.engines.server.parallel import at_once
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.broadcast import Sender, own_address
-from trl_offpolicy.engines.weights.files import remove_all_but, safe_child, write_adapter, write_weights
+from trl_offpolicy.engines.weights.files import (
+    RunFolder,
+    require_writable,
+    safe_child,
+    write_adapter,
+    write_weights,
+)
+from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
 from trl_offpolicy.engines.weights.source import WeightSource
+from trl_offpolicy.engines.worker import WorkerExtension
 
 logger = logging.getLogger(__name__)
 
 Transfer = Literal["auto", "folder", "adapter", "broadcast"]
-CONCURRENCY = 64
 MAIN_PATIENCE = 60.0
 """Seconds that another rank waits for the main one to send the weights to a server that was started anew."""
-_ADAPTER = ":adapter"  # ends the label where the base weights are untouched
-_FRESH = "default"  # weight_version of a vLLM server that was given no weights since its start
+_RECOVERIES = 2  # vLLM's first load after a failed one can meet what that one left
 
 
 class ServerEngine:
@@ -84,6 +93,7 @@ class ServerEngine:
             raise ValueError(f"transfer must be one of {list(get_args(Transfer))}, but got {transfer!r}.")
         self.client = ServerClient(base_url, api_key=api_key, patience=patience)
         self.folder = Path(folder).resolve()
+        require_writable(self.folder, where="engine.folder")
         self.transfer = transfer
         self.weight_rounding = weight_rounding
         self.return_routing = return_routing
@@ -92,19 +102,22 @@ class ServerEngine:
         self._resending = threading.Lock()
         self._sent: Path | None = None
         self._adapter: str | None = None
-        self.client.wait_until_up()
-        base = self._base_model()
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
+        self._versions = RunFolder(self.folder, self.run)
+        self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
+        base, self._routes = meet(self.client)
         self.model = str(base["id"])
         self.context_length: int | None = base.get("max_model_len")
         """Tokens of prompt and completion that the server takes; None = it does not tell."""
-        self._routes = set(self.client.get("/openapi.json")["paths"])
         config = server_config(self.client, self._routes)
         self.findings = require_ready(self.client, config, return_routing=return_routing)
         self._reload_method = reload_method(config)
         self._broadcast: Sender | None = None
+        self._fits = False
         if transfer == "broadcast":
             self._ends = broadcast_ends(self.client, config, has_gpu=torch.cuda.is_available())
         model = config.get("model_config") or {}
+        self._started_with: str | None = model.get("model")
         self._dtype = torch_dtype(model.get("dtype")) if model.get("quantization") is None else None
 
     def bind(self, source: WeightSource) -> None:
@@ -121,8 +134,7 @@ class ServerEngine:
             EngineError: another run has put its weights on the server.
         """
         options = {**sampling.vllm_options(), "n": n, "return_token_ids": True}
-        with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(prompt_ids))) as pool:
-            answers = list(pool.map(lambda ids: self._complete(list(ids), options, n), prompt_ids))
+        answers = at_once(lambda ids: self._complete(list(ids), options, n), prompt_ids)
         self._ensure_current()
         choices = [choice for answer in answers for choice in answer]
         completions = [list(choice["token_ids"]) for choice in choices]
@@ -139,12 +151,9 @@ class ServerEngine:
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
+        require_room(ids, self.context_length, f"the vLLM server at {self.client.base_url}")
         body = {"prompt": [list(row) for row in ids], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        choices = self._post_completion(body)
-        return [
-            [float(place[str(i)]["logprob"]) for i, place in zip(row[1:], choice["prompt_logprobs"][1:], strict=True)]
-            for row, choice in zip(ids, choices, strict=True)
-        ]
+        return scored(ids, self._post_completion(body), self.client.base_url)
 
     def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
         """(token ids, log-probs, finish reason) of ``n`` completions; "abort" where :meth:`cut` ended one early."""
@@ -167,26 +176,26 @@ class ServerEngine:
         """The ``n`` completions of a prompt; if the server returns fewer, the rest is requested again."""
         found: list[dict[str, Any]] = []
         for _ in range(self.client.patience.retries + 1):
-            found += self._post_completion({**options, "prompt": prompt, "n": n - len(found)})
+            answer = self._post_completion({**options, "prompt": prompt, "n": n - len(found)})
+            found += choices_of(answer, self.client.base_url)
             if len(found) >= n:
                 return found[:n]
             logger.warning("The server returned %d of %d completions; asking for the rest.", len(found), n)
         raise EngineError(f"The vLLM server returned {len(found)} completions, but {n} were asked for.")
 
-    def _post_completion(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def _post_completion(self, body: dict[str, Any]) -> Any:
         def send() -> Any:
             named = {**body, "model": self._adapter or self.model}
             return self.client.post("/v1/completions", named, recover=self._ensure_current)
 
         self._ensure_current()  # a server that came back between two requests has old weights
         try:
-            choices: list[dict[str, Any]] = send()["choices"]
+            return send()
         except Refused as error:
             if error.status != 404 or self._adapter is None:
-                raise EngineError(f"The vLLM server refused a request: {error}") from error
+                raise EngineError(f"The vLLM server at {self.client.base_url} refused a request: {error}") from error
             self._ensure_current()  # the adapter is gone, so the server has started anew
-            choices = send()["choices"]
-        return choices
+            return send()
 
     # ----------------------------------------------------------------------------------------------------- weights
 
@@ -209,22 +218,32 @@ class ServerEngine:
             size = self._send_by_broadcast(version)
             return SyncReport(version=version, kind="broadcast", bytes=size, seconds=time.monotonic() - start)
         target = safe_child(self.folder, f"{self.run}-{version}")
+        if self._source.is_main:
+            self._versions.claim()
+        self._shapes = {}
         if adapter is not None:
             self._require_own_base()
+            self._shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
             size = write_adapter(target, adapter.config, adapter.tensors) if self._source.is_main else 0
         else:
             gathered, weights = self._merged()
             try:
-                size = write_weights(target, weights) if self._source.is_main else sum(0 for _ in weights)
+                size = write_weights(target, self._noted(weights)) if self._source.is_main else sum(0 for _ in weights)
             except EngineError:
                 for _ in gathered:  # go on gathering: the other ranks do so too, and would wait for this one
                     pass
                 raise
+        before = self.version, self._adapter
         self.version = version
-        previous, self._adapter = self._adapter, None if adapter is None else f"policy-{target.name}"
+        self._adapter = None if adapter is None else f"policy-{target.name}"
         if self._source.is_main:
-            self._load(target)
-            self._tidy(target, previous)
+            try:
+                self._load(target)
+            except EngineError:
+                self.version, self._adapter = before
+                shutil.rmtree(target, ignore_errors=True)
+                raise
+            self._tidy(target, before[1])
         self._sent = target  # of the other ranks too: each checks that the server holds it
         kind = "folder" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
@@ -235,21 +254,54 @@ class ServerEngine:
         gathered = self._source.merged()
         return gathered, gathered if self.weight_rounding is None else round_weights(gathered, self.weight_rounding)
 
+    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._shapes[name] = tuple(tensor.shape)
+            yield name, tensor
+
     def _send_by_broadcast(self, version: int) -> int:
         """Send the weights into the server's workers; returns the bytes. The other ranks take part in gathering."""
         assert self._source is not None
+        if self.passes > 1:
+            for _ in self._noted(self._source.merged()):
+                pass
         gathered, weights = self._merged()
-        self.version, self._sent = version, self.folder / f"{self.run}-{version}"
+        before, self.version = self.version, version
         if not self._source.is_main:
+            self._sent = self.folder / f"{self.run}-{version}"
             return sum(0 for _ in weights)
+        try:
+            if not self._fits:
+                self._require_fit()
+                self._fits = True
+            size = self._broadcast_labelled(weights)
+        except EngineError:
+            self.version = before
+            for _ in gathered:  # go on gathering: the other ranks do so too, and would wait for this one
+                pass
+            raise
+        self._sent = self.folder / f"{self.run}-{version}"
+        return size
+
+    @property
+    def passes(self) -> int:
+        """How often the next sync gathers the weights. All ranks must take part in each.
+
+        The first broadcast gathers them twice: once for their shapes, which are compared before anything is sent.
+        """
+        return 2 if self.transfer == "broadcast" and not self._shapes else 1
+
+    def _broadcast_labelled(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Broadcast under the label of a load in progress, as :meth:`_load` does with a folder; returns the bytes."""
+        before = self._server_label()
+        self._set_label(loading(self._label))
         try:
             self._broadcast = self._broadcast or self._sender()
             size = self._broadcast(weights)
-            self._label_new()
-        except SyncError:
-            for _ in gathered:
-                pass
-            raise
+            reset_prefix_cache(self.client)
+        except SyncError as error:
+            raise SyncError(f"{error} {self._recover(before, str(error))}") from error
+        self._set_label(self._label)
         return size
 
     def _sender(self) -> Sender:
@@ -273,27 +325,84 @@ class ServerEngine:
         return self.transfer in ("auto", "adapter") and loads and self.weight_rounding is None
 
     def _load(self, target: Path) -> None:
+        """Have the server load a folder and label it. It never keeps its old label on weights that it half took.
+
+        Raises:
+            SyncError: it did not load them; the message says which weights it has then.
+        """
+        self._require_fit()
+        before = self._server_label()
         try:
             if self._adapter is None:
+                self._set_label(loading(self._label))
                 self._reload(target)
             else:
                 self._load_adapter(target)
-            self._label_new()
         except Refused as error:
-            raise SyncError(f"The vLLM server did not load {target}: {error}") from error
+            text = f"The vLLM server at {self.client.base_url} did not load {target}: {error}."
+            raise SyncError(text if self._adapter else f"{text} {self._recover(before, str(error))}") from error
+        try:
+            reset_prefix_cache(self.client)
+        except SyncError as error:
+            self._set_label(unusable(str(error)))
+            raise
+        self._set_label(self._label)
+        if self._adapter is None:
+            self._held = str(target), self._label
 
-    def _label_new(self) -> None:
-        """Forget what was computed with the old weights, and say which ones the server has."""
-        reset_prefix_cache(self.client)
-        self.client.post("/update_weight_version", {"new_version": self._label})
+    def _require_fit(self) -> None:
+        """Raise if names or shapes of the weights are not those of the server's model. Nothing has been sent then.
+
+        Raises:
+            SyncError: they are of another model; the message names the first difference.
+        """
+        if self._reload_method != WorkerExtension.reload_experts.__name__:
+            return  # not started by `trl-offpolicy serve`: its worker cannot be asked
+        body = {"method": WorkerExtension.offpolicy_shapes.__name__}
+        try:
+            answers = self.client.post("/collective_rpc", body, final=500)["results"]
+        except Refused as error:  # another version of vLLM, whose layers say less
+            logger.warning("The server's shapes could not be compared before the sync: %s", error)
+            return
+        reason = (why_not if self._adapter is None else why_not_adapter)(self._shapes, answers)
+        if reason is not None:
+            raise SyncError(
+                f"The vLLM server at {self.client.base_url} runs another model ({self._started_with}) than the "
+                f"trainer: {reason}. Nothing was sent. Start it with the model that is trained."
+            )
+
+    def _recover(self, before: str, error: str) -> str:
+        """After a failed load, give the server the weights that it had; returns what it has now, in words.
+
+        Args:
+            before: its label before the load.
+            error: why the load failed.
+        """
+        known = {FRESH: self._started_with} | ({} if self._held is None else {self._held[1]: self._held[0]})
+        old = known.get(before)
+        for _ in range(_RECOVERIES if old is not None else 0):
+            try:
+                self._reload(old)
+                reset_prefix_cache(self.client)
+                self._set_label(before)
+            except (Refused, SyncError) as again:
+                error = f"{error}; nor could the weights before it be loaded again: {again}"
+                continue
+            name = "the weights that it was started with" if before == FRESH else f"the weights of {before}"
+            return f"It has {name} again."
+        self._set_label(unusable(f"the load of {self._label} failed ({error})"))
+        return (
+            "Its weights are now those of no version: it is marked unusable, and refuses requests until it is started "
+            "again or takes whole weights."
+        )
 
     def _tidy(self, target: Path, old_adapter: str | None) -> None:
-        """Unload the previous version, and keep only the last two folders."""
+        """Unload the previous version, and keep only the last two folders of this run, and none of runs that died."""
         if old_adapter not in (None, self._adapter):
             self._forget(str(old_adapter))
-        remove_all_but(self.folder, [path.name for path in (target, self._sent) if path is not None])
+        self._versions.keep([path.name for path in (target, self._sent) if path is not None])
 
-    def _reload(self, target: Path) -> None:
+    def _reload(self, target: str | Path | None) -> None:
         body = {"method": self._reload_method, "kwargs": {"weights_path": str(target)}}
         self.client.post("/collective_rpc", body, final=500)
 
@@ -312,12 +421,15 @@ class ServerEngine:
 
     @property
     def _label(self) -> str:
-        return f"{self.run}:{self.version}{'' if self._adapter is None else _ADAPTER}"
+        return f"{self.run}:{self.version}{'' if self._adapter is None else ADAPTER}"
+
+    def _set_label(self, label: str) -> None:
+        self.client.post("/update_weight_version", {"new_version": label})
 
     def _require_own_base(self) -> None:
         """Raise unless the server has the base weights that it was started with, on which an adapter belongs."""
         label = self._server_label()
-        if self._sent is None and label != _FRESH and not label.endswith(_ADAPTER):
+        if self._sent is None and label != FRESH and not label.endswith(ADAPTER):
             raise EngineError(
                 f"The base weights of the vLLM server at {self.client.base_url} were changed by another run ({label}); "
                 "an adapter on top would be another policy. Start the server again, or use transfer='folder'."
@@ -340,6 +452,11 @@ class ServerEngine:
                 "which a broadcast leaves no copy. Resume from the last checkpoint. With transfer 'folder' a run goes "
                 "on by itself."
             )
+        if self._versions.removed:
+            raise EngineError(
+                f"The vLLM server at {self.client.base_url} was started anew after the run had ended, whose weights "
+                f"were removed from {self.folder}. Train on, or sync again, before it samples."
+            )
         if not self._sent.exists():
             self._wait_for_main()
             return
@@ -347,12 +464,12 @@ class ServerEngine:
         # reset of the prefix cache would meet the requests of those that had gone on.
         with self._resending, FileLock(self._lock):
             if not self._holds_own():
-                logger.warning("The server was started anew: sending version %s again.", self.version)
+                logger.warning("The server lacks version %s (started anew?): sending it again.", self.version)
                 self._load(self._sent)
 
     @property
     def _lock(self) -> Path:
-        return self.folder / f"{self.run}.lock"
+        return self._versions.lock
 
     def _wait_for_main(self) -> None:
         """Wait until the main rank, which meets the same server, has sent the weights again."""
@@ -367,18 +484,22 @@ class ServerEngine:
             time.sleep(0.1)
 
     def _holds_own(self) -> bool:
-        """True if the server holds this run's weights, False if it was started anew."""
+        """True if the server holds this run's weights, False if it was started anew or is being given them.
+
+        Raises:
+            EngineError: it holds weights of another run, or of nobody.
+        """
         label = self._server_label()
-        if label not in (self._label, _FRESH):
+        if label == FRESH or is_loading(label, self.run):
+            return False
+        if reason := refusal(label):
+            raise EngineError(f"The vLLM server at {self.client.base_url} cannot be used: {reason}. Start it again.")
+        if label != self._label:
             raise EngineError(
                 f"The vLLM server at {self.client.base_url} holds weights of another run ({label}; this run's are "
                 f"{self._label}): two trainers share one server. Give each its own."
             )
-        return label == self._label
-
-    def _base_model(self) -> Mapping[str, Any]:
-        models: list[dict[str, Any]] = self.client.get("/v1/models")["data"]
-        return next(model for model in models if not model.get("parent"))
+        return True
 
     def interview(self) -> Interview:
         """Ask the server what it really runs with."""
@@ -386,6 +507,5 @@ class ServerEngine:
         return interview_server(self.client, self._routes, self.model, weight_rounding=rounding, prompt=[0] * 4)
 
     def close(self) -> None:
-        """Delete this run's weight folders; the server is left as it is."""
-        remove_all_but(self.folder, [])
-        self._lock.unlink(missing_ok=True)
+        """Delete this run's weight folders, if this rank wrote them; the server is left as it is."""
+        self._versions.close()

@@ -1,4 +1,7 @@
-"""ASGI middleware of the server: vLLM's own key guards only /v1, not the routes that replace weights."""
+"""ASGI middleware of the server.
+
+vLLM's own key guards only /v1, not the routes that replace weights. And a load that failed must not be asked.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import json
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+from trl_offpolicy.engines.server.labels import refusal
 
 OPEN_ROUTES = ("/health", "/ping")
 
@@ -38,6 +43,30 @@ class RequireKey:
         if hmac.compare_digest(given, self._wanted):
             await self.app(scope, receive, send)
             return
-        body = json.dumps({"error": {"message": "Unauthorized", "code": 401}}).encode()
-        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": body})
+        await _refuse(send, 401, "Unauthorized")
+
+
+class RefuseHalfLoaded:
+    """Answers 409 to requests for completions while the label says that weights are being loaded, or are broken.
+
+    vLLM itself would answer with layers of two versions, or stop in the middle of a request.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what does not sample, and everything while the weights are whole."""
+        samples = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        if samples and not scope["path"].endswith("_lora_adapter"):
+            label = await scope["app"].state.engine_client.get_weight_version()
+            if (reason := refusal(str(label))) is not None:
+                await _refuse(send, 409, f"This server's weights cannot be used: {reason}.")
+                return
+        await self.app(scope, receive, send)
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "code": status}}).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": body})

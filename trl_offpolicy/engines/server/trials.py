@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trl_offpolicy.engines.effective import SAMPLING_DEFAULTS
-from trl_offpolicy.engines.server.client import Refused, ServerClient
+from trl_offpolicy.engines.server.client import ServerClient
+from trl_offpolicy.engines.server.contact import Refused
 
 SHOWN = 20
 """Log-probs a request asks for: vLLM's own limit (``--max-logprobs``)."""

@@ -9,14 +9,17 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trl_offpolicy.engines.engine import SyncError
+from trl_offpolicy.engines.engine import EngineError, SyncError
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 2 * 1024**3
@@ -62,12 +65,122 @@ def verify(folder: Path) -> None:
             raise SyncError(f"{path} does not have the checksum of what was written: the file was changed or damaged.")
 
 
-def remove_all_but(parent: Path, keep: Iterable[str]) -> None:
-    """Delete all versions except those named, and the leftovers of interrupted writes."""
-    kept = set(keep)
-    for path in parent.iterdir() if parent.is_dir() else ():
-        if path.name not in kept and (path / MANIFEST).exists() | path.name.startswith("."):
+class RunFolder:
+    """The weight versions of one run in a folder that other runs may share.
+
+    A run holds a lock there while it lives. What a run left that was killed is deleted by the next one.
+
+    Args:
+        folder: where the versions are, as ``RUN-VERSION``.
+        run: name of the run.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.folder, self.run = folder, run
+        self.lock = folder / f"{run}.lock"
+        """For whoever sends weights again: one rank of the run at a time."""
+        self.removed = False
+        """True after :meth:`close`, until the next :meth:`claim`."""
+        self._claim: FileLock | None = None
+        self._at_exit: weakref.finalize[[Path, str, FileLock], RunFolder] | None = None
+
+    def claim(self) -> None:
+        """Say that the run lives; on the rank that writes. What it writes is deleted when this process ends.
+
+        Raises:
+            EngineError: another process has a run of the same name here.
+        """
+        self.removed = False
+        if self._claim is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        claim = FileLock(self.folder / f"{self.run}{_ALIVE}")
+        try:
+            claim.acquire(timeout=0)
+        except Timeout:
+            raise EngineError(
+                f"run must be the name of one run alone, but another process writes {self.run} into {self.folder}."
+            ) from None
+        self._claim = claim
+        self._at_exit = weakref.finalize(self, _remove_run, self.folder, self.run, self._claim)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Delete the other versions of this run, and everything of runs that have ended."""
+        kept, alive = set(names), {self.run: True}
+        for path in sorted(self.folder.iterdir()):
+            run = _run_of(path)
+            if run is None or path.name in kept:
+                continue
+            if run not in alive:
+                alive[run] = _is_alive(self.folder, run)
+            if run == self.run or not alive[run]:
+                shutil.rmtree(path, ignore_errors=True)
+        for run in (run for run, lives in alive.items() if not lives):
+            _remove_locks(self.folder, run)
+
+    def close(self) -> None:
+        """Delete what this run wrote here, if this process has claimed it."""
+        if self._at_exit is not None:
+            self._at_exit()
+            self._claim = self._at_exit = None
+            self.removed = True
+
+
+_ALIVE = ".alive"
+
+
+def _run_of(path: Path) -> str | None:
+    """The run that a folder is a version of, also one that is being written; None = it is something else."""
+    if not path.is_dir() or not (path.name.startswith(".") or (path / MANIFEST).exists()):
+        return None
+    name = path.name
+    if name.startswith("."):  # .RUN-VERSION-PID
+        name = name[1:].rpartition("-")[0]
+    run, dash, version = name.rpartition("-")
+    return run if dash and version.isdigit() else None
+
+
+def _is_alive(folder: Path, run: str) -> bool:
+    lock = FileLock(folder / f"{run}{_ALIVE}")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
+def _remove_run(folder: Path, run: str, claim: FileLock) -> None:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _run_of(path) == run:
             shutil.rmtree(path, ignore_errors=True)
+    claim.release()
+    _remove_locks(folder, run)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _remove_locks(folder: Path, run: str) -> None:
+    for ending in (_ALIVE, ".lock"):
+        (folder / f"{run}{ending}").unlink(missing_ok=True)
+
+
+def require_writable(folder: Path, *, where: str) -> None:
+    """Raise unless a folder can be made and written to, before anything is loaded.
+
+    Args:
+        folder: need not exist; what had to be made for the trial is removed again.
+        where: name of the option in the message.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    exists = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=exists):
+            pass
+    except OSError as error:
+        raise ValueError(f"{where} must be a folder that can be written to, but got {folder} ({error}).") from error
 
 
 def safe_child(parent: Path, name: str) -> Path:

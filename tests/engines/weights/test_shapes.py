@@ -1,0 +1,105 @@
+"""Names and shapes before a sync: what another model differs in, and what engines may call otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
+
+from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
+from trl_offpolicy.engines.weights.source import ModelWeights
+
+
+def sent_by(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in ModelWeights(model).merged()}
+
+
+def held(model: Any = None, **more: Any) -> dict[str, Any]:
+    """The answer of an engine with the weights of ``model``; the real one's is tested with vLLM."""
+    shapes = {name: list(shape) for name, shape in sent_by(model or tiny_model()).items()}
+    return {"shapes": shapes, "tied": {}, "experts": 0, "head": True, "quantized": False, **more}
+
+
+def test_the_same_model_fits() -> None:
+    assert why_not(sent_by(tiny_model()), [held()]) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"num_hidden_layers": 3}, "sends 3 layers (model.layers.*) and the engine has 2: model.layers.2 would"),
+        ({"num_hidden_layers": 1}, "model.layers.1 of the engine would keep its old weights"),
+        ({"intermediate_size": 96}, "gate_proj.weight has shape (96, 64) in the trainer, but (64, 64) in the engine"),
+        ({"hidden_size": 128}, "embed_tokens.weight has shape (128, 128) in the trainer, but (128, 64)"),
+        ({"vocab_size": 130}, "embed_tokens.weight has shape (130, 64) in the trainer, but (128, 64)"),
+        ({"num_attention_heads": 2}, "q_proj.weight has shape (128, 64) in the trainer, but (64, 64)"),
+        ({"attention_bias": True}, "q_proj.bias is in the trainer's model, but not in the engine's"),
+        ({"tie_word_embeddings": True}, "the engine has a lm_head.weight of its own"),
+    ],
+)  # fmt: skip
+def test_another_model_is_told(shape: dict[str, int], said: str) -> None:
+    assert said in str(why_not(sent_by(tiny_model(**shape)), [held()]))
+
+
+def test_a_bias_that_would_keep_its_values() -> None:
+    reason = why_not(sent_by(tiny_model()), [held(tiny_model(attention_bias=True))])
+    assert reason is not None and "would keep its values" in reason
+
+
+def test_what_engines_do_is_no_difference() -> None:
+    ours = sent_by(tiny_model(tie_word_embeddings=True))
+    tied = held(tiny_model(tie_word_embeddings=True), tied={"lm_head.weight": "model.embed_tokens.weight"}, head=False)
+    assert why_not(ours, [tied]) is None
+    ours = sent_by(tiny_model())
+    transposed = held()
+    transposed["shapes"]["model.embed_tokens.weight"].reverse()
+    transposed["shapes"]["model.layers.0.mlp.up_proj.weight"].append(1)
+    assert why_not(ours, [transposed]) is None
+    unknown = held()
+    unknown["shapes"]["model.layers.0.mlp.up_proj.weight"] = None
+    assert why_not(ours, [unknown]) is None
+    renamed = {**held(), "shapes": {f"language_{name}": shape for name, shape in held()["shapes"].items()}}
+    assert why_not(ours, [renamed]) is None
+    fewer = held(quantized=True)
+    fewer["shapes"]["model.layers.0.mlp.up_proj.bias"] = [64]
+    assert why_not(ours, [fewer]) is None
+
+
+def test_layers_that_are_split_over_workers_count_together() -> None:
+    whole = held()
+    halves = [
+        {**whole, "shapes": {n: s for n, s in whole["shapes"].items() if f"layers.{other}." not in n}}
+        for other in (0, 1)
+    ]
+    assert why_not(sent_by(tiny_model()), halves) is None
+    assert why_not(sent_by(tiny_model()), halves[:1]) is not None
+
+
+def test_experts() -> None:
+    stack = "model.layers.0.mlp.experts"
+    ours = {f"{stack}.{n}.{part}_proj.weight": (32, 64) for n in range(4) for part in ("gate", "up")}
+    answer = {"shapes": {f"{stack}.w13_weight": [32, 64]}, "tied": {}, "experts": 4, "head": True, "quantized": False}
+    assert why_not(ours, [answer]) is None
+    assert "4 experts a layer, the engine's 8" in str(why_not(ours, [{**answer, "experts": 8}]))
+    wider = {**answer, "shapes": {f"{stack}.w13_weight": [48, 64]}}
+    assert "has shape (32, 64) in the trainer, but (48, 64)" in str(why_not(ours, [wider]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({}, "None"),
+        ({"intermediate_size": 96}, "mlp.down_proj has 96 inputs, but the engine's module has 64"),
+        ({"num_attention_heads": 2}, "q_proj has 128 outputs, but the engine's module has 64"),
+        ({"num_hidden_layers": 3}, "model.layers.2 would have no place"),
+        ({"num_hidden_layers": 1}, "None"),  # an adapter need not touch every layer
+    ],
+)
+def test_an_adapter_of_another_model_is_told(shape: dict[str, int], said: str) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapter = ModelWeights(get_peft_model(tiny_model(**shape), config)).adapter()
+    assert adapter is not None
+    sent = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+    assert said in str(why_not_adapter(sent, [held()]))

@@ -1,0 +1,149 @@
+"""Compares names and shapes of the trainer's weights with the engine's before anything is sent.
+
+An engine takes weights of another model without a word where it can: a wider MLP (vLLM's CPU kernels take any width), a
+model with fewer layers (the others keep what they had). Where it cannot, it stops in the middle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Shape = Sequence[int]
+
+_EXPERTS = {
+    "w13_weight": (".gate_proj.weight", ".up_proj.weight", ".w1.weight", ".w3.weight"),
+    "w2_weight": (".down_proj.weight", ".w2.weight"),
+}
+_LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ADAPTED = re.compile(r"^(?:base_model\.model\.)?(.*)\.lora_([AB])(?:\.default)?\.weight$")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def stack_of(name: str, held: Mapping[str, Any]) -> str | None:
+    """The engine's stack of experts that holds a checkpoint's matrix of one expert; None if it is no expert's.
+
+    Args:
+        name: name of the matrix in the trainer's checkpoint.
+        held: whatever the engine holds, by its names.
+
+    Example:
+        >>> stack_of("model.layers.0.mlp.experts.3.up_proj.weight", {"model.layers.0.mlp.experts.w13_weight": None})
+        'model.layers.0.mlp.experts.w13_weight'
+    """
+    prefix, _, rest = name.partition(".experts.")
+    for stacked, parts in _EXPERTS.items():
+        if rest and name.endswith(parts):
+            places = (f"{prefix}.experts.{stacked}", f"{prefix}.experts.routed_experts.{stacked}")
+            return next((place for place in places if place in held), None)
+    return None
+
+
+def why_not(sent: Mapping[str, Shape], answers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the engine's model cannot hold these weights, in words; None = nothing speaks against it.
+
+    A name that only one side knows is no reason by itself, because engines rename and fuse. It is one if it belongs to
+    a layer that the other side lacks, or to a module that both have.
+
+    Args:
+        sent: shape of each weight that would be sent, by the name in the trainer's checkpoint.
+        answers: what each worker of the engine says (:func:`~trl_offpolicy.engines.worker.shapes_of`).
+
+    Example:
+        >>> held = {"shapes": {"model.layers.0.mlp.up_proj.weight": [64, 32]}, "tied": {}, "quantized": False}
+        >>> why_not({"model.layers.0.mlp.up_proj.weight": (96, 32)}, [held])
+        'model.layers.0.mlp.up_proj.weight has shape (96, 32) in the trainer, but (64, 32) in the engine'
+    """
+    held: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    for answer in answers:
+        held |= answer["shapes"]
+        tied |= answer["tied"]
+    for name, shape in sent.items():
+        key = name if name in held else tied.get(name, stack_of(name, held))
+        if key is not None and held.get(key) is not None and _sizes(shape) != _sizes(held[key]):
+            ours, theirs = tuple(shape), tuple(held[key])
+            return f"{name} has shape {ours} in the trainer, but {theirs} in the engine"
+    reason = _layers(sent, held) or _experts(sent, answers)
+    if reason is not None or any(answer["quantized"] for answer in answers):
+        return reason
+    if any(answer.get("head") for answer in answers) and _EMBEDDING in sent and _HEAD not in {**sent, **tied}:
+        return f"the engine has a {_HEAD} of its own, which the trainer's model ties to its embeddings"
+    return _siblings(sent, {**held, **dict.fromkeys(tied)})
+
+
+def why_not_adapter(sent: Mapping[str, Shape], answers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the engine's model cannot take this LoRA adapter; None = nothing speaks against it.
+
+    Args:
+        sent: shape of each matrix, (rank, in) or (out, rank), by PEFT's name of it.
+        answers: as for :func:`why_not`.
+    """
+    held = {name: shape for answer in answers for name, shape in answer["shapes"].items()}
+    modules = {match[1]: None for name in sent if (match := _ADAPTED.match(name))}
+    if reason := _layers([f"{module}.weight" for module in modules], held, whole=False):
+        return reason
+    for name, shape in sent.items():
+        match = _ADAPTED.match(name)
+        whole = None if match is None else held.get(f"{match[1]}.weight")
+        if match is None or whole is None or len(whole) != 2 or len(shape) != 2:
+            continue
+        ours, theirs = (shape[1], whole[1]) if match[2] == "A" else (shape[0], whole[0])
+        if ours != theirs:
+            side = "inputs" if match[2] == "A" else "outputs"
+            return f"the adapter of {match[1]} has {ours} {side}, but the engine's module has {theirs}"
+    return None
+
+
+def _sizes(shape: Shape) -> list[int]:
+    """Sizes without those of 1 and without their order: engines drop them and transpose."""
+    return sorted(size for size in shape if size != 1)
+
+
+def _layers(sent: Iterable[str], held: Iterable[str], *, whole: bool = True) -> str | None:
+    """Layers that one side lacks, in a stack of layers that both have; with ``whole`` the engine must lack none."""
+    ours, theirs = _numbers(sent), _numbers(held)
+    for stack in ours.keys() & theirs.keys():
+        if (more := ours[stack] - theirs[stack]) or (whole and theirs[stack] - ours[stack]):
+            other = "would have no place" if more else "of the engine would keep its old weights"
+            layer = min(more or theirs[stack] - ours[stack])
+            return (
+                f"the trainer sends {len(ours[stack])} layers ({stack}*) and the engine has {len(theirs[stack])}: "
+                f"{stack}{layer} {other}"
+            )
+    return None
+
+
+def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        if match := _LAYER.match(name):
+            found[match[1]].add(int(match[2]))
+    return found
+
+
+def _experts(sent: Iterable[str], answers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Another number of experts than the engine has."""
+    ours = max((int(match[1]) for name in sent if (match := _EXPERT.search(name))), default=-1) + 1
+    theirs = max((int(answer.get("experts") or 0) for answer in answers), default=0)
+    if ours and theirs and ours != theirs:
+        return f"the trainer's model has {ours} experts a layer, the engine's {theirs}"
+    return None
+
+
+def _siblings(sent: Mapping[str, Any], held: Mapping[str, Any]) -> str | None:
+    """A weight or bias that only one side has, of a module that both have."""
+    for here, there, text in (
+        (sent, held, "is in the trainer's model, but not in the engine's"),
+        (held, sent, "is in the engine's model and would keep its values: the trainer's model has none"),
+    ):
+        for name in here:
+            module, _, kind = name.rpartition(".")
+            if kind in ("weight", "bias") and name not in there:
+                other = f"{module}.{'bias' if kind == 'weight' else 'weight'}"
+                if other in here and other in there:
+                    return f"{name} {text}"
+    return None
