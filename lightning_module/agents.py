@@ -13,8 +13,17 @@ from lightning_module.prompts import Prompts
 from trl_offpolicy.engines.engine import Engine
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.parts import imported
-from trl_offpolicy.rollouts.agents import Chat, Completions, Environments, RecordedEngine, Request, RolloutSampler
+from trl_offpolicy.rollouts.agents import (
+    Chat,
+    Completions,
+    Environments,
+    RecordedEngine,
+    Request,
+    RolloutSampler,
+    ScreenedEngine,
+)
 from trl_offpolicy.rollouts.agents.sampler import check_arguments
+from trl_offpolicy.rollouts.screening import Screen, Screened, check_on_bad_rollout
 from trl_offpolicy.rollouts.token_ids import TokenIds
 from trl_offpolicy.stats import Stats
 
@@ -41,6 +50,8 @@ class Agents:
         check_arguments(self.tools, self.environments, self.rollout, self._most)
         self._sampler: RolloutSampler | None = None
         self._engine: RecordedEngine | None = None
+        check_on_bad_rollout(given["on_bad_rollout"])
+        self._screen: Screen | None = None
         self._ids = TokenIds(None, given["check_token_ids"])  # the tokenizer is loaded with the policy
 
     @property
@@ -68,6 +79,12 @@ class Agents:
             max_iterations=self._most,
         )
         self._ids.tokenizer = prompts.tokenizer
+        self._screen = Screen(
+            self._module.settings["on_bad_rollout"],
+            vocabulary=getattr(self._module.policy.config.get_text_config(), "vocab_size", None),
+            filler=next(iter(prompts.ends), prompts.pad),
+            decode=prompts.tokenizer.decode,
+        )
 
     def _check_ranks(self) -> None:
         trainer, spec = self._module.trainer, self._module.settings["engine"]
@@ -92,14 +109,31 @@ class Agents:
         assert self._sampler is not None
         return self._sampler.request(rows, count)
 
-    def sample(self, engine: Engine, request: Request) -> Completions:
-        """The completions of a request."""
-        assert self._sampler is not None
-        if self._engine is None or self._engine.engine is not engine:
-            self._engine = RecordedEngine(engine)
+    def sample(self, engine: Engine, request: Request, *, again: Engine | None = None) -> Completions:
+        """The completions of a request. Those that cannot be used hold fillers, on which the ranks :meth:`agree`.
+
+        Args:
+            engine: the engine that samples.
+            request: what is asked for.
+            again: the engine that is asked again for replies that cannot be used; None = the same one.
+        """
+        assert self._sampler is not None and self._screen is not None
+        self._engine = RecordedEngine(ScreenedEngine(engine, self._screen, again=again))
         module = self._module
         longest = context_length(engine, module.policy)
-        return self._sampler.sample(self._engine, request, module.sampling, context_length=longest)
+        return self._sampler.sample(
+            self._engine, request, module.sampling, context_length=longest, screen=self._screen
+        )
+
+    def agree(self, completions: Completions) -> Screened:
+        """The rows of a generation batch that leave it. All ranks call it, before rewards are given.
+
+        Raises:
+            RolloutError: on all ranks (:meth:`Screen.agree`).
+        """
+        assert self._screen is not None
+        rollouts = completions.rollouts
+        return self._screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
 
     def check_ids(self, rows: dict[str, Tensor], completions: Completions) -> Stats:
         """Whether the rows hold the ids that the engine sampled (:class:`TokenIds`).

@@ -89,6 +89,9 @@ class OffPolicyGRPOModule(LightningModule):
         response_template: how replies are read (``parse_response``): a mapping, or its JSON file.
         chat_template_kwargs: further variables of the chat template.
         check_token_ids: what happens if rows do not hold the ids that the engine sampled: ``warn``, ``raise``, ``off``.
+        on_bad_rollout: what happens to a reply that cannot be used (empty, an id that the model does not know, a
+            log-prob above 0): ``raise``, ``drop`` (it leaves the batch and its group's baseline), ``retry`` (it is
+            asked for again, then dropped).
         entropy: TRL's entropy options by name (``entropy_coef``, ``use_adaptive_entropy``, ``entropy_target``,
             ``top_entropy_quantile``, ...): :class:`~trl_offpolicy.objective.coefficients.EntropyOptions`.
         mask_truncated_completions: whether completions that were cut at the longest length leave the loss.
@@ -138,6 +141,7 @@ class OffPolicyGRPOModule(LightningModule):
         response_template: Any = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         check_token_ids: str = "warn",
+        on_bad_rollout: str = "raise",
         entropy: dict[str, Any] | None = None,
         mask_truncated_completions: bool = False,
         routing_replay: Any = "none",

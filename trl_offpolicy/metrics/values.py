@@ -56,6 +56,8 @@ RetokenisedFraction = _value("RetokenisedFraction", "rollout/retokenised_fractio
 NoncanonicalFraction = _value("NoncanonicalFraction", "rollout/noncanonical_fraction")
 DistinctFraction = _value("DistinctFraction", "rollout/distinct_fraction", better=True)
 CopiedFraction = _value("CopiedFraction", "rollout/copied_fraction")
+UnusableFraction = _value("UnusableFraction", "rollout/unusable_fraction")
+RetriedFraction = _value("RetriedFraction", "rollout/retried_fraction")
 GradientSignal = _value("GradientSignal", "gradient/signal", better=None)
 GradientNoise = _value("GradientNoise", "gradient/noise")
 GradientCosinePrevious = _value("GradientCosinePrevious", "gradient/cosine_previous", better=None)

@@ -58,6 +58,7 @@ from trl_offpolicy.trl.rebinding import as_if_aligned
 from trl_offpolicy.trl.routing import TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
 from trl_offpolicy.trl.scoring import filtered_scoring, sum_sq_probs
+from trl_offpolicy.trl.screening import TrainerScreen
 from trl_offpolicy.trl.sync import kept_on_fault, prove_syncs
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
@@ -102,6 +103,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
+        self._screen = TrainerScreen(self, args.on_bad_rollout)
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
         self._kl = self.objective.kl  # its coefficient may move
         if not self.use_adaptive_entropy:  # `offpolicy` may have set it
@@ -137,9 +139,16 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batches.check_prompts(tokenized[0], prompts)
         return tokenized
 
+    def _generate(self, prompts: list[Any]) -> Any:
+        """TRL's method; then all ranks agree on the replies that cannot be used."""
+        generated = super()._generate(prompts)
+        _, completions, tool_mask, _, logps, *_ = generated
+        self._screen.agree(completions, tool_mask, logps)
+        return generated
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
-        by_function: Tensor = super()._calculate_rewards(*args, **kwargs)
+        by_function: Tensor = self._screen.rewards(super()._calculate_rewards(*args, **kwargs))
         self._rewards = by_function
         return by_function
 
@@ -154,6 +163,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         aligned = as_if_aligned(self.args) if self._leave_out_old or self._old_here else nullcontext()
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self._add_stats(self._mode, self._screen.output(output))
         self._add_stats(self._mode, self._token_ids(output))
         if self.model.training:
             self._add_stats("train", self._duplicates(output))

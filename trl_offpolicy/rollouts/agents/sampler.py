@@ -17,6 +17,7 @@ from trl_offpolicy.rollouts.agents.recorded import RecordedEngine
 from trl_offpolicy.rollouts.agents.returned import read_returned
 from trl_offpolicy.rollouts.agents.tools import Tool, check_tools
 from trl_offpolicy.rollouts.batches import check_prompts
+from trl_offpolicy.rollouts.screening import Screen
 
 RolloutFunction = Callable[..., Any]
 
@@ -149,7 +150,13 @@ class RolloutSampler:
             )
 
     def sample(
-        self, engine: RecordedEngine, request: Request, sampling: Sampling, *, context_length: int | None = None
+        self,
+        engine: RecordedEngine,
+        request: Request,
+        sampling: Sampling,
+        *,
+        context_length: int | None = None,
+        screen: Screen | None = None,
     ) -> Completions:
         """The completions of a request.
 
@@ -158,13 +165,14 @@ class RolloutSampler:
             request: what :meth:`request` returned.
             sampling: how a turn is sampled; ``max_tokens`` is the length of all turns together.
             context_length: tokens that the engine can take; None = any.
+            screen: checks what ``rollout`` returned; None = nobody does. The engine's replies are its engine's matter.
 
         Raises:
             TypeError: ``rollout`` returned something of another form; so does ``ValueError``. They name the field.
         """
         engine.calls.clear()
         if self.rollout is not None:
-            return self._by_function(engine, request, sampling)
+            return self._by_function(engine, request, sampling, screen)
         if not self.has_tools:
             rollouts = engine.generate(request.prompt_ids, sampling, n=request.n)
             return Completions(rollouts=rollouts, completions=self._decoded(rollouts, request))
@@ -179,15 +187,20 @@ class RolloutSampler:
             tool_failures=episodes.tool_failures,
         )
 
-    def _by_function(self, engine: RecordedEngine, request: Request, sampling: Sampling) -> Completions:
+    def _by_function(
+        self, engine: RecordedEngine, request: Request, sampling: Sampling, screen: Screen | None
+    ) -> Completions:
         assert self.rollout is not None
         offered = {"tokenizer": self.chat.tokenizer, "rows": request.rows}
         named = {name: value for name, value in offered.items() if name in inspect.signature(self.rollout).parameters}
         output = self.rollout([row["prompt"] for row in request.rows], engine, sampling, **named)
         returned = read_returned(output, rows=len(request.rows), version=engine.version)
+        rollouts = returned.rollouts
+        if screen is not None:
+            rollouts = screen.rollouts(rollouts, rollouts.prompt_ids)
         return Completions(
-            rollouts=returned.rollouts,
-            completions=self._decoded(returned.rollouts, request),
+            rollouts=rollouts,
+            completions=self._decoded(rollouts, request),
             columns=returned.columns,
             sampled_ids=returned.sampled_ids,
         )
