@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.lock import RunLock
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
 
@@ -36,9 +37,16 @@ class RunFolderWriter:
         self, folder: str | Path, info: Mapping[str, Any], *, report: Callable[[Path], object] | None = None
     ) -> None:
         self.folder, self._info, self._report = Path(folder), info, report
+        self._lock = RunLock(folder)
 
     def begin(self, step: int, *, seed: object) -> None:
-        """Make room for a run that starts or continues after ``step`` optimizer steps, and write ``run.json``."""
+        """Make room for a run that starts or continues after ``step`` optimizer steps, and write ``run.json``.
+
+        Raises:
+            RunFolderError: another run has the folder; nothing in it is touched.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
         prepare_run_folder(self.folder, resumed_step=step)
         command = " ".join(map(shlex.quote, sys.argv))
         info = {**self._info, "seed": seed, "command": command, "versions": run_versions()}
@@ -49,9 +57,16 @@ class RunFolderWriter:
         append_metrics(self.folder / layout.METRICS_FILE, step, values)
 
     def end(self) -> None:
-        """Call the report, if there is one."""
-        if self._report is not None:
-            self._report(self.folder)
+        """Call the report, if there is one, and give the folder back."""
+        try:
+            if self._report is not None:
+                self._report(self.folder)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Give the folder back without a report."""
+        self._lock.release()
 
 
 def add_to_run(folder: str | Path, name: str, entry: Mapping[str, Any]) -> None:
