@@ -17,6 +17,7 @@ from lightning_module.agents import Agents
 from lightning_module.ahead import sample_ahead
 from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
+from lightning_module.checkpoints import keep_whole
 from lightning_module.control import Control
 from lightning_module.data import PromptDataModule
 from lightning_module.engines import check_sampling, engine_type
@@ -202,6 +203,7 @@ class OffPolicyGRPOModule(LightningModule):
         Raises:
             ValueError: R2 or replay cannot work with them.
         """
+        keep_whole(self.trainer)
         prompts = getattr(self.trainer, "datamodule", None)
         if stage == TrainerFn.FITTING and isinstance(prompts, PromptDataModule):
             self.generation.check_sizes(prompts.plan)

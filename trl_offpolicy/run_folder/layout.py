@@ -28,6 +28,8 @@ PREVIOUS_FOLDER = "_previous"
 """The folder to which it moves them, in a subfolder named by the time."""
 LOCK_FILE = "_run.lock"
 """Process and machine of the run that has the folder, while it runs. Names with "_" are not uploaded to the Hub."""
+UNFINISHED = "_unfinished-"
+"""Prefix of a checkpoint that is being written."""
 ENGINE_WEIGHTS_FOLDER = "_engine_weights"
 """Weights on their way to an engine that reads files."""
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.checkpoints import remove_unfinished, said_if_full
 from trl_offpolicy.run_folder.lock import RunLock
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
@@ -47,14 +48,20 @@ class RunFolderWriter:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
+        remove_unfinished(self.folder)
         prepare_run_folder(self.folder, resumed_step=step)
         command = " ".join(map(shlex.quote, sys.argv))
         info = {**self._info, "seed": seed, "command": command, "versions": run_versions()}
         (self.folder / layout.RUN_FILE).write_text(json.dumps(info, indent=2, default=str) + "\n")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a row to ``metrics.jsonl``."""
-        append_metrics(self.folder / layout.METRICS_FILE, step, values)
+        """Append a row to ``metrics.jsonl``.
+
+        Raises:
+            RunFolderError: the disk is full.
+        """
+        with said_if_full(self.folder, what=f"the numbers of step {step}"):
+            append_metrics(self.folder / layout.METRICS_FILE, step, values)
 
     def end(self) -> None:
         """Call the report, if there is one, and give the folder back."""
@@ -164,7 +171,8 @@ class RolloutRecorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             target = self.folder / layout.rollout_part(step, self._rank)
             temporary = target.with_name(f".{target.stem}.tmp")  # hidden, so readers of the folder skip it
-            pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
+            with said_if_full(self.folder.parent, what=f"the rollouts of step {step}"):
+                pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
             temporary.replace(target)
             self._worst.add(rows)
         self._pending.clear()

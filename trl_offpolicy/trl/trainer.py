@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -48,6 +47,7 @@ from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.ahead import sample_ahead
 from trl_offpolicy.trl.auto import choose_correction, judge_first
 from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
+from trl_offpolicy.trl.checkpoints import resumed_from, saved_whole
 from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stages_of
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
@@ -369,11 +369,19 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """TRL's method. With ``resume_from_checkpoint=True`` it goes on from the newest checkpoint that is whole.
+
+        Raises:
+            RunFolderError: on all ranks: no checkpoint is whole, another run has the folder, or the disk is full.
+        """
+        return super().train(resumed_from(self, resume_from_checkpoint), *args, **kwargs)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_state(folder, self._kl, control=self._control, auto=self._auto)
+        with saved_whole(self, trial) as folder:
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                save_state(folder, self._kl, control=self._control, auto=self._auto)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
