@@ -292,6 +292,7 @@ class Generation:
         )
         module.measuring.add_tools(sampled.completions)
         module.measuring.add_stats(sampled.screened.stats(module.device))
+        module.measuring.add_stats(module.agents.guard_stats(module.device))
         if module.settings["mask_truncated_completions"]:
             without_truncated(rows, sampled.terminated)
         module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))

@@ -40,6 +40,7 @@ from trl_offpolicy.objective.coefficients import adapts, next_kl
 from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.packages import check_model
+from trl_offpolicy.rollouts.agents.guard import TIMEOUT
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
@@ -86,6 +87,8 @@ class OffPolicyGRPOModule(LightningModule):
             a mapping from names to such, which the column ``environment`` chooses from.
         rollout: ``f(prompts, engine, sampling)`` that samples in place of the loop, or its import path.
         max_tool_calling_iterations: most rounds of tool calls per completion; None = any number.
+        tool_timeout: seconds that a call of a tool may take, then its answer is an error; None = any time, and tools
+            run in the trainer's own thread.
         chat_template: template of messages in place of the tokenizer's: a Jinja text, or its file.
         response_template: how replies are read (``parse_response``): a mapping, or its JSON file.
         chat_template_kwargs: further variables of the chat template.
@@ -138,6 +141,7 @@ class OffPolicyGRPOModule(LightningModule):
         environment_factory: Any = None,
         rollout: Any = None,
         max_tool_calling_iterations: int | None = None,
+        tool_timeout: float | None = TIMEOUT,
         chat_template: str | None = None,
         response_template: Any = None,
         chat_template_kwargs: dict[str, Any] | None = None,

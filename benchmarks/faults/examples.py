@@ -135,9 +135,7 @@ RUNS = {
         train.Setting(train.NO_CLIP, bits=8, lag=16, learning_rate=1e-3),
         generations=100,
     ),
-    "engine_logprobs_missing": Run(
-        "engine returns no log-probs", train.Setting(train.PLAIN), 10, lost_tokens=1.0
-    ),
+    "engine_logprobs_missing": Run("engine returns no log-probs", train.Setting(train.PLAIN), 10, lost_tokens=1.0),
     "nonfinite": Run(
         "engine returns no log-prob for one token in fifty", train.Setting(train.PLAIN), 10, lost_tokens=0.02
     ),

@@ -73,7 +73,11 @@ def test_a_filler_stands_for_a_dropped_reply() -> None:
     assert given["completion_ids"][1] == [5, 99]  # the caller's list is not changed
     agreed = check.agree(found["completion_ids"], found["logps"])
     assert (agreed.rows, agreed.here, agreed.tokens, agreed.counts) == ((1,), (1,), 1, (1, 3, 1, 0))
-    assert agreed.without_rewards(torch.tensor([[1.0], [2.0], [3.0]])).isnan().flatten().tolist() == [False, True, False]
+    assert agreed.without_rewards(torch.tensor([[1.0], [2.0], [3.0]])).isnan().flatten().tolist() == [
+        False,
+        True,
+        False,
+    ]
     assert agreed.without_tokens(torch.ones(3, 2)).tolist() == [[1, 1], [0, 0], [1, 1]]
     logged = agreed.stats(torch.device("cpu")).compute()
     assert logged["offpolicy/rollout/unusable_fraction"] == pytest.approx(1 / 3)
@@ -117,7 +121,9 @@ def test_retry_gives_up_after_two() -> None:
 def test_raise_names_the_request() -> None:
     check = screen("raise")
     found = check.replies(replies(a=GOOD, b=([5], [3.0])), [[2], [3, 4]], fill)
-    with pytest.raises(RolloutError, match="1 of 2 replies.*row 1: the reply to 'w3 w4' cannot be used.*is \\+3, above"):
+    with pytest.raises(
+        RolloutError, match="1 of 2 replies.*row 1: the reply to 'w3 w4' cannot be used.*is \\+3, above"
+    ):
         check.agree(found["completion_ids"], found["logps"])
 
 

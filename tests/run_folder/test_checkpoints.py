@@ -72,7 +72,9 @@ def test_the_newest_whole_one_is_chosen(tmp_path: Path, caplog: pytest.LogCaptur
     assert "checkpoint-10: optimizer.pt was cut short" in caplog.text
     for step in (2, 9):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
-    with pytest.raises(RunFolderError, match="none in .* is \\(checkpoint-10: optimizer.pt was cut short; checkpoint-9"):
+    with pytest.raises(
+        RunFolderError, match="none in .* is \\(checkpoint-10: optimizer.pt was cut short; checkpoint-9"
+    ):
         choose(by_step(tmp_path))
     assert choose([]) is None
 

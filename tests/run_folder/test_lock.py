@@ -20,7 +20,9 @@ from trl_offpolicy.run_folder.lock import RunFolderError, RunLock, check_free, c
 from trl_offpolicy.run_folder.writer import RunFolderWriter
 
 HOLD = "import sys, time; from trl_offpolicy.run_folder.writer import RunFolderWriter as W; "
-HOLD += "w = W(sys.argv[1], {}); w.begin(0, seed=1); w.log(1, {'loss': 1.0}); print('held', flush=True); time.sleep(300)"
+HOLD += (
+    "w = W(sys.argv[1], {}); w.begin(0, seed=1); w.log(1, {'loss': 1.0}); print('held', flush=True); time.sleep(300)"
+)
 
 
 @pytest.fixture
@@ -42,7 +44,10 @@ def write(folder: Path, **changed: Any) -> None:
 @pytest.mark.integration
 def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     folder = tmp_path / "run"
-    for refused in (lambda: check_run_folder(folder, name="output_dir"), lambda: RunFolderWriter(folder, {}).begin(0, seed=1)):
+    for refused in (
+        lambda: check_run_folder(folder, name="output_dir"),
+        lambda: RunFolderWriter(folder, {}).begin(0, seed=1),
+    ):
         with pytest.raises(RunFolderError, match=f"is in use by process {other.pid} on .*, begun 20"):
             refused()
     rows = (folder / METRICS_FILE).read_text().splitlines()

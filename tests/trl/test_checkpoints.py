@@ -12,7 +12,7 @@ import torch
 from small_disk import small_disk
 from trainer_runs import Engine, records
 
-from trl_offpolicy.run_folder.checkpoints import bytes_of, by_step, fault_of
+from trl_offpolicy.run_folder.checkpoints import by_step, bytes_of, fault_of
 from trl_offpolicy.run_folder.layout import LOCK_FILE
 from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.run_folder.writer import RunFolderWriter
@@ -22,9 +22,7 @@ pytestmark = pytest.mark.integration
 SAVED = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "offpolicy": "paper/tis"}
 
 
-def test_a_half_written_checkpoint_is_passed_over(
-    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_half_written_checkpoint_is_passed_over(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     """The run goes on from the one before and ends as the undisturbed run did."""
     whole = build(Engine(noise=0.3), **SAVED)
     whole.train()

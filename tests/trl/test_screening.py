@@ -98,9 +98,7 @@ def test_a_dropped_reply_leaves_the_step_and_its_baseline(build: Callable[..., A
 @pytest.mark.integration
 @pytest.mark.parametrize("advantages", ["rloo", "dr_grpo", "gdpo"])
 def test_the_kits_own_estimators_leave_it_out(build: Callable[..., Any], advantages: str) -> None:
-    trainer = build(
-        Broken([], []), offpolicy={"preset": "paper/tis", "advantages": advantages}, on_bad_rollout="drop"
-    )
+    trainer = build(Broken([], []), offpolicy={"preset": "paper/tis", "advantages": advantages}, on_bad_rollout="drop")
     batches = generation_batches(trainer)
     trainer.train()
     values = batches[1]["advantages"]

@@ -82,7 +82,10 @@ def test_one_rank_sees_it_and_both_go_on_or_both_stop(tmp_path: Path) -> None:
     assert advantages[1] == 0.0 and all(a * s > 0 for a, s in zip(advantages, signs, strict=True) if s)
 
     assert first["raise"]["error"] == second["raise"]["error"]
-    assert first["raise"]["error"].startswith("RolloutError: 1 of 8 replies") and "Rank 1: row 1" in first["raise"]["error"]
+    assert (
+        first["raise"]["error"].startswith("RolloutError: 1 of 8 replies")
+        and "Rank 1: row 1" in first["raise"]["error"]
+    )
 
 
 if __name__ == "__main__":

@@ -182,6 +182,8 @@ class Screen:
         self.mode, self.vocabulary, self.filler, self._decode = mode, vocabulary, filler, decode
         self._retried = 0
         self._whole: str | None = None  # why nothing of this rank's batch can be used
+        self._resets = 0
+        self._marked: dict[int, str] = {}  # rows that cannot be used, whatever the engine says
 
     # ------------------------------------------------------------------------------------------------------ replies
 
@@ -287,7 +289,9 @@ class Screen:
             self._whole = f"the engine returned {len(rollouts)} completions where {len(prompts)} were asked for"
             places = [None] * len(prompts)
         empty: dict[str, Any] = {"finish_reasons": "missing", "routed_experts": None}
-        rows = {name: [empty.get(name, []) if i is None else values[i] for i in places] for name, values in columns.items()}
+        rows = {
+            name: [empty.get(name, []) if i is None else values[i] for i in places] for name, values in columns.items()
+        }
         rows["prompt_ids"] = [list(prompt) for prompt in prompts]
         if "logps" in rows:
             rows["sampling_per_token_logps"] = rows.pop("logps")
@@ -296,6 +300,16 @@ class Screen:
     def fail(self, reason: str) -> None:
         """Have all ranks raise when they agree: nothing of this rank's batch can be used."""
         self._whole = self._whole or reason
+
+    def reset(self, why: str) -> None:
+        """Note the reset of the environment of the next row; with ``why`` it failed, and the row cannot be used."""
+        if why:
+            self._marked[self._resets] = f"{why}."
+        self._resets += 1
+
+    def begin(self) -> None:
+        """Forget the resets of a batch before."""
+        self._resets, self._marked = 0, {}
 
     # ------------------------------------------------------------------------------------------------------- ranks
 
@@ -326,7 +340,11 @@ class Screen:
         missing = next((rank for rank, tally in enumerate(tallies) if tally.logps is False), None)
         if missing is not None:
             raise RolloutError(_said(_NO_LOGPS, missing, len(everyone)))
-        reasons = [(rank, row, why) for rank, tally in enumerate(tallies) for row, why in tally.reasons.items()]
+        reasons = [
+            (rank, row, why.removesuffix("."))
+            for rank, tally in enumerate(tallies)
+            for row, why in tally.reasons.items()
+        ]
         asked = sum(tally.rows for tally in tallies)
         if reasons:
             self._tell(reasons, asked, len(everyone))
@@ -339,15 +357,16 @@ class Screen:
             (dropped + retried, mine.rows, dropped, retried),
         )
 
-    def _tally(
-        self, completions: Sequence[Sequence[int]], logps: Any, mask: Sequence[Sequence[int]] | None
-    ) -> _Tally:
+    def _tally(self, completions: Sequence[Sequence[int]], logps: Any, mask: Sequence[Sequence[int]] | None) -> _Tally:
+        reasons, self._marked = self._marked, {}
+        tokens = sum(len(completions[row]) if mask is None else sum(mask[row]) for row in reasons)
         if logps is None:
-            return _Tally(len(completions), {}, 0, self._retried, None)
-        reasons, tokens = {}, 0
+            return _Tally(len(completions), reasons, tokens, self._retried, None)
         any_token = any_logp = False
         for row, values in enumerate(logps):
             bad = next((value for value in values if isinstance(value, Unusable)), None)
+            if row in reasons:
+                continue
             if bad is not None:
                 reasons[row] = bad.reason
                 tokens += len(values) if mask is None else sum(mask[row])

@@ -15,7 +15,16 @@ from trl.trainer import grpo_trainer
 
 from trl_offpolicy.engines.sync import raised_on_all_ranks
 from trl_offpolicy.functional.collective import broadcast_object
-from trl_offpolicy.run_folder.checkpoints import aside, by_step, bytes_of, choose, fault_of, is_full, no_room, put_in_place
+from trl_offpolicy.run_folder.checkpoints import (
+    aside,
+    by_step,
+    bytes_of,
+    choose,
+    fault_of,
+    is_full,
+    no_room,
+    put_in_place,
+)
 from trl_offpolicy.run_folder.layout import STATE_FILE, UNFINISHED
 from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.trl.rebinding import rebound

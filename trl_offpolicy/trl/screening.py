@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trl_offpolicy.rollouts.agents.environments import bound_environment
+from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.screening import Columns, Screen, Screened, Unusable
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.engine import TRLEngine
@@ -35,6 +37,21 @@ class TrainerScreen:
         if trainer.rollout_func is not None:
             trainer.rollout_func = self._checked(trainer.rollout_func)
 
+    def bound_environments(self, trainer: Any, guard: ToolGuard) -> None:
+        """Bound what the environments of a trainer do when they are reset and asked for rewards."""
+
+        def bound(environment: Any) -> Any:
+            return bound_environment(environment, guard, self.screen.reset)
+
+        def bounded(make: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: bound(make())
+
+        if trainer.environment_factories is not None:
+            factories = trainer.environment_factories.items()
+            trainer.environment_factories = {name: bounded(make) for name, make in factories}
+            for pool in trainer._environment_pool.values():
+                pool[:] = map(bound, pool)
+
     def _checked(self, rollout_func: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function to check its completions before TRL decodes them."""
 
@@ -62,7 +79,11 @@ class TrainerScreen:
         def fill(row: int, reason: str) -> dict[str, Any]:
             if "logps" not in columns:
                 self.screen.fail(reason)
-            return {"completion_ids": [self.screen.filler], "logps": [Unusable(reason)], **dict.fromkeys(names, [1])}
+            return {
+                "completion_ids": [self.screen.filler],
+                "logps": [Unusable(reason)],
+                **{name: [1] for name in names},
+            }
 
         screened: Columns = self.screen.replies(columns, prompts, fill)
         if "logps" in screened:

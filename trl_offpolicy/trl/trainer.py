@@ -39,6 +39,7 @@ from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Ob
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import measured_noise_floor
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
@@ -104,6 +105,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._screen = TrainerScreen(self, args.on_bad_rollout)
+        self._guard = ToolGuard(
+            timeout=args.tool_timeout, max_tokens=args.max_completion_length, tokenizer=self._tokenizer
+        )
+        self._screen.bound_environments(self, self._guard)
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
         self._kl = self.objective.kl  # its coefficient may move
         if not self.use_adaptive_entropy:  # `offpolicy` may have set it
@@ -140,7 +145,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return tokenized
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """TRL's method; then all ranks agree on the replies that cannot be used."""
+        """TRL's method, with bounded tools; then all ranks agree on the replies that cannot be used."""
+        if self.tools:
+            for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
+                tools.update({name: self._guard.wrap(tool) for name, tool in tools.items()})
         generated = super()._generate(prompts)
         _, completions, tool_mask, _, logps, *_ = generated
         self._screen.agree(completions, tool_mask, logps)
@@ -160,10 +168,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._auto is not None and self.model.training:
             self._auto.end_generation(self.state.global_step)
+        self._screen.screen.begin()
         aligned = as_if_aligned(self.args) if self._leave_out_old or self._old_here else nullcontext()
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         self._add_stats(self._mode, self._screen.output(output))
+        if self.tools:
+            self._add_stats(self._mode, self._guard.stats(self.accelerator.device))
         self._add_stats(self._mode, self._token_ids(output))
         if self.model.training:
             self._add_stats("train", self._duplicates(output))

@@ -12,6 +12,7 @@ from trl_offpolicy.checks import check_whole
 from trl_offpolicy.engines.engine import Rollouts, Sampling
 from trl_offpolicy.rollouts.agents.chat import Chat
 from trl_offpolicy.rollouts.agents.environments import EMPTY_PROMPT, Environments, tools_of
+from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.agents.loop import AgentEngine
 from trl_offpolicy.rollouts.agents.recorded import RecordedEngine
 from trl_offpolicy.rollouts.agents.returned import read_returned
@@ -78,6 +79,7 @@ class RolloutSampler:
         rollout: ``f(prompts, engine, sampling)``, which samples in place of the loop. ``prompts`` holds one prompt per
             completion. It is also given ``tokenizer`` and ``rows`` (of the data set) if it names them.
         max_iterations: most rounds of tool calls per completion; None = any number.
+        guard: bounds the time and the answers of the tools; None = nothing does.
 
     Raises:
         TypeError: a tool or ``rollout`` is no function.
@@ -93,10 +95,12 @@ class RolloutSampler:
         environments: Environments | None = None,
         rollout: RolloutFunction | None = None,
         max_iterations: int | None = None,
+        guard: ToolGuard | None = None,
     ) -> None:
         check_arguments(tools, environments, rollout, max_iterations)
         self.chat, self.tools, self.environments = chat, list(tools), environments
         self.rollout, self.max_iterations = rollout, max_iterations
+        self.guard = guard
         if self.has_tools:
             chat.check()
 
@@ -177,7 +181,12 @@ class RolloutSampler:
             rollouts = engine.generate(request.prompt_ids, sampling, n=request.n)
             return Completions(rollouts=rollouts, completions=self._decoded(rollouts, request))
         agent = AgentEngine(
-            engine, self.chat, self.tools, max_iterations=self.max_iterations, context_length=context_length
+            engine,
+            self.chat,
+            self.tools,
+            max_iterations=self.max_iterations,
+            context_length=context_length,
+            guard=self.guard,
         )
         episodes = agent.converse(request.prompt_ids, sampling, n=request.n, tools=request.tools)
         return Completions(
