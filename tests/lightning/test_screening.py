@@ -110,11 +110,11 @@ def test_retry_asks_again_and_trains_on_the_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["raise", "drop"])
 def test_no_log_prob_ends_the_run_before_a_step(tmp_path: Path, mode: str) -> None:
     made, watch = module(Silent(), correction="measure", on_bad_rollout=mode), Watch()
-    with pytest.raises(RolloutError, match="gave none that is finite in a whole generation batch"):
+    with pytest.raises(RolloutError, match=r"gave none that is finite in a whole generation batch"):
         trainer(tmp_path, max_steps=2, callbacks=[watch]).fit(made, data())
     assert watch.logs == []
 
 
 def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="on_bad_rollout must be one of .*raise"):
+    with pytest.raises(ValueError, match=r"on_bad_rollout must be one of .*raise"):
         module(on_bad_rollout="ignore")

@@ -46,7 +46,7 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest
     assert again.global_step == 4
     for path in (tmp_path / "kept").iterdir():
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(RunFolderError, match="must find a whole checkpoint, but none"):
+    with pytest.raises(RunFolderError, match=r"must find a whole checkpoint, but none"):
         run(tmp_path, tmp_path / "kept", steps=5, ckpt_path=str(last))
 
 
@@ -54,8 +54,8 @@ def test_a_full_disk_ends_the_run_with_one_sentence(tmp_path: Path) -> None:
     run(tmp_path, tmp_path / "free", steps=1)
     size = (tmp_path / "free" / "step=1.ckpt").stat().st_size
     with small_disk(tmp_path / "disk", int(1.6 * size)) as disk:
-        with pytest.raises(RunFolderError, match="is full: .*step=2.ckpt could not be written, which needs about .* MB; "
-                           "step=1.ckpt is whole"):  # fmt: skip
+        said = r"is full: .*step=2.ckpt could not be written, which needs about .* MB; step=1.ckpt is whole"
+        with pytest.raises(RunFolderError, match=said):
             run(tmp_path, disk)
         assert names(disk) == ["step=1.ckpt"]
         assert run(tmp_path, tmp_path / "free", steps=2, ckpt_path=str(disk / "step=1.ckpt")).global_step == 2
@@ -66,12 +66,12 @@ def test_found_before_the_model_loads(tmp_path: Path, monkeypatch: pytest.Monkey
     made = module(OwnMismatch(noise=0.3))
     monkeypatch.setattr(made, "configure_model", lambda: pytest.fail("the model was loaded first"))
     records = RunFolder(str(tmp_path / "file" / "run"))
-    with pytest.raises(RunFolderError, match="the run folder must be a folder that can be written"):
+    with pytest.raises(RunFolderError, match=r"the run folder must be a folder that can be written"):
         trainer(tmp_path, max_steps=1, callbacks=[records]).fit(made, data())
 
 
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RunFolderWriter(tmp_path, {}).begin(0, seed=1)
     monkeypatch.setattr(lock, "_is_own", lambda holder: False)  # this process stands for two
-    with pytest.raises(RunFolderError, match="must belong to one run, but .* is in use by process"):
+    with pytest.raises(RunFolderError, match=r"must belong to one run, but .* is in use by process"):
         run(tmp_path, tmp_path / "kept")

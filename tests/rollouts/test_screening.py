@@ -122,7 +122,7 @@ def test_raise_names_the_request() -> None:
     check = screen("raise")
     found = check.replies(replies(a=GOOD, b=([5], [3.0])), [[2], [3, 4]], fill)
     with pytest.raises(
-        RolloutError, match="1 of 2 replies.*row 1: the reply to 'w3 w4' cannot be used.*is \\+3, above"
+        RolloutError, match=r"1 of 2 replies.*row 1: the reply to 'w3 w4' cannot be used.*is \+3, above"
     ):
         check.agree(found["completion_ids"], found["logps"])
 
@@ -131,21 +131,21 @@ def test_raise_names_the_request() -> None:
 def test_a_batch_of_nothing_ends_the_run(mode: str) -> None:
     check = screen(mode)
     found = check.replies(replies(a=([], []), b=([], [])), [[2]] * 2, fill)
-    with pytest.raises(RolloutError, match="2 of 2 replies .*Nothing is left to learn from"):
+    with pytest.raises(RolloutError, match=r"2 of 2 replies .*Nothing is left to learn from"):
         check.agree(found["completion_ids"], found["logps"])
 
 
 @pytest.mark.parametrize("missing", [math.nan, None])
 def test_no_log_prob_at_all_ends_the_run(missing: float | None) -> None:
     check = screen()
-    with pytest.raises(RolloutError, match="gave none that is finite in a whole generation batch"):
+    with pytest.raises(RolloutError, match=r"gave none that is finite in a whole generation batch"):
         check.agree([[5, 6], [7]], [[missing, missing], [missing]])
     assert check.agree([[5, 6], [7]], [[missing, missing], [-1.0]]).rows == ()  # one is enough: nonfinite says the rest
     assert check.agree([[5, 6]], None).rows == ()  # an engine that is the trainer itself gives none
 
 
 def test_placeholders_of_tools_are_no_log_probs() -> None:
-    with pytest.raises(RolloutError, match="gave none that is finite"):
+    with pytest.raises(RolloutError, match=r"gave none that is finite"):
         screen().agree([[5, 6]], [[math.nan, 0.0]], [[1, 0]])
 
 
@@ -184,7 +184,7 @@ def test_missing_completions_are_found_by_their_prompts() -> None:
 def test_too_many_completions_end_the_run() -> None:
     check = screen()
     found = check.rollouts(rollouts(), [[2], [3]])
-    with pytest.raises(RolloutError, match="3 completions where 2 were asked for"):
+    with pytest.raises(RolloutError, match=r"3 completions where 2 were asked for"):
         check.agree(found.completion_ids, found.sampling_per_token_logps)
 
 
@@ -193,12 +193,12 @@ def test_without_log_probs_a_bad_reply_ends_the_run() -> None:
     check = screen()
     found = check.rollouts(rollouts(completion_ids=[[5], [], [8]], policy_versions=[[4], [], [4]],
                                     sampling_per_token_logps=None), [[2], [2], [3]])  # fmt: skip
-    with pytest.raises(RolloutError, match="it is empty"):
+    with pytest.raises(RolloutError, match=r"it is empty"):
         check.agree(found.completion_ids, None)
 
 
 def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="on_bad_rollout must be one of"):
+    with pytest.raises(ValueError, match=r"on_bad_rollout must be one of"):
         screen("ignore")
 
 

@@ -73,7 +73,7 @@ def test_the_newest_whole_one_is_chosen(tmp_path: Path, caplog: pytest.LogCaptur
     for step in (2, 9):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
     with pytest.raises(
-        RunFolderError, match="none in .* is \\(checkpoint-10: optimizer.pt was cut short; checkpoint-9"
+        RunFolderError, match=r"none in .* is \(checkpoint-10: optimizer.pt was cut short; checkpoint-9"
     ):
         choose(by_step(tmp_path))
     assert choose([]) is None
@@ -126,7 +126,7 @@ def test_rows_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 64 * 1024) as folder:
         writer = RunFolderWriter(folder, {})
         writer.begin(0, seed=1)
-        with pytest.raises(RunFolderError, match="is full: .* are free, and the numbers of step"):
+        with pytest.raises(RunFolderError, match=r"is full: .* are free, and the numbers of step"):
             for step in range(10_000):
                 writer.log(step, {f"number_{i}": 1.0 for i in range(50)})
         lines = (folder / "metrics.jsonl").read_text().split("\n")

@@ -81,7 +81,7 @@ def test_a_number_that_was_given_to_another_process_is_no_run(tmp_path: Path) ->
     write(tmp_path, pid=os.getppid(), started="1")
     check_free(tmp_path)
     write(tmp_path, pid=os.getppid(), started=lock._started(os.getppid()))
-    with pytest.raises(RunFolderError, match="in use by process"):
+    with pytest.raises(RunFolderError, match=r"in use by process"):
         check_free(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_a_lock_that_was_cut_short_is_that_of_nobody(tmp_path: Path, content: st
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="output_dir must be a folder that can be written, but got .*file/run"):
+    with pytest.raises(RunFolderError, match=r"output_dir must be a folder that can be written, but got .*file/run"):
         check_writable(tmp_path / "file" / "run", name="output_dir")
 
 
@@ -127,9 +127,9 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(tmp_path)]).returncode:
         pytest.skip("mounting is not permitted here")
     try:
-        with pytest.raises(RunFolderError, match="Read-only file system. Nothing was loaded yet"):
+        with pytest.raises(RunFolderError, match=r"Read-only file system. Nothing was loaded yet"):
             check_writable(tmp_path / "run", name="output_dir")
-        with pytest.raises(RunFolderError, match="Read-only file system"):
+        with pytest.raises(RunFolderError, match=r"Read-only file system"):
             check_writable(tmp_path, name="output_dir")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

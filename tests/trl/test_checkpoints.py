@@ -32,7 +32,7 @@ def test_a_half_written_checkpoint_is_passed_over(build: Callable[..., Any], cap
     assert not (folder / LOCK_FILE).exists()
     optimizer = folder / "checkpoint-3" / "optimizer.pt"
     optimizer.write_bytes(optimizer.read_bytes()[:1000])
-    with pytest.raises(RunFolderError, match="checkpoint-3 is not: optimizer.pt was cut short"):
+    with pytest.raises(RunFolderError, match=r"checkpoint-3 is not: optimizer.pt was cut short"):
         build(Engine(noise=0.3), **SAVED).train(resume_from_checkpoint=str(folder / "checkpoint-3"))
 
     again = build(Engine(noise=0.3), **SAVED)
@@ -57,8 +57,8 @@ def test_a_full_disk_ends_the_run_with_one_sentence(build: Callable[..., Any], t
     size = bytes_of(tmp_path / "free" / "checkpoint-1")
     with small_disk(tmp_path / "disk", int(1.6 * size)) as disk:
         trainer = build(Engine(noise=0.3), **options, output_dir=str(disk))
-        with pytest.raises(RunFolderError, match="is full: .*checkpoint-2 could not be written, which needs about .* MB; "
-                           "checkpoint-1 is whole, and the records of finished steps are safe"):  # fmt: skip
+        said = r"is full: .*checkpoint-2 could not be written, which needs about .* MB; checkpoint-1 is whole, and the "
+        with pytest.raises(RunFolderError, match=said + "records of finished steps are safe"):
             trainer.train()
         assert [path.name for path in disk.glob("*checkpoint*")] == ["checkpoint-1"]
         assert [row["step"] for row in records(trainer)] == [1, 2]
@@ -74,7 +74,7 @@ def test_found_before_the_model_loads(make_args: Callable[..., Any], tmp_path: P
     from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="output_dir must be a folder that can be written"):
+    with pytest.raises(RunFolderError, match=r"output_dir must be a folder that can be written"):
         OffPolicyGRPOTrainer("no-such-model", len, make_args(output_dir=str(tmp_path / "file" / "run")))
 
 
@@ -88,7 +88,7 @@ def test_a_second_run_in_the_folder_is_refused(
     other = RunFolderWriter(trainer.args.output_dir, {})
     other.begin(0, seed=1)
     monkeypatch.setattr(lock, "_is_own", lambda holder: False)  # this process stands for two
-    with pytest.raises(RunFolderError, match="must belong to one run, but .* is in use by process"):
+    with pytest.raises(RunFolderError, match=r"must belong to one run, but .* is in use by process"):
         trainer.train()
-    with pytest.raises(RunFolderError, match="must belong to one run, but .* is in use by process"):
+    with pytest.raises(RunFolderError, match=r"must belong to one run, but .* is in use by process"):
         build(Engine(noise=0.3))

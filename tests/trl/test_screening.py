@@ -110,14 +110,14 @@ def test_the_kits_own_estimators_leave_it_out(build: Callable[..., Any], advanta
 def test_no_log_prob_ends_the_run_before_a_step(build: Callable[..., Any], mode: str) -> None:
     """They were trained on at weight 1, for as long as the run lasted."""
     trainer = build(Silent(), offpolicy="measure", on_bad_rollout=mode)
-    with pytest.raises(RolloutError, match="gave none that is finite in a whole generation batch"):
+    with pytest.raises(RolloutError, match=r"gave none that is finite in a whole generation batch"):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
 @pytest.mark.integration
 def test_fewer_completions_than_asked_for(build: Callable[..., Any]) -> None:
-    with pytest.raises(RolloutError, match="rollout_func must return 8 entries, one per prompt, but got prompt_ids 7"):
+    with pytest.raises(RolloutError, match=r"rollout_func must return 8 entries, one per prompt, but got prompt_ids 7"):
         build(Fewer(), on_bad_rollout="drop").train()
 
 
@@ -151,7 +151,7 @@ def reply(ids: list[int], value: float = -1.0) -> tuple[list[int], list[float]]:
 def test_vllm_is_asked_again_for_the_bad_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     first = [reply(GOOD), reply([]), reply(GOOD, 2.0)]
     made = engine(monkeypatch, [first, [reply([7, EOS]), reply([])], [reply([8, EOS])]], "retry")
-    prompts, ids, logps, tokens = made.generate([[3], [4], [5]], None, 1)
+    _, ids, logps, tokens = made.generate([[3], [4], [5]], None, 1)
     assert made.asked == [[[3], [4], [5]], [[4], [5]], [[5]]]
     assert ids == [GOOD, [7, EOS], [8, EOS]]
     assert tokens == [[[token] for token in row] for row in ids]

@@ -61,6 +61,7 @@ class Unusable(float):
     reason: str
 
     def __new__(cls, reason: str) -> Unusable:
+        """The mark of a reply that cannot be used for ``reason``."""
         made = super().__new__(cls, math.nan)
         made.reason = reason
         return made

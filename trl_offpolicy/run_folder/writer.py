@@ -22,6 +22,7 @@ from torch import Tensor
 from trl_offpolicy.run_folder import layout
 from trl_offpolicy.run_folder.checkpoints import remove_unfinished, said_if_full
 from trl_offpolicy.run_folder.lock import RunLock
+from trl_offpolicy.run_folder.strict import dump_json
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
 
@@ -52,7 +53,7 @@ class RunFolderWriter:
         prepare_run_folder(self.folder, resumed_step=step)
         command = " ".join(map(shlex.quote, sys.argv))
         info = {**self._info, "seed": seed, "command": command, "versions": run_versions()}
-        (self.folder / layout.RUN_FILE).write_text(json.dumps(info, indent=2, default=str) + "\n")
+        (self.folder / layout.RUN_FILE).write_text(dump_json(info, indent=2) + "\n")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a row to ``metrics.jsonl``.
@@ -81,7 +82,7 @@ def add_to_run(folder: str | Path, name: str, entry: Mapping[str, Any]) -> None:
     path = Path(folder) / layout.RUN_FILE
     if path.exists():
         info = {**json.loads(path.read_text()), name: dict(entry)}
-        path.write_text(json.dumps(info, indent=2, default=str) + "\n")
+        path.write_text(dump_json(info, indent=2) + "\n")
 
 
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
@@ -139,7 +140,7 @@ def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }
     with path.open("a") as file:
-        file.write(json.dumps(clean) + "\n")
+        file.write(json.dumps(clean, allow_nan=False) + "\n")
 
 
 class RolloutRecorder:
