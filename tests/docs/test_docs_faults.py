@@ -17,7 +17,7 @@ TABLE = [row for row in ROWS if row[0] != "fault"]
 
 
 @cache
-def tests_in(file: str) -> set[str]:
+def known_tests(file: str) -> set[str]:
     tree = ast.parse((ROOT / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
@@ -29,7 +29,7 @@ def test_every_row_names_tests_that_exist(row: list[str]) -> None:
     assert named, "a row must name a test"
     assert re.sub(r"`[^`]*`|[, ]", "", row[4]) == "", "nothing but tests"
     for file, name in named:
-        assert name in tests_in(file), f"{file} has no {name}"
+        assert name in known_tests(file), f"{file} has no {name}"
 
 
 def test_there_is_a_list_of_what_is_not_promised() -> None:

@@ -131,7 +131,7 @@ def assert_same(
             == (our["completion_mask"] * our["tool_mask"]).sum()
         )
         for name in ("advantages", "rewards", "sampling_per_token_logps"):
-            torch.testing.assert_close(our[name], their[name], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(our[name], their[name], rtol=1e-5, atol=1e-5, equal_nan=True)
     rows = records(trained)
     for step, row in enumerate(rows):
         assert watch.logs[step]["loss"] == pytest.approx(row["loss"], abs=1e-5, rel=1e-5)
