@@ -237,6 +237,7 @@ class Generation:
         if ahead is not None:
             ahead.versions = rollouts.policy_versions
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
+        lengths = trainable(rows).sum(-1)  # as TRL counts them, fillers among them
         rows["completion_mask"] = screened.without_tokens(rows["completion_mask"])
         rows |= module.experts.reported(module.policy, rows, rollouts)
         by_function = module.rewards(
@@ -255,7 +256,7 @@ class Generation:
             rows,
             by_function,
             total_rewards(by_function, module.rewards.weights),
-            trainable(rows).sum(-1),
+            lengths,
             torch.tensor(ended, device=module.device),
             completions,
             [row["prompt"] for row in request.rows],
