@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
@@ -13,8 +14,18 @@ from lightning_module.prompts import Prompts
 from trl_offpolicy.engines.engine import Engine
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.parts import imported
-from trl_offpolicy.rollouts.agents import Chat, Completions, Environments, RecordedEngine, Request, RolloutSampler
+from trl_offpolicy.rollouts.agents import (
+    Chat,
+    Completions,
+    Environments,
+    RecordedEngine,
+    Request,
+    RolloutSampler,
+    ScreenedEngine,
+)
+from trl_offpolicy.rollouts.agents.guard import ToolGuard, check_tool_timeout
 from trl_offpolicy.rollouts.agents.sampler import check_arguments
+from trl_offpolicy.rollouts.screening import Screen, Screened, check_on_bad_rollout
 from trl_offpolicy.rollouts.token_ids import TokenIds
 from trl_offpolicy.stats import Stats
 
@@ -41,6 +52,10 @@ class Agents:
         check_arguments(self.tools, self.environments, self.rollout, self._most)
         self._sampler: RolloutSampler | None = None
         self._engine: RecordedEngine | None = None
+        check_on_bad_rollout(given["on_bad_rollout"])
+        self._screen: Screen | None = None
+        check_tool_timeout(given["tool_timeout"])
+        self._guard: ToolGuard | None = None
         self._ids = TokenIds(None, given["check_token_ids"])  # the tokenizer is loaded with the policy
 
     @property
@@ -60,14 +75,28 @@ class Agents:
             ValueError: see :class:`~trl_offpolicy.rollouts.agents.RolloutSampler`; or ranks share an engine or a model.
         """
         self._check_ranks()
+        self._guard = ToolGuard(
+            timeout=self._module.settings["tool_timeout"],
+            max_tokens=self._module.sampling.max_tokens,
+            tokenizer=prompts.tokenizer,
+        )
         self._sampler = RolloutSampler(
             Chat(tokenizer=prompts.tokenizer, options=self._module.settings["chat_template_kwargs"] or {}),
             tools=self.tools,
             environments=self.environments,
             rollout=self.rollout,
             max_iterations=self._most,
+            guard=self._guard,
         )
         self._ids.tokenizer = prompts.tokenizer
+        self._screen = Screen(
+            self._module.settings["on_bad_rollout"],
+            vocabulary=getattr(self._module.policy.config.get_text_config(), "vocab_size", None),
+            filler=next(iter(prompts.ends), prompts.pad),
+            decode=prompts.tokenizer.decode,
+        )
+        if self.environments is not None:
+            self.environments.bound(self._guard, self._screen.reset)
 
     def _check_ranks(self) -> None:
         trainer, spec = self._module.trainer, self._module.settings["engine"]
@@ -89,17 +118,37 @@ class Agents:
 
     def request(self, rows: Sequence[Mapping[str, Any]], count: int) -> Request:
         """What to sample for ``count`` completions of each row; environments are reset."""
-        assert self._sampler is not None
+        assert self._sampler is not None and self._screen is not None
+        self._screen.begin()
         return self._sampler.request(rows, count)
 
-    def sample(self, engine: Engine, request: Request) -> Completions:
-        """The completions of a request."""
-        assert self._sampler is not None
-        if self._engine is None or self._engine.engine is not engine:
-            self._engine = RecordedEngine(engine)
+    def sample(self, engine: Engine, request: Request, *, again: Engine | None = None) -> Completions:
+        """The completions of a request. Those that cannot be used hold fillers, on which the ranks :meth:`agree`.
+
+        Args:
+            engine: the engine that samples.
+            request: what is asked for.
+            again: the engine that is asked again for replies that cannot be used; None = the same one.
+        """
+        assert self._sampler is not None and self._screen is not None
+        self._engine = RecordedEngine(ScreenedEngine(engine, self._screen, again=again))
         module = self._module
         longest = context_length(engine, module.policy)
-        return self._sampler.sample(self._engine, request, module.sampling, context_length=longest)
+        return self._sampler.sample(self._engine, request, module.sampling, context_length=longest, screen=self._screen)
+
+    def agree(self, completions: Completions) -> Screened:
+        """The rows of a generation batch that leave it. All ranks call it, before rewards are given.
+
+        Raises:
+            RolloutError: on all ranks (:meth:`Screen.agree`).
+        """
+        assert self._screen is not None
+        rollouts = completions.rollouts
+        return self._screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
+
+    def guard_stats(self, device: torch.device) -> Stats:
+        """What the tools of a generation batch did beyond their bounds; empty if there are no tools."""
+        return Stats({}) if self._guard is None or not self.has_tools else self._guard.stats(device)
 
     def check_ids(self, rows: dict[str, Tensor], completions: Completions) -> Stats:
         """Whether the rows hold the ids that the engine sampled (:class:`TokenIds`).

@@ -41,7 +41,8 @@ class ModuleAhead:
         self._module, self._settings = module, settings
         self._old = OldPolicy(settings)
         self._queue: RolloutsAhead | None = None
-        self._versions: list[list[int]] = []  # of each token, in the batch that was handed out last
+        self.versions: list[list[int]] = []
+        """Of each token, in the batch that was handed out last."""
 
     def start(self, engine: Engine | None) -> None:
         """Begin a run with an empty queue.
@@ -69,7 +70,7 @@ class ModuleAhead:
         """Give up requests in flight and empty the queue."""
         if self._queue is not None:
             self._queue.close()
-        self._queue, self._versions = None, []
+        self._queue, self.versions = None, []
 
     def end_epoch(self) -> None:
         """Forget what was requested for the rest of an epoch that ended early.
@@ -122,7 +123,6 @@ class ModuleAhead:
         options = module.sampling.vllm_options
         rollouts, waited = self._queue.take(repeated(ids), upcoming=upcoming, options=options, n=n)
         module.measuring.add_rollout_number("wait_seconds", waited)
-        self._versions = rollouts.policy_versions
         return rollouts
 
     def _reached(self, step: MicroStep, count: int) -> list[int]:
@@ -158,7 +158,7 @@ class ModuleAhead:
         """
         self._old.complete(
             rows,
-            self._versions,
+            self.versions,
             model=self._module.policy,
             proximal=self._module.objective.proximal,
             score=score,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_module.engines import engine_type, sampling_findings
 from lightning_module.streams import MicroStep
@@ -18,9 +20,11 @@ from trl_offpolicy.diagnosis.fixes import LIGHTNING
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.engines.sampling_states import described
+from trl_offpolicy.engines.sync import raised_on_all_ranks
 from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, SETTINGS
+from trl_offpolicy.run_folder.lock import RunFolderError, check_run_folder
 from trl_offpolicy.run_folder.syncs import append_sync
 from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
@@ -49,16 +53,44 @@ class RunRecords(Callback):
             folder: of the run.
             describe: returns the entries of ``run.json``; called on the main process.
             decode: turns token ids into text.
+
+        Raises:
+            RunFolderError: on all ranks, if another run has the folder.
         """
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if trainer.is_global_zero:
-            report = partial(closing_report, decode=decode) if self.report else None
-            self._writer = RunFolderWriter(folder, describe(), report=report)
-            self._writer.begin(trainer.global_step, seed=os.environ.get("PL_GLOBAL_SEED"))
-        trainer.strategy.barrier("run folder")
+        with raised_on_all_ranks(RunFolderError):
+            if trainer.is_global_zero:
+                report = partial(closing_report, decode=decode) if self.report else None
+                self._writer = RunFolderWriter(folder, describe(), report=report)
+                self._writer.begin(trainer.global_step, seed=os.environ.get("PL_GLOBAL_SEED"))
         if self.rollouts:
             self._recorder = RolloutRecorder(folder, decode, trainer.global_rank)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check, before a model is loaded, that the folder can be written and no other run has it. All ranks call it.
+
+        Raises:
+            RunFolderError: on all ranks, if it cannot be used.
+        """
+        if stage != TrainerFn.FITTING or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        folder = self._where(trainer)
+        with raised_on_all_ranks(RunFolderError):
+            if trainer.is_global_zero:
+                check_run_folder(folder, name="the run folder")
+
+    def _where(self, trainer: Trainer) -> Path:
+        """The folder to write into. All ranks call it: Lightning broadcasts the logger's folder."""
+        return Path(self.folder or trainer.log_dir or trainer.default_root_dir)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep what is still in memory, and give the folder back."""
+        if self._recorder is not None:
+            with suppress(OSError):  # a full disk may be what ended the run
+                self._recorder.flush()
+        if self._writer is not None:
+            self._writer.leave()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the rollouts that are still in memory, then the report."""

@@ -33,6 +33,7 @@ from trl_offpolicy.rollouts.agents import Completions, Request
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
+from trl_offpolicy.rollouts.screening import Screened
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class Sampled(NamedTuple):
 
     ``rows`` holds tensors under TRL's names. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is
     their weighted sum, ``lengths`` (B,) counts sampled tokens, ``terminated`` (B,) says whether a completion ended by
-    itself, ``completions`` are the texts or messages, ``prompts`` what the model saw.
+    itself, ``completions`` are the texts or messages, ``prompts`` what the model saw, ``screened`` the rows that could
+    not be used: they have neither tokens nor rewards.
     """
 
     rows: dict[str, Tensor]
@@ -53,6 +55,7 @@ class Sampled(NamedTuple):
     terminated: Tensor
     completions: Completions
     prompts: list[Any]
+    screened: Screened
 
 
 class Generation:
@@ -227,9 +230,15 @@ class Generation:
         ahead = None if step is None else module.ahead
         with self._numerics():
             self._sync(request.prompt_ids)
-            completions = module.agents.sample(engine if ahead is None else ahead.due(engine, step), request)
+            due = engine if ahead is None else ahead.due(engine, step)
+            completions = module.agents.sample(due, request, again=engine)
+        screened = module.agents.agree(completions)
         rollouts = completions.rollouts
+        if ahead is not None:
+            ahead.versions = rollouts.policy_versions
         rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
+        lengths = trainable(rows).sum(-1)  # as TRL counts them, fillers among them
+        rows["completion_mask"] = screened.without_tokens(rows["completion_mask"])
         rows |= module.experts.reported(module.policy, rows, rollouts)
         by_function = module.rewards(
             completions.reward_rows(request),
@@ -240,17 +249,18 @@ class Generation:
             log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
             log_extra=_ignore,
         )
-        by_function = by_function.to(module.device)
+        by_function = screened.without_rewards(by_function.to(module.device), local=True)
         ends = (*self.prompts.ends, self.prompts.pad)  # TRL counts both
         ended = [bool(row) and row[-1] in ends for row in rollouts.completion_ids]
         return Sampled(
             rows,
             by_function,
             total_rewards(by_function, module.rewards.weights),
-            trainable(rows).sum(-1),
+            lengths,
             torch.tensor(ended, device=module.device),
             completions,
             [row["prompt"] for row in request.rows],
+            screened,
         )
 
     def _trainer_state(self) -> SimpleNamespace:
@@ -282,6 +292,8 @@ class Generation:
             sampled.by_function, sampled.total, sampled.lengths, sampled.terminated, count
         )
         module.measuring.add_tools(sampled.completions)
+        module.measuring.add_stats(sampled.screened.stats(module.device))
+        module.measuring.add_stats(module.agents.guard_stats(module.device))
         if module.settings["mask_truncated_completions"]:
             without_truncated(rows, sampled.terminated)
         module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))

@@ -17,6 +17,7 @@ from lightning_module.agents import Agents
 from lightning_module.ahead import sample_ahead
 from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
+from lightning_module.checkpoints import keep_whole
 from lightning_module.control import Control
 from lightning_module.data import PromptDataModule
 from lightning_module.engines import check_sampling, engine_type
@@ -39,6 +40,7 @@ from trl_offpolicy.objective.coefficients import adapts, next_kl
 from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.packages import check_model, warn_about_builds
+from trl_offpolicy.rollouts.agents.guard import TIMEOUT
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
@@ -85,10 +87,15 @@ class OffPolicyGRPOModule(LightningModule):
             a mapping from names to such, which the column ``environment`` chooses from.
         rollout: ``f(prompts, engine, sampling)`` that samples in place of the loop, or its import path.
         max_tool_calling_iterations: most rounds of tool calls per completion; None = any number.
+        tool_timeout: seconds that a call of a tool may take, then its answer is an error; None = any time, and tools
+            run in the trainer's own thread.
         chat_template: template of messages in place of the tokenizer's: a Jinja text, or its file.
         response_template: how replies are read (``parse_response``): a mapping, or its JSON file.
         chat_template_kwargs: further variables of the chat template.
         check_token_ids: what happens if rows do not hold the ids that the engine sampled: ``warn``, ``raise``, ``off``.
+        on_bad_rollout: what happens to a reply that cannot be used (empty, an id that the model does not know, a
+            log-prob above 0): ``raise``, ``drop`` (it leaves the batch and its group's baseline), ``retry`` (it is
+            asked for again, then dropped).
         entropy: TRL's entropy options by name (``entropy_coef``, ``use_adaptive_entropy``, ``entropy_target``,
             ``top_entropy_quantile``, ...): :class:`~trl_offpolicy.objective.coefficients.EntropyOptions`.
         mask_truncated_completions: whether completions that were cut at the longest length leave the loss.
@@ -134,10 +141,12 @@ class OffPolicyGRPOModule(LightningModule):
         environment_factory: Any = None,
         rollout: Any = None,
         max_tool_calling_iterations: int | None = None,
+        tool_timeout: float | None = TIMEOUT,
         chat_template: str | None = None,
         response_template: Any = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         check_token_ids: str = "warn",
+        on_bad_rollout: str = "raise",
         entropy: dict[str, Any] | None = None,
         mask_truncated_completions: bool = False,
         routing_replay: Any = "none",
@@ -200,6 +209,7 @@ class OffPolicyGRPOModule(LightningModule):
         """
         if type(self.trainer.strategy).__name__.startswith("DeepSpeed"):
             warn_about_builds()
+        keep_whole(self.trainer)
         prompts = getattr(self.trainer, "datamodule", None)
         if stage == TrainerFn.FITTING and isinstance(prompts, PromptDataModule):
             self.generation.check_sizes(prompts.plan)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ class OffPolicyObserver(RunRecords):
                 "OffPolicyObserver is for a module of your own, but got an OffPolicyGRPOModule, which measures and "
                 "records all this itself (RunFolder sets where)."
             )
-        folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
+        folder = self._where(trainer)
         self._begin(trainer, folder, lambda: self._description(trainer, pl_module), self._decode)
         self._logged = trainer.global_step
         if self.spec is not None:

@@ -120,9 +120,8 @@ def main() -> None:
         raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")
     if training.use_cpu and training.world_size == 1:
         torch.set_num_threads(os.cpu_count() or 1)  # accelerate launch would leave a single thread
-    checkpoint = (
-        get_last_checkpoint(training.output_dir) if recipe.resume and Path(training.output_dir).is_dir() else None
-    )
+    folder = Path(training.output_dir)
+    resumes = recipe.resume and folder.is_dir() and get_last_checkpoint(folder) is not None
     train, held_out = load_splits(recipe)
     model.model_name_or_path = model_folder(model)
     training.model_init_kwargs = {"dtype": model.dtype or "float32", **(training.model_init_kwargs or {})}
@@ -138,7 +137,7 @@ def main() -> None:
     )
     trainer.add_callback(RecipeCallback(options))
     trainer.add_callback(EvaluationCallback())
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=resumes)  # True: from the newest one that is whole
     trainer.save_model(training.output_dir)
     trainer.create_model_card(dataset_name=recipe.dataset_name)
     if training.push_to_hub:

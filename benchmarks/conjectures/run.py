@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.conjectures.common import Conjecture, Outcome
 from benchmarks.lab.jobs import cost_text, outcome_of, run_and_time, write_atomically
-from trl_offpolicy.diagnosis.numbers import strict_json
+from trl_offpolicy.run_folder.strict import strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("collapse", "moe", "budget", "lag")

@@ -76,7 +76,7 @@ class Run:
     injected: str
     setting: train.Setting
     generations: int = 60
-    lost_tokens: bool = False
+    lost_tokens: float = 0.0
     repeated: bool = False
 
 
@@ -135,8 +135,9 @@ RUNS = {
         train.Setting(train.NO_CLIP, bits=8, lag=16, learning_rate=1e-3),
         generations=100,
     ),
+    "engine_logprobs_missing": Run("engine returns no log-probs", train.Setting(train.PLAIN), 10, lost_tokens=1.0),
     "nonfinite": Run(
-        "engine returns no log-prob for one token in fifty", train.Setting(train.PLAIN), 10, lost_tokens=True
+        "engine returns no log-prob for one token in fifty", train.Setting(train.PLAIN), 10, lost_tokens=0.02
     ),
     "repeated_draws": Run(
         "two ranks that draw the same numbers", train.Setting(train.PLAIN, learning_rate=5e-4), 10, repeated=True
@@ -181,7 +182,7 @@ def _sentence(found: Attribution) -> str:
 
 def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
     """What was injected, and what ``doctor`` said of the run."""
-    with losing_tokens() if run.lost_tokens else repeating() if run.repeated else _nothing():
+    with losing_tokens(run.lost_tokens) if run.lost_tokens else repeating() if run.repeated else _nothing():
         train.train(run.setting, 0, steps=run.generations, start=start, folder=folder)
     findings = examine(folder).diagnosis.findings
     return {
@@ -204,14 +205,14 @@ def of_quickstart(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def losing_tokens() -> Iterator[None]:
-    """NaN for every fiftieth sampling log-prob."""
+def losing_tokens(share: float) -> Iterator[None]:
+    """NaN for this share of the sampling log-probs."""
     sample = train.sample
 
     def lossy(*args: Any) -> Answers:
         answers = sample(*args)
         logps = answers.logps.clone()
-        logps.view(-1)[::50] = torch.nan
+        logps.view(-1)[:: round(1 / share)] = torch.nan
         return replace(answers, logps=logps)
 
     with mock.patch.object(train, "sample", lossy):

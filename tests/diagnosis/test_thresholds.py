@@ -233,6 +233,10 @@ WALKS: dict[str, tuple[Walk, ...]] = {
         Walk(level("pearson"), 3, 0),
         Walk(resync_is_off, True, False),
     ),
+    "logprobs_missing": (
+        Walk(verdict("mismatch/nonfinite_fraction"), {"nonfinite warning"}, {"engine_logprobs_missing critical"}),
+        Walk(verdict("total/nonfinite_fraction"), set(), {"engine_logprobs_missing critical"}),
+    ),
     "kl_healthy": (
         Walk(verdict("mismatch/kl_k3"), set(), OFF),
         Walk(verdict("staleness/kl_k3"), set(), STALE),

@@ -27,8 +27,10 @@ from trl_offpolicy.metrics import (
     ProductVariance,
 )
 from trl_offpolicy.objective.measure import GRADIENT_METRICS
+from trl_offpolicy.rollouts.agents.guard import GUARD_METRICS
 from trl_offpolicy.rollouts.ahead.queue import AHEAD_METRICS
 from trl_offpolicy.rollouts.duplicates import DUPLICATE_METRICS
+from trl_offpolicy.rollouts.screening import SCREEN_METRICS
 from trl_offpolicy.rollouts.token_ids import TOKEN_ID_METRICS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
@@ -108,6 +110,7 @@ def emitted():
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
     of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *TOKEN_ID_METRICS, *DUPLICATE_METRICS, "outside_fraction")
+    of_rollouts += (*SCREEN_METRICS, *GUARD_METRICS)
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
@@ -125,7 +128,7 @@ def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
     weights = 2 * 6 + 3 + 6
     weights += len(OF_AUTO)
-    rest = 6 + 2 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4
+    rest = 6 + 2 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4 + 5
     assert len(table()) == 5 * len(RATIO_METRICS) + 5 + rest + len(ROUTING_METRICS)
 
 

@@ -19,17 +19,19 @@ METHODS = (
     "__init__", "_generate_and_score_completions", "_calculate_rewards", "_get_per_token_logps_and_entropies",
     "_compute_loss", "log", "create_model_card", "_save_checkpoint",
     "_load_optimizer_and_scheduler", "training_step", "_prepare_inputs", "_generate_single_turn",
+    "_generate", "train", "_get_output_dir", "_push_from_checkpoint",
 )  # fmt: skip
 ATTRIBUTES = (
     "_step", "_metrics", "_logs", "_tokenizer", "_last_world_entropy", "_entropy_bonus_enabled",
     "aux_loss_enabled", "use_adaptive_entropy", "entropy_coef", "top_entropy_quantile", "router_aux_loss_coef",
     "num_iterations", "loss_type", "temperature", "max_completion_length", "reward_weights", "use_vllm", "ref_model",
-    "current_gradient_accumulation_steps", "hub_model_id",
+    "current_gradient_accumulation_steps", "hub_model_id", "tools", "rollout_func", "environment_factories",
 )  # fmt: skip
 
 
 def signatures() -> list[str]:
     """Of the methods and functions that are overridden, called or rebound."""
+    from transformers import trainer
     from trl import GRPOTrainer
     from trl.generation import vllm_generation
     from trl.models.utils import disable_gradient_checkpointing
@@ -42,8 +44,9 @@ def signatures() -> list[str]:
     for owner, name in ((utils, "add_fused_lm_head"), (utils, "maybe_gather_lm_head_ctx")):
         found[f"utils.{name}"] = getattr(owner, name)
     found["disable_gradient_checkpointing"] = disable_gradient_checkpointing
-    for name in ("add_fused_lm_head", "VLLMGeneration"):
+    for name in ("add_fused_lm_head", "VLLMGeneration", "PREFIX_CHECKPOINT_DIR"):
         found[f"grpo_trainer.{name} is a global"] = _present(grpo_trainer, name)
+    found["transformers.trainer.PREFIX_CHECKPOINT_DIR is a global"] = _present(trainer, "PREFIX_CHECKPOINT_DIR")
     found["vllm_generation.LLM is a global"] = _present(vllm_generation, "LLM")
     return [f"{name} {made if isinstance(made, str) else inspect.signature(made)}" for name, made in found.items()]
 

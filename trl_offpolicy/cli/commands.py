@@ -96,10 +96,9 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
     )
 
     def run(args: argparse.Namespace) -> int:
-        import json
 
         from trl_offpolicy.diagnosis.doctor import examine, print_examination
-        from trl_offpolicy.diagnosis.numbers import strict_json
+        from trl_offpolicy.run_folder.strict import dump_json
 
         if "help" in args.threshold:
             _print_thresholds()
@@ -115,7 +114,7 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
                 note=note,
             )  # fmt: skip
         if args.json:
-            print(json.dumps(strict_json(seen.as_dict()), indent=2, allow_nan=False))
+            print(dump_json(seen.as_dict(), indent=2))
         else:
             print_examination(seen)
         if args.export_rlprobe:

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trl_offpolicy.run_folder.strict import dump_json
+
 ACTIONS_FILE = "actions.jsonl"
 """File in the run folder with one action per line."""
 
@@ -48,7 +50,7 @@ class Action:
 def append_actions(path: Path, actions: tuple[Action, ...]) -> None:
     """Append one JSON line per action."""
     with path.open("a") as file:
-        file.writelines(json.dumps(asdict(action)) + "\n" for action in actions)
+        file.writelines(dump_json(asdict(action)) + "\n" for action in actions)
 
 
 def read_actions(path: Path) -> tuple[Action, ...]:

@@ -114,6 +114,17 @@ CAUSES: dict[str, Cause] = {
         "the reward: length bonus, missing end of sequence.",
         "control: {policy: act, controllers: {length_guard: {}}}\noffpolicy: skyrl/geometric-mask\n",
     ),
+    "engine_logprobs_missing": Cause(
+        "no log-probs from the engine",
+        "A",
+        "The engine gives no finite log-prob of what it sampled. Every ratio is then taken as 1: nothing is corrected, "
+        "and numbers that compare engine and trainer are of no token.",
+        "mismatch/nonfinite_fraction at 1; sampling_per_token_logps in the recorded rollouts is NaN. The trainers of "
+        "this kit end such a run after its first generation.",
+        "Have the engine return the log-prob of each sampled token. If it does and they are NaN, look at its logits: "
+        "float16 overflows, or weights that did not arrive whole.",
+        "engine: {dtype: bfloat16}   # if its float16 overflows\n",
+    ),
     "nonfinite": Cause(
         "non-finite log-probs",
         "A",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Any
 
 
 def format_number(value: float | None) -> str:
@@ -34,17 +32,3 @@ def listed(texts: Iterable[str]) -> str:
     """
     *others, last = dict.fromkeys(texts) or ("",)
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def strict_json(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, which JSON does not have.
-
-    Example:
-        >>> strict_json({"kl": float("nan"), "steps": (1, 2.5)})
-        {'kl': None, 'steps': [1, 2.5]}
-    """
-    if isinstance(value, dict):
-        return {key: strict_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

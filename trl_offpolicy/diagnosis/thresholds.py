@@ -94,6 +94,7 @@ class Thresholds:
     confident_high: float = _number(
         0.005, "share of tokens that the engine gives at least half and the trainer 2 nats less, at lag 0", OURS
     )
+    logprobs_missing: float = _number(0.99, "share of tokens without a log-ratio at which the engine gives none", OURS)
     sync_visible_low: float = _number(0.5, "share of the changed weights that survive the engine's rounding", OURS)
     copied_high: float = _number(0.05, "share of improbable completions that equal another one of their group", OURS)
     tv_budget: float = _number(

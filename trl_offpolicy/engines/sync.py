@@ -93,12 +93,12 @@ class WeightSync:
 
 
 @contextmanager
-def raised_on_all_ranks() -> Iterator[None]:
-    """Raises an EngineError of any rank on every rank, so that none waits forever. It is also a barrier."""
-    error: EngineError | None = None
+def raised_on_all_ranks(kind: type[Exception] = EngineError) -> Iterator[None]:
+    """Raises an error of this kind of any rank on every rank, so that none waits forever. It is also a barrier."""
+    error: Exception | None = None
     try:
         yield
-    except EngineError as raised:
+    except kind as raised:
         error = raised
     for one in gather_objects(error):
         if one is not None:

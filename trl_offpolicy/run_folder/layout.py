@@ -26,6 +26,10 @@ RECORDS = (RUN_FILE, RECIPE_FILE, METRICS_FILE, ACTIONS_FILE, SYNCS_FILE, ROLLOU
 """What belongs to one run: a new run in the same folder moves these out of its way."""
 PREVIOUS_FOLDER = "_previous"
 """The folder to which it moves them, in a subfolder named by the time."""
+LOCK_FILE = "_run.lock"
+"""Process and machine of the run that has the folder, while it runs. Names with "_" are not uploaded to the Hub."""
+UNFINISHED = "_unfinished-"
+"""Prefix of a checkpoint that is being written."""
 ENGINE_WEIGHTS_FOLDER = "_engine_weights"
 """Weights on their way to an engine that reads files."""
 

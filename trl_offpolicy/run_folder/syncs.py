@@ -11,13 +11,14 @@ from pathlib import Path
 
 from trl_offpolicy.engines.engine import SyncReport
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.strict import dump_json
 
 
 def append_sync(folder: str | Path, report: SyncReport) -> None:
     """Append a row to ``syncs.jsonl``. Its step is the version, which counts the optimizer steps so far."""
     row = {layout.STEP: report.version, layout.TIME: time.time(), **asdict(report)}
     with (Path(folder) / layout.SYNCS_FILE).open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(dump_json(row) + "\n")
 
 
 def read_syncs(folder: str | Path) -> tuple[SyncReport, ...]:

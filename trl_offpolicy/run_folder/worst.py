@@ -121,7 +121,7 @@ def _finite(value: Any) -> Any:
 def write_worst(path: Path, responses: Sequence[Mapping[str, Any]]) -> None:
     """Replace the file in one move, so a reader finds the old or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(list(responses), ensure_ascii=False), encoding="utf-8")
+    temporary.write_text(json.dumps(list(responses), ensure_ascii=False, allow_nan=False), encoding="utf-8")
     temporary.replace(path)
 
 

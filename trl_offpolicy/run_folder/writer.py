@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.checkpoints import remove_unfinished, said_if_full
+from trl_offpolicy.run_folder.lock import RunLock
+from trl_offpolicy.run_folder.strict import dump_json
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
 
@@ -36,22 +39,42 @@ class RunFolderWriter:
         self, folder: str | Path, info: Mapping[str, Any], *, report: Callable[[Path], object] | None = None
     ) -> None:
         self.folder, self._info, self._report = Path(folder), info, report
+        self._lock = RunLock(folder)
 
     def begin(self, step: int, *, seed: object) -> None:
-        """Make room for a run that starts or continues after ``step`` optimizer steps, and write ``run.json``."""
+        """Make room for a run that starts or continues after ``step`` optimizer steps, and write ``run.json``.
+
+        Raises:
+            RunFolderError: another run has the folder; nothing in it is touched.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        remove_unfinished(self.folder)
         prepare_run_folder(self.folder, resumed_step=step)
         command = " ".join(map(shlex.quote, sys.argv))
         info = {**self._info, "seed": seed, "command": command, "versions": run_versions()}
-        (self.folder / layout.RUN_FILE).write_text(json.dumps(info, indent=2, default=str) + "\n")
+        (self.folder / layout.RUN_FILE).write_text(dump_json(info, indent=2) + "\n")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a row to ``metrics.jsonl``."""
-        append_metrics(self.folder / layout.METRICS_FILE, step, values)
+        """Append a row to ``metrics.jsonl``.
+
+        Raises:
+            RunFolderError: the disk is full.
+        """
+        with said_if_full(self.folder, what=f"the numbers of step {step}"):
+            append_metrics(self.folder / layout.METRICS_FILE, step, values)
 
     def end(self) -> None:
-        """Call the report, if there is one."""
-        if self._report is not None:
-            self._report(self.folder)
+        """Call the report, if there is one, and give the folder back."""
+        try:
+            if self._report is not None:
+                self._report(self.folder)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Give the folder back without a report."""
+        self._lock.release()
 
 
 def add_to_run(folder: str | Path, name: str, entry: Mapping[str, Any]) -> None:
@@ -59,7 +82,7 @@ def add_to_run(folder: str | Path, name: str, entry: Mapping[str, Any]) -> None:
     path = Path(folder) / layout.RUN_FILE
     if path.exists():
         info = {**json.loads(path.read_text()), name: dict(entry)}
-        path.write_text(json.dumps(info, indent=2, default=str) + "\n")
+        path.write_text(dump_json(info, indent=2) + "\n")
 
 
 def prepare_run_folder(folder: Path, *, resumed_step: int) -> None:
@@ -117,7 +140,7 @@ def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }
     with path.open("a") as file:
-        file.write(json.dumps(clean) + "\n")
+        file.write(json.dumps(clean, allow_nan=False) + "\n")
 
 
 class RolloutRecorder:
@@ -149,7 +172,8 @@ class RolloutRecorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             target = self.folder / layout.rollout_part(step, self._rank)
             temporary = target.with_name(f".{target.stem}.tmp")  # hidden, so readers of the folder skip it
-            pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
+            with said_if_full(self.folder.parent, what=f"the rollouts of step {step}"):
+                pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
             temporary.replace(target)
             self._worst.add(rows)
         self._pending.clear()

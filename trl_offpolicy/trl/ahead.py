@@ -43,7 +43,7 @@ class TrainerAhead:
     def close(self) -> None:
         """Give up requests in flight and empty the queue."""
         self._queue.close()
-        self._versions: list[list[int]] = []  # of each token, in the batch that was handed out last
+        self.versions: list[list[int]] = []  # of each token, in the batch that was handed out last
         self._epoch: Iterator[Any] | None = None
         self._lookahead = Lookahead(iter(()))
         self._first_step = 0
@@ -101,7 +101,7 @@ class TrainerAhead:
 
         rollouts, waited = self._queue.take(prompts, upcoming=self._upcoming, options=options, n=num_generations)
         self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(waited)
-        self._versions, ids = rollouts.policy_versions, rollouts.completion_ids
+        self.versions, ids = rollouts.policy_versions, rollouts.completion_ids
         logps = [[[value] for value in row] for row in rollouts.sampling_per_token_logps or []]
         return prompts, ids, logps, [[[token] for token in row] for row in ids]
 
@@ -118,7 +118,7 @@ class TrainerAhead:
         """Add the version of each token to TRL's generation batch, and give its log-probs their right names."""
         self._old.complete(
             output,
-            self._versions,
+            self.versions,
             model=self._trainer.model,
             proximal=self._trainer.objective.proximal,
             score=partial(self._score, output),

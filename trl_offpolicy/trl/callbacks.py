@@ -10,7 +10,9 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 from trl import GRPOTrainer
 
 from trl_offpolicy.diagnosis.report.closing import closing_report
+from trl_offpolicy.engines.sync import raised_on_all_ranks
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
+from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
 _SHORT = {  # label -> (key, format)
@@ -64,9 +66,14 @@ class RunFolderCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prepare the folder and write ``run.json``."""
-        if state.is_world_process_zero:
-            self._writer.begin(state.global_step, seed=args.seed)
+        """Prepare the folder and write ``run.json``. All ranks call it.
+
+        Raises:
+            RunFolderError: on all ranks, if another run has the folder.
+        """
+        with raised_on_all_ranks(RunFolderError):
+            if state.is_world_process_zero:
+                self._writer.begin(state.global_step, seed=args.seed)
 
     def on_log(
         self,

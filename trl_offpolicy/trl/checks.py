@@ -11,6 +11,7 @@ from typing import Any, cast
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, request_findings
 from trl_offpolicy.engines.server.contact import check_base_url
 from trl_offpolicy.engines.settings import EngineSettings
+from trl_offpolicy.engines.sync import raised_on_all_ranks
 from trl_offpolicy.engines.weights.files import require_writable
 from trl_offpolicy.functional.advantages import ScaleRewards
 from trl_offpolicy.objective.advantages import GRPO
@@ -20,6 +21,7 @@ from trl_offpolicy.objective.staging import Stages, stage
 from trl_offpolicy.packages import check_model, require, warn_about_builds
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.ahead.checks import check_trainer
+from trl_offpolicy.run_folder.lock import RunFolderError, check_run_folder
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 logger = logging.getLogger(__name__)
@@ -36,11 +38,13 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
         given: keyword arguments of the trainer (``rollout_func``, ``tools``, ``peft_config``, ...).
 
     Raises:
+        RunFolderError: on all ranks, if ``output_dir`` cannot be written or another run has it.
         MissingPackageError: vLLM is not installed, but it samples.
         FileNotFoundError: the model's folder does not exist.
         ValueError: the engine's log-probs cannot be compared, tools would make ranks wait for ever, or the horizon of
             an adaptive KL is too short.
     """
+    check_output(args)
     if args.use_vllm:
         require("vllm", by="use_vllm: true")
         check_address(args)
@@ -66,6 +70,17 @@ def check_address(args: OffPolicyGRPOConfig) -> None:
     folder = EngineSettings.parse(args.engine if isinstance(args.engine, Mapping) else None).folder
     if folder is not None:
         require_writable(folder.resolve(), where="engine.folder")
+
+
+def check_output(args: OffPolicyGRPOConfig) -> None:
+    """Check that the main process can write the run's folder and that no other run has it. All ranks call it.
+
+    Raises:
+        RunFolderError: on all ranks, if it cannot.
+    """
+    with raised_on_all_ranks(RunFolderError):
+        if args.process_index == 0:
+            check_run_folder(args.output_dir, name="output_dir")
 
 
 def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:

@@ -31,8 +31,10 @@ from trl_offpolicy.presets.parsing import (
     plain_method,
 )
 from trl_offpolicy.presets.preset import Preset
+from trl_offpolicy.rollouts.agents.guard import TIMEOUT, check_tool_timeout
 from trl_offpolicy.rollouts.ahead.checks import check_config
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+from trl_offpolicy.rollouts.screening import check_on_bad_rollout
 from trl_offpolicy.rollouts.token_ids import CheckTokenIds
 from trl_offpolicy.trl import exact
 from trl_offpolicy.trl.routing import check_replay
@@ -81,6 +83,11 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         check_token_ids: what happens if rows do not hold the ids that the engine sampled: ``warn`` (once per run),
             ``raise``, or ``off``. A few rows of every generation batch are compared. Text that was tokenized again
             may have other ids.
+        on_bad_rollout: what happens to a reply that cannot be used (empty or missing, an id that the model does not
+            know, a log-prob above 0): ``raise`` ends the run with the reason, ``drop`` goes on without it (its group's
+            baseline is made without it), ``retry`` asks for it again, twice, and then drops it.
+        tool_timeout: seconds that a call of a tool may take, then its answer is an error. None: any time, and tools run
+            in the trainer's own thread.
         routing_replay: for a mixture of experts. ``r2`` sends the tokens of every pass over a batch to the experts
             that the trainer chose at the weights that sampled, ``r3`` to those that the engine chose; ``none`` routes
             freely. Or a mapping ``{mode: r3, device: cpu, limit_gib: 8}``
@@ -140,6 +147,20 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         metadata={
             "help": "If a few rows of a generation batch do not hold the ids that the engine sampled: warn, raise, or "
             "off (no check)."
+        },
+    )
+    on_bad_rollout: str = field(
+        default="raise",
+        metadata={
+            "help": "A reply that cannot be used (empty, an id outside the vocabulary, a log-prob above 0): raise, "
+            "drop (the step goes on without it), or retry (ask for it again, then drop it)."
+        },
+    )
+    tool_timeout: float | None = field(
+        default=TIMEOUT,
+        metadata={
+            "help": "Seconds that a call of a tool may take; then its answer is an error and the step goes on. None: "
+            "any time, and tools run in the trainer's own thread."
         },
     )
     routing_replay: dict[str, Any] | str | None = field(
@@ -202,6 +223,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         check_bool(record_rollouts=self.record_rollouts, write_report=self.write_report)
         check_bool(freeze_router=self.freeze_router, freeze_router_bias=self.freeze_router_bias)
         check_choice("check_token_ids", self.check_token_ids, get_args(CheckTokenIds))
+        check_on_bad_rollout(self.on_bad_rollout)
+        self.tool_timeout = read_numbers(self.tool_timeout)
+        check_tool_timeout(self.tool_timeout)
         check_replay(self)
         parse_control(self.control)
         # a wrong option fails here, not after the model is loaded

@@ -36,6 +36,7 @@ from trl_offpolicy.engines.sync import WeightSync, raised_on_all_ranks
 from trl_offpolicy.engines.sync_watch import Precision
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
+from trl_offpolicy.rollouts.screening import Columns, Screen, Unusable
 from trl_offpolicy.trl.rebinding import rebound
 
 
@@ -61,6 +62,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """What ``engine.exact`` has set, in colocate mode."""
     routes: RouteStore | None = None
     """The routing of this rank's rollouts, with ``engine.return_routing``."""
+    screen: Screen | None = None
+    """Checks every reply, once a trainer has set it."""
 
     def __init__(
         self, *args: Any, settings: EngineSettings, folder: Path, rows: int | None = None, **kwargs: Any
@@ -270,15 +273,60 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         """TRL's contract: (prompt ids, completion ids, log-probs (rows, tokens, 1), their token ids)."""
         inner = self._generate_on_server if self._on_server else super().generate
         answer = inner(prompts, images, num_generations, profiler)
+        if self.screen is not None:
+            answer = self._screened(self.screen, prompts, images, num_generations, answer)
         self.calls += map(Call, prompts, answer[1])
         return answer
+
+    def _screened(self, screen: Screen, prompts: list[list[int]], images: Any, n: int, answer: Any) -> Any:
+        """An answer of :meth:`generate` in which a filler stands for every reply that cannot be used."""
+        names = ("completion_ids", "logprobs", "token_ids")
+        columns: Columns = {name: part for name, part in zip(names, answer[1:], strict=True) if part is not None}
+        if "logprobs" in columns:
+            columns["logps"] = _first_each(columns["logprobs"])
+        ahead = self.ahead if self.ahead is not None and self.model.training else None
+        if ahead is not None:
+            columns["policy_versions"] = ahead.versions
+        sent = self.version if self.last_sync is None else self.last_sync.version
+
+        def fill(row: int, reason: str) -> dict[str, Any]:
+            return _reply([screen.filler], [[Unusable(reason)]], [[screen.filler]], sent)
+
+        def again(rows: list[int]) -> Columns:
+            _, ids, logps, tokens = self._again(prompts, images, n, rows)
+            replies = [_reply(*one, sent) for one in zip(ids, logps, tokens or ids, strict=True)]
+            return {name: [reply[name] for reply in replies] for name in replies[0]} if replies else {}
+
+        columns = screen.replies(columns, prompts, fill, again=again, together=self._together)
+        if ahead is not None:
+            ahead.versions = columns["policy_versions"]
+        return (answer[0], *(columns.get(name) for name in names))
+
+    @property
+    def _together(self) -> bool:
+        """True if ranks share an engine, so that all of them ask or none does."""
+        return bool(self._on_server or self.mode == "server" or self.tensor_parallel_size > 1)
+
+    def _again(self, prompts: list[list[int]], images: Any, n: int, rows: list[int]) -> Any:
+        """An answer of :meth:`generate` for some rows, sampled anew. Where ranks share an engine, all call it."""
+        if self._on_server:
+            return self._now([prompts[row] for row in rows], 1)
+        if not self._together:
+            seen = None if images is None else [images[row] for row in rows]
+            return super().generate([prompts[row] for row in rows], seen, 1)
+        answer = super().generate(prompts, images, n)  # TRL takes as many prompts of each rank
+        return [None if part is None else [part[row] for row in rows] for part in answer]
 
     def _generate_on_server(self, prompts: list[list[int]], images: Any, num_generations: int, _: Any) -> Any:
         if any(image is not None for image in images or ()):
             raise NotImplementedError("images must be None with engine.transfer folder or adapter; use nccl.")
         if self.ahead is not None and self.model.training:
             return self.ahead.generate(prompts, num_generations)
-        ids, logps, routes = self._sampled(gather_object([prompts]), num_generations)
+        return self._now(prompts, num_generations)
+
+    def _now(self, prompts: list[list[int]], n: int) -> Any:
+        """:meth:`generate` of the server, at the weights that it has. All ranks call it."""
+        ids, logps, routes = self._sampled(gather_object([prompts]), n)
         if self.routes is not None:
             for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
                 self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
@@ -358,6 +406,22 @@ class WithAdapter:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call vLLM's ``generate`` with the adapter in ``lora_request``."""
         return self._llm.generate(*args, **{**kwargs, "lora_request": self._adapters.request})
+
+
+def _first_each(logps: Sequence[Sequence[Sequence[float | None]]]) -> list[list[float | None]]:
+    """The log-prob of the sampled token, of each token of each row."""
+    return [[token[0] for token in row] for row in logps]
+
+
+def _reply(ids: list[int], logps: Any, tokens: Any, version: int) -> dict[str, Any]:
+    """The fields of one reply, all of whose tokens ``version`` sampled."""
+    return {
+        "completion_ids": ids,
+        "logprobs": logps,
+        "token_ids": tokens,
+        "logps": _first_each([logps])[0],
+        "policy_versions": [version] * len(ids),
+    }
 
 
 def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:

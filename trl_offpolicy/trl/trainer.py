@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -40,6 +39,7 @@ from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Ob
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import measured_noise_floor
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
@@ -48,6 +48,7 @@ from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.ahead import sample_ahead
 from trl_offpolicy.trl.auto import choose_correction, judge_first
 from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
+from trl_offpolicy.trl.checkpoints import resumed_from, saved_whole
 from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stages_of
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
@@ -58,6 +59,7 @@ from trl_offpolicy.trl.rebinding import as_if_aligned
 from trl_offpolicy.trl.routing import TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
 from trl_offpolicy.trl.scoring import filtered_scoring, sum_sq_probs
+from trl_offpolicy.trl.screening import TrainerScreen
 from trl_offpolicy.trl.sync import kept_on_fault, prove_syncs
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
@@ -102,6 +104,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
+        self._screen = TrainerScreen(self, args.on_bad_rollout)
+        self._guard = ToolGuard(
+            timeout=args.tool_timeout, max_tokens=args.max_completion_length, tokenizer=self._tokenizer
+        )
+        self._screen.bound_environments(self, self._guard)
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
         self._kl = self.objective.kl  # its coefficient may move
         if not self.use_adaptive_entropy:  # `offpolicy` may have set it
@@ -137,9 +144,19 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batches.check_prompts(tokenized[0], prompts)
         return tokenized
 
+    def _generate(self, prompts: list[Any]) -> Any:
+        """TRL's method, with bounded tools; then all ranks agree on the replies that cannot be used."""
+        if self.tools:
+            for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
+                tools.update({name: self._guard.wrap(tool) for name, tool in tools.items()})
+        generated = super()._generate(prompts)
+        _, completions, tool_mask, _, logps, *_ = generated
+        self._screen.agree(completions, tool_mask, logps)
+        return generated
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
-        by_function: Tensor = super()._calculate_rewards(*args, **kwargs)
+        by_function: Tensor = self._screen.rewards(super()._calculate_rewards(*args, **kwargs))
         self._rewards = by_function
         return by_function
 
@@ -151,9 +168,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._auto is not None and self.model.training:
             self._auto.end_generation(self.state.global_step)
+        self._screen.screen.begin()
         aligned = as_if_aligned(self.args) if self._leave_out_old or self._old_here else nullcontext()
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self._add_stats(self._mode, self._screen.output(output))
+        if self.tools:
+            self._add_stats(self._mode, self._guard.stats(self.accelerator.device))
         self._add_stats(self._mode, self._token_ids(output))
         if self.model.training:
             self._add_stats("train", self._duplicates(output))
@@ -359,11 +380,19 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """TRL's method. With ``resume_from_checkpoint=True`` it goes on from the newest checkpoint that is whole.
+
+        Raises:
+            RunFolderError: on all ranks: no checkpoint is whole, another run has the folder, or the disk is full.
+        """
+        return super().train(resumed_from(self, resume_from_checkpoint), *args, **kwargs)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_state(folder, self._kl, control=self._control, auto=self._auto)
+        with saved_whole(self, trial) as folder:
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                save_state(folder, self._kl, control=self._control, auto=self._auto)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -64,6 +64,8 @@ def test_a_healthy_run_is_ok() -> None:
         ({"mismatch__log_ppl_diff": 0.2}, ("engine_mismatch", "warning")),
         ({"mismatch__log_ppl_diff": -0.2}, ("engine_mismatch", "warning")),
         ({"mismatch__nonfinite_fraction": 0.01}, ("nonfinite", "warning")),
+        ({"mismatch__nonfinite_fraction": 1.0}, ("engine_logprobs_missing", "critical")),
+        ({"total__nonfinite_fraction": 1.0}, ("engine_logprobs_missing", "critical")),
         ({"staleness__kl_k3": 0.06}, ("policy_staleness", "warning")),
         ({"staleness__kl_k3": 0.03}, ("policy_staleness", "notice")),
         ({"rollout__version_lag_mean": 2.0, "total__kl_k3": 0.08}, ("policy_staleness", "warning")),
@@ -188,6 +190,13 @@ def test_a_queue_adds_its_lag_to_that_of_several_steps_on_one_generation() -> No
     assert diagnose(log(**queue)).readings["uncorrected/version_lag"] == 8.0
     assert causes(log(**queue)) == [("policy_staleness", "warning")]
     assert causes(log(**queue | {"weight_applied__ess_token": 0.9})) == [("policy_staleness", "notice")]
+
+
+def test_without_log_probs_nothing_else_is_named() -> None:
+    """A correlation of no token is 0: that says nothing about the engine's precision."""
+    empty = {"mismatch__prob_pearson": 0.0, "mismatch__kl_k3": 0.06, "mismatch__chi2_token": 5.0}
+    seen = diagnose(log(mismatch__nonfinite_fraction=1.0, **empty, rollout__length_surge=1.5))
+    assert [one.cause for one in seen.findings] == ["engine_logprobs_missing", "length_surge"]
 
 
 def test_nonfinite_values_and_missing_metrics_are_left_out() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from trl_offpolicy.diagnosis.attribution.breakdown import Breakdown, as_rollouts
 from trl_offpolicy.diagnosis.attribution.evidence import OBSERVED
 from trl_offpolicy.diagnosis.causes import CAUSES
-from trl_offpolicy.diagnosis.numbers import format_number, strict_json
+from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.probe.against import Against
 from trl_offpolicy.diagnosis.probe.asked import Outcome
 from trl_offpolicy.diagnosis.probe.exactness import Exactness
 from trl_offpolicy.diagnosis.probe.probe import ProbeResult
 from trl_offpolicy.diagnosis.report.page import flat_texts, render_page
 from trl_offpolicy.run_folder.layout import PROBE_FILE, PROBE_PAGE
+from trl_offpolicy.run_folder.strict import dump_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,7 +120,7 @@ def write_probe(result: ProbeResult, folder: Path) -> tuple[Path, Path]:
     """Write ``probe.json`` and ``probe.html`` into ``folder``; returns both paths."""
     folder.mkdir(parents=True, exist_ok=True)
     json_path, html_path = folder / PROBE_FILE, folder / PROBE_PAGE
-    json_path.write_text(json.dumps(strict_json(as_dict(result)), indent=2) + "\n", encoding="utf-8")
+    json_path.write_text(dump_json(as_dict(result), indent=2) + "\n", encoding="utf-8")
     html_path.write_text(render_probe(result), encoding="utf-8")
     return json_path, html_path
 

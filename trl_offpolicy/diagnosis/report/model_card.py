@@ -16,6 +16,7 @@ from trl_offpolicy.diagnosis.report.summary import RunSummary, format_with_inter
 from trl_offpolicy.run_folder.base_model import base_model_of_run
 from trl_offpolicy.run_folder.layout import CARD_FILE, RECIPE_FILE
 from trl_offpolicy.run_folder.run_data import read_run_info
+from trl_offpolicy.run_folder.strict import without_paths
 
 BEGIN, END = "<!-- trl-offpolicy -->", "<!-- end of trl-offpolicy -->"
 PROJECT = "trl-offpolicy"
@@ -39,7 +40,7 @@ def card_section(run_dir: str | Path) -> str:
         _verdict(examine(folder)),
         _recipe(folder / RECIPE_FILE, info),
     ]
-    return "\n\n".join([BEGIN, *parts, END])
+    return without_paths("\n\n".join([BEGIN, *parts, END]), every=True)
 
 
 def write_card(run_dir: str | Path, card: str | Path | None = None) -> Path:

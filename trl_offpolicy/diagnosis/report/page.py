@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_offpolicy.diagnosis.numbers import format_number
 from trl_offpolicy.diagnosis.report.summary import format_with_interval
+from trl_offpolicy.run_folder.strict import without_paths
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -37,6 +38,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=_shared,
     )
     environment.filters |= {
         "number": format_number,
@@ -45,6 +47,11 @@ def _environment() -> Environment:
         "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
     }
     return environment
+
+
+def _shared(value: Any) -> Any:
+    """A value of a page that may be sent to others: a text without paths of this machine. Markup is made of such."""
+    return without_paths(value) if type(value) is str else value
 
 
 def flat_texts(info: Mapping[str, Any]) -> dict[str, str]:

@@ -37,6 +37,7 @@ from trl_offpolicy.diagnosis.turns import TURN_TITLES, turn_table
 from trl_offpolicy.run_folder.layout import REPORT_FILE
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, read_rollouts
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
+from trl_offpolicy.run_folder.strict import info_without_paths
 from trl_offpolicy.run_folder.syncs import read_syncs
 
 _LABELS = {
@@ -106,7 +107,7 @@ def make_report(run_dir: str | Path, *, decode: Decode | None = None, live: str 
         "report.html",
         title=f"Off-policy report: {Path(run_dir).resolve().name}",
         live=live,
-        configuration=configuration(info),
+        configuration=configuration(info_without_paths(info)),
         key_numbers=key_numbers(log),
         headline=headline(seen),
         what_to_do=what_to_do(seen),

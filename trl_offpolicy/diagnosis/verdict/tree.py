@@ -8,7 +8,7 @@ Source: Liu 2026, "Off-Policy Drift in LLM RL", section "Diagnosing and fixing o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trl_offpolicy.diagnosis.causes import CAUSES
@@ -297,16 +297,29 @@ _REPEATED_DRAWS = Step(
     ),
 )
 
+_NO_LOGPS = tuple(
+    Symptom(f"{ratio}/nonfinite_fraction", ">", "logprobs_missing", f"share of tokens without a finite {words}")
+    for ratio, words in (("mismatch", "log-ratio"), ("total", "log-ratio of current/sampling"))
+)
+
+
+def _of_tokens(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Branches that compare engine and trainer: they say nothing where no token can be compared."""
+    return tuple(replace(step, unless=(*step.unless, *_NO_LOGPS)) for step in steps)
+
+
 TREE: tuple[Step, ...] = (
+    Step("engine_logprobs_missing", "critical", _NO_LOGPS),
     Step(
         "nonfinite",
         "warning",
         (Symptom("mismatch/nonfinite_fraction", ">", 0.0, "share of tokens without a finite log-ratio"),),
+        unless=_NO_LOGPS,
     ),
     _REPEATED_DRAWS,
-    *_ENGINE_STEPS,
+    *_of_tokens(_ENGINE_STEPS),
     *((SYNC_ROUNDING,) if SYNC_ROUNDING.cause in CAUSES else ()),
     *_STALENESS_STEPS,
-    *_DRIFT_STEPS,
+    *_of_tokens(_DRIFT_STEPS),
     *_LOSS_STEPS,
 )

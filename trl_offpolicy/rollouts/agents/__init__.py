@@ -9,6 +9,7 @@ from trl_offpolicy.rollouts.agents.environments import Environments
 from trl_offpolicy.rollouts.agents.loop import AgentEngine, Episodes
 from trl_offpolicy.rollouts.agents.recorded import RecordedEngine, WrappedEngine
 from trl_offpolicy.rollouts.agents.sampler import Completions, Request, RolloutSampler
+from trl_offpolicy.rollouts.agents.screened import ScreenedEngine
 from trl_offpolicy.rollouts.agents.tools import answer_calls
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "RecordedEngine",
     "Request",
     "RolloutSampler",
+    "ScreenedEngine",
     "WrappedEngine",
     "answer_calls",
     "chat_tokenizer",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.agents.tools import Tool, check_tools
+
+logger = logging.getLogger(__name__)
 
 _OWN = ("reset", "get_reward")
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
@@ -39,10 +43,16 @@ class Environments:
                 f"environment_factory must be a class, or a mapping from names to classes, but got {factory!r}."
             )
         self._pool = {name: [make()] for name, make in self._factories.items()}
+        self._bind: Callable[[Any], Any] = lambda environment: environment
         for (first,) in self._pool.values():
             if "reset" not in _methods(type(first)):
                 raise ValueError(f"environment_factory must make objects with a reset method, but got {first!r}.")
             check_tools(tools_of(first), where=f"environment_factory: methods of {type(first).__name__}")
+
+    def bound(self, guard: ToolGuard, failed: Callable[[str], None]) -> None:
+        """From now on :func:`bound_environment` holds for every instance."""
+        self._bind = lambda environment: bound_environment(environment, guard, failed)
+        self._pool = {name: [self._bind(one) for one in pool] for name, pool in self._pool.items()}
 
     @property
     def tools(self) -> list[Tool]:
@@ -70,7 +80,7 @@ class Environments:
                     f"environment_factory names them, but got {name!r}."
                 )
             if taken[name] == len(self._pool[name]):
-                self._pool[name].append(self._factories[name]())
+                self._pool[name].append(self._bind(self._factories[name]()))
             found.append(self._pool[name][taken[name]])
             taken[name] += 1
         return found
@@ -95,6 +105,60 @@ class Environments:
         if isinstance(seen, str) and isinstance(content, list):
             seen = [{"type": "text", "text": seen}]
         return [*prompt[:-1], {**prompt[-1], "content": content + seen}]
+
+
+def bound_environment(environment: Any, guard: ToolGuard, failed: Callable[[str], None]) -> Any:
+    """The environment, whose ``reset`` and ``get_reward`` are bounded as tools are.
+
+    A ``reset`` that fails adds nothing to the prompt and is reported; a ``get_reward`` that fails gives no reward.
+
+    Args:
+        environment: an instance; its two methods are replaced.
+        guard: bounds time and text.
+        failed: called after every ``reset``, with the error or "".
+    """
+    kind = type(environment)
+    reset = guard.wrap(kind.reset.__get__(environment))  # its own one, also if it was bound before
+
+    def bounded_reset(*args: Any, **kwargs: Any) -> Any:
+        try:
+            seen = reset(*args, **kwargs)
+        except Exception as error:
+            failed(f"reset of {kind.__name__} failed: {type(error).__name__}: {error}")
+            return None
+        failed("")
+        return seen
+
+    environment.reset = bounded_reset
+    if "get_reward" in _methods(kind):
+        _bound_reward(environment, guard.wrap(kind.get_reward.__get__(environment)))
+    return environment
+
+
+def _bound_reward(environment: Any, get_reward: Callable[[], Any]) -> None:
+    name = type(environment).__name__
+
+    def said(error: Exception) -> None:
+        logger.warning("get_reward of %s failed, the rollout has no reward: %s: %s", name, type(error).__name__, error)
+
+    if inspect.iscoroutinefunction(get_reward):
+
+        async def later() -> Any:
+            try:
+                return await get_reward()
+            except Exception as error:
+                return said(error)
+
+        environment.get_reward = later
+        return
+
+    def bounded() -> Any:
+        try:
+            return get_reward()
+        except Exception as error:
+            return said(error)
+
+    environment.get_reward = bounded
 
 
 def tools_of(environment: Any) -> list[Tool]:

@@ -13,6 +13,7 @@ from typing import Any
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
 from trl_offpolicy.engines.routing.reported import turn_unreported
 from trl_offpolicy.rollouts.agents.chat import Chat
+from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.agents.recorded import WrappedEngine
 from trl_offpolicy.rollouts.agents.tools import Answers, Message, Tool, answer_calls
 
@@ -43,6 +44,7 @@ class AgentEngine(WrappedEngine):
         tools: functions that the model may call.
         max_iterations: most rounds of tool calls per completion; None = any number.
         context_length: tokens that the engine can take; tool output that would reach it is left out. None = any.
+        guard: bounds the time and the answers of the tools; None = nothing does.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class AgentEngine(WrappedEngine):
         *,
         max_iterations: int | None = None,
         context_length: int | None = None,
+        guard: ToolGuard | None = None,
     ) -> None:
         super().__init__(engine)
+        self._guard = guard
         self.chat, self.tools = chat, list(tools)
         self.max_iterations, self.context_length = max_iterations, context_length
 
@@ -128,7 +132,7 @@ class AgentEngine(WrappedEngine):
 
     def _hear_tools(self, episode: _Episode, most: int) -> bool:
         """Run the called tools and append their answers. If these are too long, nothing is appended: False."""
-        answers: Answers = answer_calls(episode.calls, episode.tools)
+        answers: Answers = answer_calls(episode.calls, episode.tools, guard=self._guard)
         episode.tool_calls += answers.calls
         episode.tool_failures += answers.failures
         suffix = self.chat.suffix_ids(answers.messages)

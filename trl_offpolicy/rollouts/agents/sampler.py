@@ -12,11 +12,13 @@ from trl_offpolicy.checks import check_whole
 from trl_offpolicy.engines.engine import Rollouts, Sampling
 from trl_offpolicy.rollouts.agents.chat import Chat
 from trl_offpolicy.rollouts.agents.environments import EMPTY_PROMPT, Environments, tools_of
+from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.agents.loop import AgentEngine
 from trl_offpolicy.rollouts.agents.recorded import RecordedEngine
 from trl_offpolicy.rollouts.agents.returned import read_returned
 from trl_offpolicy.rollouts.agents.tools import Tool, check_tools
 from trl_offpolicy.rollouts.batches import check_prompts
+from trl_offpolicy.rollouts.screening import Screen
 
 RolloutFunction = Callable[..., Any]
 
@@ -77,6 +79,7 @@ class RolloutSampler:
         rollout: ``f(prompts, engine, sampling)``, which samples in place of the loop. ``prompts`` holds one prompt per
             completion. It is also given ``tokenizer`` and ``rows`` (of the data set) if it names them.
         max_iterations: most rounds of tool calls per completion; None = any number.
+        guard: bounds the time and the answers of the tools; None = nothing does.
 
     Raises:
         TypeError: a tool or ``rollout`` is no function.
@@ -92,10 +95,12 @@ class RolloutSampler:
         environments: Environments | None = None,
         rollout: RolloutFunction | None = None,
         max_iterations: int | None = None,
+        guard: ToolGuard | None = None,
     ) -> None:
         check_arguments(tools, environments, rollout, max_iterations)
         self.chat, self.tools, self.environments = chat, list(tools), environments
         self.rollout, self.max_iterations = rollout, max_iterations
+        self.guard = guard
         if self.has_tools:
             chat.check()
 
@@ -149,7 +154,13 @@ class RolloutSampler:
             )
 
     def sample(
-        self, engine: RecordedEngine, request: Request, sampling: Sampling, *, context_length: int | None = None
+        self,
+        engine: RecordedEngine,
+        request: Request,
+        sampling: Sampling,
+        *,
+        context_length: int | None = None,
+        screen: Screen | None = None,
     ) -> Completions:
         """The completions of a request.
 
@@ -158,18 +169,24 @@ class RolloutSampler:
             request: what :meth:`request` returned.
             sampling: how a turn is sampled; ``max_tokens`` is the length of all turns together.
             context_length: tokens that the engine can take; None = any.
+            screen: checks what ``rollout`` returned; None = nobody does. The engine's replies are its engine's matter.
 
         Raises:
             TypeError: ``rollout`` returned something of another form; so does ``ValueError``. They name the field.
         """
         engine.calls.clear()
         if self.rollout is not None:
-            return self._by_function(engine, request, sampling)
+            return self._by_function(engine, request, sampling, screen)
         if not self.has_tools:
             rollouts = engine.generate(request.prompt_ids, sampling, n=request.n)
             return Completions(rollouts=rollouts, completions=self._decoded(rollouts, request))
         agent = AgentEngine(
-            engine, self.chat, self.tools, max_iterations=self.max_iterations, context_length=context_length
+            engine,
+            self.chat,
+            self.tools,
+            max_iterations=self.max_iterations,
+            context_length=context_length,
+            guard=self.guard,
         )
         episodes = agent.converse(request.prompt_ids, sampling, n=request.n, tools=request.tools)
         return Completions(
@@ -179,15 +196,20 @@ class RolloutSampler:
             tool_failures=episodes.tool_failures,
         )
 
-    def _by_function(self, engine: RecordedEngine, request: Request, sampling: Sampling) -> Completions:
+    def _by_function(
+        self, engine: RecordedEngine, request: Request, sampling: Sampling, screen: Screen | None
+    ) -> Completions:
         assert self.rollout is not None
         offered = {"tokenizer": self.chat.tokenizer, "rows": request.rows}
         named = {name: value for name, value in offered.items() if name in inspect.signature(self.rollout).parameters}
         output = self.rollout([row["prompt"] for row in request.rows], engine, sampling, **named)
         returned = read_returned(output, rows=len(request.rows), version=engine.version)
+        rollouts = returned.rollouts
+        if screen is not None:
+            rollouts = screen.rollouts(rollouts, rollouts.prompt_ids)
         return Completions(
-            rollouts=returned.rollouts,
-            completions=self._decoded(returned.rollouts, request),
+            rollouts=rollouts,
+            completions=self._decoded(rollouts, request),
             columns=returned.columns,
             sampled_ids=returned.sampled_ids,
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trl_offpolicy.rollouts.agents.background import run_in_background
+from trl_offpolicy.rollouts.agents.guard import ToolGuard
 
 Tool = Callable[..., Any]
 Message = dict[str, Any]
@@ -46,14 +47,17 @@ def check_tools(tools: Sequence[Tool], *, where: str = "tools") -> None:
         raise ValueError(f"{where} must have different names, but two are called {', '.join(twice)}.")
 
 
-def answer_calls(calls: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> Answers:
+def answer_calls(
+    calls: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, guard: ToolGuard | None = None
+) -> Answers:
     """Call the tools and return their answers. Those of async tools, which run together, come last.
 
     Args:
         calls: entry ``tool_calls`` of a message: ``{"type": "function", "function": {"name", "arguments"}}``.
         tools: plain or async functions.
+        guard: bounds their time and answers; None = nothing does.
     """
-    named = {tool.__name__: tool for tool in tools}
+    named = {tool.__name__: tool if guard is None else guard.wrap(tool) for tool in tools}
     results: list[tuple[str, Any]] = []
     waiting: list[tuple[str, Any]] = []
     for call in calls:

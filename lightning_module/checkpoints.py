@@ -1,0 +1,91 @@
+"""Checkpoints under Lightning: written aside and renamed, and read from the newest whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from trl_offpolicy.run_folder.checkpoints import aside, choose, is_full, no_room, put_in_place
+from trl_offpolicy.run_folder.layout import UNFINISHED
+
+
+class WholeCheckpoints(CheckpointIO):
+    """Lightning's reader and writer of checkpoint files, so that a half written one is never met.
+
+    Args:
+        inner: what reads and writes.
+    """
+
+    def __init__(self, inner: CheckpointIO) -> None:
+        self.inner = inner
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a file aside and rename it.
+
+        Raises:
+            RunFolderError: the disk is full. What was written of the file is deleted.
+        """
+        if _is_remote(path):
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.inner.save_checkpoint(checkpoint, aside(target), storage_options)
+        except Exception as error:
+            needed = _bytes_in(checkpoint)
+            aside(target).unlink(missing_ok=True)
+            if not is_full(error, target.parent, needed=needed):
+                raise
+            raise no_room(target.parent, what=target.name, needed=needed, safe=_newest(target.parent)) from error
+        put_in_place(target)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a file; if it is not whole, the newest whole one of its folder, with a warning.
+
+        Raises:
+            RunFolderError: none is whole.
+        """
+        chosen = path
+        if not _is_remote(path) and Path(path).is_file():
+            others = [one for one in _newest(Path(path).parent) if one != Path(path)]
+            chosen = choose([Path(path), *others])
+        return self.inner.load_checkpoint(chosen, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a file."""
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Close what the inner one holds."""
+        self.inner.teardown()
+
+
+def keep_whole(trainer: Trainer) -> None:
+    """Have a trainer write and read whole checkpoints, if Lightning's own reader and writer does it."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = WholeCheckpoints(trainer.strategy.checkpoint_io)
+
+
+def _is_remote(path: Any) -> bool:
+    return "://" in str(path)
+
+
+def _newest(folder: Path) -> list[Path]:
+    """The checkpoint files of a folder, newest first."""
+    files = [one for one in folder.glob("*.ckpt") if one.is_file() and not one.name.startswith(UNFINISHED)]
+    return sorted(files, key=lambda one: -one.stat().st_mtime)
+
+
+def _bytes_in(value: Any) -> int:
+    """Bytes of the tensors in nested mappings and lists."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_bytes_in, value.values()))
+    return sum(map(_bytes_in, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,94 @@
+"""Checkpoints of the TRL trainer on a small disk, and resuming past one that is not whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_disk import small_disk
+from trainer_runs import Engine, records
+
+from trl_offpolicy.run_folder.checkpoints import by_step, bytes_of, fault_of
+from trl_offpolicy.run_folder.layout import LOCK_FILE
+from trl_offpolicy.run_folder.lock import RunFolderError
+from trl_offpolicy.run_folder.writer import RunFolderWriter
+
+pytestmark = pytest.mark.integration
+
+SAVED = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "offpolicy": "paper/tis"}
+
+
+def test_a_half_written_checkpoint_is_passed_over(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The run goes on from the one before and ends as the undisturbed run did."""
+    whole = build(Engine(noise=0.3), **SAVED)
+    whole.train()
+    folder = Path(whole.args.output_dir)
+    assert [path.name for path in by_step(folder)] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"]
+    assert all(fault_of(path) is None for path in by_step(folder)) and not list(folder.glob("_unfinished*"))
+    assert not (folder / LOCK_FILE).exists()
+    optimizer = folder / "checkpoint-3" / "optimizer.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:1000])
+    with pytest.raises(RunFolderError, match=r"checkpoint-3 is not: optimizer.pt was cut short"):
+        build(Engine(noise=0.3), **SAVED).train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+
+    again = build(Engine(noise=0.3), **SAVED)
+    with caplog.at_level(logging.WARNING):
+        again.train(resume_from_checkpoint=True)
+    assert "checkpoint-2, because what is newer is not whole (checkpoint-3: optimizer.pt was cut short)" in caplog.text
+    assert again.state.global_step == 3 and [row["step"] for row in records(again)] == [1, 2, 3]
+    assert fault_of(folder / "checkpoint-3") is None  # written again
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_whole(build: Callable[..., Any]) -> None:
+    trainer = build(Engine(noise=0.3), **SAVED, save_total_limit=1)
+    trainer.train()
+    assert [path.name for path in by_step(Path(trainer.args.output_dir))] == ["checkpoint-3"]
+
+
+def test_a_full_disk_ends_the_run_with_one_sentence(build: Callable[..., Any], tmp_path: Path) -> None:
+    """The first checkpoint fits, the second does not; what is safe is named, and can be gone on from."""
+    options = {**SAVED, "record_rollouts": False}
+    free = build(Engine(noise=0.3), **{**options, "max_steps": 1}, output_dir=str(tmp_path / "free"))
+    free.train()
+    size = bytes_of(tmp_path / "free" / "checkpoint-1")
+    with small_disk(tmp_path / "disk", int(1.6 * size)) as disk:
+        trainer = build(Engine(noise=0.3), **options, output_dir=str(disk))
+        said = r"is full: .*checkpoint-2 could not be written, which needs about .* MB; checkpoint-1 is whole, and the "
+        with pytest.raises(RunFolderError, match=said + "records of finished steps are safe"):
+            trainer.train()
+        assert [path.name for path in disk.glob("*checkpoint*")] == ["checkpoint-1"]
+        assert [row["step"] for row in records(trainer)] == [1, 2]
+        again = build(Engine(noise=0.3), **{**options, "save_strategy": "no"}, output_dir=str(disk))
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 3
+        first, last = (torch.cat([p.flatten() for p in one.model.parameters()]) for one in (free, again))
+        assert not torch.equal(first, last)
+
+
+def test_found_before_the_model_loads(make_args: Callable[..., Any], tmp_path: Path) -> None:
+    """The model does not exist, and nobody has looked for it yet."""
+    from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"output_dir must be a folder that can be written"):
+        OffPolicyGRPOTrainer("no-such-model", len, make_args(output_dir=str(tmp_path / "file" / "run")))
+
+
+def test_a_second_run_in_the_folder_is_refused(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before it loads anything, and again when it begins: another one may have come between."""
+    from trl_offpolicy.run_folder import lock
+
+    trainer = build(Engine(noise=0.3))
+    other = RunFolderWriter(trainer.args.output_dir, {})
+    other.begin(0, seed=1)
+    monkeypatch.setattr(lock, "_is_own", lambda holder: False)  # this process stands for two
+    with pytest.raises(RunFolderError, match=r"must belong to one run, but .* is in use by process"):
+        trainer.train()
+    with pytest.raises(RunFolderError, match=r"must belong to one run, but .* is in use by process"):
+        build(Engine(noise=0.3))

@@ -1,0 +1,197 @@
+"""Bounds what a tool can do to a step: its time, the length of its answer, and the control tokens in it.
+
+A tool that raises, hangs or ends the interpreter gives an error as its answer. The model reads that, no token of it is
+trained on, and the step goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import re
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from trl_offpolicy.checks import check_positive
+from trl_offpolicy.functional.diagnostics import fraction
+from trl_offpolicy.functional.moments import Layout, moments
+from trl_offpolicy.stats import Group, Stats
+
+GUARD_METRICS = ("tool_timeout_fraction", "tool_cut_fraction", "tool_control_fraction")
+TIMEOUT = 300.0
+"""Seconds that a call may take, unless the user says otherwise."""
+MOST_HUNG = 4
+"""Calls of one tool that may hang at a time; while they do, further ones are answered at once."""
+CHARACTERS = 16
+"""Characters of an answer per token that a completion may have; a longer answer does not fit into it."""
+_COUNTS = Layout(sums=("unusual", "calls", "timeouts", "cuts", "controls"))
+
+Tool = Callable[..., Any]
+
+
+class ToolError(RuntimeError):
+    """A tool gave no answer; the text is what the model reads."""
+
+
+def check_tool_timeout(value: Any) -> None:
+    """Raise unless ``value`` is a number of seconds above 0, or None.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value is not None:
+        check_positive(tool_timeout=value)
+
+
+class ToolGuard:
+    """Calls the tools of one trainer.
+
+    Args:
+        timeout: seconds that a call may take; None = any time, and plain functions run in the trainer's own thread.
+        max_tokens: length of the longest completion, which bounds that of an answer.
+        tokenizer: its special tokens are taken apart where an answer holds one as text; None = they are not known.
+    """
+
+    def __init__(self, *, timeout: float | None, max_tokens: int, tokenizer: Any = None) -> None:
+        check_tool_timeout(timeout)
+        self.timeout, self.longest = timeout, max(1000, CHARACTERS * max_tokens)
+        self._control = _control_tokens(tokenizer)
+        self._worker: _Worker | None = None
+        self._hung: dict[str, list[_Worker]] = {}
+        self._counts = [0] * 4
+
+    def wrap(self, tool: Tool) -> Tool:
+        """The tool with these bounds, under its own name, plain or async as it was."""
+        if inspect.iscoroutinefunction(tool):
+
+            @functools.wraps(tool)
+            async def later(*args: Any, **kwargs: Any) -> Any:
+                return await self._awaited(tool(*args, **kwargs))
+
+            return later
+
+        @functools.wraps(tool)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            return self._answer(lambda: self._run(tool, args, kwargs))
+
+        return bounded
+
+    def stats(self, device: torch.device) -> Stats:
+        """``rollout/tool_*_fraction`` of the calls since the last time; logged only if one of them was unusual."""
+        counts, self._counts = self._counts, [0] * 4
+        values = [torch.tensor(float(value), device=device) for value in (sum(counts[1:]), *counts)]
+        parts = ("timeouts", "cuts", "controls")
+        shares = {name: fraction(part, "calls") for name, part in zip(GUARD_METRICS, parts, strict=True)}
+        return Stats({"rollout#tools": Group(moments(_COUNTS, values), shares, sparse=True)})
+
+    # -------------------------------------------------------------------------------------------------------- calls
+
+    def _run(self, tool: Tool, args: Any, kwargs: Any) -> Any:
+        if self.timeout is None:
+            return tool(*args, **kwargs)
+        name = getattr(tool, "__name__", "tool")
+        hung = self._hung[name] = [one for one in self._hung.get(name, ()) if one.busy]
+        if len(hung) >= MOST_HUNG:
+            self._counts[1] += 1
+            raise ToolError(f"{name} does not answer: {len(hung)} earlier calls have not come back.")
+        if self._worker is None:
+            self._worker = _Worker()
+        worker = self._worker
+        try:
+            return worker.call(functools.partial(tool, *args, **kwargs)).result(self.timeout)
+        except TimeoutError:
+            if not worker.busy:  # the tool's own TimeoutError
+                raise
+            self._counts[1] += 1
+            hung.append(worker)
+            self._worker = None  # its thread cannot be ended; another one takes its place
+            raise ToolError(f"{name} gave no answer within {self.timeout:g} s.") from None
+
+    async def _awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            found = await asyncio.wait_for(coroutine, self.timeout)
+        except TimeoutError:
+            self._counts[1] += 1
+            return self._answer(lambda: _raise(ToolError(f"no answer within {self.timeout} s.")))
+        except Exception as error:
+            return self._answer(functools.partial(_raise, error))
+        return self._answer(lambda: found)
+
+    def _answer(self, call: Callable[[], Any]) -> Any:
+        """What a call gives, bounded.
+
+        Raises:
+            Exception: what the tool raised, with a bounded text.
+        """
+        self._counts[0] += 1
+        try:
+            found = call()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            text = str(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
+            if isinstance(error, Exception) and self._bounded(text, count=False) == text:
+                raise
+            raise ToolError(self._bounded(text)) from error
+        if isinstance(found, list) and found and all(isinstance(one, dict) and "type" in one for one in found):
+            return [
+                {**one, "text": self._bounded(one["text"])} if isinstance(one.get("text"), str) else one
+                for one in found
+            ]
+        text = str(found)
+        bounded = self._bounded(text)
+        return found if bounded == text else bounded
+
+    def _bounded(self, text: str, *, count: bool = True) -> str:
+        cut = text
+        if len(text) > self.longest:
+            cut = f"{text[: self.longest]} ... (cut: the answer has {len(text)} characters)"
+        apart = cut if self._control is None else self._control.sub(lambda one: f"{one[0][0]} {one[0][1:]}", cut)
+        if count:
+            self._counts[2] += cut != text
+            self._counts[3] += apart != cut
+        return apart
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """The texts that a tokenizer reads as special tokens; None if there is none."""
+    named = list(getattr(tokenizer, "all_special_tokens", ()))
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {*named, *(token.content for token in added if token.special)}
+    texts = {text for text in texts if len(text) > 1}
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+
+
+class _Worker:
+    """A thread that runs one call after the other, so that what is bound to a thread stays on one."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="tools", daemon=True).start()
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.busy = True
+        self._calls.put((function, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            function, future = self._calls.get()
+            try:
+                found, error = function(), None
+            except BaseException as raised:
+                found, error = None, raised
+            self.busy = False
+            future.set_result(found) if error is None else future.set_exception(error)
