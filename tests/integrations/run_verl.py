@@ -8,26 +8,39 @@ correction on the driver, conversion to packed rows, ``ppo_loss`` in the worker.
 
 import json
 import sys
+from copy import deepcopy
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import torch
 
 
-def actor_config(*lines):
-    """verl's ``ActorConfig``, made from its YAML as its workers do."""
+@cache
+def composed(*lines):
     import verl
     from hydra import compose, initialize_config_dir
-    from verl.utils.config import omega_conf_to_dataclass
 
     folder = Path(verl.__file__).parent / "trainer/config"
     with initialize_config_dir(str(folder), version_base=None):
-        config = compose("ppo_trainer", overrides=["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", *lines])
-    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        return compose("ppo_trainer", overrides=["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", *lines])
+
+
+def actor_config(lines, **changes):
+    """verl's ``ActorConfig``, made from its YAML and a user's lines as its workers do; ``changes`` by dotted name."""
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = deepcopy(composed(*lines).actor_rollout_ref.actor)
+    for name, value in changes.items():
+        OmegaConf.update(config, name, value, force_add=True)
+    return omega_conf_to_dataclass(config)
 
 
 OURS = (
     "actor_rollout_ref.actor.policy_loss._target_=trl_offpolicy.integrations.verl.PolicyLossConfig",
     "actor_rollout_ref.actor.policy_loss.loss_mode=offpolicy",
+    "+actor_rollout_ref.actor.policy_loss.offpolicy.preset=paper/tis",  # each case names another
 )
 
 
@@ -85,24 +98,23 @@ def compare(name, batch, totals, aggregation):
     correction = getattr(RolloutCorrectionConfig, name)()
     bypass = correction.bypass_mode
     own, theirs = data_proto(batch), data_proto(batch)
-    reduction = f"actor_rollout_ref.actor.loss_agg_mode={aggregation}"
-    lines = [reduction]
-    metrics = {}
+    changes, metrics = {"loss_agg_mode": aggregation}, {}
     if bypass:
         for proto in (own, theirs):  # as verl's trainer does
             proto.batch["old_log_probs"] = proto.batch["rollout_log_probs"]
-        lines.append("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode")
-        given = {key: getattr(correction, key) for key in ("rollout_is", "rollout_is_threshold", "rollout_rs")}
-        given |= {"rollout_rs_threshold": correction.rollout_rs_threshold, "loss_type": correction.loss_type}
-        where = "+actor_rollout_ref.actor.policy_loss.rollout_correction"
-        lines += [f"{where}.{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-        lines.append(f"{where}._target_=verl.trainer.config.algorithm.RolloutCorrectionConfig")
+        given = {item.name: getattr(correction, item.name) for item in fields(correction) if item.name[0] != "_"}
+        target = "verl.trainer.config.algorithm.RolloutCorrectionConfig"
+        rolled = {
+            "policy_loss.loss_mode": "bypass_mode",
+            "policy_loss.rollout_correction": {"_target_": target, **given},
+        }
     else:
+        rolled = {}
         theirs, metrics = compute_rollout_correction_and_add_to_batch(theirs, correction)
-    answer = run(actor_config(*lines), theirs, batch, totals, ours._ORIGINAL[0])
+    answer = run(actor_config((), **changes, **rolled), theirs, batch, totals, ours._ORIGINAL[0])
     answer["metrics"] |= metrics
-    method = f"+actor_rollout_ref.actor.policy_loss.offpolicy.preset=verl/{name}"
-    return {"verl": answer, "kit": run(actor_config(*OURS, method, reduction), own, batch, totals, ours.ppo_loss)}
+    config = actor_config(OURS, **changes, **{"policy_loss.offpolicy.preset": f"verl/{name}"})
+    return {"verl": answer, "kit": run(config, own, batch, totals, ours.ppo_loss)}
 
 
 def main():

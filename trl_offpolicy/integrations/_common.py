@@ -24,7 +24,10 @@ from trl_offpolicy.stats import PREFIX, Stats
 RUN_DIR = "run_dir"
 """Key beside those of ``offpolicy``: the folder for ``run.json`` and ``metrics.jsonl``; without it none is written."""
 
-_RATIO_LOGGED = ("kl_k1", "kl_k3", "chi2_token", "logp_diff_mean", "logp_diff_max", "prob_diff_mean", "ess_sequence")
+_RATIO_LOGGED = (
+    "kl_k1", "kl_k3", "chi2_token", "chi2_sequence", "ess_sequence", "ppl_ratio", "log_ppl_diff", "log_ppl_abs_diff",
+    "logp_diff_mean", "logp_diff_max", "prob_diff_mean",
+)  # fmt: skip
 LOGGED = (
     *(f"{PREFIX}{group}/{name}" for group in ("mismatch", "staleness", "total") for name in _RATIO_LOGGED),
     *(f"{PREFIX}{name}" for name in ("weight/mean", "weight/max", "weight/truncated_fraction")),
