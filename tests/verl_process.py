@@ -17,7 +17,7 @@ HOW = (
 
 def start(script, *arguments, given="", **environment):
     """The process, which imports this checkout."""
-    paths = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE)))
+    paths = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
     process = subprocess.Popen(
         [PYTHON, str(HERE / script), *map(str, arguments)],
         stdin=subprocess.PIPE,

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-from verl_process import RESPONSES, made_up_batch
 
 
 def configuration(model, lines):
@@ -41,13 +40,12 @@ def configuration(model, lines):
         return compose("ppo_trainer", overrides=[*fixed, *lines]).actor_rollout_ref
 
 
-def batch_of(rank, ranks, vocabulary):
-    """This rank's share of one mini-batch, as a ``DataProto``."""
+def share_of(batch, rank, ranks):
+    """This rank's share of the mini-batch, as a ``DataProto``."""
     from verl import DataProto
 
-    share = RESPONSES // ranks
-    tensors = made_up_batch(vocabulary)
-    return DataProto.from_dict({name: value[rank * share : (rank + 1) * share] for name, value in tensors.items()})
+    tensors = {name: torch.tensor(values).chunk(ranks)[rank] for name, values in batch.items()}
+    return DataProto.from_dict(tensors)
 
 
 def main():
@@ -63,7 +61,8 @@ def main():
     EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
     worker = ActorRolloutRefWorker(configuration(request["model"], request["lines"]), "actor")
     worker.init_model()
-    proto = batch_of(rank, ranks, request["vocabulary"])
+    proto = share_of(request["batch"], rank, ranks)
+    responses = len(request["batch"]["responses"])
     trainable = proto.batch["response_mask"].clone()
     if request["correction"]:  # verl's own, on the driver
         from verl.trainer.config.algorithm import RolloutCorrectionConfig
@@ -78,8 +77,8 @@ def main():
         tu.assign_non_tensor(
             data,
             calculate_entropy=False,
-            global_batch_size=RESPONSES,
-            mini_batch_size=RESPONSES,
+            global_batch_size=responses,
+            mini_batch_size=responses,
             epochs=1,
             seed=1,
             dataloader_kwargs={"shuffle": False},

@@ -26,7 +26,8 @@ def train(folder, ranks, lines, correction=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    request = {"model": str(model), "vocabulary": len(VOCABULARY), "steps": STEPS, "lines": lines}
+    batch = {name: values.tolist() for name, values in made_up_batch(len(VOCABULARY)).items()}
+    request = {"model": str(model), "batch": batch, "steps": STEPS, "lines": lines}
     path = folder / "request.json"
     path.write_text(json.dumps({**request, "correction": correction, "options": OPTIONS}))
     shared = {
@@ -69,4 +70,4 @@ def test_training_steps_are_those_of_verls_own_correction(tmp_path, ranks):
     assert 0 < rows[0]["offpolicy/keep/dropped_sequence_fraction"] < 1
     assert 0 < rows[0]["offpolicy/weight/truncated_fraction"] < 1
     assert read_run_info(run)["trainer"] == "verl"
-    assert examine(run).path.name == "metrics.jsonl"
+    assert examine(run).frameworks == ("trl-offpolicy",)

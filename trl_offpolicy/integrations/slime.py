@@ -98,7 +98,7 @@ def _context_parallel(total: list[int] | None, response: list[int] | None) -> tu
     """The functions that make responses whole over slime's context-parallel ranks, and cut out this rank's parts."""
     if total is None or response is None or "slime" not in sys.modules:
         raise NotImplementedError(
-            "train_log_probs must be as long as loss_masks, but are parts: how a context-parallel rank holds a response "
+            "train_log_probs must be as long as loss_masks, but are parts: how a context-parallel rank holds one "
             "is known for slime alone."
         )
     utils = import_module("slime.backends.megatron_utils.cp_utils")
