@@ -1,14 +1,7 @@
 """The policy loss ``offpolicy`` of verl, loaded by verl's ``external_lib`` or the ``_target_`` of its options.
 
-.. code-block:: yaml
-
-    actor_rollout_ref:
-      actor:
-        policy_loss:
-          _target_: trl_offpolicy.integrations.verl.PolicyLossConfig
-          loss_mode: offpolicy
-          offpolicy: {preset: paper/tis, run_dir: runs/verl}
-      rollout: {calculate_log_probs: true}
+Under ``actor.policy_loss``: ``_target_: trl_offpolicy.integrations.verl.PolicyLossConfig``, ``loss_mode: offpolicy`` and
+``offpolicy: {preset: paper/tis}``; beside it ``rollout.calculate_log_probs: true``.
 
 verl does not hand the sampler's log-probs to its policy losses. Its batch has them, so :func:`ppo_loss` takes the place
 of verl's function of that name, keeps them for the loss, and calls verl's. Read in verl 0.9.1.
