@@ -1,4 +1,4 @@
-"""Runs the loss code of prime-rl, SkyRL and slime, with their own correction and with this kit's hook in the same place.
+"""Runs the loss code of prime-rl, SkyRL and slime, with their own correction and with this kit's hook.
 
 ``test_frameworks.py`` starts it with the framework's name, whose sources are on PYTHONPATH; it prints for each case
 ``{"theirs": {"loss": ..., "gradient": ...}, "kit": ...}``.
@@ -8,7 +8,6 @@ import json
 import sys
 import tempfile
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -70,9 +69,9 @@ def prime_rl():
         for weighted in (False, True):
             answers = []
             for config in configs:
-                loss_fn = setup_rl_loss_fn(config)
+                loss_fn, seen = setup_rl_loss_fn(config), {}
 
-                def loss(current, loss_fn=loss_fn, weighted=weighted):
+                def loss(current, loss_fn=loss_fn, weighted=weighted, seen=seen):
                     split = {key: list(value.split(LENGTHS)) for key, value in given.items()}
                     value, metrics = compute_loss(
                         list(current.split(LENGTHS)), split["sampling"], None, split["advantages"],
@@ -82,7 +81,6 @@ def prime_rl():
                     seen.update(metrics)
                     return value
 
-                seen = {}
                 answers.append(graded(loss, given["current"]) | {"metrics": sorted(seen)})
             found[f"{name} {'weighted' if weighted else 'plain'}"] = dict(zip(("theirs", "kit"), answers, strict=True))
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -134,9 +132,9 @@ def skyrl():
             ours.register(framework="skyrl", options=options)
             answers = []
             for config in (theirs, plain):
-                loss_fn = ppo_utils.PolicyLossRegistry.get(config.policy_loss_type)
+                loss_fn, metrics = ppo_utils.PolicyLossRegistry.get(config.policy_loss_type), {}
 
-                def loss(current, loss_fn=loss_fn, config=config, advantages=advantages):
+                def loss(current, loss_fn=loss_fn, config=config, advantages=advantages, metrics=metrics):
                     value, seen = loss_fn(
                         current, given["old"], advantages, config=config, loss_mask=given["mask"],
                         rollout_logprobs=given["sampling"],
@@ -144,7 +142,6 @@ def skyrl():
                     metrics.update(seen)
                     return value
 
-                metrics = {}
                 answers.append(graded(loss, given["current"]) | {"metrics": metrics})
             found[f"{name} {reduction}"] = dict(zip(("theirs", "kit"), answers, strict=True))
     return found, {}
@@ -173,8 +170,8 @@ def slime():
         "mask": {"tis_mode": "mask", "tis_level": "token", "tis_upper_bound": 1.5},
         "geometric": {"tis_mode": "truncate", "tis_level": "token", "tis_upper_bound": 2.0, "use_rs": True,
                       "rs_level": "geometric", "rs_lower_bound": 0.85, "rs_upper_bound": 1.2},
-        "veto": {"tis_mode": "truncate", "tis_level": "token", "tis_upper_bound": 2.0, "use_rs": True, "rs_level": "token",
-                 "rs_veto_threshold": 0.3, "rs_lower_bound": 0.1, "rs_upper_bound": 10.0},
+        "veto": {"tis_mode": "truncate", "tis_level": "token", "tis_upper_bound": 2.0, "use_rs": True,
+                 "rs_level": "token", "rs_veto_threshold": 0.3, "rs_lower_bound": 0.1, "rs_upper_bound": 10.0},
     }  # fmt: skip
     found = {}
     for name, options in cases.items():

@@ -34,7 +34,7 @@ def test_a_method_is_a_preset_with_changes_around_the_frameworks_own_loss():
         ({"preset": "paper/tiss"}, ValueError, "paper/tiss"),
         ({"preset": "auto"}, NotImplementedError, "auto revises the correction"),
         ({"preset": "paper/tis", "advantages": "rloo"}, ValueError, "makes the advantages"),
-        ({"preset": "paper/tis", "objective": {"aggregation": "token_sum"}}, ValueError, "offpolicy.objective.aggregation"),
+        ({"preset": "paper/tis", "objective": {"aggregation": "token_sum"}}, ValueError, "objective.aggregation"),
         ({"preset": "paper/tis", "objective": {"kl": {"coef": 0.1}}}, ValueError, "sets its KL term"),
         ({"preset": "paper/tis", "correction": {"normalize": "original"}}, NotImplementedError, "normalize='original'"),
         (

@@ -35,7 +35,8 @@ def answers(framework, ranks=1):
     started = [
         start("run_frameworks.py", framework, **shared, RANK=str(rank), WORLD_SIZE=str(ranks)) for rank in range(ranks)
     ]
-    return [answer(process) for process in started][0]
+    found = [answer(process) for process in started]
+    return found[0]
 
 
 def assert_same_gradients(cases):

@@ -1,6 +1,6 @@
 """The policy loss ``offpolicy`` of verl, loaded by verl's ``external_lib`` or the ``_target_`` of its options.
 
-Under ``actor.policy_loss``: ``_target_: trl_offpolicy.integrations.verl.PolicyLossConfig``, ``loss_mode: offpolicy`` and
+Under ``actor.policy_loss``: ``_target_: trl_offpolicy.integrations.verl.PolicyLossConfig``, ``loss_mode: offpolicy``,
 ``offpolicy: {preset: paper/tis}``; beside it ``rollout.calculate_log_probs: true``.
 
 verl does not hand the sampler's log-probs to its policy losses. Its batch has them, so :func:`ppo_loss` takes the place
