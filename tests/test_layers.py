@@ -14,7 +14,7 @@ import trl_offpolicy
 ROOT = Path(trl_offpolicy.__file__).parents[1]
 LAYERS = (
     "checks", "packages", "parts", "functional", "stats", "types", "correction", "objective", "migrate", "presets",
-    "metrics", "engines", "rollouts", "run_folder", "diagnosis", "control", "trl", "cli",
+    "metrics", "engines", "rollouts", "run_folder", "diagnosis", "control", "trl", "integrations", "cli",
 )  # fmt: skip
 """A module imports from its own layer and from those before it."""
 PUBLIC = ("async_grpo", "advantages", "config", "losses", "proximal", "replay", "routing", "trainer")
@@ -92,6 +92,13 @@ def test_only_the_folder_trl_imports_trl_and_only_lightning_module_lightning():
         packages = {name.split(".")[0] for name in imported(path)}
         assert layer(module) == "trl" or "trl" not in packages, module
         assert layer(module) == "lightning_module" or "lightning" not in packages, module
+
+
+def test_the_hooks_of_other_frameworks_import_no_trainer():
+    for module in (name for name in MODULES if layer(name) == "integrations"):
+        assert not [target for target in own_imports(module) if layer(target) in ("trl", "engines", "rollouts")], module
+        packages = {name.split(".")[0] for name in imported(MODULES[module])}
+        assert not packages & {"verl", "skyrl", "slime", "miles", "prime_rl", "megatron"}, module  # only when called
 
 
 def test_no_module_imports_itself_in_a_circle():

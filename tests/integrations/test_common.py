@@ -1,0 +1,125 @@
+"""What the hooks share: which methods they take, the run folder, the layouts. No framework is needed for it."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import trl_offpolicy as op
+from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.integrations import _common, skyrl, slime
+from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
+
+
+def read(spec, **more):
+    return _common.read_method(spec, where="offpolicy", framework="the framework", **more)
+
+
+def test_a_method_is_a_preset_with_changes_around_the_frameworks_own_loss():
+    base = op.Objective(policy_loss=op.losses.PPOClip(low=0.1, high=0.3))
+    spec = {"preset": "paper/tis", "correction": {"weight": {"type": "truncate", "max_weight": 1.5}}}
+    method = read(spec, base=base)
+    assert method.objective.policy_loss == base.policy_loss
+    assert method.correction.weight == op.TruncateWeight(max_weight=1.5)
+    own = read({"preset": "verl/bypass_pg_is"}, base=base)  # the method names its loss
+    assert isinstance(own.objective.policy_loss, op.losses.GPG) and own.objective.mode == "bypass"
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "said"),
+    [
+        (None, ValueError, "offpolicy must name a method"),
+        ({"run_dir": "runs/x"}, ValueError, "offpolicy must name a method"),
+        ({"preset": "paper/tiss"}, ValueError, "paper/tiss"),
+        ({"preset": "auto"}, NotImplementedError, "auto revises the correction"),
+        ({"preset": "paper/tis", "advantages": "rloo"}, ValueError, "makes the advantages"),
+        ({"preset": "paper/tis", "objective": {"aggregation": "token_sum"}}, ValueError, "objective.aggregation"),
+        ({"preset": "paper/tis", "objective": {"kl": {"coef": 0.1}}}, ValueError, "sets its KL term"),
+        ({"preset": "paper/tis", "correction": {"normalize": "original"}}, NotImplementedError, "normalize='original'"),
+        (
+            {"correction": {"keep": ["second_moment_budget"]}},
+            NotImplementedError,
+            "one micro-batch at a time",
+        ),
+        ({"framework": "verl", "options": {"use_v1": False, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1}},
+         NotImplementedError, "denominator='kept'"),
+    ],
+)  # fmt: skip
+def test_what_a_hook_cannot_carry_is_refused_with_the_reason(spec, error, said):
+    with warnings.catch_warnings(), pytest.raises(error, match=None) as caught:
+        warnings.simplefilter("ignore")
+        read(spec)
+    assert said in str(caught.value)
+
+
+def test_a_row_is_written_after_each_optimizer_step_and_the_doctor_reads_it(tmp_path):
+    method = read({"preset": "paper/tis", "run_dir": str(tmp_path / "run")})
+    logps = torch.nn.Parameter(torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]))
+    optimizer = torch.optim.SGD([logps], lr=0.1)
+    sampling = torch.tensor([[-1.2, -2.1], [-0.6, -2.0]])
+    for _ in range(2):
+        for row in range(2):  # micro-batches of one response
+            batch = op.PolicyBatch(
+                per_token_logps=logps[row : row + 1],
+                sampling_per_token_logps=sampling[row : row + 1],
+                completion_mask=torch.ones(1, 2).bool(),
+                advantages=torch.ones(1),
+            )
+            result = method.objective(batch)
+            result.loss.backward()
+            _common.record(method, result.stats, framework="a framework")
+        optimizer.step()
+        optimizer.step()  # of another model: nothing was added
+    rows = read_metrics(tmp_path / "run").rows
+    assert [row["step"] for row in rows] == [1, 2]
+    log_ratio = torch.tensor([[0.2, 0.1], [0.1, -1.0]])
+    k3 = (log_ratio.exp() - 1 - log_ratio).mean().item()
+    assert rows[0]["offpolicy/mismatch/kl_k3"] == pytest.approx(k3, rel=1e-5)  # of both micro-batches
+    assert read_run_info(tmp_path / "run")["preset"] == "paper/tis"
+    assert examine(tmp_path / "run").frameworks == ("trl-offpolicy",)
+
+
+def test_rows_of_different_length_are_padded():
+    assert _common.padded([torch.ones(2), torch.ones(0)]).tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    assert _common.padded([torch.ones(0)]).shape == (1, 1)
+
+
+def slime_answer(offpolicy, **more):
+    old = [torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.0])]
+    sampling = [torch.tensor([-1.0, -3.0, -1.5]), torch.tensor([-0.5])]
+    masks = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0])]
+    pg_loss = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    given = {"train_log_probs": old, "rollout_log_probs": sampling, "loss_masks": masks, **more}
+    return pg_loss, slime.correct(SimpleNamespace(offpolicy=offpolicy), pg_loss=pg_loss, **given)
+
+
+def test_slime_gets_weighted_losses_and_masks_of_each_response():
+    offpolicy = {
+        "correction": {
+            "weight": {"type": "truncate", "max_weight": 2.0},
+            "keep": [{"type": "ratio_band", "level": "token", "low": 0.7, "high": None}],
+        }
+    }
+    pg_loss, (weighted, masks, metrics) = slime_answer(offpolicy)
+    torch.testing.assert_close(weighted, torch.tensor([1.0, 4.0, 0.0, 4 * 0.6065307]))  # min(e, 2), tool output 0
+    assert [mask.tolist() for mask in masks] == [[1.0, 1.0, 0.0], [0.0]]
+    assert torch.autograd.grad(weighted.sum(), pg_loss)[0].tolist()[:2] == [1.0, 2.0]
+    assert metrics["offpolicy/keep/dropped_token_fraction"].tolist() == pytest.approx([1 / 3] * 4)
+
+
+def test_slime_refuses_a_loss_of_its_own_and_parts_whose_layout_is_not_known():
+    with pytest.raises(ValueError, match="the loss is slime's own"):
+        slime_answer({"preset": "verl/bypass_pg_is"})
+    with pytest.raises(NotImplementedError, match="known for slime alone"):
+        slime_answer({"preset": "paper/tis"}, loss_masks=[torch.ones(5), torch.ones(1)])
+
+
+def test_skyrl_refuses_a_loss_that_does_not_scale_with_the_advantages():
+    assert skyrl._method({"preset": "paper/tis"}, op.Objective()).objective.aggregation == "token_sum"
+    with pytest.raises(NotImplementedError, match="DRO"):
+        skyrl._method(
+            {"preset": "paper/tis", "objective": {"policy_loss": {"type": "dro", "beta": 0.1}}}, op.Objective()
+        )
+    with pytest.raises(NotImplementedError, match=r"drift_coef 0\.1"):
+        skyrl._method({"preset": "paper/tis", "objective": {"drift_coef": 0.1}}, op.Objective())
