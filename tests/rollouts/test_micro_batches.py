@@ -119,7 +119,7 @@ def test_auto_groups_rows_only_where_a_shared_prompt_costs_less() -> None:
     groups = [part["group_ids"].unique() for part in split_rows(short, 4, Splitting(4, whole_groups="auto"))]
     assert any(len(found) > 1 for found in groups)  # prompts of one token: sorting by length is better
 
-    wide = torch.nn.functional.pad(rows["prompt_ids"] + 1, (40, 0), value=1)
+    wide = torch.nn.functional.pad(rows["prompt_ids"] + 1, (200, 0), value=1)
     long = {**rows, "prompt_ids": wide, "prompt_mask": torch.ones_like(wide)}
     del long["routed_experts"]
     groups = [part["group_ids"].unique() for part in split_rows(long, 4, Splitting(4, whole_groups="auto"))]

@@ -24,13 +24,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from trl_offpolicy.rollouts.micro_batches import sharing_pays
 from trl_offpolicy.rollouts.shared_prefix import (
     CHECKPOINTING,
     PROVED,
     Prompts,
     SharedPrefix,
     different_prompts,
-    pays,
     prompts_once,
     recomputes,
     refusal,
@@ -171,14 +171,23 @@ def test_the_forward_of_the_model_comes_back() -> None:
 # ------------------------------------------------------------------------------------------------------- where it pays
 
 
-@pytest.mark.parametrize(
-    ("prompt", "length", "expected"), [(512, 64, True), (64, 64, True), (64, 448, False), (8, 512, False)]
-)
+WHERE = [
+    (512, 64, True),
+    (64, 64, True),
+    (64, 448, False),
+    (64, 447, True),
+    (8, 512, False),
+    (36, 8, False),
+    (37, 8, True),
+]
+
+
+@pytest.mark.parametrize(("prompt", "length", "expected"), WHERE)
 def test_where_it_pays(prompt: int, length: int, expected: bool) -> None:
-    """A group of eight saves seven prompts and pays with a second forward over the completions: 7 P > T."""
-    ids = torch.zeros(1, prompt)
-    assert pays(Prompts(ids, ids, (0,) * 8), length) is expected
-    assert not pays(Prompts(ids.expand(8, -1), ids.expand(8, -1), tuple(range(8))), length)
+    """A group of eight saves seven prompts and pays with a second forward over the completions: 7 P > T, and 256."""
+    assert sharing_pays(8, 1, prompt, length) is expected
+    assert sharing_pays(16, 2, prompt, length) is (expected or (prompt, length) == (36, 8))
+    assert not sharing_pays(8, 8, prompt, length)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -243,9 +252,10 @@ def scorer(model: Any, spoil: Callable[[Tensor], Tensor] = lambda logps: logps) 
 
 
 def checked(mode: Any, score: Callable[..., Tensor], model: Any) -> tuple[SharedPrefix, bool]:
-    rows, shared = rows_of(2, 3), SharedPrefix(mode, counted=False)
+    rows, shared = rows_of(2, 3), SharedPrefix(True, counted=False)
     prompts = shared.prompts(model, rows["prompt_ids"], rows["prompt_mask"], 5)
     assert prompts is not None
+    shared.mode = mode
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
     mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
     return shared, shared.proved(model, prompts, ids, mask, score)

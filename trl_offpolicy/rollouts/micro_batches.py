@@ -126,6 +126,8 @@ def _taken(rows: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
 def _ordered(lengths: Lengths, size: int, how: Splitting) -> Tensor:
     """(B,) the order of the rows: the cheapest of some, within windows."""
     count, window = len(lengths.prompt), size * how.window
+    if size >= count and not how.whole_groups:
+        return torch.arange(count)  # one micro-batch
 
     def within(order: Tensor, by: Callable[[Lengths], Tensor]) -> Tensor:
         return torch.cat([part[by(lengths.rows(part))] for part in torch.split(order, window)])
@@ -145,13 +147,32 @@ def padded_tokens(lengths: Lengths, size: int, *, once: bool = False) -> int:
     Args:
         lengths: of the rows, in order.
         size: rows of a micro-batch.
-        once: a prompt is computed once in a micro-batch, not once for each of its rows.
+        once: a prompt is computed once in a micro-batch where that pays, not once for each of its rows.
     """
     total = 0
     for prompt, completion, identity in zip(*(torch.split(column, size) for column in lengths), strict=True):
-        prompts = len(identity.unique()) if once else len(identity)
-        total += prompts * int(prompt.max()) + len(identity) * int(completion.max())
+        rows, different = len(identity), len(identity.unique())
+        wide, long = int(prompt.max()), int(completion.max())
+        shared = once and sharing_pays(rows, different, wide, long)
+        total += (different if shared else rows) * wide + rows * long
     return total
+
+
+def sharing_pays(rows: int, prompts: int, prompt_width: int, completion_width: int) -> bool:
+    """True if computing each prompt once outweighs the second, smaller forward that it takes: (G - 1) P > T.
+
+    Args:
+        rows: B.
+        prompts: different ones among them, U; G = B / U.
+        prompt_width: P.
+        completion_width: T.
+    """
+    saved = (rows - prompts) * prompt_width
+    return saved >= LEAST_SAVED and saved > prompts * completion_width
+
+
+LEAST_SAVED = 256
+"""Prompt tokens that one forward must save: a second forward has a cost of its own, however small it is."""
 
 
 # The longest come first: if memory does not suffice, the run says so at its first micro-batch.

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.rollouts.micro_batches import same_rows
+from trl_offpolicy.rollouts.micro_batches import same_rows, sharing_pays
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +59,6 @@ def different_prompts(ids: Tensor, mask: Tensor) -> Prompts:
     of_row = same_rows(torch.where(mask.bool(), ids, -1))
     first = [of_row.index(number) for number in range(max(of_row) + 1)]
     return Prompts(ids[first], mask[first], tuple(of_row))
-
-
-def pays(prompts: Prompts, completion_width: int) -> bool:
-    """True if what is not computed again outweighs the second, smaller forward: (G - 1) P > T for a group."""
-    different, rows = len(prompts.ids), len(prompts.of_row)
-    return (rows - different) * prompts.ids.shape[1] > different * completion_width
 
 
 def backbone_of(model: Any) -> Any:
@@ -194,23 +188,25 @@ class SharedPrefix:
         self._checked: set[int] = set()
         self._said: set[str] = set()
 
-    def prepare(self, model: Any, *, refused: str | None = None) -> None:
+    def prepare(self, model: Any, *, refused: str | None = None, checkpointing: bool = False) -> None:
         """Look at the model once, before training.
 
         Args:
             model: the policy.
             refused: the trainer's own reason against it.
+            checkpointing: whether the trainer will switch gradient checkpointing on. Passes without gradient, in which
+                it is off, may then still share.
 
         Raises:
             ValueError: the option is true, but it is refused.
         """
         if self.mode is False:
             return
-        reason = refused or refusal(model) or (CHECKPOINTING if recomputes(model) else None)
+        lasting = refused or refusal(model)
+        self._reasons[id(backbone_of(model))] = lasting
+        reason = lasting or (CHECKPOINTING if checkpointing or recomputes(model) else None)
         if reason is not None:
             self._refuse(reason)
-        if refused is not None or refusal(model) is not None:
-            self._reasons[id(backbone_of(model))] = reason
 
     def possible(self, model: Any) -> bool:
         """True if the prompts of this model can be computed once, now."""
@@ -228,7 +224,9 @@ class SharedPrefix:
         if len(ids) < 2 or not self.possible(model):
             return None
         found = different_prompts(ids, mask)
-        wanted = pays(found, completion_width) if self.mode == "auto" else len(found.ids) < len(ids)
+        different = len(found.ids)
+        pays = self.mode is True or sharing_pays(len(ids), different, ids.shape[1], completion_width)
+        wanted = pays and different < len(ids)
         return found if wanted else None
 
     def context(self, model: Any, prompts: Prompts) -> AbstractContextManager[None]:

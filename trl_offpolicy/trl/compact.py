@@ -5,32 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
-from trl_offpolicy.rollouts.micro_batches import (
-    Splitting,
-    TrimPadding,
-    has_images,
-    in_first_order,
-    lengths_of,
-    scoring_chunks,
-    split_rows,
-    used_columns,
-)
+from trl_offpolicy.rollouts.compact import Columns, CompactScoring
+from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, has_images, split_rows
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix
 from trl_offpolicy.trl.exact import wants_exact
-from trl_offpolicy.trl.rebinding import innermost
 
 logger = logging.getLogger(__name__)
-
-Columns = tuple[Tensor, Tensor | None, Tensor | None]
-"""What TRL's scoring returns: (B, T) log-probs, (B, T) entropies, 0-d load-balancing loss."""
 
 
 class CompactRows:
@@ -49,7 +35,11 @@ class CompactRows:
         self._trim: TrimPadding = args.trim_padding
         self._shared = SharedPrefix(cast("SharePrefix", args.share_prefix), counted=False)
         exact = "engine.exact compares log-probs bit by bit, which no other order of sums keeps"
-        self._shared.prepare(trainer.model, refused=exact if wants_exact(args.engine) else self._why_whole())
+        sharded = "weights are sharded (FSDP, DeepSpeed), where a second forward in one step is not proved equal"
+        refused = exact if wants_exact(args.engine) else self._why_whole()
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            refused = sharded
+        self._shared.prepare(trainer.model, refused=refused, checkpointing=args.gradient_checkpointing)
         if self._trim is True and (reason := self._why_whole()) is not None:
             logger.warning("trim_padding cuts micro-batches, but does not sort rows by length: %s.", reason)
 
@@ -93,7 +83,7 @@ class CompactRows:
         compact: bool = True,
         **kwargs: Any,
     ) -> Columns:
-        """What ``score`` returns.
+        """What ``score`` returns: (B, T) log-probs, (B, T) entropies or None, a 0-d load-balancing loss or None.
 
         Args:
             score: TRL's scoring ``score(model, ids, mask, T, batch_size, **kwargs)``.
@@ -105,49 +95,13 @@ class CompactRows:
             compact: False where something reads the forwards row by row, in order and in full width.
             **kwargs: TRL's.
         """
-        width = input_ids.shape[1] - logits_to_keep
-        if not compact or has_images(kwargs) or width < 1:
+        scoring = CompactScoring(trim=self._trim is not False, shared=self._shared)
+        in_order = batch_size is None or not scoring.trim or bool(kwargs.get("compute_aux_loss"))
+        whole = not compact or has_images(kwargs)
+        if whole or (in_order and not self._shared.possible(model)):
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        if batch_size is None or self._trim is False or kwargs.get("compute_aux_loss"):
-            size = len(input_ids) if batch_size is None else batch_size
-            parts = [
-                self._forward(score, model, ids, mask, width, **kwargs)
-                for ids, mask in zip(torch.split(input_ids, size), torch.split(attention_mask, size), strict=True)
-            ]
-            return _joined(parts, lambda columns: torch.cat(columns))
-        lengths = lengths_of(
-            {"prompt_ids": input_ids[:, :width], "prompt_mask": attention_mask[:, :width],
-             "completion_mask": attention_mask[:, width:]}
-        )  # fmt: skip
-        groups = self._shared.mode if self._shared.possible(model) else False
-        chunks, parts = scoring_chunks(lengths, batch_size, whole_groups=groups), []
-        for rows in chunks:
-            ids, mask = input_ids[rows], attention_mask[rows]
-            kept = used_columns(mask, width)
-            parts.append(self._forward(score, model, ids[:, kept], mask[:, kept], width - kept.start, **kwargs))
-        return _joined(parts, lambda columns: in_first_order(columns, chunks, logits_to_keep))
 
-    def _forward(
-        self, score: Callable[..., Columns], model: Any, ids: Tensor, mask: Tensor, width: int, **kwargs: Any
-    ) -> Columns:
-        """One forward, in which prompts are computed once if that pays."""
-        length = ids.shape[1] - width
-        prompts = self._shared.prompts(model, ids[:, :width], mask[:, :width], length)
-        if prompts is None:
+        def forward(model: Any, ids: Tensor, mask: Tensor, length: int) -> Columns:
             return score(model, ids, mask, length, None, **kwargs)
 
-        def plain_score(ids: Tensor, mask: Tensor, context: AbstractContextManager[None] | None) -> Tensor:
-            with context or nullcontext():
-                return score(innermost(model), ids, mask, length, None)[0]
-
-        if not self._shared.proved(model, prompts, ids, mask, plain_score):
-            return score(model, ids, mask, length, None, **kwargs)
-        with self._shared.context(model, prompts):
-            return score(model, ids[:, width - 1 :], mask[:, width - 1 :], length, None, **kwargs)
-
-
-def _joined(parts: list[Columns], join: Callable[[list[Tensor]], Tensor]) -> Columns:
-    logps = join([part[0] for part in parts])
-    entropies = None if parts[0][1] is None else join([cast("Tensor", part[1]) for part in parts])
-    losses = [part[2] for part in parts if part[2] is not None]
-    return logps, entropies, torch.stack(losses).mean() if losses else None
+        return scoring(forward, model, input_ids, attention_mask, logits_to_keep, batch_size, in_order=in_order)

@@ -39,10 +39,3 @@ def as_if_aligned(args: Any) -> Iterator[None]:
         yield
     finally:
         args.gradient_accumulation_steps = accumulation
-
-
-def innermost(model: Any) -> Any:
-    """The model inside the wrapper of a strategy (DDP); an adapter stays."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
