@@ -39,10 +39,12 @@ def signatures() -> list[str]:
     found = {f"GRPOTrainer.{name}": getattr(GRPOTrainer, name) for name in METHODS}
     for name in ("__init__", "_init_vllm", "sync_weights", "generate"):
         found[f"VLLMGeneration.{name}"] = getattr(backend, name)
-    for owner, name in ((utils, "add_fused_lm_head"), (utils, "maybe_gather_lm_head_ctx")):
+    for owner, name in (
+        (utils, "add_fused_lm_head"), (utils, "maybe_gather_lm_head_ctx"), (utils, "split_tensor_dict"),
+    ):  # fmt: skip
         found[f"utils.{name}"] = getattr(owner, name)
     found["disable_gradient_checkpointing"] = disable_gradient_checkpointing
-    for name in ("add_fused_lm_head", "VLLMGeneration"):
+    for name in ("add_fused_lm_head", "VLLMGeneration", "split_tensor_dict"):
         found[f"grpo_trainer.{name} is a global"] = _present(grpo_trainer, name)
     found["vllm_generation.LLM is a global"] = _present(vllm_generation, "LLM")
     return [f"{name} {made if isinstance(made, str) else inspect.signature(made)}" for name, made in found.items()]

@@ -66,13 +66,13 @@ def backbone_of(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return model.base_model
+    return getattr(model, "base_model", model)
 
 
 def refusal(model: Any) -> str | None:
     """Why prompts of this model cannot be computed once; None if they can, as far as its configuration tells."""
     if hasattr(model, "_orig_mod"):
-        return "the model is compiled (torch.compile), and the shared forward would not be"
+        return COMPILED
     config = getattr(backbone_of(model), "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
     if kind not in PROVED:
@@ -107,6 +107,7 @@ def recomputes(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in backbone_of(model).modules())
 
 
+COMPILED = "the model is compiled (torch.compile), and the shared forward would not be"
 CHECKPOINTING = "gradient_checkpointing recomputes each layer without the cache in which a prompt's keys are kept"
 
 

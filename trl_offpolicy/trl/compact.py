@@ -13,7 +13,7 @@ from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts.compact import Columns, CompactScoring
 from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, has_images, split_rows
-from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix
+from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix
 from trl_offpolicy.trl.exact import wants_exact
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class CompactRows:
         refused = exact if wants_exact(args.engine) else self._why_whole()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             refused = sharded
+        if args.torch_compile:
+            refused = COMPILED
         self._shared.prepare(trainer.model, refused=refused, checkpointing=args.gradient_checkpointing)
         if self._trim is True and (reason := self._why_whole()) is not None:
             logger.warning("trim_padding cuts micro-batches, but does not sort rows by length: %s.", reason)
