@@ -7,8 +7,8 @@ Scoring alone, with the kit's own scorer and no trainer around it (``step_profil
 and entropies of ``--micro-batches`` micro-batches of ``--rows`` rows, and the gradient of all weights. The candidates
 are interleaved in every round. The clock is CPU time of the process on a CPU, so that other processes count little
 (``OMP_NUM_THREADS=1``), and wall time on a GPU. ``--lengths tail`` draws log-normal lengths (median a quarter of
-``--completion``) and prompts of half to the whole of ``--prompt``; ``full`` gives all rows one length. Printed: medians,
-how many times faster than with TRL's padding, and the difference of the gradients.
+``--completion``) and prompts of half to the whole of ``--prompt``; ``full`` gives all rows one length. Printed:
+medians, how many times faster than with TRL's padding, and the difference of the gradients.
 """
 
 from __future__ import annotations

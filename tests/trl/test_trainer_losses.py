@@ -18,6 +18,7 @@ from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 Build = Callable[..., OffPolicyGRPOTrainer]
 
+
 def test_every_loss_gives_a_gradient(build: Build, make_args: Any) -> None:
     """One trainer; the loss is changed as a configuration would, batchwide decisions included."""
     presets = {
