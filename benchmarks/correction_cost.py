@@ -74,6 +74,9 @@ def candidates(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
         "the same three ratios, compiled": op.Correction(
             weight=tis, keep=(geometric, veto), measure=three, compiled=True
         ),
+        "token TIS + geometric mask + veto, measure: core": op.Correction(
+            weight=tis, keep=(geometric, veto), measure="core"
+        ),
         "token TIS + geometric mask, no diagnostics of ratios": op.Correction(
             weight=tis, keep=(geometric,), measure=()
         ),

@@ -89,6 +89,10 @@ class Experts:
         """True if the routing is recorded in a pass of the trainer, which is then needed for that alone (R2)."""
         return self.routing.options.mode == "r2"
 
+    def reads_rows_in_order(self, rows: Mapping[str, Any]) -> bool:
+        """True if routing is recorded or replayed row by row while these rows are scored."""
+        return self.routing.options.mode != "none" or rows.get(KEY) is not None
+
     @property
     def on_host(self) -> tuple[str, ...]:
         """Names of the fields of a batch that stay on the host."""

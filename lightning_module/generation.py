@@ -274,9 +274,11 @@ class Generation:
 
     def micro_batch(self, step: MicroStep) -> dict[str, Any]:
         """The rows of this micro-step. Samples first if its generation batch is new."""
+        module = self._module
         if self._buffer is None or self._is_new(step):
-            self._module.auto.end_generation(self._module)
-            self._buffer = RolloutBuffer.split(step.generation, self._generate(step), step.plan)
+            module.auto.end_generation(module)
+            rows = self._generate(step)
+            self._buffer = RolloutBuffer.split(step.generation, rows, step.plan, module.compact.splitting(step.plan))
         self._position = step.position + 1
         self._window = step.plan.window
         return self._buffer.micro_batches[step.slot]
@@ -356,7 +358,7 @@ class Generation:
     def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:
         """Log-probs of the reference model, over the whole distribution even if the engine truncates its own."""
         module, policy = self._module, self._module.policy
-        scorer = Scorer(module.sampling, truncated=False)
+        scorer = Scorer(module.sampling, truncated=False, compact=module.compact.scoring)
         if self._reference is None:
             with models.without_adapter(policy):
                 return scorer(policy, rows, batch_size=size).logps

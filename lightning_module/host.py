@@ -30,6 +30,8 @@ class Host(Protocol):
     auto: AutoCorrection
     agents: Any
     """What samples (:class:`~lightning_module.agents.Agents`)."""
+    compact: Any
+    """How rows are split and scored (:class:`~lightning_module.compact.CompactRows`)."""
     exact: Any
     """The check of an exact engine (:class:`~lightning_module.exact.ExactCheck`)."""
     ahead: Any

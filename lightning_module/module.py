@@ -18,6 +18,7 @@ from lightning_module.ahead import sample_ahead
 from lightning_module.auto import AutoCorrection
 from lightning_module.callbacks import RunFolder
 from lightning_module.checkpoints import keep_whole
+from lightning_module.compact import CompactRows
 from lightning_module.control import Control
 from lightning_module.data import PromptDataModule
 from lightning_module.engines import check_sampling, engine_type
@@ -104,6 +105,10 @@ class OffPolicyGRPOModule(LightningModule):
         freeze_router: whether the routers are not trained.
         freeze_router_bias: whether the routers' biases are not trained.
         router_aux_loss_coef: coefficient of the load-balancing loss; None = that of the model's configuration.
+        trim_padding: true sorts the rows of an optimizer step into micro-batches of like length and cuts each to its
+            own width, where the loss does not depend on the split; ``columns`` only cuts; false does neither.
+        share_prefix: true computes a prompt once for its completions in a micro-batch, ``auto`` where that pays and is
+            proved equal, false never. It needs ``gradient_checkpointing: false`` (``docs/speed.md``).
 
     Raises:
         ValueError: settings contradict each other; the message names the field.
@@ -153,6 +158,8 @@ class OffPolicyGRPOModule(LightningModule):
         freeze_router: bool = False,
         freeze_router_bias: bool = False,
         router_aux_loss_coef: float | None = None,
+        trim_padding: bool | str = True,
+        share_prefix: bool | str = "auto",
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -175,7 +182,8 @@ class OffPolicyGRPOModule(LightningModule):
         self.exact = ExactCheck(self)
         self.rewards = Rewards(reward_funcs, reward_weights, self.agents.rewards)
         self.measuring = Measuring(self.rewards.names)
-        self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers")
+        self.compact = CompactRows(self)
+        self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers", compact=self.compact.scoring)
         self.ahead = sample_ahead(self)  # None: sample and learn in turn
         self.replay = replayed(self)  # None: every row is fresh
         self.generation = Generation(self)
@@ -240,6 +248,7 @@ class OffPolicyGRPOModule(LightningModule):
     def on_fit_start(self) -> None:
         """Build the engine, unless an earlier run of this module built it."""
         self.generation.start()
+        self.compact.prepare()
         if self.ahead is not None:
             self.ahead.start(self.generation.engine)
         if self.replay is not None:
@@ -324,7 +333,8 @@ class OffPolicyGRPOModule(LightningModule):
     def score(self, inputs: dict[str, Any], *, batch_size: int | None = None, aux_loss: bool = False) -> Scores:
         """Log-probs of the completions under the current policy, routed as recorded if the rows have a record."""
         with self.experts.replayed(self.policy, inputs):
-            return self.scorer(self.policy, inputs, batch_size=batch_size, aux_loss=aux_loss)
+            in_order = self.experts.reads_rows_in_order(inputs)
+            return self.scorer(self.policy, inputs, batch_size=batch_size, aux_loss=aux_loss, in_order=in_order)
 
     def _reduction(self, batch: MicroStep, inputs: dict[str, Any], batch_idx: int) -> Reduction:
         """TRL's denominators, counted over the micro-batches that this optimizer step has."""

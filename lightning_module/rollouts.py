@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_module.streams import BatchPlan
 from trl_offpolicy.engines.engine import Rollouts
+from trl_offpolicy.rollouts.micro_batches import Splitting, split_rows
 from trl_offpolicy.types import Average
 
 
@@ -63,20 +64,24 @@ class RolloutBuffer:
         self.micro_batches = micro_batches
 
     @classmethod
-    def split(cls, generation: tuple[int, int], rows: Mapping[str, Tensor], plan: BatchPlan) -> RolloutBuffer:
-        """Split the rows, in an order that is drawn for this generation. 0-d tensors go to every micro-batch.
+    def split(
+        cls, generation: tuple[int, int], rows: Mapping[str, Tensor], plan: BatchPlan, how: Splitting
+    ) -> RolloutBuffer:
+        """Split the rows, in an order that is drawn for this generation, as far as ``how`` leaves it free.
 
         With a single micro-batch no order is drawn.
+
+        Args:
+            generation: (epoch, number within it) of the generation batch.
+            rows: its rows; with replayed ones more than ``plan.completions``.
+            plan: its sizes.
+            how: what may be sorted and cut.
         """
-        count = len(rows["completion_ids"])  # with replayed rows more than plan.completions
-        order = torch.arange(count)
         if plan.steps_per_generation > 1:
+            count = len(rows["completion_ids"])
             order = torch.randperm(count, generator=torch.Generator().manual_seed(hash(generation)))
-        parts = torch.split(order, count // plan.steps_per_generation)
-        return cls(
-            generation,
-            [{name: v if v.dim() == 0 else v[part.to(v.device)] for name, v in rows.items()} for part in parts],
-        )
+            rows = {name: v if v.dim() == 0 else v[order.to(v.device)] for name, v in rows.items()}
+        return cls(generation, split_rows(rows, plan.steps_per_generation, how))
 
     def state_dict(self) -> dict[str, Any]:
         """The buffer as tensors and plain values, for a checkpoint."""

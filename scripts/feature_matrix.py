@@ -35,6 +35,9 @@ class Feature:
 
 FEATURES = (
     Feature("losses, corrections, KL, wide scopes, estimators", BOTH, BOTH),
+    Feature("micro-batches without padding, prompts computed once",
+            "tests/trl/test_compact.py::test_a_run_takes_the_same_steps",
+            "tests/lightning/test_compact.py::test_the_steps_are_those_of_the_plain_path"),
     Feature("bfloat16 over 50 steps", "tests/lightning/test_precision.py::test_fifty_steps",
             "tests/lightning/test_precision.py::test_fifty_steps"),
     Feature("vLLM in the process, every sync proved", "tests/engines/test_colocate.py",

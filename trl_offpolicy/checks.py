@@ -118,6 +118,23 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
         raise ValueError(f"{field} must be one of {list(allowed)}, but got {value!r}.{near(str(value), allowed)}")
 
 
+def read_switch(field: str, value: object, others: Collection[str]) -> bool | str:
+    """A switch that also takes names: true and false, as bool or as text of a command line, or one of ``others``.
+
+    Raises:
+        ValueError: the message lists the allowed values.
+
+    Example:
+        >>> read_switch("share_prefix", "true", ["auto"]), read_switch("share_prefix", "auto", ["auto"])
+        (True, 'auto')
+    """
+    known = {"true": True, "false": False}
+    read = known.get(value.lower(), value) if isinstance(value, str) else value
+    if isinstance(read, bool) or (isinstance(read, str) and read in others):
+        return read
+    raise ValueError(f"{field} must be true, false or one of {list(others)}, but got {value!r}.")
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """The text " Did you mean ...?" with the closest names, whatever their case; empty text if none is close."""
     by_lower = {one.lower(): one for one in known}

@@ -18,7 +18,7 @@ from trl_offpolicy import (
     ShapedWeight,
     TruncateWeight,
 )
-from trl_offpolicy.correction.measure import term_names
+from trl_offpolicy.correction.measure import CORE_DIAGNOSTICS, term_names
 from trl_offpolicy.functional.diagnostics import RATIO_DIAGNOSTICS
 
 NAN = float("nan")
@@ -144,6 +144,40 @@ def test_total_alone_without_old_log_probs():
 
     assert {key.split("/")[1] for key in stats} == {"total"}
     assert value(stats, "total/kl_k1") == pytest.approx(-L, abs=1e-6)
+
+
+@pytest.mark.parametrize("keep", [(), (SEQUENCE_BAND,), (TOKEN_BAND,)])
+@pytest.mark.parametrize("measure", ["core", ("mismatch", "kept", "staleness", "total", "core")])
+def test_core_gives_the_same_numbers_of_fewer_diagnostics(measure, keep):
+    ratios = [[2.0, 0.5, 3.0], [0.25, 1.0, None], [None, None, None], [8.0, 0.1, 1.5]]
+    fields = {"group_ids": torch.tensor([0, 0, 1, 1])}
+    options = {"keep": keep, "weight": TruncateWeight(max_weight=2.0)}
+    core = stats_of(ratios, ratios[::-1], fields, measure=measure, **options)
+    whole = stats_of(ratios, ratios[::-1], fields, **options)
+    names = {key.split("/", 2)[2] for key in core if key.split("/")[1] in ("mismatch", "total", "kept", "staleness")}
+    assert names == {*CORE_DIAGNOSTICS, "product_variance"}
+    groups = {"mismatch", "total"} if measure == "core" else {"mismatch", "kept", "staleness", "total"}
+    assert {key.split("/")[1] for key in core} & {"mismatch", "kept", "staleness", "total"} == groups
+    ours, theirs = core.compute(), whole.compute()
+    assert {"offpolicy/mismatch/kl_k1_ci95", "offpolicy/mismatch/ess_sequence_ci95"} <= ours.keys() <= theirs.keys()
+    for key, number in ours.items():
+        assert number == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
+    assert any(abs(number) > 0.1 for key, number in ours.items() if "/mismatch/" in key)
+
+
+def test_core_stats_of_micro_batches_merge():
+    parts = [stats_of([[2.0, 0.5]], measure="core"), stats_of([[3.0, None]], measure="core")]
+    both = stats_of([[2.0, 0.5], [3.0, None]], measure="core")
+    assert parts[0].merge(parts[1]).compute() == pytest.approx(both.compute(), rel=1e-6)
+
+
+def test_levels_are_tuples_of_groups():
+    assert Correction(measure="full") == Correction()
+    assert Correction(measure="off").measure == ()
+    early, late = Correction(measure="core", keep=(OffPolicySequenceMask(max_divergence=0.1),)).split()
+    assert early.measure == ("mismatch", "core") and late.measure == ("total", "core")
+    with pytest.raises(ValueError, match=r"measure must be one of \['full', 'core', 'off'\] or a tuple .* got 'some'"):
+        Correction(measure="some")
 
 
 def test_measuring_nothing():

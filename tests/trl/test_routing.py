@@ -83,7 +83,7 @@ def test_r2_costs_no_forward_and_steps_without_replay_stay_as_they_were(
 
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
     for mode in ("none", "r2"):
-        trainer = build_moe(**TWO_STEPS, routing_replay=mode, **LARGE)
+        trainer = build_moe(**TWO_STEPS, routing_replay=mode, trim_padding=False, **LARGE)
         trainer.train()
         runs[mode] = (calls.copy(), records(trainer))
         calls.clear()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCABULARY
 from trainer_runs import Engine, records
+from trainer_specs import spec_of
 
 from trl_offpolicy.presets.parsing import LOSS_TYPES
 from trl_offpolicy.trl.checks import stages_of
@@ -17,34 +17,6 @@ from trl_offpolicy.trl.config import resolve_preset
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 Build = Callable[..., OffPolicyGRPOTrainer]
-
-NEEDED: dict[str, dict[str, Any]] = {
-    "dispo": {
-        "correct_threshold": 0.5,
-        "low_correct": 0.5,
-        "high_correct": 3.0,
-        "low_incorrect": 0.2,
-        "high_incorrect": 0.2,
-    },
-    "dro": {"beta": 0.1},
-    "espo": {"vocab_size": len(VOCABULARY)},
-    "oapl": {"beta": 0.1, "scope": "micro_batch"},
-    "quatro": {"scope": "micro_batch"},
-}
-"""Options without a default, and those without which the trainer's batch does not do."""
-
-HOLDS_SAMPLING = ("ppo_is", "topr", "oapl")
-
-
-def spec_of(name: str) -> dict[str, Any]:
-    """The loss ``name`` with its own aggregation, in YAML form."""
-    return {
-        "preset": "measure" if name in HOLDS_SAMPLING else "paper/tis",
-        "objective": {
-            "policy_loss": {"type": name, **NEEDED.get(name, {})},
-            "aggregation": LOSS_TYPES[name].aggregation,  # type: ignore[attr-defined]
-        },
-    }
 
 
 def test_every_loss_gives_a_gradient(build: Build, make_args: Any) -> None:

@@ -41,10 +41,12 @@ def signatures() -> list[str]:
     found = {f"GRPOTrainer.{name}": getattr(GRPOTrainer, name) for name in METHODS}
     for name in ("__init__", "_init_vllm", "sync_weights", "generate"):
         found[f"VLLMGeneration.{name}"] = getattr(backend, name)
-    for owner, name in ((utils, "add_fused_lm_head"), (utils, "maybe_gather_lm_head_ctx")):
+    for owner, name in (
+        (utils, "add_fused_lm_head"), (utils, "maybe_gather_lm_head_ctx"), (utils, "split_tensor_dict"),
+    ):  # fmt: skip
         found[f"utils.{name}"] = getattr(owner, name)
     found["disable_gradient_checkpointing"] = disable_gradient_checkpointing
-    for name in ("add_fused_lm_head", "VLLMGeneration", "PREFIX_CHECKPOINT_DIR"):
+    for name in ("add_fused_lm_head", "VLLMGeneration", "PREFIX_CHECKPOINT_DIR", "split_tensor_dict"):
         found[f"grpo_trainer.{name} is a global"] = _present(grpo_trainer, name)
     found["transformers.trainer.PREFIX_CHECKPOINT_DIR is a global"] = _present(trainer, "PREFIX_CHECKPOINT_DIR")
     found["vllm_generation.LLM is a global"] = _present(vllm_generation, "LLM")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_bool, check_choice, check_number
-from trl_offpolicy.correction.measure import Evidence, Measure, WeightsUsed, collect, term_names
+from trl_offpolicy.correction.measure import LEVELS, Evidence, Level, Measure, WeightsUsed, collect, term_names
 from trl_offpolicy.correction.ratio_table import RatioTable
 from trl_offpolicy.correction.terms import KeepTerm, Violations, Weight
 from trl_offpolicy.correction.terms.base import is_late
@@ -52,7 +52,9 @@ class Correction:
         baseline: "kept" leaves dropped responses out of their group's baseline: the trainers recompute the advantages
             over what is left (terms on old/sampling only). "all": advantages stay as they were made.
         correct_threshold: a response is correct if reward >= this; needed for ``keep/dropped_correct_fraction``.
-        measure: which ratio diagnostics to compute; those whose policies the batch lacks are left out.
+        measure: which ratio diagnostics to compute: "full", "core" (a few sums of old/sampling and current/sampling:
+            KL, total variation, chi-square, ESS), "off", or a tuple of groups, with "core" among them for those sums
+            alone. What a batch lacks the policies for is left out. Weights and drops are counted in any case.
         compiled: run as one graph of ``torch.compile``. The first call takes up to half a minute.
 
     Raises:
@@ -74,7 +76,7 @@ class Correction:
     nonfinite: Nonfinite = "neutral"
     baseline: Baseline = "all"
     correct_threshold: float | None = None
-    measure: tuple[Measure, ...] = ("mismatch", "kept", "staleness", "total")
+    measure: tuple[Measure, ...] | Level = ("mismatch", "kept", "staleness", "total")
     compiled: bool = False
 
     def __post_init__(self) -> None:
@@ -95,8 +97,13 @@ class Correction:
             raise ValueError(
                 f"weight must hold each factor of current/sampling = current/old x old/sampling once, but got {ratios}."
             )
+        if isinstance(self.measure, str) and self.measure in LEVELS:
+            object.__setattr__(self, "measure", LEVELS[self.measure])
         if not isinstance(self.measure, tuple):
-            raise ValueError(f"measure must be a tuple of some of {list(get_args(Measure))}, but got {self.measure!r}.")
+            raise ValueError(
+                f"measure must be one of {list(LEVELS)} or a tuple of some of {list(get_args(Measure))}, but got "
+                f"{self.measure!r}."
+            )
         for name in self.measure:
             if name not in get_args(Measure):
                 raise ValueError(f"measure must name some of {list(get_args(Measure))}, but got {name!r}.")
@@ -219,8 +226,13 @@ class Correction:
                 "what they keep is not known when the weights are normalised."
             )
 
+    @property
+    def _measured(self) -> tuple[Measure, ...]:
+        """``measure`` with its level spelled out."""
+        return LEVELS[self.measure] if isinstance(self.measure, str) else self.measure
+
     def _measuring(self, groups: tuple[Measure, ...]) -> tuple[Measure, ...]:
-        return tuple(name for name in self.measure if name in groups)
+        return tuple(name for name in self._measured if name in groups or name == "core")
 
     def __call__(self, batch: PolicyBatch) -> CorrectionOutput:
         """Weights, keep mask and diagnostics of a batch.
@@ -239,7 +251,7 @@ class Correction:
 
     def _run(self, batch: PolicyBatch) -> CorrectionOutput:
         """The call without its check and without ``torch.no_grad``; torch.compile traces this part."""
-        ratios = RatioTable(batch)
+        ratios = RatioTable(batch, core="core" in self._measured)
         base = self._usable(batch, ratios)
         decisions, keep = self._keep(batch, ratios, base)
         keep_mask = both(base, keep)
@@ -249,7 +261,7 @@ class Correction:
             batch,
             ratios,
             Evidence(decisions, keep, keep_mask, base is not batch.mask, weights),
-            wanted=self.measure,
+            wanted=self._measured,
             drops_nonfinite=self.nonfinite == "drop",
             correct_threshold=self.correct_threshold,
         )

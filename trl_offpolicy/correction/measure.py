@@ -25,11 +25,14 @@ from trl_offpolicy.functional.lags import LAG_NAMES, sums_by_lag
 from trl_offpolicy.functional.levels import turn_index
 from trl_offpolicy.functional.log_ratios import LogRatio, excess_of
 from trl_offpolicy.functional.moments import (
+    CORE_LAYOUT,
     ROW_LAYOUT,
     Layout,
     Moments,
     RatioRows,
+    core_row_moments,
     fold_ratio_rows,
+    is_core,
     moments,
     ratio_row_moments,
     ratio_rows,
@@ -40,8 +43,20 @@ from trl_offpolicy.functional.weights import ess_fraction
 from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.types import PolicyBatch
 
-Measure = Literal["mismatch", "kept", "staleness", "total"]
-"""The measured ratios: old/sampling on all trainable tokens and on the kept ones, current/old, current/sampling."""
+Measure = Literal["mismatch", "kept", "staleness", "total", "core"]
+"""The measured ratios: old/sampling on all trainable tokens and on the kept ones, current/old, current/sampling. With
+"core" only the sums of a core pass are taken of each."""
+Level = Literal["full", "core", "off"]
+LEVELS: Mapping[str, tuple[Measure, ...]] = {
+    "full": ("mismatch", "kept", "staleness", "total"),
+    "core": ("mismatch", "total", "core"),
+    "off": (),
+}
+CORE_DIAGNOSTICS: Mapping[str, Finalizer] = {
+    name: RATIO_DIAGNOSTICS[name]
+    for name in ("kl_k1", "kl_k3", "tv", "chi2_token", "logp_diff_mean", "ess_sequence", "nonfinite_fraction")
+}
+"""The diagnostics of a ratio that a core pass gives."""
 
 
 class WeightsUsed(NamedTuple):
@@ -145,10 +160,13 @@ def _mismatch_groups(
         keep_rows = fresh
         kept = evidence.kept_rows
         if kept is None:
-            rows = _kept_rows(ratios["old/sampling"], batch, evidence.keep_mask)
+            rows = _kept_rows(ratios["old/sampling"], batch, evidence.keep_mask, core=is_core(rows))
         else:  # whole rows were dropped: leave them out of the sums by row, without a second pass over the tokens
             keep_rows = kept if fresh is None else kept & fresh
-        groups["kept"] = Group(fold_ratio_rows(rows, keep_rows), RATIO_DIAGNOSTICS)
+        if is_core(rows):
+            groups["kept"] = Group(_core_moments(_core_values(rows, keep_rows)), CORE_DIAGNOSTICS)
+        else:
+            groups["kept"] = Group(fold_ratio_rows(rows, keep_rows), RATIO_DIAGNOSTICS)
         groups["kept#products"] = _product_group(rows, keep_rows)
     return groups
 
@@ -166,6 +184,10 @@ WEIGHT_INTERVALS = ("ess_token", "ess_sequence")
 
 
 def _ratio_group(rows: RatioRows, batch: PolicyBatch, keep_rows: Tensor | None = None) -> Group:
+    if is_core(rows):
+        values = _core_values(rows, keep_rows)
+        named = tuple(name for name in RATIO_INTERVALS if name in CORE_DIAGNOSTICS)
+        return Group(_core_moments(values), CORE_DIAGNOSTICS, ClusterRows(CORE_LAYOUT, values, batch.group_ids), named)
     values = ratio_row_moments(rows)
     moments = fold_ratio_rows(rows, keep_rows, values)
     if keep_rows is not None:
@@ -174,13 +196,22 @@ def _ratio_group(rows: RatioRows, batch: PolicyBatch, keep_rows: Tensor | None =
     return Group(moments, RATIO_DIAGNOSTICS, clusters, RATIO_INTERVALS)
 
 
+def _core_values(rows: RatioRows, keep_rows: Tensor | None) -> Tensor:
+    values = core_row_moments(rows)
+    return values if keep_rows is None else torch.where(keep_rows.unsqueeze(-1), values, 0.0)
+
+
+def _core_moments(values: Tensor) -> Moments:
+    return Moments(CORE_LAYOUT, values.sum(0), values.new_empty(0))
+
+
 def _product_group(rows: RatioRows, keep_rows: Tensor | None = None) -> Group:
     return Group(product_moments(rows, keep_rows), PRODUCT_DIAGNOSTICS)
 
 
-def _kept_rows(ratio: LogRatio, batch: PolicyBatch, keep_mask: Tensor) -> RatioRows:
+def _kept_rows(ratio: LogRatio, batch: PolicyBatch, keep_mask: Tensor, *, core: bool) -> RatioRows:
     kept = LogRatio(torch.where(keep_mask, ratio.values, 0.0), ratio.observed & keep_mask)
-    return ratio_rows(kept, batch.logps("sampling"), keep_mask)
+    return ratio_rows(kept, batch.logps("sampling"), keep_mask, core=core)
 
 
 # ----------------------------------------------------------------------------------------------------- by version lag

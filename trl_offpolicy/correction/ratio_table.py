@@ -16,10 +16,15 @@ class RatioTable:
     A ratio names its policies by role ("old/sampling"). Which log-probs play the role of ``old`` depends on the batch
     and on who asks: diagnostics (:meth:`_measured_as`) or terms (:meth:`_weighed_as`). Roles that resolve to the same
     log-probs share one log-ratio.
+
+    Args:
+        batch: the batch.
+        core: row sums for diagnostics are those of a core pass.
     """
 
-    def __init__(self, batch: PolicyBatch) -> None:
+    def __init__(self, batch: PolicyBatch, *, core: bool = False) -> None:
         self._batch = batch
+        self._core = core
         self._known: dict[tuple[str, str], LogRatio] = {}
         self._rows: dict[tuple[str, str], RatioRows] = {}
 
@@ -42,7 +47,8 @@ class RatioTable:
         if names not in self._rows:
             known = self._known.get(names)
             first = batch.logps(numerator) if known is None else known
-            self._rows[names] = ratio_rows(first, batch.logps(denominator), batch.mask, batch.lengths)
+            below = batch.logps(denominator)
+            self._rows[names] = ratio_rows(first, below, batch.mask, batch.lengths, core=self._core)
         return self._rows[names]
 
     def inputs(self, ratio: Ratio, mask: Tensor, *, keep: Tensor) -> TermInputs:

@@ -85,7 +85,7 @@ _TOKEN_SUMS = (
     "abs_log_ratio",  # |l|
     "excess",  # rho - 1
     "abs_excess",
-    "excess_sq",
+    "excess_sq",  # the last of CORE_SUMS
     "excess_log_ratio",  # (rho - 1) l
     "logp",  # log-prob of the denominator
     "prob",  # its probability p
@@ -126,14 +126,29 @@ RATIO_LAYOUT = Layout(
 )
 
 
+CORE_SUMS = _TOKEN_SUMS[: _TOKEN_SUMS.index("excess_sq") + 1]
+"""The sums that need neither probabilities nor a second product: a third of a pass over the tokens."""
+CORE_LAYOUT = Layout(sums=(*CORE_SUMS, "rows", "product", "product_sq"))
+
+
 class RatioRows(NamedTuple):
-    """Per-row sums (B, S) float64 in the order of the token sums, and maxima (B, 3): max l, max -l, max |dp|."""
+    """Per-row sums (B, S) float64 in the order of the token sums, and maxima (B, 3): max l, max -l, max |dp|.
+
+    Of a core pass the sums are :data:`CORE_SUMS` alone and the maxima (B, 0).
+    """
 
     sums: Tensor
     maxima: Tensor
 
 
-def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor, lengths: Tensor | None = None) -> RatioRows:
+def is_core(rows: RatioRows) -> bool:
+    """True if the rows are those of a core pass."""
+    return rows.sums.shape[1] == len(CORE_SUMS)
+
+
+def ratio_rows(
+    ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor, lengths: Tensor | None = None, *, core: bool = False
+) -> RatioRows:
     """One pass over the tokens, in blocks of rows: every row sum that a ratio diagnostic needs.
 
     rho - 1 is exact where the policies nearly agree, so KL k3 of a 1e-4 mismatch is not rounding noise.
@@ -144,6 +159,7 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor, leng
         denominator: (B, T) log-probs of the denominator, nats.
         mask: (B, T) bool, trainable tokens.
         lengths: (B,) float32, how many ``mask`` has in each row, where that is known.
+        core: take only :data:`CORE_SUMS`.
     """
     check_tokens(mask.shape, ratio=ratio.values if isinstance(ratio, LogRatio) else ratio, denominator=denominator)
     parts = []
@@ -154,10 +170,20 @@ def ratio_rows(ratio: LogRatio | Tensor, denominator: Tensor, mask: Tensor, leng
         else:
             here = log_ratio(ratio[block], below, inside)
         trainable = as_float(inside).sum(-1) if lengths is None else lengths[block]
-        parts.append(_block_rows(here, below, trainable))
+        parts.append(_core_rows(here, trainable) if core else _block_rows(here, below, trainable))
     if len(parts) == 1:
         return parts[0]
     return RatioRows(torch.cat([part.sums for part in parts]), torch.cat([part.maxima for part in parts]))
+
+
+def _core_rows(ratio: LogRatio, trainable: Tensor) -> RatioRows:
+    """:data:`CORE_SUMS` of one block."""
+    log_ratios, observed = ratio
+    excess, tokens = excess_of(log_ratios), as_float(observed).sum(-1)
+    magnitudes = (log_ratios.abs().sum(-1), excess.abs().sum(-1))
+    sums = [tokens, trainable - tokens, log_ratios.sum(-1), magnitudes[0], excess.sum(-1), magnitudes[1]]
+    sums.append(dot(excess, excess))
+    return RatioRows(torch.stack(sums, -1).double(), log_ratios.new_empty(len(log_ratios), 0, dtype=torch.float64))
 
 
 def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> RatioRows:
@@ -220,9 +246,7 @@ def ratio_row_moments(rows: RatioRows) -> Tensor:
     squared = 2 * log_product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     exponents = torch.stack([surprise, surprise - log_ratio, -log_ratio, squared], dim=-1)
     ppl_denominator, ppl_numerator, ppl_ratio, square = exponents.clamp_(max=_MAX_EXPONENT).exp_().unbind(-1)
-    # The product itself is for the ESS (diagnostics.ess_product, the same number as weights.ess_fraction_of_logs).
-    # Not clamped from below: products that all vanish must not look like equal weights.
-    product = torch.where(log_product >= -PRODUCT_RANGE, log_product.clamp(max=PRODUCT_RANGE).exp(), 0.0)
+    product = _products(log_product)
     per_row = torch.stack(
         [
             torch.ones_like(surprise),
@@ -243,6 +267,21 @@ def ratio_row_moments(rows: RatioRows) -> Tensor:
         dim=-1,
     )
     return torch.cat([rows.sums, torch.where(tokens > 0, per_row, 0.0)], dim=-1)
+
+
+def core_row_moments(rows: RatioRows) -> Tensor:
+    """Moments of each single response: (B, S) float64 in the order of :data:`CORE_LAYOUT`, 0 for an empty row."""
+    observed = (rows.sums[:, 0] > 0).double()
+    product = observed * _products(rows.sums[:, CORE_SUMS.index("log_ratio")])
+    return torch.cat([rows.sums, torch.stack([observed, product, product.square()], dim=-1)], dim=-1)
+
+
+def _products(log_product: Tensor) -> Tensor:
+    """The products of ratios, for their ESS (diagnostics.ess_product, the same as weights.ess_fraction_of_logs).
+
+    Not clamped from below: products that all vanish must not look like equal weights.
+    """
+    return torch.where(log_product >= -PRODUCT_RANGE, log_product.clamp(max=PRODUCT_RANGE).exp(), 0.0)
 
 
 def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moments: Tensor | None = None) -> Moments:

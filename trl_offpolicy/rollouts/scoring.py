@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated
 from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.objective.measure import support_stats
 from trl_offpolicy.rollouts.batches import in_other_batches
+from trl_offpolicy.rollouts.compact import CompactScoring
+from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
 
@@ -47,16 +50,31 @@ class Scorer:
         sampling: sampling options of the engine.
         truncated: False scores the whole distribution (for a reference model).
         by_vllm: True if the engine is vLLM, whose rule for tokens tied with the k-th depends on the machine.
+        compact: how padding and copies of prompts are left out; None = every forward is as wide as its rows.
     """
 
-    def __init__(self, sampling: Sampling, *, truncated: bool = True, by_vllm: bool = True) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        truncated: bool = True,
+        by_vllm: bool = True,
+        compact: CompactScoring | None = None,
+    ) -> None:
+        self.compact = compact
         self.temperature = sampling.temperature
         cut = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         kept = Truncation(**cut) if truncated else Truncation()  # type: ignore[arg-type]
         self.truncation = as_vllm_keeps(kept) if by_vllm else kept
 
     def __call__(
-        self, model: nn.Module, rows: Mapping[str, Tensor], *, batch_size: int | None = None, aux_loss: bool = False
+        self,
+        model: nn.Module,
+        rows: Mapping[str, Tensor],
+        *,
+        batch_size: int | None = None,
+        aux_loss: bool = False,
+        in_order: bool = False,
     ) -> Scores:
         """Score ``completion_ids``, given ``prompt_ids``.
 
@@ -66,20 +84,14 @@ class Scorer:
                 completions on the right.
             batch_size: rows per forward; None = all.
             aux_loss: whether to return the load-balancing loss of a mixture of experts, the mean over the forwards.
+            in_order: something reads the forwards row by row: rows meet as they come, in full width, prompts included.
         """
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
         mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
         length = rows["completion_ids"].shape[1]
-        size = batch_size or len(ids)
-        parts = [
-            self._forward(model, *pair, length, aux_loss=aux_loss)
-            for pair in zip(torch.split(ids, size), torch.split(mask, size), strict=True)
-        ]
-        losses = [part.aux_loss for part in parts if part.aux_loss is not None]
-        logps, entropies, sums, outside = (
-            torch.cat(columns) for columns in zip(*(part[:4] for part in parts), strict=True)
-        )
-        return Scores(logps, entropies, sums, outside, torch.stack(losses).mean() if losses else None)
+        compact = _AS_THEY_ARE if self.compact is None or in_order else self.compact
+        forward = partial(self._forward, aux_loss=aux_loss)
+        return Scores(*compact(forward, model, ids, mask, length, batch_size, in_order=aux_loss))  # type: ignore[arg-type]
 
     def support_stats(self, scores: Scores, mask: Tensor) -> Stats:
         """``rollout/outside_fraction``: share of the tokens in ``mask`` (B, T) that the trainer would have cut."""
@@ -185,6 +197,8 @@ def _head_in_place(model: Any, scorer: Scorer, targets: Tensor) -> Iterator[list
     finally:
         del head.forward
 
+
+_AS_THEY_ARE = CompactScoring(trim=False, shared=SharedPrefix(False, counted=True))
 
 _NO_CHANGE = {"softcap": None, "logit_scale": 1.0}
 

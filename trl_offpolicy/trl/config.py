@@ -6,14 +6,14 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from transformers import Trainer
 from trl import GRPOConfig
 
 from trl_offpolicy import presets
-from trl_offpolicy.checks import check_bool, check_choice, check_number, check_whole
+from trl_offpolicy.checks import check_bool, check_choice, check_number, check_whole, read_switch
 from trl_offpolicy.control import ControlSpec, parse_control
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.correction.correction import Correction
@@ -96,6 +96,11 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         freeze_router_bias: do not train the routers' biases.
         noise_floor_steps: once in this many optimizer steps, one micro-batch is scored again in another batch size.
             ``offpolicy/noise_floor/*`` is how far the trainer then differs from itself. 0 = never.
+        trim_padding: ``true`` sorts the rows of an optimizer step into micro-batches of like length and cuts each to
+            its own width, where the loss does not depend on the split (bnpo does: then it only cuts, and says so).
+            ``columns`` only cuts; ``false`` leaves TRL's padding.
+        share_prefix: ``true`` computes a prompt once for its completions in a micro-batch, ``auto`` where that pays and
+            is proved equal, ``false`` never. It needs ``gradient_checkpointing: false`` (``docs/speed.md``).
         correct_threshold: a reward of at least this is a correct answer. Evaluation then logs ``eval_pass@1``, the
             share of correct completions. None = not logged.
     """
@@ -181,6 +186,20 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "far the trainer differs from itself as offpolicy/noise_floor. 0 = never."
         },
     )
+    trim_padding: str = field(
+        default="true",
+        metadata={
+            "help": "true: micro-batches of rows of like length, each cut to its own width (only cut where the loss "
+            "depends on the split); columns: only cut; false: TRL's padding."
+        },
+    )
+    share_prefix: str = field(
+        default="auto",
+        metadata={
+            "help": "Compute a prompt once for its completions in a micro-batch: auto (where it pays), true, false. "
+            "Needs gradient_checkpointing false."
+        },
+    )
     correct_threshold: float | None = field(
         default=None,
         metadata={
@@ -222,6 +241,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             check_number("correct_threshold", self.correct_threshold)
         check_bool(record_rollouts=self.record_rollouts, write_report=self.write_report)
         check_bool(freeze_router=self.freeze_router, freeze_router_bias=self.freeze_router_bias)
+        self.trim_padding = cast("str", read_switch("trim_padding", self.trim_padding, ["columns"]))
+        self.share_prefix = cast("str", read_switch("share_prefix", self.share_prefix, ["auto"]))
         check_choice("check_token_ids", self.check_token_ids, get_args(CheckTokenIds))
         check_on_bad_rollout(self.on_bad_rollout)
         self.tool_timeout = read_numbers(self.tool_timeout)

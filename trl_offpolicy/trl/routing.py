@@ -75,6 +75,8 @@ class TrainerRouting:
             without_router=args.freeze_router,
             without_bias=args.freeze_router_bias,
         )
+        self.records = self._routing.options.mode == "r2"
+        """True if a pass for old log-probs may record the routing of its rows."""
         self.replayed, self.stats = self._routing.replayed, self._routing.stats
 
     def engine_fields(self, output: dict[str, Any]) -> dict[str, Tensor]:

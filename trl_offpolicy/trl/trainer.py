@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import ProgressCallback
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer import grpo_trainer
 
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.diagnosis.report.model_card import write_card
@@ -50,13 +51,14 @@ from trl_offpolicy.trl.auto import choose_correction, judge_first
 from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
 from trl_offpolicy.trl.checkpoints import resumed_from, saved_whole
 from trl_offpolicy.trl.checks import check_before_loading, leaves_out_old, stages_of
+from trl_offpolicy.trl.compact import CompactRows
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
 from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
 from trl_offpolicy.trl.positions import counted_positions, learns_positions
-from trl_offpolicy.trl.rebinding import as_if_aligned
-from trl_offpolicy.trl.routing import TrainerRouting, engine_options, scores_old
+from trl_offpolicy.trl.rebinding import as_if_aligned, rebound
+from trl_offpolicy.trl.routing import KEY, TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
 from trl_offpolicy.trl.scoring import filtered_scoring, sum_sq_probs
 from trl_offpolicy.trl.screening import TrainerScreen
@@ -114,6 +116,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if not self.use_adaptive_entropy:  # `offpolicy` may have set it
             self.entropy_coef = self.objective.entropy_coef
             self._entropy_bonus_enabled = self.entropy_coef != 0.0
+        self._compact = CompactRows(self)
         self._window = StepWindow()
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
@@ -164,6 +167,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """TRL's batches, read through a lookahead if prompts are sent to the engine before they are due."""
         items = epoch_iterator if self._ahead is None else self._ahead.items(epoch_iterator)
         return super().get_batch_samples(items, num_batches, device)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's method; rows of like length or of one prompt meet in a micro-batch, which is cut to its own width."""
+        with rebound(grpo_trainer, split_tensor_dict=self._compact.split):
+            return super()._prepare_inputs(generation_batch)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._auto is not None and self.model.training:
@@ -231,15 +239,19 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             sum_sq_probs(self.accelerator.unwrap_model(self.model), wanted=with_sums, **head) as sums,
         ):
-            old = self._score(self.model, output, batch_size=size)[0]
+            compact = not with_sums and not self._routing.records  # these read the forwards in order
+            old = self._score(self.model, output, batch_size=size, compact=compact)[0]
         return old, sums.completions(old.shape[1])
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's method, but on the truncated distribution (current and old policy) and with positions of the text."""
+        score = partial(self._filtered, super()._get_per_token_logps_and_entropies, self.ref_model)
         with counted_positions(model, wanted=self._learns_positions):
-            return self._filtered(super()._get_per_token_logps_and_entropies, self.ref_model, model, *args, **kwargs)
+            return self._compact.score(score, model, *args, **kwargs)
 
-    def _score(self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, **wanted: bool) -> Any:
+    def _score(
+        self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, compact: bool = True, **wanted: bool
+    ) -> Any:
         """Score the completions with TRL's method: (log-probs (B, T), entropies, auxiliary loss)."""
         with self._routing.replayed(model, inputs):
             return self._get_per_token_logps_and_entropies(
@@ -248,6 +260,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
                 inputs["completion_ids"].size(1),
                 batch_size,
+                compact=compact and KEY not in inputs,  # routing is replayed row by row
                 **wanted,
                 **{name: inputs.get(name) for name in batches.MODEL_INPUTS},
             )

@@ -1,0 +1,80 @@
+"""Micro-batches without padding, and prompts computed once, in Lightning."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, cast
+
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lightning_module.engines import wants_exact
+from lightning_module.host import Host
+from lightning_module.streams import BatchPlan
+from trl_offpolicy.checks import read_switch
+from trl_offpolicy.objective.splitting import split_dependence
+from trl_offpolicy.rollouts.compact import CompactScoring
+from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding
+from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix
+
+logger = logging.getLogger(__name__)
+
+
+class CompactRows:
+    """How a module splits its generation batches and scores its rows.
+
+    Args:
+        module: the module, with the settings ``trim_padding`` and ``share_prefix``.
+
+    Raises:
+        ValueError: a setting is not valid.
+    """
+
+    def __init__(self, module: Host) -> None:
+        settings = module.settings
+        self._module = module
+        self._trim = cast("TrimPadding", read_switch("trim_padding", settings["trim_padding"], ["columns"]))
+        share = cast("SharePrefix", read_switch("share_prefix", settings["share_prefix"], ["auto"]))
+        self._shared = SharedPrefix(share, counted=True)
+        self.scoring = CompactScoring(trim=self._trim is not False, shared=self._shared)
+
+    def prepare(self) -> None:
+        """Look at the policy before training; say what is not done, and why.
+
+        Raises:
+            ValueError: ``share_prefix`` is true, but refused.
+        """
+        module = self._module
+        refused = self._why_whole()
+        if wants_exact(module.settings["engine"]):
+            refused = "engine.exact compares log-probs bit by bit, which no other order of sums keeps"
+        if type(module.trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+            refused = f"it is not proved equal under {type(module.trainer.strategy).__name__}"
+        self._shared.prepare(module.policy, refused=refused, checkpointing=module.settings["gradient_checkpointing"])
+        if self._trim is True and (reason := self._why_whole()) is not None:
+            logger.warning("trim_padding cuts micro-batches, but does not sort rows by length: %s.", reason)
+
+    def _why_whole(self) -> str | None:
+        """Why rows must stay in the micro-batch that they are drawn into."""
+        module: Any = self._module
+        return split_dependence(
+            module.objective,
+            by_token=True,  # the module divides by the tokens of the step, as dapo does
+            has_entropy_bonus=module.entropy.has_bonus(module.objective),
+            top_entropy=module.entropy.options.top_entropy_quantile < 1.0,
+            aux_loss=module.experts.balances,
+        )
+
+    def splitting(self, plan: BatchPlan) -> Splitting:
+        """How a generation batch of these sizes becomes micro-batches.
+
+        An optimizer step may begin within a generation batch, but only at a multiple of the greatest common divisor.
+        """
+        free, shared = self._why_whole() is None, self._shared
+        groups = shared.mode if free and shared.possible(self._module.policy) else False
+        return Splitting(
+            window=math.gcd(plan.steps_per_generation, self._module.trainer.accumulate_grad_batches),
+            trim=self._trim is not False,
+            sort=free and (self._trim is True or groups is True),
+            whole_groups=groups,
+        )

@@ -1,0 +1,297 @@
+"""Prompts computed once: equal log-probs and gradients, for the models that are said to be proved, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from trl_offpolicy.rollouts.micro_batches import sharing_pays
+from trl_offpolicy.rollouts.shared_prefix import (
+    CHECKPOINTING,
+    PROVED,
+    Prompts,
+    SharedPrefix,
+    different_prompts,
+    prompts_once,
+    recomputes,
+    refusal,
+)
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": 1,
+}  # fmt: skip
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "smollm": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True, "num_attention_heads": 3,
+                                               "num_key_value_heads": 1, "hidden_size": 24}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+}  # fmt: skip
+LIMIT = 1e-5
+"""Absolute plus relative to the largest entry, float32."""
+
+
+def model_of(kind: str, **changed: Any) -> PreTrainedModel:
+    config, make, own = KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model: PreTrainedModel = make(config(**{**SHAPE, **own, **changed}))
+    return model.train()
+
+
+def rows_of(groups: int, copies: int, prompt: int = 7, length: int = 5, *, mixed: bool = False) -> dict[str, Tensor]:
+    """Ragged prompts and completions; with ``mixed`` the copies of a prompt do not lie beside each other."""
+    random = torch.Generator().manual_seed(groups)
+    ids = torch.randint(2, 64, (groups, prompt), generator=random).repeat_interleave(copies, 0)
+    begin = torch.randint(0, prompt - 2, (groups,), generator=random).repeat_interleave(copies)
+    prompt_mask = torch.arange(prompt) >= begin[:, None]
+    completion = torch.randint(2, 64, (groups * copies, length), generator=random)
+    mask = torch.arange(length) < torch.randint(1, length + 1, (groups * copies,), generator=random)[:, None]
+    rows = {
+        "prompt_ids": ids * prompt_mask, "prompt_mask": prompt_mask.long(),
+        "completion_ids": completion * mask, "completion_mask": mask.long(),
+    }  # fmt: skip
+    apart = torch.arange(groups * copies).view(groups, copies).t().flatten()
+    return {name: value[apart] for name, value in rows.items()} if mixed else rows
+
+
+def scores(model: Any, rows: dict[str, Tensor], prompts: Prompts | None, *, counted: bool) -> Tensor:
+    """(B, T) log-probs by the model's own logits; with ``prompts`` through the shared path."""
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
+    mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+    width, context = rows["prompt_ids"].shape[1], nullcontext()
+    positions: dict[str, Tensor] = {}
+    if prompts is not None:
+        ids, mask = ids[:, width - 1 :], mask[:, width - 1 :]
+        context = prompts_once(model, prompts, counted=counted)  # type: ignore[assignment]
+    elif counted:
+        positions = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    with context:
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **positions).logits
+    length = rows["completion_ids"].shape[1]
+    logps = logits[:, -length - 1 : -1].log_softmax(-1).gather(-1, rows["completion_ids"][..., None])[..., 0]
+    return torch.where(rows["completion_mask"].bool(), logps, 0.0)
+
+
+def both(model: Any, rows: dict[str, Tensor], **how: Any) -> list[tuple[Tensor, Tensor]]:
+    """(log-probs, gradient of all weights) on the plain and on the shared path."""
+    found, weights = [], [p for p in model.parameters() if p.requires_grad]
+    for prompts in (None, different_prompts(rows["prompt_ids"], rows["prompt_mask"])):
+        logps = scores(model, rows, prompts, **how)
+        loss = (logps * torch.linspace(-1, 2, logps.numel()).view(logps.shape)).sum()
+        gradients = torch.autograd.grad(loss, weights)
+        found.append((logps.detach(), torch.cat([gradient.flatten() for gradient in gradients])))
+    return found
+
+
+def assert_equal(model: Any, rows: dict[str, Tensor], limit: float = LIMIT, **how: Any) -> None:
+    (logps, gradient), (shared_logps, shared_gradient) = both(model, rows, **how)
+    torch.testing.assert_close(shared_logps, logps, rtol=limit, atol=limit)
+    torch.testing.assert_close(shared_gradient, gradient, rtol=limit, atol=limit * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_and_gradient_are_those_of_the_plain_path(kind: str, attention: str, counted: bool) -> None:
+    assert_equal(model_of(kind, attn_implementation=attention), rows_of(2, 3), counted=counted)
+
+
+@pytest.mark.parametrize(("groups", "copies", "mixed"), [(1, 4, False), (3, 2, True), (4, 1, False), (2, 4, True)])
+def test_any_composition(groups: int, copies: int, mixed: bool) -> None:
+    rows = rows_of(groups, copies, mixed=mixed)
+    found = different_prompts(rows["prompt_ids"], rows["prompt_mask"])
+    assert len(found.ids) == groups and (found.repeats is None) == mixed
+    assert_equal(model_of("llama"), rows, counted=False)
+
+
+def test_rows_without_padding() -> None:
+    rows = rows_of(2, 3)
+    rows["prompt_ids"], rows["completion_ids"] = rows["prompt_ids"] + 1, rows["completion_ids"] + 1
+    rows |= {name: torch.ones_like(rows[name]) for name in ("prompt_mask", "completion_mask")}
+    assert_equal(model_of("qwen3"), rows, counted=True)
+
+
+def test_an_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"], r=4, init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model_of("llama"), config)
+    assert refusal(model) is None
+    assert_equal(model, rows_of(2, 3), counted=False)
+
+
+def test_bfloat16_differs_by_no_more_than_it_does_from_itself() -> None:
+    rows, model = rows_of(2, 4, prompt=24), model_of("llama").to(torch.bfloat16)
+    wide = model_of("llama")
+    wide.load_state_dict(model.state_dict())
+    truth = both(wide, rows, counted=False)[0]
+    plain, shared = both(model, rows, counted=False)
+    for number in (0, 1):  # log-probs, gradient
+        own = float((plain[number].float() - truth[number]).norm())
+        assert float((shared[number].float() - truth[number]).norm()) < 1.5 * own
+        assert own > 0
+
+
+def test_the_forward_of_the_model_comes_back() -> None:
+    model, rows = model_of("llama"), rows_of(2, 3)
+    before = scores(model, rows, None, counted=False)
+    with (
+        pytest.raises(RuntimeError, match="within"),
+        prompts_once(model, Prompts(rows["prompt_ids"], rows["prompt_mask"], ()), counted=False),
+    ):
+        raise RuntimeError("within")
+    assert "forward" not in model.model.__dict__
+    assert torch.equal(scores(model, rows, None, counted=False), before)
+
+
+# ------------------------------------------------------------------------------------------------------- where it pays
+
+
+WHERE = [
+    (512, 64, True),
+    (64, 64, True),
+    (64, 448, False),
+    (64, 447, True),
+    (8, 512, False),
+    (36, 8, False),
+    (37, 8, True),
+]
+
+
+@pytest.mark.parametrize(("prompt", "length", "expected"), WHERE)
+def test_where_it_pays(prompt: int, length: int, expected: bool) -> None:
+    """A group of eight saves seven prompts and pays with a second forward over the completions: 7 P > T, and 256."""
+    assert sharing_pays(8, 1, prompt, length) is expected
+    assert sharing_pays(16, 2, prompt, length) is (expected or (prompt, length) == (36, 8))
+    assert not sharing_pays(8, 8, prompt, length)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(("changed", "kind", "match"), [
+    ({"sliding_window": 4}, "mistral", "sliding windows"),
+    ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "qwen2", "sliding windows"),
+    ({"attention_dropout": 0.1}, "llama", "dropout"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "llama", "rotary"),
+])  # fmt: skip
+def test_refusals(changed: dict[str, Any], kind: str, match: str) -> None:
+    assert match in (refusal(model_of(kind, **changed)) or "")
+
+
+def test_models_that_are_not_proved() -> None:
+    assert "type 'gpt2' are not proved" in (refusal(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1))) or "")
+    assert "type 'qwen3_moe' are not proved" in (refusal(tiny_model("qwen3_moe")) or "")
+    assert {KINDS[kind][0].model_type for kind in KINDS} == set(PROVED)
+
+
+def test_dropout_of_an_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model_of("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    assert "dropout" in (refusal(model) or "")
+
+
+def test_gradient_checkpointing() -> None:
+    model = model_of("llama")
+    model.gradient_checkpointing_enable()
+    assert recomputes(model) and not SharedPrefix("auto", counted=True).possible(model)
+    with pytest.raises(ValueError, match="share_prefix must be auto or false here, but got true: gradient_checkp"):
+        SharedPrefix(True, counted=True).prepare(model)
+    model.gradient_checkpointing_disable()
+    SharedPrefix(True, counted=True).prepare(model)
+    assert CHECKPOINTING.startswith("gradient_checkpointing")
+
+
+def test_auto_says_once_why_it_does_not_share(caplog: pytest.LogCaptureFixture) -> None:
+    shared = SharedPrefix("auto", counted=True)
+    model = model_of("mistral", sliding_window=4)
+    rows = rows_of(1, 4)
+    for _ in range(2):
+        shared.prepare(model)
+        assert shared.prompts(model, rows["prompt_ids"], rows["prompt_mask"], 5) is None
+    assert [record.message.count("sliding windows") for record in caplog.records] == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------- self-check
+
+
+def scorer(model: Any, spoil: Callable[[Tensor], Tensor] = lambda logps: logps) -> Callable[..., Tensor]:
+    """``score(ids, mask, context)`` by the model's logits; ``spoil`` changes what the shared path returns."""
+
+    def score(ids: Tensor, mask: Tensor, context: AbstractContextManager[None] | None) -> Tensor:
+        with context or nullcontext():
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logps = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][:, -5:]
+        return logps if context is None else spoil(logps)
+
+    return score
+
+
+def checked(mode: Any, score: Callable[..., Tensor], model: Any) -> tuple[SharedPrefix, bool]:
+    rows, shared = rows_of(2, 3), SharedPrefix(True, counted=False)
+    prompts = shared.prompts(model, rows["prompt_ids"], rows["prompt_mask"], 5)
+    assert prompts is not None
+    shared.mode = mode
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
+    mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+    return shared, shared.proved(model, prompts, ids, mask, score)
+
+
+def test_the_first_batch_is_compared_once() -> None:
+    model = model_of("llama")
+    calls = []
+
+    def counting(ids: Tensor, mask: Tensor, context: Any) -> Tensor:
+        calls.append(context is not None)
+        return scorer(model)(ids, mask, context)
+
+    shared, equal = checked("auto", counting, model)
+    assert equal and shared.possible(model) and calls == [False, True, False, False]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda logps: logps + 0.01, lambda logps: logps + 0.02 * (logps - logps.detach()), lambda logps: -logps
+])  # fmt: skip
+def test_a_model_that_differs_is_not_shared(
+    spoil: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another value, another gradient, a wrong sign."""
+    model = model_of("llama")
+    shared, equal = checked("auto", scorer(model, spoil), model)
+    assert not equal and not shared.possible(model)
+    assert "differ from the plain path" in caplog.text
+    with pytest.raises(RuntimeError, match="share_prefix must be auto or false here, but got true: on the first batch"):
+        checked(True, scorer(model, spoil), model)
+
+
+def test_keys_without_gradient_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect that equal log-probs do not show: a cache that detaches."""
+    expand = Prompts.expand
+    monkeypatch.setattr(Prompts, "expand", lambda self, values: expand(self, values).detach())
+    model = model_of("llama")
+    assert not checked("auto", scorer(model), model)[1]

@@ -1,0 +1,102 @@
+"""Scores rows without computing what is not read: padding, and prompts more than once. Both trainers use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_offpolicy.rollouts.micro_batches import in_first_order, lengths_of, scoring_chunks, used_columns
+from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
+
+Columns = tuple[Tensor | None, ...]
+"""Scores of rows: (B, T) each, the log-probs first; 0-d for a number of the whole forward."""
+Forward = Callable[[Any, Tensor, Tensor, int], Columns]
+"""``forward(model, ids, mask, T)``: scores of the last T tokens of (B, L) ids."""
+
+
+class CompactScoring:
+    """Decides for the rows of one scoring which of them share a forward, and how each forward is computed.
+
+    Args:
+        trim: whether rows that are scored in several forwards are sorted by length, each forward in its own width.
+        shared: decides where prompts are computed once.
+    """
+
+    def __init__(self, *, trim: bool, shared: SharedPrefix) -> None:
+        self.trim = trim
+        self.shared = shared
+
+    def __call__(
+        self,
+        forward: Forward,
+        model: Any,
+        ids: Tensor,
+        mask: Tensor,
+        length: int,
+        size: int | None = None,
+        *,
+        in_order: bool = False,
+    ) -> Columns:
+        """The columns of ``forward`` for all rows, in their order. Right of a forward's own width they hold 0.
+
+        Args:
+            forward: scores the rows of one forward.
+            model: the model, wrapped or not.
+            ids: (B, P + T) prompts, padded on the left, and completions, padded on the right.
+            mask: (B, P + T).
+            length: T.
+            size: rows per forward; None = all, in the columns that they have (the loss step).
+            in_order: rows meet in a forward as they come, in their full width.
+        """
+        width, size = ids.shape[1] - length, size or len(ids)
+        if in_order or not self.trim or size >= len(ids):
+            chunks, cut = list(torch.split(torch.arange(len(ids)), size)), False
+        else:
+            rows = {"prompt_ids": ids[:, :width], "prompt_mask": mask[:, :width], "completion_mask": mask[:, width:]}
+            groups = self.shared.mode if self.shared.possible(model) else False
+            chunks, cut = scoring_chunks(lengths_of(rows), size, whole_groups=groups), True
+        parts = []
+        for rows_here in chunks:
+            own_ids, own_mask = (ids, mask) if len(chunks) == 1 else (ids[rows_here], mask[rows_here])
+            kept = used_columns(own_mask, width) if cut else slice(0, ids.shape[1])
+            parts.append(self._forward(forward, model, own_ids[:, kept], own_mask[:, kept], width - kept.start))
+        return parts[0] if len(parts) == 1 and not cut else _joined(parts, chunks, length)
+
+    def _forward(self, forward: Forward, model: Any, ids: Tensor, mask: Tensor, width: int) -> Columns:
+        """One forward, in which prompts are computed once if that pays."""
+        length = ids.shape[1] - width
+        prompts = self.shared.prompts(model, ids[:, :width], mask[:, :width], length) if width else None
+        if prompts is None:
+            return forward(model, ids, mask, length)
+
+        def logps(ids: Tensor, mask: Tensor, context: AbstractContextManager[None] | None) -> Tensor:
+            with context or nullcontext():
+                found = forward(innermost(model), ids, mask, length)[0]
+            assert found is not None
+            return found
+
+        if not self.shared.proved(model, prompts, ids, mask, logps):
+            return forward(model, ids, mask, length)
+        with self.shared.context(model, prompts):
+            return forward(model, ids[:, width - 1 :], mask[:, width - 1 :], length)
+
+
+def innermost(model: Any) -> Any:
+    """The model inside the wrapper of a strategy (DDP); an adapter stays."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _joined(parts: Sequence[Columns], chunks: Sequence[Tensor], length: int) -> Columns:
+    def join(column: tuple[Tensor | None, ...]) -> Tensor | None:
+        found = [value for value in column if value is not None]
+        if not found:
+            return None
+        return torch.stack(found).mean() if found[0].dim() == 0 else in_first_order(found, chunks, length)
+
+    return tuple(join(column) for column in zip(*parts, strict=True))

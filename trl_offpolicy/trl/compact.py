@@ -1,0 +1,109 @@
+"""Micro-batches without padding, and prompts computed once, in the TRL trainer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import Tensor
+
+from trl_offpolicy.objective.splitting import split_dependence
+from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
+from trl_offpolicy.rollouts.compact import Columns, CompactScoring
+from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, has_images, split_rows
+from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix
+from trl_offpolicy.trl.exact import wants_exact
+
+logger = logging.getLogger(__name__)
+
+
+class CompactRows:
+    """Splits a trainer's generation batches and scores its rows, without padding where that changes nothing.
+
+    Args:
+        trainer: the built trainer.
+
+    Raises:
+        ValueError: ``share_prefix`` is true, but refused.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        args = trainer.args
+        self._trainer = trainer
+        self._trim: TrimPadding = args.trim_padding
+        self._shared = SharedPrefix(cast("SharePrefix", args.share_prefix), counted=False)
+        exact = "engine.exact compares log-probs bit by bit, which no other order of sums keeps"
+        sharded = "weights are sharded (FSDP, DeepSpeed), where a second forward in one step is not proved equal"
+        refused = exact if wants_exact(args.engine) else self._why_whole()
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            refused = sharded
+        if args.torch_compile:
+            refused = COMPILED
+        self._shared.prepare(trainer.model, refused=refused, checkpointing=args.gradient_checkpointing)
+        if self._trim is True and (reason := self._why_whole()) is not None:
+            logger.warning("trim_padding cuts micro-batches, but does not sort rows by length: %s.", reason)
+
+    def _why_whole(self) -> str | None:
+        """Why rows must stay in the micro-batch that they are drawn into."""
+        trainer = self._trainer
+        return split_dependence(
+            trainer.objective,
+            by_token=trainer.loss_type in GLOBAL_TOKEN_LOSSES,
+            has_entropy_bonus=trainer._entropy_bonus_enabled or trainer.use_adaptive_entropy,
+            top_entropy=trainer.top_entropy_quantile < 1.0,
+            aux_loss=trainer.aux_loss_enabled,
+        )
+
+    def split(self, rows: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
+        """TRL's ``split_tensor_dict`` for a shuffled generation batch.
+
+        An optimizer step may begin within a generation batch, but only at a multiple of the greatest common divisor.
+        """
+        args = self._trainer.args
+        free = self._why_whole() is None
+        groups = self._shared.mode if free and self._shared.possible(self._trainer.model) else False
+        how = Splitting(
+            window=math.gcd(parts, args.gradient_accumulation_steps),
+            trim=self._trim is not False,
+            sort=free and (self._trim is True or groups is True),
+            whole_groups=groups,
+            multiple=args.pad_to_multiple_of,
+        )
+        return split_rows(rows, parts, how)
+
+    def score(
+        self,
+        score: Callable[..., Columns],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        *,
+        compact: bool = True,
+        **kwargs: Any,
+    ) -> Columns:
+        """What ``score`` returns: (B, T) log-probs, (B, T) entropies or None, a 0-d load-balancing loss or None.
+
+        Args:
+            score: TRL's scoring ``score(model, ids, mask, T, batch_size, **kwargs)``.
+            model: the model to score, wrapped or not.
+            input_ids: (B, P + T).
+            attention_mask: (B, P + T).
+            logits_to_keep: T.
+            batch_size: rows per forward; None = all, as the loss step wants, in their own columns.
+            compact: False where something reads the forwards row by row, in order and in full width.
+            **kwargs: TRL's.
+        """
+        scoring = CompactScoring(trim=self._trim is not False, shared=self._shared)
+        in_order = batch_size is None or not scoring.trim or bool(kwargs.get("compute_aux_loss"))
+        whole = not compact or has_images(kwargs)
+        if whole or (in_order and not self._shared.possible(model)):
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+
+        def forward(model: Any, ids: Tensor, mask: Tensor, length: int) -> Columns:
+            return score(model, ids, mask, length, None, **kwargs)
+
+        return scoring(forward, model, input_ids, attention_mask, logits_to_keep, batch_size, in_order=in_order)
