@@ -50,6 +50,10 @@ def without_truncated(rows: dict[str, Tensor], terminated: Tensor) -> None:
             rows[name] = rows[name] * terminated.unsqueeze(1).to(rows[name].dtype)
 
 
+_IMAGES = "images"
+"""A list with one mapping of image inputs per row, on the host until they are scored; rows of a group share them."""
+
+
 class RolloutBuffer:
     """The rollouts of one generation batch, shuffled and split as TRL does it.
 
@@ -63,7 +67,7 @@ class RolloutBuffer:
         self.micro_batches = micro_batches
 
     @classmethod
-    def split(cls, generation: tuple[int, int], rows: Mapping[str, Tensor], plan: BatchPlan) -> RolloutBuffer:
+    def split(cls, generation: tuple[int, int], rows: Mapping[str, Any], plan: BatchPlan) -> RolloutBuffer:
         """Split the rows, in an order that is drawn for this generation. 0-d tensors go to every micro-batch.
 
         With a single micro-batch no order is drawn.
@@ -75,7 +79,7 @@ class RolloutBuffer:
         parts = torch.split(order, count // plan.steps_per_generation)
         return cls(
             generation,
-            [{name: v if v.dim() == 0 else v[part.to(v.device)] for name, v in rows.items()} for part in parts],
+            [{name: _rows_of(value, part) for name, value in rows.items()} for part in parts],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,13 +93,24 @@ class RolloutBuffer:
         return cls((first, second), [_restored(part, device, on_host) for part in state["micro_batches"]])
 
 
+def _rows_of(value: Any, places: Tensor) -> Any:
+    """The rows at these places of a tensor or a list (images, of any size); 0-d tensors belong to all rows."""
+    if isinstance(value, list):
+        return [value[place] for place in places.tolist()]
+    return value if value.dim() == 0 else value[places.to(value.device)]
+
+
 def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
     average = part.get("past_average")
-    tensors = {name: value.cpu() for name, value in part.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {name: value.cpu() for name, value in part.items() if isinstance(value, Tensor)}
+    if _IMAGES in part:
+        tensors[_IMAGES] = part[_IMAGES]
     return tensors if average is None else {**tensors, "past_average": vars(average)}
 
 
 def _restored(part: Mapping[str, Any], device: torch.device, on_host: Sequence[str]) -> dict[str, Any]:
     tensors = {name: value for name, value in part.items() if isinstance(value, Tensor)}
-    moved = {name: value if name in on_host else value.to(device) for name, value in tensors.items()}
+    moved: dict[str, Any] = {name: value if name in on_host else value.to(device) for name, value in tensors.items()}
+    if _IMAGES in part:
+        moved[_IMAGES] = part[_IMAGES]
     return {**moved, "past_average": Average(**part["past_average"])} if "past_average" in part else moved

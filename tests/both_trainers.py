@@ -98,13 +98,13 @@ def run_trl(
 
 def run_lightning(
     folder: Path, calls: list[Any], accumulation: int, options: Any, sizes: Any, *, steps: int = STEPS,
-    rate: float = RATE, **flags: Any,
+    rate: float = RATE, engine: Played | None = None, prompts: Any = PROMPTS, **flags: Any,
 ) -> tuple[Watch, Played]:  # fmt: skip
-    """What Lightning saw and logged on the same rollouts."""
-    engine, watch = Played(calls), Watch()
+    """What Lightning saw and logged on the same rollouts. ``engine`` plays them back, if not a plain ``Played``."""
+    engine, watch = engine or Played(calls), Watch()
     fit = trainer(folder, callbacks=[watch], max_steps=steps, accumulate_grad_batches=accumulation, **flags)
     settings = {"correction": "paper/tis", **options}
-    fit.fit(module(engine, optimizer=partial(torch.optim.SGD, lr=rate), **settings), data(PROMPTS, **sizes))
+    fit.fit(module(engine, optimizer=partial(torch.optim.SGD, lr=rate), **settings), data(prompts, **sizes))
     return watch, engine
 
 
