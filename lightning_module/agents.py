@@ -154,7 +154,11 @@ def check_images(module: Host) -> None:
         NotImplementedError: the message names the setting.
     """
     routed = module.experts.routing.options.mode != "none"
-    refused = {"async_rollouts": module.ahead is not None, "replay": module.replay is not None, "routing_replay": routed}
+    refused = {
+        "async_rollouts": module.ahead is not None,
+        "replay": module.replay is not None,
+        "routing_replay": routed,
+    }
     if found := [name for name, value in refused.items() if value]:
         raise NotImplementedError(
             f"{' and '.join(found)} must be left out with images: what is kept and sent there is text."
@@ -162,8 +166,8 @@ def check_images(module: Host) -> None:
     engine: Any = module.generation.engine  # type: ignore[attr-defined]
     if "images" not in inspect.signature(engine.generate).parameters:
         raise NotImplementedError(
-            "engine must take images with rows that have them (generate(..., images=...)), as 'transformers' and "
-            f"'vllm' in this process do, but got a {type(engine).__name__}, which is sent token ids alone."
+            "engine must take images with rows that have them (generate(..., images=...)), as 'transformers' does, "
+            f"but got a {type(engine).__name__}, which is sent token ids alone."
         )
 
 

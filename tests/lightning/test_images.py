@@ -112,9 +112,7 @@ def test_images_of_other_rows_are_seen(build: Any, tmp_path: Path, monkeypatch: 
     pictures = [row["image"] for row in swapped]
     order = [i + 2 if i % 4 == 0 else i - 2 if i % 4 == 2 else i for i in range(ROWS)]  # (8, 8) with (8, 8)
     rows = [{**row, "image": pictures[place]} for row, place in zip(swapped, order, strict=True)]
-    watch, engine = run_lightning(
-        tmp_path, calls, 1, settings(), {}, engine=PlayedImages(calls), prompts=rows
-    )
+    watch, engine = run_lightning(tmp_path, calls, 1, settings(), {}, engine=PlayedImages(calls), prompts=rows)
     assert engine.prompts == [call["prompt_ids"] for call in calls]  # only the pixels differ
     assert distance(watch.gradients[0], theirs.gradients[0]) > 1e-3
 

@@ -58,7 +58,8 @@ def test_it_learns_from_images_with_the_loss_and_gradient_of_trl(options: dict[s
     seen = generation_batches(learner)
     learner.train()
     (batch,), (row,) = seen, records(learner)
-    assert batch["num_images"] == [1] * 8 and batch["pixel_values"].shape[0] == int(batch["image_grid_thw"].prod(-1).sum())
+    assert batch["num_images"] == [1] * 8
+    assert batch["pixel_values"].shape[0] == int(batch["image_grid_thw"].prod(-1).sum())
     assert not torch.equal(learner.model.model.visual.patch_embed.proj.weight, before)
     assert row["offpolicy/noise_floor/kl_k1"] == pytest.approx(0.0, abs=1e-4)  # scored again in halves
 

@@ -60,8 +60,8 @@ def model_inputs(
         shapes = {tuple(part.shape[1:]) for part in given}
         if len(shapes) > 1:
             raise ValueError(
-                f"{name} must have one shape for all images of a batch, but got {sorted(shapes)}. Resize the images, or "
-                "use micro-batches of one row."
+                f"{name} must have one shape for all images of a batch, but got {sorted(shapes)}. Resize the images, "
+                "or use micro-batches of one row."
             )
         found[name] = torch.cat(given)
     return {name: value.to(device) for name, value in found.items()}

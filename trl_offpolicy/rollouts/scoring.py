@@ -73,9 +73,7 @@ class Scorer:
         length = rows["completion_ids"].shape[1]
         size = batch_size or len(ids)
         parts = [
-            self._forward(
-                model, ids[some], mask[some], length, aux_loss=aux_loss, images=rows.get("images", [])[some]
-            )
+            self._forward(model, ids[some], mask[some], length, aux_loss=aux_loss, images=rows.get("images", [])[some])
             for some in (slice(first, first + size) for first in range(0, len(ids), size))
         ]
         losses = [part.aux_loss for part in parts if part.aux_loss is not None]
