@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 class Sampled(NamedTuple):
     """Completions with their rewards.
 
-    ``rows`` holds tensors under TRL's names, and ``images``, a list with one mapping of image inputs per row, if prompts
-    have images. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is their weighted sum, ``lengths``
+    ``rows`` holds tensors under TRL's names, and ``images``, a list with one mapping of image inputs per row, if there
+    are any. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is their weighted sum, ``lengths``
     (B,) counts sampled tokens, ``terminated`` (B,) says whether a completion ended by itself, ``completions`` are the
     texts or messages, ``prompts`` what the model saw.
     """

@@ -116,7 +116,8 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def assert_same_numbers(ours: dict[str, float], theirs: dict[str, Any]) -> None:
-    assert (set(ours) ^ set(theirs)) - NOT_COMPARED <= ENGINE_ONLY
+    apart = (set(ours) ^ set(theirs)) - NOT_COMPARED - ENGINE_ONLY
+    assert not apart, sorted(apart)
     assert sum(key.startswith("offpolicy/") for key in theirs) > 60
     for key in set(ours) & set(theirs) - NOT_COMPARED:
         limit = MOMENT_LIMIT if any(part in key for part in LARGE_MOMENTS) else METRIC_LIMIT

@@ -1,7 +1,8 @@
-"""A tiny vision-language model (Qwen2-VL, 189k parameters), its processor, and rows with images, made offline."""
+"""Tiny vision-language models (Qwen2-VL, LLaVA), their processors, and rows with images, made offline."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,18 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from tiny_models import EOS, PAD, WORDS, tiny_tokenizer
-from transformers import ProcessorMixin, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLProcessor
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    ProcessorMixin,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLProcessor,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from trl_offpolicy.engines.images import model_inputs
@@ -58,13 +70,45 @@ def tiny_vlm(seed: int = 0) -> Qwen2VLForConditionalGeneration:
         text_config=text, vision_config=vision, image_token_id=image, video_token_id=video,
         vision_start_token_id=start, vision_end_token_id=end,
     )  # fmt: skip
+    return _seeded(Qwen2VLForConditionalGeneration, config, seed)
+
+
+def _seeded(kind: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2VLForConditionalGeneration(config)
+        model = kind(config)
         for name, parameter in model.named_parameters():
-            if name.startswith("model.visual") and parameter.dim() > 1:  # else all images look alike
-                torch.nn.init.normal_(parameter, std=0.25)
+            if parameter.dim() > 1 and "language_model" not in name and "lm_head" not in name:
+                torch.nn.init.normal_(parameter, std=0.25)  # else all images look alike
     return model
+
+
+def save_tiny_llava(folder: Path) -> Path:
+    """Save a LLaVA (4 tokens an image of any size) and its processor, which loads without torchvision."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    text = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=128, initializer_range=0.25,
+        tie_word_embeddings=False, pad_token_id=PAD, bos_token_id=None, eos_token_id=EOS,
+    )  # fmt: skip
+    vision = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1, image_size=16, patch_size=8
+    )
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    config = LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=image, image_seq_length=4, eos_token_id=EOS,
+        pad_token_id=PAD,
+    )  # fmt: skip
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+    processor = LlavaProcessor(
+        pictures, tokenizer, patch_size=8, vision_feature_select_strategy="default", chat_template=template,
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+    _seeded(LlavaForConditionalGeneration, config, 0).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
 
 
 def picture(number: int, size: tuple[int, int]) -> Image.Image:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_images import encoded, image_rows, tiny_processor, tiny_vlm
+from tiny_images import SIZES, encoded, image_rows, picture, tiny_processor, tiny_vlm
 from tiny_models import EOS, PAD
 
 from trl_offpolicy.engines.engine import Sampling
@@ -43,5 +43,6 @@ def test_a_batch_with_images_of_several_sizes_is_continued_as_each_prompt_alone(
         )  # fmt: skip
         expected = engine._cut(alone[0, len(row) :].tolist())
         assert found[2 * i] == found[2 * i + 1] == expected
-    swapped = [images[2], images[1], images[0], images[3]]  # of one size
-    assert engine.generate(ids, greedy, images=swapped).completion_ids[0] != found[0]
+    other = placed(image_rows(4)[0]["prompt"], [picture(99, SIZES[0])])
+    _, (seen,) = encoded(processor, [other])
+    assert engine.generate(ids[:1], greedy, images=[seen]).completion_ids[0] != found[0]

@@ -19,10 +19,12 @@ class PromptImages:
 
     Args:
         pictures: the images in the prompt's order; empty for a prompt of text alone.
+        short_ids: ids of the prompt with one token per image, which vLLM itself replaces by as many as it needs.
         inputs: what the model's forward takes beside ids and mask: (1, P) for :data:`TOKEN_INPUTS`, any for others.
     """
 
     pictures: list[Any]
+    short_ids: list[int] = field(default_factory=list)
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
 

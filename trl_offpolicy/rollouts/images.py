@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trl_offpolicy.engines.images import PromptImages, image_token
@@ -29,12 +30,13 @@ def has_images(row: Mapping[str, Any]) -> bool:
     return bool(images_of(row)) or (isinstance(prompt, Sequence) and not isinstance(prompt, str) and _any(prompt))
 
 
-def _any(messages: Sequence[Message]) -> bool:
+def _any(messages: Sequence[Any]) -> bool:
     return any(_is_image(part) for message in messages for part in _parts(message))
 
 
-def _parts(message: Message) -> Sequence[Any]:
-    content = message.get("content")
+def _parts(message: Any) -> Sequence[Any]:
+    """The parts of a message; none if it is a text, or what only a user's function understands."""
+    content = message.get("content") if isinstance(message, Mapping) else None
     return content if isinstance(content, list) else []
 
 
@@ -108,19 +110,22 @@ def encode(
     """
     ids, images = [], []
     for prompt in prompts:
-        made = processor.apply_chat_template(
-            conversation=[list(prompt)],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **options,
-        )
+        write = partial(processor.apply_chat_template, [list(prompt)], add_generation_prompt=True, **options)
+        made = write(tokenize=True, return_dict=True, return_tensors="pt")
+        text = write(tokenize=False)[0]
         ids.append(made["input_ids"][0].tolist())
         inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
         pictures = [part["image"] for message in prompt for part in _parts(message) if _is_image(part)]
-        images.append(PromptImages(pictures=pictures, inputs=inputs))
+        short = _tokenised(processor.tokenizer, text)
+        images.append(PromptImages(pictures=pictures, short_ids=short, inputs=inputs))
     return ids, images
+
+
+def _tokenised(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text that a template wrote, which may begin with a BOS token."""
+    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids: list[int] = tokenizer(text, add_special_tokens=not begun)["input_ids"]
+    return ids
 
 
 def check_completions(completion_ids: Sequence[Sequence[int]], config: Any) -> None:
