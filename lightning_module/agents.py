@@ -166,8 +166,8 @@ def check_images(module: Host) -> None:
     engine: Any = module.generation.engine  # type: ignore[attr-defined]
     if "images" not in inspect.signature(engine.generate).parameters:
         raise NotImplementedError(
-            "engine must take images with rows that have them (generate(..., images=...)), as 'transformers' does, "
-            f"but got a {type(engine).__name__}, which is sent token ids alone."
+            "engine must take images with rows that have them (generate(..., images=...)), as 'transformers' and "
+            f"'vllm' do, but got a {type(engine).__name__}, which is sent token ids alone."
         )
 
 

@@ -74,6 +74,8 @@ FEATURES = (
     Feature("images",
             "tests/trl/test_images.py::test_it_learns_from_images_with_the_loss_and_gradient_of_trl",
             "tests/lightning/test_images.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"),
+    Feature("images with a real vLLM in the process", "TRL's own request, not changed here: not run",
+            "tests/lightning/test_images_vllm.py::test_engine_and_trainer_see_the_same_images_after_every_sync"),
     Feature("control: stop, act", "tests/trl/test_control.py::test_stop_ends_the_run_with_a_checkpoint_to_go_on_from",
             "tests/lightning/test_control.py::test_stop_leaves_a_checkpoint_to_go_on_from"),
     Feature("`auto`", "tests/trl/test_auto.py::test_it_moves_where_the_mismatch_grows",

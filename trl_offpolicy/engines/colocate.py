@@ -203,6 +203,7 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
     with cpu_reload(runner.model):
         runner.reload_weights(weights_iterator=counted())
     reset_prefix_cache(llm)
+    llm.llm_engine.reset_encoder_cache()  # of images: reloading clears the worker's half alone, and requests then fail
     return size
 
 

@@ -28,11 +28,9 @@ class WrappedEngine:
         """Set the source of the weights."""
         self.engine.bind(source)
 
-    def generate(
-        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1, **images: Any
-    ) -> Rollouts:
-        """``n`` completions of each prompt, one after the other; ``images`` only for an engine that takes them."""
-        return self.engine.generate(prompt_ids, sampling, n=n, **images)
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
+        """``n`` completions of each prompt, one after the other."""
+        return self.engine.generate(prompt_ids, sampling, n=n)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
