@@ -25,7 +25,8 @@ def run(folder: Path) -> None:
         engine, model=str(save_tiny_llava(folder / "model")), tokenizer=None, reward_funcs=last_word,
         learning_rate=0.01, sync_check=True, check_token_ids="raise",
     )  # fmt: skip
-    rows = [dict(row) for row in image_rows(8, column="images")]
+    texts = [[{"role": "user", "content": f"w{i} w{i + 1}"}] for i in range(8)]  # a sync is proved on two words or more
+    rows = [{**row, "prompt": text} for row, text in zip(image_rows(8, column="images"), texts, strict=True)]
     rows[1]["images"] = [*rows[1]["images"], *rows[2]["images"]]
     rows[2]["images"] = None
     trainer(folder, callbacks=[watch], max_steps=3).fit(ours, data(rows, steps_per_generation=1))

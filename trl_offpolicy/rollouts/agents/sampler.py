@@ -115,7 +115,7 @@ class RolloutSampler:
             ValueError: a prompt has no token, or is a text where tools or images need messages.
             NotImplementedError: images together with tools, environments or ``rollout``.
         """
-        if any(map(has_images, rows)):
+        if any(map(has_images, rows)) or self._reads_parts(rows):
             return self._with_images(rows, count)
         repeated = [deepcopy(dict(row)) for row in rows for _ in range(count)]  # an environment may change its own
         if self.environments is not None:
@@ -128,8 +128,13 @@ class RolloutSampler:
         check_prompts(ids, prompts)
         return Request(rows=repeated, prompt_ids=ids, n=count, tools=[self.tools] * len(repeated))
 
+    def _reads_parts(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """True if a processor writes these messages: its template may leave out contents that are no list of parts."""
+        alone = not (self.has_tools or self.environments is not None or self.rollout is not None)
+        return alone and self.chat.processor is not None and not any(isinstance(row["prompt"], str) for row in rows)
+
     def _with_images(self, rows: Sequence[Mapping[str, Any]], count: int) -> Request:
-        """The request of a batch of which some rows at least have images."""
+        """The request of a batch that a processor writes, with images or without."""
         loops = {"tools": self.has_tools, "environment_factory": self.environments, "rollout": self.rollout}
         if found := [name for name, value in loops.items() if value]:
             raise NotImplementedError(
@@ -149,7 +154,8 @@ class RolloutSampler:
         ids, images = encode(self.chat.processor, prompts, self.chat.options)
         check_prompts(ids, prompts)
         seen = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True) for _ in range(count)]
-        return Request(rows=seen, prompt_ids=ids, n=count, tools=[[]] * len(seen), images=images)
+        given = images if any(one.pictures for one in images) else None
+        return Request(rows=seen, prompt_ids=ids, n=count, tools=[[]] * len(seen), images=given)
 
     def _any_ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Ids of prompts that may be anything that the user's function understands."""
