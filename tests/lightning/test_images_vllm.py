@@ -24,6 +24,6 @@ def test_engine_and_trainer_see_the_same_images_after_every_sync(tmp_path: Path)
     assert len(logs) == 3
     for log in logs:
         # float32 both; the engine never samples the image token, which has a percent of this tiny model's mass
-        assert log["offpolicy/mismatch/kl_k3"] < 5e-3
+        assert log["offpolicy/mismatch/kl_k3"] < 1e-3
         assert log["offpolicy/rollout/sync_agreement"] > 0.9999
         assert log["grad_norm"] > 0
