@@ -232,7 +232,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _send_to_server(self, version: int) -> tuple[str, int]:
         """Send the weights and return (kind, bytes). All ranks gather, the main one sends."""
         server = self._server
-        refused = server is not None and server.transfer == "adapter" and not server.takes_adapter
+        refused = server is not None and self._uses_adapter and not server.takes_adapter
         how = [(False, 1, False) if server is None else (server.takes_adapter, server.passes, refused)]
         broadcast_object_list(how, from_process=0)
         takes_adapter, passes, refused = how[0]
