@@ -274,6 +274,27 @@ def test_the_first_batch_is_compared_once() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_pass_without_trainable_weights_does_not_stand_for_the_gradient() -> None:
+    """As the reference of an adapter's policy: its adapter switched off, nothing to train."""
+    model = model_of("llama").requires_grad_(False)
+    calls: list[bool] = []
+    rows, shared = rows_of(2, 3), SharedPrefix(True, counted=False)
+    prompts = shared.prompts(model, rows["prompt_ids"], rows["prompt_mask"], 5)
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
+    mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+    shared.mode = "auto"
+
+    def wrong_gradient(ids: Tensor, mask: Tensor, context: Any) -> Tensor:
+        calls.append(context is not None)
+        return scorer(model, lambda logps: logps + 0.1 * (logps - logps.detach()))(ids, mask, context)
+
+    assert prompts is not None
+    assert all(shared.proved(model, prompts, ids, mask, wrong_gradient) for _ in range(2))
+    assert len(calls) == 4  # once
+    model.requires_grad_(True)
+    assert not shared.proved(model, prompts, ids, mask, wrong_gradient)
+
+
 @pytest.mark.parametrize("spoil", [
     lambda logps: logps + 0.01, lambda logps: logps + 0.02 * (logps - logps.detach()), lambda logps: -logps
 ])  # fmt: skip
