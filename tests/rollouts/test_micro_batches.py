@@ -151,6 +151,13 @@ def test_unknown_fields_of_tokens_stop_the_cut() -> None:
     assert trimmed(rows)["completion_ids"].shape[1] < LENGTH
 
 
+def test_rewards_of_a_group_as_wide_as_a_completion_do_not_stop_the_cut() -> None:
+    rows = generation_batch() | {"group_rewards": torch.zeros(ROWS, LENGTH)}
+    rows["completion_mask"][:, -2:] = 0
+    part = trimmed(rows)
+    assert part["completion_ids"].shape[1] < LENGTH and part["group_rewards"].shape == (ROWS, LENGTH)
+
+
 def test_images_are_left_alone() -> None:
     rows = generation_batch() | {"pixel_values": torch.zeros(ROWS, 2)}
     parts = split_rows(rows, 4, Splitting(4))

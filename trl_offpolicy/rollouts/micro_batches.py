@@ -23,6 +23,8 @@ TRIM_PADDING = (True, False, "columns")
 
 _PROMPT = {"prompt_ids", "prompt_mask"}
 _WHOLE = {"routed_experts"}
+_ROW = {"group_rewards", "rewards", "group_ids"}
+"""Fields of this kit without columns of tokens; that of ``group_rewards`` (B, G) are responses."""
 _COMPLETION = {
     "completion_ids", "completion_mask", "tool_mask", "advantages", "sampling_per_token_logps", "old_per_token_logps",
     "ref_per_token_logps", "proximal_per_token_logps", "policy_versions", "decided_weights", "decided_keep",
@@ -261,7 +263,7 @@ def _rounded(width: int, multiple: int | None, limit: int) -> int:
 
 
 def _unknown(name: str, value: Any, widths: tuple[int, int]) -> bool:
-    known = name in _PROMPT | _COMPLETION | _WHOLE
+    known = name in _PROMPT | _COMPLETION | _WHOLE | _ROW
     wide = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] in (*widths, sum(widths))
     return wide and not known
 
