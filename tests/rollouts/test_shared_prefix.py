@@ -34,6 +34,7 @@ from trl_offpolicy.rollouts.shared_prefix import (
     prompts_once,
     recomputes,
     refusal,
+    varying_rope,
 )
 
 SHAPE = {
@@ -201,6 +202,20 @@ def test_where_it_pays(prompt: int, length: int, expected: bool) -> None:
 ])  # fmt: skip
 def test_refusals(changed: dict[str, Any], kind: str, match: str) -> None:
     assert match in (refusal(model_of(kind, **changed)) or "")
+
+
+@pytest.mark.parametrize(("rope", "varies"), [
+    ({"rope_type": "default"}, None),
+    ({"rope_type": "llama3", "factor": 8.0}, None),
+    ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
+    ({"type": "longrope"}, "'longrope'"),
+    ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, "'longrope'"),
+])  # fmt: skip
+def test_rotary_embeddings_that_read_the_width(rope: dict[str, Any], varies: str | None) -> None:
+    model = model_of("llama")
+    model.config.rope_parameters = rope
+    found = varying_rope(model)
+    assert found is None if varies is None else found is not None and varies in found
 
 
 def test_models_that_are_not_proved() -> None:

@@ -10,7 +10,7 @@ own, so that adapters, DDP and the LM head notice nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -80,10 +80,19 @@ def refusal(model: Any) -> str | None:
     types = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "sliding_window", None) is not None or types - {"full_attention"}:
         return "the model has sliding windows, whose cache drops part of the prompt"
+    return varying_rope(model) or _refused_state(model, config)
+
+
+def varying_rope(model: Any) -> str | None:
+    """What makes log-probs depend on padding: rotary embeddings with other angles in a wider input; None = nothing."""
+    config = getattr(backbone_of(model), "config", None)
+    config = getattr(config, "text_config", config)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if (rope_type := rope.get("rope_type", "default")) not in _FIXED_ROPE:
-        return f"rotary embeddings of type {rope_type!r} depend on the length of the input"
-    return _refused_state(model, config)
+    by_layer = [one for one in rope.values() if isinstance(one, Mapping)]  # one for each type of layer
+    for one in by_layer or [rope]:
+        if (kind := one.get("rope_type", one.get("type", "default"))) not in _FIXED_ROPE:
+            return f"rotary embeddings of type {kind!r} depend on the length of the input"
+    return None
 
 
 def _refused_state(model: nn.Module, config: Any) -> str | None:
