@@ -13,9 +13,9 @@ from lightning_module.host import Host
 from lightning_module.streams import BatchPlan
 from trl_offpolicy.checks import read_switch
 from trl_offpolicy.objective.splitting import split_dependence
-from trl_offpolicy.rollouts.compact import CompactScoring
+from trl_offpolicy.rollouts.compact import NOT_TRIMMED, CompactScoring
 from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding
-from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix
+from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix, varying_rope
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ class CompactRows:
             ValueError: ``share_prefix`` is true, but refused.
         """
         module = self._module
+        if self._trim is not False and (reason := varying_rope(module.policy)) is not None:
+            logger.warning(NOT_TRIMMED, reason)
+            self._trim = self.scoring.trim = False
         refused = self._why_whole()
         if wants_exact(module.settings["engine"]):
             refused = "engine.exact compares log-probs bit by bit, which no other order of sums keeps"
@@ -68,12 +71,16 @@ class CompactRows:
     def splitting(self, plan: BatchPlan) -> Splitting:
         """How a generation batch of these sizes becomes micro-batches.
 
-        An optimizer step may begin within a generation batch, but only at a multiple of the greatest common divisor.
+        An optimizer step may begin within a generation batch, but only at a multiple of the greatest common divisor; so
+        may the last one of an epoch end, which the epoch may cut off.
         """
+        trainer: Any = self._module.trainer
+        size, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        left = 0 if math.isinf(batches) else int(batches) % size
         free, shared = self._why_whole() is None, self._shared
         groups = shared.mode if free and shared.possible(self._module.policy) else False
         return Splitting(
-            window=math.gcd(plan.steps_per_generation, self._module.trainer.accumulate_grad_batches),
+            window=math.gcd(plan.steps_per_generation, size, left),
             trim=self._trim is not False,
             sort=free and (self._trim is True or groups is True),
             whole_groups=groups,

@@ -60,11 +60,6 @@ class Measuring:
         """Add the diagnostics of a micro-batch. All ranks add the same groups between two logging steps."""
         self.stats = self.stats.merge(stats)
 
-    @property
-    def has_noise_floor(self) -> bool:
-        """True if the noise floor was measured since the last logging step."""
-        return "noise_floor" in self.stats.groups
-
     def add_sync(self, report: SyncReport) -> None:
         """Add one weight sync. On all ranks the same numbers are known."""
         self.syncs.append(report)

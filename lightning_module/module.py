@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.packages import check_model, warn_about_builds
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
-from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor
+from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor, noise_floor_due
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
 from trl_offpolicy.types import PolicyBatch, Reduction
 
@@ -321,7 +322,7 @@ class OffPolicyGRPOModule(LightningModule):
             self.measuring.add_mean("aux_loss", scores.aux_loss.detach())
         if self.entropy.has_bonus(self.objective):
             self.measuring.add_mean("policy_loss", self.objective.policy_loss_value(policy, result, reduction))
-        self._measure_noise_floor(inputs, policy)
+        self._measure_noise_floor(inputs, policy, batch_idx)
         record = recorded_rows(inputs, policy, result) if batch.iteration == 0 else None
         # Lightning divides the loss by accumulate_grad_batches; the reduction has done that already
         return {
@@ -330,10 +331,12 @@ class OffPolicyGRPOModule(LightningModule):
             "step": self.trainer.global_step,
         }
 
-    def score(self, inputs: dict[str, Any], *, batch_size: int | None = None, aux_loss: bool = False) -> Scores:
+    def score(
+        self, inputs: dict[str, Any], *, batch_size: int | None = None, aux_loss: bool = False, in_order: bool = False
+    ) -> Scores:
         """Log-probs of the completions under the current policy, routed as recorded if the rows have a record."""
         with self.experts.replayed(self.policy, inputs):
-            in_order = self.experts.reads_rows_in_order(inputs)
+            in_order = in_order or self.experts.reads_rows_in_order(inputs)
             return self.scorer(self.policy, inputs, batch_size=batch_size, aux_loss=aux_loss, in_order=in_order)
 
     def _reduction(self, batch: MicroStep, inputs: dict[str, Any], batch_idx: int) -> Reduction:
@@ -348,12 +351,14 @@ class OffPolicyGRPOModule(LightningModule):
             max_length=self.sampling.max_tokens,
         )
 
-    def _measure_noise_floor(self, inputs: dict[str, Any], policy: PolicyBatch) -> None:
-        """Score a micro-batch a second time, once in ``noise_floor_steps`` optimizer steps."""
-        every = self.settings["noise_floor_steps"]
-        if not every or self.trainer.global_step % every or self.measuring.has_noise_floor:
+    def _measure_noise_floor(self, inputs: dict[str, Any], policy: PolicyBatch, batch_idx: int) -> None:
+        """Score a micro-batch again, on the plain path, once in ``noise_floor_steps`` optimizer steps."""
+        step, every = self.trainer.global_step, self.settings["noise_floor_steps"]
+        place, size = batch_idx % self.trainer.accumulate_grad_batches, window_size(self.trainer, batch_idx)
+        if not noise_floor_due(step, every, place, size=size):
             return
-        stats = measured_noise_floor(lambda rows, size: self.score(rows, batch_size=size).logps, inputs, policy)
+        again = partial(self.score, in_order=True)
+        stats = measured_noise_floor(lambda rows, size: again(rows, batch_size=size).logps, inputs, policy)
         self.measuring.add_stats(stats)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

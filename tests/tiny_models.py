@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -53,7 +53,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(kind: Kind = "llama", *, seed: int = 0, **shape: int) -> PreTrainedModel:
+def tiny_model(kind: Kind = "llama", *, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """A float32 model of 74k parameters (the mixture of experts: 99k) with seeded weights; ``shape`` changes it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """Runs the loss code of prime-rl, SkyRL and slime, with their own correction and with this kit's hook.
 
-``test_frameworks.py`` starts it with the framework's name, whose sources are on PYTHONPATH; it prints for each case
-``{"theirs": {"loss": ..., "gradient": ...}, "kit": ...}``.
+``test_frameworks.py`` starts it with the framework's name, whose sources are on PYTHONPATH, and for slime the length of
+the prompts; it prints for each case ``{"theirs": {"loss": ..., "gradient": ...}, "kit": ...}``.
 """
 
 import json
@@ -157,7 +157,7 @@ def slime():
     torch.distributed.init_process_group("gloo")
     ranks = torch.distributed.get_world_size()
     mpu.initialize_model_parallel(context_parallel_size=ranks)
-    given, prompt, vocabulary = tensors(), 2, 11
+    given, prompt, vocabulary = tensors(), int(sys.argv[2]), 11
     generator = torch.Generator().manual_seed(5)
     tokens = [torch.randint(0, vocabulary, (prompt + n,), generator=generator) for n in LENGTHS]
     logits = torch.randn(sum(map(len, tokens)), vocabulary, generator=generator)

@@ -1,5 +1,6 @@
 """What the hooks share: which methods they take, the run folder, the layouts. No framework is needed for it."""
 
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -113,6 +114,25 @@ def test_slime_refuses_a_loss_of_its_own_and_parts_whose_layout_is_not_known():
         slime_answer({"preset": "verl/bypass_pg_is"})
     with pytest.raises(NotImplementedError, match="known for slime alone"):
         slime_answer({"preset": "paper/tis"}, loss_masks=[torch.ones(5), torch.ones(1)])
+
+
+@pytest.mark.parametrize("term", [op.ProbabilityDifferenceMask, op.SuffixVeto, op.PrefixBudget])
+def test_slime_refuses_masks_that_read_advantages(term):
+    with pytest.raises(ValueError, match=f"offpolicy must not name {term.type_name}: .* no advantages"):
+        slime_answer({"correction": {"keep": [{"type": term.type_name, "ratio": "old/sampling", **term.example}]}})
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(1, False), (2, True)])
+def test_slime_gathers_by_the_number_of_ranks_and_not_by_what_a_rank_holds(ranks, split, monkeypatch):
+    """Of a short response after a long prompt one rank holds all tokens: it must gather too, or the others wait."""
+    core = SimpleNamespace(mpu=SimpleNamespace(get_context_parallel_world_size=lambda: ranks))
+    monkeypatch.setitem(sys.modules, "megatron.core", core)
+    lengths = {"total_lengths": [3003, 3001], "response_lengths": [3, 1]}
+    if not split:
+        slime_answer({"preset": "paper/tis"}, **lengths)
+        return
+    with pytest.raises(NotImplementedError, match="known for slime alone"):  # as miles: on every rank
+        slime_answer({"preset": "paper/tis"}, **lengths)
 
 
 def test_skyrl_refuses_a_loss_that_does_not_scale_with_the_advantages():

@@ -22,7 +22,7 @@ FOLDERS = {
 }
 
 
-def answers(framework, ranks=1):
+def answers(framework, *arguments, ranks=1):
     variable, folders = FOLDERS[framework]
     source = os.environ.get(variable)
     if PYTHON is None or source is None:
@@ -33,7 +33,8 @@ def answers(framework, ranks=1):
         port = str(free.getsockname()[1])
     shared = {"PYTHONPATH": os.pathsep.join(paths), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = [
-        start("run_frameworks.py", framework, **shared, RANK=str(rank), WORLD_SIZE=str(ranks)) for rank in range(ranks)
+        start("run_frameworks.py", framework, *arguments, **shared, RANK=str(rank), WORLD_SIZE=str(ranks))
+        for rank in range(ranks)
     ]
     found = [answer(process) for process in started]
     return found[0]
@@ -66,9 +67,10 @@ def test_skyrl():
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_slime_with_whole_responses_and_with_context_parallel_parts(ranks):
-    cases = answers("slime", ranks)["cases"]
+@pytest.mark.parametrize(("ranks", "prompt"), [(1, 2), (2, 2), (2, 30)])
+def test_slime_with_whole_responses_and_with_context_parallel_parts(ranks, prompt):
+    """After 30 tokens of prompt rank 0 holds every response whole, and rank 1 nothing."""
+    cases = answers("slime", prompt, ranks=ranks)["cases"]
     assert len(cases) == 5
     assert_same_gradients(cases)
     for name, case in cases.items():

@@ -50,10 +50,10 @@ def test_a_group_that_comes_later_is_added_and_forgotten_with_the_window():
     measuring.add_loss(torch.tensor(0.5), stats_of(batch(4, 0)), batch(4, 0))
     measuring.add_stats(noise_floor(torch.zeros(1, 1), torch.ones(1, 1), mask))
     measuring.end_step()
-    assert measuring.has_noise_floor
+    assert "noise_floor" in measuring.stats.groups
     logs = measuring.close(OBJECTIVE, torch.device("cpu"))
     assert logs["offpolicy/noise_floor/kl_k1"] == pytest.approx(-1.0)
-    assert not measuring.has_noise_floor and not measuring.stats.groups
+    assert not measuring.stats.groups
 
 
 def test_completions_under_the_names_of_trl():

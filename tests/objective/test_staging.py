@@ -77,6 +77,37 @@ def test_the_kl_in_the_reward_is_in_the_advantages_and_not_in_the_loss():
         stages.decide(batch())
 
 
+def test_in_mode_bypass_the_kl_in_the_reward_is_that_of_the_sampler():
+    """log mu - log ref by hand: verl's old policy is then the sampler."""
+    kl = op.KLPenalty(coef=0.5, estimator="k1", place="reward")
+    sampling = torch.tensor([[-1.0, -2.0], [-1.0, torch.nan], [-3.0, -1.0], [-1.0, -1.0]])
+    given = batch(ref_per_token_logps=torch.full((4, 2), -1.5), sampling_per_token_logps=sampling)
+    stages = stage(op.Objective(kl=kl, mode="bypass"), op.advantages.DrGRPO())
+    # sums over tokens of log mu - log ref: 0, 0.5 (one token without log mu), -1, 1; rewards 1, 0, 4, 2
+    totals = torch.tensor([1.0, -0.25, 4.5, 1.5])
+    expected = totals - torch.tensor([0.375, 0.375, 3.0, 3.0])
+    torch.testing.assert_close(stages.decide(given).rows["advantages"], expected)
+    with pytest.raises(ValueError, match="sampling_per_token_logps must be given"):
+        stages.decide(replace(given, sampling_per_token_logps=None))
+
+
+def test_gdpo_has_no_place_for_a_kl_in_the_reward():
+    kl = op.KLPenalty(coef=0.5, estimator="k1", place="reward")
+    with pytest.raises(NotImplementedError, match=r"^kl\.place must be 'loss' with the advantages of GDPO"):
+        stage(op.Objective(kl=kl), op.advantages.GDPO())
+
+
+def test_a_penalty_of_ones_own_is_taken_from_the_reward():
+    class Squared(op.KLPenalty):
+        def __call__(self, log_ratios, policy_log_ratios):
+            assert not policy_log_ratios.any()
+            return log_ratios**2
+
+    logps, ref, mask = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-2.0, -1.0]]), torch.tensor([[True, True]])
+    costs = Squared(coef=0.5, place="reward").token_rewards(logps, ref, mask)
+    assert costs.tolist() == [[-0.5, -2.0]]
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [

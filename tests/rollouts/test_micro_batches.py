@@ -126,6 +126,21 @@ def test_auto_groups_rows_only_where_a_shared_prompt_costs_less() -> None:
     assert all(len(found) == 1 for found in groups)
 
 
+def test_auto_groups_rows_within_an_optimizer_step_only() -> None:
+    """Prompts of 200 tokens; in windows of two micro-batches rows stay in their half, unless all groups are wanted."""
+    rows = generation_batch()
+    wide = torch.nn.functional.pad(rows["prompt_ids"] + 1, (200, 0), value=1)
+    long = {**rows, "prompt_ids": wide, "prompt_mask": torch.ones_like(wide)}
+    del long["routed_experts"]
+
+    def halves(whole_groups: bool | str) -> list[set[float]]:
+        parts = split_rows(long, 4, Splitting(2, whole_groups=whole_groups))  # type: ignore[arg-type]
+        return [set(torch.cat([part["rewards"] for part in pair]).tolist()) for pair in (parts[:2], parts[2:])]
+
+    plain = [set(half.tolist()) for half in rows["rewards"].split(6)]
+    assert halves("auto") == plain != halves(True)
+
+
 def test_widths_are_multiples_on_request() -> None:
     rows = generation_batch()
     short = {
@@ -149,6 +164,13 @@ def test_unknown_fields_of_tokens_stop_the_cut() -> None:
     assert trimmed(rows)["completion_ids"].shape == (ROWS, LENGTH)
     rows["mine"] = torch.zeros(ROWS, 3)
     assert trimmed(rows)["completion_ids"].shape[1] < LENGTH
+
+
+def test_rewards_of_a_group_as_wide_as_a_completion_do_not_stop_the_cut() -> None:
+    rows = generation_batch() | {"group_rewards": torch.zeros(ROWS, LENGTH)}
+    rows["completion_mask"][:, -2:] = 0
+    part = trimmed(rows)
+    assert part["completion_ids"].shape[1] < LENGTH and part["group_rewards"].shape == (ROWS, LENGTH)
 
 
 def test_images_are_left_alone() -> None:
@@ -177,6 +199,13 @@ def test_scoring_chunks_cover_all_rows_once_and_come_back_in_order() -> None:
         whole = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)[chunk]
         parts.append(whole[:, columns][:, PROMPT - columns.start :])
     assert torch.equal(in_first_order(parts, chunks, LENGTH), rows["completion_ids"])
+
+
+def test_forwards_without_gradient_keep_widths_of_a_multiple() -> None:
+    mask = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]])  # eight columns of prompt
+    assert used_columns(mask, 8) == slice(5, 10)
+    assert used_columns(mask, 8, multiple=4) == slice(4, 12)
+    assert used_columns(mask, 8, multiple=64) == slice(0, 13)
 
 
 def test_a_window_divides_the_micro_batches() -> None:

@@ -34,6 +34,7 @@ from trl_offpolicy.rollouts.shared_prefix import (
     prompts_once,
     recomputes,
     refusal,
+    varying_rope,
 )
 
 SHAPE = {
@@ -203,6 +204,20 @@ def test_refusals(changed: dict[str, Any], kind: str, match: str) -> None:
     assert match in (refusal(model_of(kind, **changed)) or "")
 
 
+@pytest.mark.parametrize(("rope", "varies"), [
+    ({"rope_type": "default"}, None),
+    ({"rope_type": "llama3", "factor": 8.0}, None),
+    ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
+    ({"type": "longrope"}, "'longrope'"),
+    ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, "'longrope'"),
+])  # fmt: skip
+def test_rotary_embeddings_that_read_the_width(rope: dict[str, Any], varies: str | None) -> None:
+    model = model_of("llama")
+    model.config.rope_parameters = rope
+    found = varying_rope(model)
+    assert found is None if varies is None else found is not None and varies in found
+
+
 def test_models_that_are_not_proved() -> None:
     assert "type 'gpt2' are not proved" in (refusal(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1))) or "")
     assert "type 'qwen3_moe' are not proved" in (refusal(tiny_model("qwen3_moe")) or "")
@@ -272,6 +287,27 @@ def test_the_first_batch_is_compared_once() -> None:
     shared, equal = checked("auto", counting, model)
     assert equal and shared.possible(model) and calls == [False, True, False, False]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_pass_without_trainable_weights_does_not_stand_for_the_gradient() -> None:
+    """As the reference of an adapter's policy: its adapter switched off, nothing to train."""
+    model = model_of("llama").requires_grad_(False)
+    calls: list[bool] = []
+    rows, shared = rows_of(2, 3), SharedPrefix(True, counted=False)
+    prompts = shared.prompts(model, rows["prompt_ids"], rows["prompt_mask"], 5)
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
+    mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+    shared.mode = "auto"
+
+    def wrong_gradient(ids: Tensor, mask: Tensor, context: Any) -> Tensor:
+        calls.append(context is not None)
+        return scorer(model, lambda logps: logps + 0.1 * (logps - logps.detach()))(ids, mask, context)
+
+    assert prompts is not None
+    assert all(shared.proved(model, prompts, ids, mask, wrong_gradient) for _ in range(2))
+    assert len(calls) == 4  # once
+    model.requires_grad_(True)
+    assert not shared.proved(model, prompts, ids, mask, wrong_gradient)
 
 
 @pytest.mark.parametrize("spoil", [

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_offpolicy.functional.aggregation import AGGREGATIONS
 from trl_offpolicy.presets.parsing import LOSS_TYPES
+from trl_offpolicy.rollouts import micro_batches
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
 from trl_offpolicy.trl.checks import stages_of
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
@@ -275,6 +276,33 @@ def test_rows_stay_where_the_loss_depends_on_the_split(
         trainer_of(tmp_path, share_prefix=True, **options)
 
 
+def test_rows_keep_their_width_where_padding_changes_log_probs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamic rotary embeddings have other angles in a wider input."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_model(max_position_embeddings=6, rope_parameters=rope)
+    trainer = trainer_of(tmp_path, model=model, share_prefix="auto")
+    assert caplog.text.count("trim_padding keeps every column: rotary embeddings of type 'dynamic'") == 1
+    rows = generated(trainer, next(iter(trainer.get_train_dataloader())))
+    for part in trainer._compact.split(rows, PARTS):
+        assert part["completion_ids"].shape[1] == rows["completion_ids"].shape[1]
+        assert part["prompt_ids"].shape[1] == rows["prompt_ids"].shape[1]
+    forwards = counted_widths(trainer)
+    trainer._score(trainer.model, rows, batch_size=3)
+    assert set(forwards()) == {rows["prompt_ids"].shape[1] + rows["completion_ids"].shape[1]}
+
+
+def test_widths_stay_multiples_in_scoring_and_prompts_are_not_shared(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"share_prefix must .* but got true: pad_to_multiple_of wants widths"):
+        trainer_of(tmp_path, pad_to_multiple_of=4)
+    trainer = trainer_of(tmp_path, pad_to_multiple_of=4, share_prefix="auto")
+    rows = generated(trainer, next(iter(trainer.get_train_dataloader())))
+    forwards = counted_widths(trainer)
+    trainer._score(trainer.model, rows, batch_size=3)
+    assert all(width % 4 == 0 for width in forwards())
+
+
 def test_gradient_checkpointing_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"share_prefix must .* but got true: gradient_checkpointing"):
         trainer_of(tmp_path, gradient_checkpointing=True)
@@ -305,16 +333,17 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 MOVES_ROWS = ("several steps on a generation", "windows that do not divide")
-"""With several steps on one generation whole groups go to one step, so sharing changes what a step sees."""
+"""With several steps on one generation ``share_prefix: true`` gathers whole groups, which changes what a step sees."""
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_takes_the_same_steps(name: str, tmp_path: Path) -> None:
+def test_a_run_takes_the_same_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of three optimizer steps, and what is recorded of each row."""
+    monkeypatch.setattr(micro_batches, "LEAST_SAVED", 1)  # so that auto shares these short prompts
     options = {"max_steps": 3, "learning_rate": 0.02, "optim": "sgd", "max_grad_norm": 1e9, **RUNS[name]}
     seen = {}
-    for how, compact in {"plain": (False, False), "ours": (True, name not in MOVES_ROWS)}.items():
+    for how, compact in {"plain": (False, False), "ours": (True, "auto" if name in MOVES_ROWS else True)}.items():
         trainer = trainer_of(tmp_path / how, trim_padding=compact[0], share_prefix=compact[1], **options)
         watch = WatchTRL(trainer.model)
         trainer.add_callback(watch)
@@ -325,6 +354,27 @@ def test_a_run_takes_the_same_steps(name: str, tmp_path: Path) -> None:
     assert rows.keys() == plain_rows.keys() and len(rows) >= ROWS * PARTS
     for key, row in rows.items():
         assert row == pytest.approx(plain_rows[key], abs=1e-4), key
+
+
+@pytest.mark.integration
+def test_the_noise_floor_takes_its_turn_with_the_micro_batches(tmp_path: Path) -> None:
+    """Sorted ones differ in length. The second score has the rows in their order and full width."""
+    trainer = trainer_of(tmp_path, noise_floor_steps=1, max_steps=4)
+    original, seen = trainer._score, []
+
+    def score(model: Any, inputs: dict[str, Any], **how: Any) -> Any:
+        if how.get("compact", True):
+            return original(model, inputs, **how)
+        seen.append([part is inputs for part in trainer._buffered_inputs].index(True))
+        forwards = counted_widths(trainer)
+        result = original(model, inputs, **how)
+        assert set(forwards()) == {inputs["prompt_ids"].shape[1] + inputs["completion_ids"].shape[1]}
+        return result
+
+    trainer._score = score  # type: ignore[method-assign]
+    trainer.train()
+    assert seen == [0, 1, 2, 0]
+    assert sum("offpolicy/noise_floor/kl_k3" in row for row in trainer.state.log_history) == 4
 
 
 def by_row(trainer: Any) -> dict[Any, list[float]]:

@@ -51,15 +51,15 @@ def correct(
         **layout: what miles gives beside these, which is not read.
 
     Raises:
-        ValueError: no method, log-probs are missing, or the method has a loss of its own.
+        ValueError: no method, log-probs are missing, or the method has a loss of its own or reads advantages.
         NotImplementedError: the method needs more than a micro-batch, or miles splits responses over ranks.
     """
     method = _method(args)
     if not train_log_probs or not rollout_log_probs:
         raise ValueError("train_log_probs and rollout_log_probs must be given for a correction, but got none.")
     lengths = [len(mask) for mask in loss_masks]
-    split = [len(row) for row in train_log_probs] != lengths
     old, sampling = train_log_probs, rollout_log_probs
+    split = _is_split([len(row) for row in old] != lengths)
     if split:
         gather, _ = _context_parallel(total_lengths, response_lengths)
         old, sampling = gather(old), gather(sampling)
@@ -91,15 +91,32 @@ def _method(args: Any) -> Method:
             f"offpolicy must name weights and masks on old/sampling: the loss is slime's own, but got "
             f"{', '.join(sorted(own | method.correction.required_ratios))}."
         )
+    if by_sign := [term.name for term in method.correction.keep if term.reads_advantages]:
+        raise ValueError(
+            f"offpolicy must not name {', '.join(by_sign)}: these masks read the sign of the advantage, and slime "
+            "hands its hook no advantages. On zeros they would drop nothing."
+        )
     return method
+
+
+def _is_split(shorter: bool) -> bool:
+    """True if responses lie in parts on context-parallel ranks: the same answer on all of them, as each must gather.
+
+    Args:
+        shorter: whether a row of this rank is not as long as its mask. Of a short response after a long prompt one rank
+            may hold everything and another nothing, so this decides only where there is no such group.
+    """
+    core = sys.modules.get("megatron.core")
+    ranks = 1 if core is None else core.mpu.get_context_parallel_world_size()
+    return ranks > 1 or shorter
 
 
 def _context_parallel(total: list[int] | None, response: list[int] | None) -> tuple[_Rows, _Rows]:
     """The functions that make responses whole over slime's context-parallel ranks, and cut out this rank's parts."""
     if total is None or response is None or "slime" not in sys.modules:
         raise NotImplementedError(
-            "train_log_probs must be as long as loss_masks, but are parts: how a context-parallel rank holds one "
-            "is known for slime alone."
+            "train_log_probs must be as long as loss_masks, but are parts: how a context-parallel rank holds one is "
+            "known for slime alone."
         )
     utils = import_module("slime.backends.megatron_utils.cp_utils")
 

@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trl_offpolicy.integrations._common import Method, logged, measured_as_total, over_ranks, read_method, record
@@ -61,7 +62,7 @@ def policy_loss(
             "came with the batch: the loss would be weighted twice."
         )
     method = _method(config)
-    old = _old_policy(method, old_log_prob, sampling, response_mask)
+    old = _old_policy(method, old_log_prob, sampling, response_mask, group)
     objective = method.objective if old is not None else measured_as_total(method)
     batch = PolicyBatch(
         per_token_logps=log_prob,
@@ -87,16 +88,17 @@ def _method(config: Any) -> Method:
     return read_method(config.policy_loss.get(NAME), where=f"actor.policy_loss.{NAME}", framework="verl", base=base)
 
 
-def _old_policy(method: Method, old: Tensor, sampling: Tensor | None, mask: Tensor) -> Tensor | None:
+def _old_policy(method: Method, old: Tensor, sampling: Tensor | None, mask: Tensor, group: Any) -> Tensor | None:
     """The log-probs of pi_old; None if verl gave those of the sampler in their place (bypass_mode)."""
     if sampling is None and method.objective.needs_sampling:
         raise ValueError(
             "rollout_log_probs must be in verl's batch, but there are none. Set rollout.calculate_log_probs to true, "
             "and let verl load trl_offpolicy.integrations.verl before it builds the actor."
         )
-    if sampling is None or not bool(((old == sampling) | (mask == 0)).all()):
+    bypass = method.objective.mode == "bypass"
+    if sampling is None or not _same_on_tokens(old, sampling, mask, group if bypass else None):
         return old
-    if method.objective.mode == "bypass":
+    if bypass:
         return None
     warnings.warn(
         "verl's old_log_probs are those of the sampler on every token: the engine is exact, or bypass_mode is on, and "
@@ -104,6 +106,20 @@ def _old_policy(method: Method, old: Tensor, sampling: Tensor | None, mask: Tens
         stacklevel=2,
     )
     return old
+
+
+def _same_on_tokens(old: Tensor, sampling: Tensor, mask: Tensor, group: Any) -> bool:
+    """True if there are tokens, and both are equal on all of them: one answer for all ranks of a group.
+
+    What is measured depends on it, and ranks with different diagnostics could not add them. A rank whose micro-batch
+    has no tokens cannot tell, and verl's workers do not get the setting bypass_mode.
+    """
+    tokens = mask != 0
+    found = torch.stack([tokens.any(), ((old != sampling) & tokens).any()]).float()
+    if group is not None:
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+    present, different = found.tolist()
+    return bool(present) and not different
 
 
 def _reduction(info: dict[str, Any]) -> Reduction:

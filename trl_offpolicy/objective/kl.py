@@ -164,7 +164,8 @@ class KLPenalty(Part):
             reference: (B, T) log-probs of the reference; where they are not finite nothing is taken.
             mask: (B, T) bool, True = trainable token.
         """
-        estimate = kl_estimate(reference_log_ratio(logps, reference, mask), self.estimator, max_value=self.max_value)
+        log_ratios = reference_log_ratio(logps, reference, mask)
+        estimate = self(log_ratios, torch.zeros_like(log_ratios))  # of pi_old itself: log(pi / pi_old) = 0
         return torch.where(mask, -self.beta * estimate, 0.0).float()
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.functional.collective import sum_ranks
-from trl_offpolicy.objective.advantages import GRPO, AdvantageEstimator, AdvantageInputs
+from trl_offpolicy.objective.advantages import GDPO, GRPO, AdvantageEstimator, AdvantageInputs
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.stats import Stats
@@ -95,7 +95,8 @@ class Stages:
             inputs: rewards (several functions, their weights) and groups; None = those of ``batch``.
 
         Raises:
-            ValueError: advantages are needed, but the batch lacks rewards, group_ids or ref_per_token_logps.
+            ValueError: advantages are needed, but the batch lacks rewards, group_ids, ref_per_token_logps or, in mode
+                bypass, sampling_per_token_logps.
         """
         estimator = self.advantages
         inputs = None if estimator is None else self._less_kl(_inputs_of(batch, inputs), batch)
@@ -119,7 +120,11 @@ class Stages:
             return inputs
         if batch.ref_per_token_logps is None:
             raise ValueError("ref_per_token_logps must be given for a KL penalty in the reward, but got None.")
-        costs = self.kl_in_reward.token_rewards(batch.logps("old"), batch.ref_per_token_logps, batch.mask)
+        logps, mask = batch.logps("old"), batch.mask
+        if self.late.mode == "bypass":  # there mu is the old policy, as in verl; a token without log mu costs nothing
+            logps = batch.logps("sampling")
+            mask = mask & (logps.abs() < torch.inf)
+        costs = self.kl_in_reward.token_rewards(logps, batch.ref_per_token_logps, mask)
         return replace(inputs, token_rewards=costs)
 
     def _reads_the_correction(self, estimator: AdvantageEstimator) -> bool:
@@ -151,11 +156,17 @@ def stage(objective: Objective, advantages: AdvantageEstimator | None = None) ->
     Raises:
         ValueError: the parts cannot be separated without changing what they do, or the advantages read weights that
             do not exist before the loss step.
+        NotImplementedError: the KL is in the reward of GDPO.
     """
     correction = objective.correction or Correction()
     wide = objective.scope in ("group", "generation_batch")
     reads_weights = advantages is not None and "weights" in advantages.requires
     in_reward = objective.kl is not None and objective.kl.in_reward
+    if in_reward and isinstance(advantages, GDPO):
+        raise NotImplementedError(
+            "kl.place must be 'loss' with the advantages of GDPO, which scale each reward function by itself, but got "
+            "'reward': the KL of a token belongs to none of them."
+        )
     if in_reward and advantages is None:
         advantages = GRPO()
     if not (wide or reads_weights):

@@ -17,6 +17,9 @@ Columns = tuple[Tensor | None, ...]
 Forward = Callable[[Any, Tensor, Tensor, int], Columns]
 """``forward(model, ids, mask, T)``: scores of the last T tokens of (B, L) ids."""
 
+NOT_TRIMMED = "trim_padding keeps every column: %s."
+"""The warning where a cut would change log-probs; its argument is the reason."""
+
 
 class CompactScoring:
     """Decides for the rows of one scoring which of them share a forward, and how each forward is computed.
@@ -24,11 +27,13 @@ class CompactScoring:
     Args:
         trim: whether rows that are scored in several forwards are sorted by length, each forward in its own width.
         shared: decides where prompts are computed once.
+        multiple: widths are multiples of it (``pad_to_multiple_of``), as far as the rows are wide enough; None = any.
     """
 
-    def __init__(self, *, trim: bool, shared: SharedPrefix) -> None:
+    def __init__(self, *, trim: bool, shared: SharedPrefix, multiple: int | None = None) -> None:
         self.trim = trim
         self.shared = shared
+        self.multiple = multiple
 
     def __call__(
         self,
@@ -62,7 +67,7 @@ class CompactScoring:
         parts = []
         for rows_here in chunks:
             own_ids, own_mask = (ids, mask) if len(chunks) == 1 else (ids[rows_here], mask[rows_here])
-            kept = used_columns(own_mask, width) if cut else slice(0, ids.shape[1])
+            kept = used_columns(own_mask, width, multiple=self.multiple) if cut else slice(0, ids.shape[1])
             parts.append(self._forward(forward, model, own_ids[:, kept], own_mask[:, kept], width - kept.start))
         return parts[0] if len(parts) == 1 and not cut else _joined(parts, chunks, length)
 

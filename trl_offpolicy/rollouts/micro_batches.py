@@ -3,7 +3,7 @@
 TRL pads a generation batch to its longest prompt and longest completion, shuffles it and splits it as it is. Every
 micro-batch then computes on the padding of the longest row of all. Here rows are sorted within each optimizer step, so
 that rows of like length meet, and a micro-batch loses the columns that are padding in all its rows. Which rows an
-optimizer step uses does not change, unless whole groups are wanted (:mod:`trl_offpolicy.rollouts.shared_prefix`).
+optimizer step uses does not change, unless whole groups are wanted (``share_prefix: true``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ TRIM_PADDING = (True, False, "columns")
 
 _PROMPT = {"prompt_ids", "prompt_mask"}
 _WHOLE = {"routed_experts"}
+_ROW = {"group_rewards", "rewards", "group_ids"}
+"""Fields of this kit without columns of tokens; that of ``group_rewards`` (B, G) are responses."""
 _COMPLETION = {
     "completion_ids", "completion_mask", "tool_mask", "advantages", "sampling_per_token_logps", "old_per_token_logps",
     "ref_per_token_logps", "proximal_per_token_logps", "policy_versions", "decided_weights", "decided_keep",
@@ -51,8 +53,9 @@ class Splitting:
         trim: cut the columns that are padding in all rows of a micro-batch.
         sort: put rows of like length together. Only where the loss does not depend on the split
             (:func:`~trl_offpolicy.objective.splitting.split_dependence`).
-        whole_groups: rows of one prompt meet in a micro-batch: "auto" = where computing prompts once then costs less
-            than sorted rows do. It also needs ``sort``.
+        whole_groups: rows of one prompt meet in a micro-batch. True: all of them, for which rows may leave their
+            window; "auto": those of a window, where computing prompts once then costs less than sorted rows do. It also
+            needs ``sort``.
         multiple: widths are multiples of it (``pad_to_multiple_of``); None = any.
     """
 
@@ -138,7 +141,8 @@ def _ordered(lengths: Lengths, size: int, how: Splitting) -> Tensor:
     best = min(plain.values(), key=lambda order: padded_tokens(lengths.rows(order), size))
     if not how.whole_groups:
         return best
-    grouped = within(_groups_together(lengths.identity), _by_group)
+    across = _groups_together(lengths.identity) if how.whole_groups is True else torch.arange(count)
+    grouped = within(across, _by_group)
     saves = padded_tokens(lengths.rows(grouped), size, once=True) < padded_tokens(lengths.rows(best), size)
     return grouped if saves or how.whole_groups is True else best
 
@@ -261,7 +265,7 @@ def _rounded(width: int, multiple: int | None, limit: int) -> int:
 
 
 def _unknown(name: str, value: Any, widths: tuple[int, int]) -> bool:
-    known = name in _PROMPT | _COMPLETION | _WHOLE
+    known = name in _PROMPT | _COMPLETION | _WHOLE | _ROW
     wide = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] in (*widths, sum(widths))
     return wide and not known
 
@@ -281,15 +285,17 @@ def scoring_chunks(lengths: Lengths, size: int, *, whole_groups: bool | Literal[
     return list(torch.split(_ordered(lengths, size, Splitting(parts, whole_groups=whole_groups)), size))
 
 
-def used_columns(mask: Tensor, prompt_width: int) -> slice:
+def used_columns(mask: Tensor, prompt_width: int, *, multiple: int | None = None) -> slice:
     """The columns of prompt and completion that are not padding in all rows; at least one of each.
 
     Args:
         mask: (B, P + T) attention mask.
         prompt_width: P.
+        multiple: as in :func:`trimmed`.
     """
-    prompt = max(int(_used(mask[:, :prompt_width].flip(-1)).max()), 1)
-    return slice(prompt_width - prompt, prompt_width + max(int(_used(mask[:, prompt_width:]).max()), 1))
+    parts = mask[:, :prompt_width].flip(-1), mask[:, prompt_width:]
+    prompt, completion = (_rounded(int(_used(part).max()), multiple, part.shape[1]) for part in parts)
+    return slice(prompt_width - prompt, prompt_width + completion)
 
 
 def in_first_order(parts: Sequence[Tensor], chunks: Sequence[Tensor], width: int) -> Tensor:

@@ -176,13 +176,31 @@ def sequence_logps(model: nn.Module, ids: Sequence[Sequence[int]], *, pad: int) 
     return [found[: len(row) - 1].tolist() for found, row in zip(logps, ids, strict=True)]
 
 
+def noise_floor_due(step: int, every: int, place: int, *, size: int) -> bool:
+    """True if this micro-batch is to be scored again: one in ``every`` optimizer steps.
+
+    Which one of a step rotates. Sorted micro-batches differ in length, and the first always has the longest rows.
+
+    Args:
+        step: optimizer steps so far.
+        every: optimizer steps from one measurement to the next; 0 = never.
+        place: number of the micro-batch in its optimizer step.
+        size: micro-batches of this optimizer step.
+
+    Example:
+        >>> [(step, place) for step in range(8) for place in range(3) if noise_floor_due(step, 2, place, size=3)]
+        [(0, 0), (2, 1), (4, 2), (6, 0)]
+    """
+    return every > 0 and step % every == 0 and place == step // every % size
+
+
 def measured_noise_floor(
     score: Callable[[dict[str, Any], int], Tensor], inputs: dict[str, Any], batch: PolicyBatch
 ) -> Stats:
     """How far the trainer differs from itself: a micro-batch is scored again in halves (a single row is doubled).
 
     Args:
-        score: returns (B, T) log-probs of the completions of such a dict, in batches of so many rows.
+        score: returns (B, T) log-probs of the completions of such a dict, in batches of so many rows, in their order.
         inputs: the micro-batch, with TRL's keys.
         batch: the same micro-batch, with the log-probs of the loss.
 

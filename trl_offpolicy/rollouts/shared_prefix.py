@@ -10,7 +10,7 @@ own, so that adapters, DDP and the LM head notice nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -80,10 +80,19 @@ def refusal(model: Any) -> str | None:
     types = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "sliding_window", None) is not None or types - {"full_attention"}:
         return "the model has sliding windows, whose cache drops part of the prompt"
+    return varying_rope(model) or _refused_state(model, config)
+
+
+def varying_rope(model: Any) -> str | None:
+    """What makes log-probs depend on padding: rotary embeddings with other angles in a wider input; None = nothing."""
+    config = getattr(backbone_of(model), "config", None)
+    config = getattr(config, "text_config", config)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if (rope_type := rope.get("rope_type", "default")) not in _FIXED_ROPE:
-        return f"rotary embeddings of type {rope_type!r} depend on the length of the input"
-    return _refused_state(model, config)
+    by_layer = [one for one in rope.values() if isinstance(one, Mapping)]  # one for each type of layer
+    for one in by_layer or [rope]:
+        if (kind := one.get("rope_type", one.get("type", "default"))) not in _FIXED_ROPE:
+            return f"rotary embeddings of type {kind!r} depend on the length of the input"
+    return None
 
 
 def _refused_state(model: nn.Module, config: Any) -> str | None:
@@ -186,7 +195,7 @@ class SharedPrefix:
         self.mode = mode
         self._counted = counted
         self._reasons: dict[int, str | None] = {}
-        self._checked: set[int] = set()
+        self._checked: set[tuple[int, bool]] = set()
         self._said: set[str] = set()
 
     def prepare(self, model: Any, *, refused: str | None = None, checkpointing: bool = False) -> None:
@@ -237,6 +246,9 @@ class SharedPrefix:
     def proved(self, model: Any, prompts: Prompts, ids: Tensor, mask: Tensor, score: Score) -> bool:
         """Compare log-probs and gradient of two rows of one prompt with the plain path, once for each model.
 
+        A model of which nothing is trainable now (a policy with its adapter switched off is its own reference) is
+        checked without gradient, and again when it is.
+
         Args:
             model: the model, without the wrapper of a strategy.
             prompts: those of the rows.
@@ -250,7 +262,7 @@ class SharedPrefix:
         Raises:
             RuntimeError: they differ, and the option is true.
         """
-        key, width = id(backbone_of(model)), prompts.ids.shape[1]
+        key, width = (id(backbone_of(model)), bool(_trained(model))), prompts.ids.shape[1]
         rows = [] if key in self._checked else _two_rows(prompts, mask[:, width:].sum(-1).tolist())
         if not rows:
             return True
@@ -272,7 +284,7 @@ class SharedPrefix:
             f"on the first batch log-probs differ from the plain path by {logps:.2g} nats (which differs from itself "
             f"by {logp_noise:.2g}), the gradient by {gradient:.2g} of its norm ({gradient_noise:.2g})"
         )
-        self._reasons[key] = reason
+        self._reasons[key[0]] = reason
         self._refuse(reason, error=RuntimeError)
         return False
 
@@ -297,13 +309,21 @@ def _two_rows(prompts: Prompts, tokens: Sequence[int]) -> list[int]:
     return best if best and tokens[best[1]] > 0 else []
 
 
+def _trained(model: Any) -> list[nn.Parameter]:
+    """The trainable weights of the first and last layer; if they have none, of all layers."""
+    layers = backbone_of(model).layers
+    for some in ([layers[0], layers[-1]], layers):
+        found = {id(p): p for layer in some for p in layer.parameters() if p.requires_grad}
+        if found:
+            return list(found.values())
+    return []
+
+
 def _differences(
     model: Any, mask: Tensor, plain: Callable[[], Tensor], shared: Callable[[], Tensor], alone: Callable[[], Tensor]
 ) -> list[tuple[float, float]]:
     """(difference, plain path's own) of the log-probs, nats, and of the gradient, relative to its norm."""
-    layers = backbone_of(model).layers
-    ends = [layers[0], layers[-1]]
-    weights = list({id(p): p for layer in ends for p in layer.parameters() if p.requires_grad}.values())
+    weights = _trained(model)
     signs = torch.arange(mask.numel(), device=mask.device).view(mask.shape).float().cos()
 
     def both(score: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

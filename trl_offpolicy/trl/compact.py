@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
-from trl_offpolicy.rollouts.compact import Columns, CompactScoring
+from trl_offpolicy.rollouts.compact import NOT_TRIMMED, Columns, CompactScoring
 from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, has_images, split_rows
-from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix
+from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix, varying_rope
 from trl_offpolicy.trl.exact import wants_exact
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,9 @@ class CompactRows:
         args = trainer.args
         self._trainer = trainer
         self._trim: TrimPadding = args.trim_padding
+        if self._trim is not False and (reason := varying_rope(trainer.model)) is not None:
+            logger.warning(NOT_TRIMMED, reason)
+            self._trim = False
         self._shared = SharedPrefix(cast("SharePrefix", args.share_prefix), counted=False)
         exact = "engine.exact compares log-probs bit by bit, which no other order of sums keeps"
         sharded = "weights are sharded (FSDP, DeepSpeed), where a second forward in one step is not proved equal"
@@ -41,6 +44,8 @@ class CompactRows:
             refused = sharded
         if args.torch_compile:
             refused = COMPILED
+        if args.pad_to_multiple_of:
+            refused = "pad_to_multiple_of wants widths that a forward of the completions alone does not have"
         self._shared.prepare(trainer.model, refused=refused, checkpointing=args.gradient_checkpointing)
         if self._trim is True and (reason := self._why_whole()) is not None:
             logger.warning("trim_padding cuts micro-batches, but does not sort rows by length: %s.", reason)
@@ -97,7 +102,8 @@ class CompactRows:
             compact: False where something reads the forwards row by row, in order and in full width.
             **kwargs: TRL's.
         """
-        scoring = CompactScoring(trim=self._trim is not False, shared=self._shared)
+        multiple = self._trainer.args.pad_to_multiple_of
+        scoring = CompactScoring(trim=self._trim is not False, shared=self._shared, multiple=multiple)
         in_order = batch_size is None or not scoring.trim or bool(kwargs.get("compute_aux_loss"))
         whole = not compact or has_images(kwargs)
         if whole or (in_order and not self._shared.possible(model)):

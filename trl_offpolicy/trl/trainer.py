@@ -42,7 +42,7 @@ from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
-from trl_offpolicy.rollouts.scoring import measured_noise_floor
+from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
 from trl_offpolicy.stats import Stats
@@ -118,6 +118,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._entropy_bonus_enabled = self.entropy_coef != 0.0
         self._compact = CompactRows(self)
         self._window = StepWindow()
+        self._place = 0  # of the next micro-batch in its optimizer step
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
         self._row_counter = batches.RowCounter()
@@ -351,11 +352,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._stats[mode] = stats if known is None else known.merge(stats)
 
     def _measure_noise_floor(self, model: Any, inputs: dict[str, Any], batch: PolicyBatch) -> None:
-        """Score a micro-batch again, once in ``noise_floor_steps`` optimizer steps, on the first one of the step."""
-        every = self.args.noise_floor_steps
-        if not every or self.state.global_step % every or "noise_floor" in self._stats["train"].groups:
+        """Score a micro-batch again, on the plain path, once in ``noise_floor_steps`` optimizer steps."""
+        place, size = self._place, self.current_gradient_accumulation_steps
+        self._place = 0 if self.accelerator.sync_gradients else place + 1
+        if not noise_floor_due(self.state.global_step, self.args.noise_floor_steps, place, size=size):
             return
-        stats = measured_noise_floor(lambda rows, size: self._score(model, rows, batch_size=size)[0], inputs, batch)
+        again = partial(self._score, model, compact=False)
+        stats = measured_noise_floor(lambda rows, size: again(rows, batch_size=size)[0], inputs, batch)
         self._add_stats("train", stats)
 
     def _log_policy_loss(self, batch: PolicyBatch, result: ObjectiveOutput, reduction: Reduction, mode: str) -> None:
