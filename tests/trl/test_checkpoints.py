@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from small_disk import small_disk
 from trainer_runs import Engine, records
 from transformers import TrainerState
 
+from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.run_folder.checkpoints import by_step, bytes_of, fault_of
 from trl_offpolicy.run_folder.layout import LOCK_FILE
 from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.run_folder.writer import RunFolderWriter
 from trl_offpolicy.trl.checkpoints import saved_whole
+from trl_offpolicy.trl.sync import kept_on_fault
 
 pytestmark = pytest.mark.integration
 
@@ -115,3 +118,15 @@ def test_the_best_checkpoint_is_found_by_every_rank(
     with saved_whole(trainer, None):
         pass
     assert state.best_model_checkpoint == f"./run/checkpoint-{state.global_step}"
+
+
+def test_a_full_disk_in_the_records_does_not_replace_the_engines_error() -> None:
+    """It would be raised on one rank alone."""
+
+    class Full:
+        def flush(self) -> None:
+            raise RunFolderError("The disk is full.")
+
+    trainer: Any = SimpleNamespace(model=SimpleNamespace(training=False))
+    with pytest.raises(EngineError, match="no answer"), kept_on_fault(trainer, Full()):
+        raise EngineError("no answer")
