@@ -47,7 +47,9 @@ class Agents:
         self._module = module
         tools = given["tools"] or []
         self.tools = [_named(tool, "tools") for tool in (tools if isinstance(tools, list | tuple) else [tools])]
-        self.environments = _environments(given["environment_factory"])
+        check_tool_timeout(given["tool_timeout"])
+        self._guard = ToolGuard(timeout=given["tool_timeout"])
+        self.environments = _environments(given["environment_factory"], self._guard)
         self.rollout = _named(given["rollout"], "rollout")
         self._most = given["max_tool_calling_iterations"]
         check_arguments(self.tools, self.environments, self.rollout, self._most)
@@ -55,8 +57,6 @@ class Agents:
         self._engine: RecordedEngine | None = None
         check_on_bad_rollout(given["on_bad_rollout"])
         self._screen: Screen | None = None
-        check_tool_timeout(given["tool_timeout"])
-        self._guard: ToolGuard | None = None
         self._ids = TokenIds(None, given["check_token_ids"])  # the tokenizer is loaded with the policy
 
     @property
@@ -76,11 +76,7 @@ class Agents:
             ValueError: see :class:`~trl_offpolicy.rollouts.agents.RolloutSampler`; or ranks share an engine or a model.
         """
         self._check_ranks()
-        self._guard = ToolGuard(
-            timeout=self._module.settings["tool_timeout"],
-            max_tokens=self._module.sampling.max_tokens,
-            tokenizer=prompts.tokenizer,
-        )
+        self._guard.know(prompts.tokenizer, max_tokens=self._module.sampling.max_tokens)
         self._sampler = RolloutSampler(
             Chat(
                 tokenizer=prompts.tokenizer,
@@ -101,7 +97,7 @@ class Agents:
             decode=prompts.tokenizer.decode,
         )
         if self.environments is not None:
-            self.environments.bound(self._guard, self._screen.reset)
+            self.environments.bound(self._guard, self._screen)
 
     def _check_ranks(self) -> None:
         trainer, spec = self._module.trainer, self._module.settings["engine"]
@@ -130,6 +126,7 @@ class Agents:
         assert self._sampler is not None and self._screen is not None
         self._screen.begin()
         request = self._sampler.request(rows, count)
+        self._screen.end_of_resets()
         if request.images is not None:
             check_images(self._module)
         return request
@@ -158,9 +155,18 @@ class Agents:
         rollouts = completions.rollouts
         return self._screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
 
+    def agree_on_scores(self) -> None:
+        """:meth:`Screen.agree_on_scores`. All ranks call it when rewards are given.
+
+        Raises:
+            RolloutError: on all ranks.
+        """
+        assert self._screen is not None
+        self._screen.agree_on_scores()
+
     def guard_stats(self, device: torch.device) -> Stats:
         """What the tools of a generation batch did beyond their bounds; empty if there are no tools."""
-        return Stats({}) if self._guard is None or not self.has_tools else self._guard.stats(device)
+        return Stats({}) if not self.has_tools else self._guard.stats(device)
 
     def check_ids(self, rows: dict[str, Tensor], completions: Completions) -> Stats:
         """Whether the rows hold the ids that the engine sampled (:class:`TokenIds`).
@@ -235,13 +241,13 @@ def _named(value: Any, where: str) -> Any:
     return imported(value, where=where) if isinstance(value, str) else value
 
 
-def _environments(factory: Any) -> Environments | None:
+def _environments(factory: Any, guard: ToolGuard) -> Environments | None:
     if factory is None:
         return None
     where = "environment_factory"
     if isinstance(factory, Mapping):
-        return Environments({name: _named(one, where) for name, one in factory.items()})
-    return Environments(_named(factory, where))
+        return Environments({name: _named(one, where) for name, one in factory.items()}, guard=guard)
+    return Environments(_named(factory, where), guard=guard)
 
 
 def _listed(had: Any) -> str:

@@ -86,11 +86,13 @@ class RunRecords(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep what is still in memory, and give the folder back."""
-        if self._recorder is not None:
-            with suppress(OSError):  # a full disk may be what ended the run
-                self._recorder.flush()
-        if self._writer is not None:
-            self._writer.leave()
+        try:
+            if self._recorder is not None:
+                with suppress(OSError, RunFolderError):  # a full disk may be what ended the run
+                    self._recorder.flush()
+        finally:
+            if self._writer is not None:
+                self._writer.leave()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the rollouts that are still in memory, then the report."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from trl_offpolicy.run_folder.checkpoints import aside, choose, is_full, no_room, put_in_place
+from trl_offpolicy.run_folder.checkpoints import (
+    aside,
+    choose,
+    fault_of,
+    is_full,
+    no_room,
+    put_in_place,
+    remove_unfinished,
+)
 from trl_offpolicy.run_folder.layout import UNFINISHED
+from trl_offpolicy.run_folder.lock import RunFolderError
 
 
 class WholeCheckpoints(CheckpointIO):
@@ -19,13 +30,15 @@ class WholeCheckpoints(CheckpointIO):
 
     Args:
         inner: what reads and writes.
+        resumes: says whether a run is to go on from what is read; otherwise the file that is named is meant.
     """
 
-    def __init__(self, inner: CheckpointIO) -> None:
-        self.inner = inner
+    def __init__(self, inner: CheckpointIO, resumes: Callable[[], bool]) -> None:
+        self.inner, self._resumes = inner, resumes
+        self._cleared: set[Path] = set()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a file aside and rename it.
+        """Write a file aside and rename it. Before the first one, what a killed run left half written is deleted.
 
         Raises:
             RunFolderError: the disk is full. What was written of the file is deleted.
@@ -35,6 +48,9 @@ class WholeCheckpoints(CheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
+        if target.parent not in self._cleared:
+            remove_unfinished(target.parent)
+            self._cleared.add(target.parent)
         try:
             self.inner.save_checkpoint(checkpoint, aside(target), storage_options)
         except Exception as error:
@@ -46,13 +62,16 @@ class WholeCheckpoints(CheckpointIO):
         put_in_place(target)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a file; if it is not whole, the newest whole one of its folder, with a warning.
+        """Read a file; if it is not whole and a run resumes, the newest whole one of its folder, with a warning.
 
         Raises:
-            RunFolderError: none is whole.
+            RunFolderError: none is whole; or this one is not, and it is to be tested, validated or predicted with.
         """
         chosen = path
         if not _is_remote(path) and Path(path).is_file():
+            fault = fault_of(Path(path))
+            if fault is not None and not self._resumes():
+                raise RunFolderError(f"ckpt_path must be a whole checkpoint, but {path} is not: {fault}.")
             others = [one for one in _newest(Path(path).parent) if one != Path(path)]
             chosen = choose([Path(path), *others])
         return self.inner.load_checkpoint(chosen, *args, **kwargs)
@@ -69,7 +88,11 @@ class WholeCheckpoints(CheckpointIO):
 def keep_whole(trainer: Trainer) -> None:
     """Have a trainer write and read whole checkpoints, if Lightning's own reader and writer does it."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = WholeCheckpoints(trainer.strategy.checkpoint_io)
+        trainer.strategy.checkpoint_io = WholeCheckpoints(trainer.strategy.checkpoint_io, partial(_resumes, trainer))
+
+
+def _resumes(trainer: Trainer) -> bool:
+    return trainer.state.fn == TrainerFn.FITTING
 
 
 def _is_remote(path: Any) -> bool:

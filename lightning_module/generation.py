@@ -257,6 +257,7 @@ class Generation:
             log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
             log_extra=_ignore,
         )
+        module.agents.agree_on_scores()
         by_function = screened.without_rewards(by_function.to(module.device), local=True)
         ends = (*self.prompts.ends, self.prompts.pad)  # TRL counts both
         ended = [bool(row) and row[-1] in ends for row in rollouts.completion_ids]

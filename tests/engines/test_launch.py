@@ -52,9 +52,14 @@ def test_only_processes_whose_server_is_gone_are_leftovers(tmp_path: Path) -> No
         (21, 20, "VLLM::Worker", 5),
         (30, 1, "VLLM::EngineCore", 6),  # another user's
         (40, 1, "bash", 5),
+        (50, 1, "/opt/serving --model x", 6),  # it lives, whatever it is and whoever's
+        (51, 50, "VLLM::EngineCore", 5),
+        (52, 60, "VLLM::EngineCore", 5),  # its parent is hidden
+        (70, 1, "/usr/lib/systemd/systemd --user", 5),
+        (71, 70, "VLLM::EngineCore", 5),  # its server is gone, and systemd has it
     )
     found = launch.leftovers(fake_processes(tmp_path, *rows), user=5)
-    assert [one.pid for one in found] == [20, 21]
+    assert [one.pid for one in found] == [20, 21, 71]
     assert str(found[0]) == "20 (VLLM::EngineCore, 547 MB)"
     assert launch.leftovers(tmp_path / "none") == []
 

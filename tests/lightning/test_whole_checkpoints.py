@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import OwnMismatch, data, module, trainer
@@ -16,7 +18,7 @@ from trl_offpolicy.run_folder import lock
 from trl_offpolicy.run_folder.checkpoints import fault_of
 from trl_offpolicy.run_folder.layout import LOCK_FILE
 from trl_offpolicy.run_folder.lock import RunFolderError
-from trl_offpolicy.run_folder.writer import RunFolderWriter
+from trl_offpolicy.run_folder.writer import RolloutRecorder, RunFolderWriter
 
 pytestmark = pytest.mark.integration
 
@@ -75,3 +77,39 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(lock, "_is_own", lambda holder: False)  # this process stands for two
     with pytest.raises(RunFolderError, match=r"must belong to one run, but .* is in use by process"):
         run(tmp_path, tmp_path / "kept")
+
+
+def test_only_a_resumed_run_takes_another_checkpoint(tmp_path: Path) -> None:
+    """To test or to predict with another file than the one that was named would be a wrong result, unseen."""
+    run(tmp_path, tmp_path / "kept", steps=2)
+    last = tmp_path / "kept" / "step=2.ckpt"
+    last.write_bytes(last.read_bytes()[:1000])
+    with pytest.raises(RunFolderError, match=r"ckpt_path must be a whole checkpoint, but .*step=2.ckpt is not"):
+        trainer(tmp_path).validate(module(OwnMismatch(noise=0.3)), data(), ckpt_path=str(last))
+
+
+def test_what_a_killed_run_left_beside_its_checkpoints_goes(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "_unfinished-step=7.ckpt").write_text("half")
+    run(tmp_path, tmp_path / "kept", steps=1)
+    assert names(tmp_path / "kept") == ["step=1.ckpt"]
+
+
+def test_a_full_disk_in_the_last_records_gives_the_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that ended the run stays the one that is raised."""
+    records = RunFolder(str(tmp_path))
+    records._writer = RunFolderWriter(tmp_path, {})
+    records._writer.begin(0, seed=1)
+    records._recorder = RolloutRecorder(tmp_path, str, 0)
+    records._recorder.add(1)
+    monkeypatch.setattr(RolloutRecorder, "_rows", lambda self, step, tensors: [])
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", full)
+    with pytest.raises(RunFolderError, match="is full"):
+        records._recorder.flush()
+    made: Any = None
+    records.on_exception(made, made, ValueError("what ended the run"))
+    assert not (tmp_path / LOCK_FILE).exists()

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,52 @@ def test_what_is_written_aside_is_not_met_before_it_is_whole(tmp_path: Path) -> 
     put_in_place(target)
     put_in_place(target)  # another machine, which comes later
     assert (target / "new").exists()
+    assert not list(tmp_path.glob("_unfinished-*"))
+
+
+def test_a_machine_that_comes_late_moves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine B has seen what is written; before it goes on, A puts it in place."""
+    target = tmp_path / "checkpoint-2"
+    checkpoint(tmp_path, 2).rename(aside(target))
+    rename, first = Path.rename, [True]
+
+    def slowly(path: Path, to: Path) -> Path:
+        if first:
+            first.clear()
+            put_in_place(target)  # the other machine
+        return rename(path, to)
+
+    exists = Path.exists
+
+    def seen(path: Path, **options: Any) -> bool:
+        found = exists(path, **options)
+        if first and path == aside(target):
+            first.clear()
+            put_in_place(target)
+        return found
+
+    monkeypatch.setattr(Path, "rename", slowly)
+    monkeypatch.setattr(Path, "exists", seen)
+    put_in_place(target)
+    monkeypatch.undo()
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert fault_of(target) is None
+
+
+def test_a_kill_between_the_two_renames_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = checkpoint(tmp_path, 2)
+    checkpoint(tmp_path / "again", 2).rename(aside(target))
+
+    def killed(path: Path, to: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        put_in_place(target)
+    monkeypatch.undo()
+    assert not target.exists()
+    remove_unfinished(tmp_path)
+    assert fault_of(target) is None
     assert not list(tmp_path.glob("_unfinished-*"))
 
 

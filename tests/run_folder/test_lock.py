@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,45 @@ def test_a_number_that_was_given_to_another_process_is_no_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("elsewhere", [{"host": "another"}, {"space": "pid:[1]"}], ids=["machine", "container"])
-def test_elsewhere_a_lock_lives_as_long_as_it_is_renewed(tmp_path: Path, elsewhere: dict[str, str]) -> None:
+def test_elsewhere_a_lock_lives_as_long_as_it_is_renewed(
+    tmp_path: Path, elsewhere: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a renewal it is that of a run that was killed a moment ago: the job that was queued anew has it."""
+    monkeypatch.setattr(lock, "RENEWED", 0.1)
     write(tmp_path, **elsewhere)
+    path = tmp_path / LOCK_FILE
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.01):
+            os.utime(path)
+
+    other = threading.Thread(target=renew)
+    other.start()
     with pytest.raises(RunFolderError, match=f"delete {LOCK_FILE}"):
         check_free(tmp_path)
+    ended.set()
+    other.join()
+    with caplog.at_level(logging.WARNING):
+        check_free(tmp_path)
+    assert "waiting up to 0.2 s" in caplog.text and "which is gone: taking it over" in caplog.text
+    monkeypatch.setattr(lock, "RENEWED", 1000.0)
+    check_free(tmp_path)  # it was waited for once
+    write(tmp_path, **elsewhere)
     old = (tmp_path / LOCK_FILE).stat().st_mtime - 2 * lock.STALE_AFTER
     os.utime(tmp_path / LOCK_FILE, (old, old))
     check_free(tmp_path)
+
+
+def test_what_cannot_be_locked_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"{LOCK_FILE}.guard").mkdir()
+    with pytest.raises(RunFolderError, match=r"must be a folder that can be locked, but .*_run.lock.guard"):
+        RunLock(tmp_path).acquire()
+    (tmp_path / f"{LOCK_FILE}.guard").rmdir()
+    held = RunLock(tmp_path)
+    held.acquire()
+    assert all(one.name.startswith("_") for one in tmp_path.iterdir()), "the Hub's upload leaves these out"
+    held.release()
 
 
 def test_it_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

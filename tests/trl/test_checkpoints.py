@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from small_disk import small_disk
 from trainer_runs import Engine, records
+from transformers import TrainerState
 
+from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.run_folder.checkpoints import by_step, bytes_of, fault_of
 from trl_offpolicy.run_folder.layout import LOCK_FILE
 from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.run_folder.writer import RunFolderWriter
+from trl_offpolicy.trl.checkpoints import saved_whole
+from trl_offpolicy.trl.sync import kept_on_fault
 
 pytestmark = pytest.mark.integration
 
@@ -92,3 +97,36 @@ def test_a_second_run_in_the_folder_is_refused(
         trainer.train()
     with pytest.raises(RunFolderError, match=r"must belong to one run, but .* is in use by process"):
         build(Engine(noise=0.3))
+
+
+def test_the_best_checkpoint_is_found_by_every_rank(
+    build: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers names the folder aside on all ranks; a rank that saves nothing also reads it at the end."""
+    monkeypatch.chdir(tmp_path)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "eval_strategy": "steps"}
+    trainer = build(Engine(noise=0.3), **{**SAVED, **best, "eval_steps": 1}, output_dir="./run")
+    trainer.train()
+    found = Path(trainer.state.best_model_checkpoint)
+    assert found.is_dir() and found.name.startswith("checkpoint-")
+    said = TrainerState.load_from_json(str(by_step(Path("run"))[0] / "trainer_state.json"))
+    assert said.best_model_checkpoint == trainer.state.best_model_checkpoint
+
+    state = trainer.state
+    state.best_model_checkpoint = f"./run/_unfinished-checkpoint-{state.global_step}"
+    monkeypatch.setattr(type(trainer.args), "should_save", False)  # as on another rank
+    with saved_whole(trainer, None):
+        pass
+    assert state.best_model_checkpoint == f"./run/checkpoint-{state.global_step}"
+
+
+def test_a_full_disk_in_the_records_does_not_replace_the_engines_error() -> None:
+    """It would be raised on one rank alone."""
+
+    class Full:
+        def flush(self) -> None:
+            raise RunFolderError("The disk is full.")
+
+    trainer: Any = SimpleNamespace(model=SimpleNamespace(training=False))
+    with pytest.raises(EngineError, match="no answer"), kept_on_fault(trainer, Full()):
+        raise EngineError("no answer")

@@ -15,6 +15,7 @@ from tiny_models import EOS
 from trainer_runs import Engine, generation_batches, records, rollouts
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_offpolicy.engines.routing.reported import EngineRoutes, RouteStore, placed_routes
 from trl_offpolicy.rollouts.screening import RolloutError, Screen, Unusable
 from trl_offpolicy.trl.engine import TRLEngine
 
@@ -165,3 +166,16 @@ def test_what_stays_bad_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids[1] == [EOS] and tokens[1] == [[EOS]]
     assert isinstance(logps[1][0][0], Unusable) and np.isnan(logps[1][0][0])
     assert made.screen.agree(ids, [[value[0] for value in row] for row in logps]).here == (1,)
+
+
+def test_the_filler_of_a_reply_has_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the rank that met the reply would miss its routing, alone."""
+    made = engine(monkeypatch, [[reply(GOOD), reply([]), reply([])]], "drop")
+    made.routes = RouteStore()
+    made.routes.add(EngineRoutes((3, *GOOD[:-1]), torch.arange(12, dtype=torch.uint8).view(3, 2, 2)))
+    prompts, ids, *_ = made.generate([[3], [4, 9], [3]], None, 1)
+    found = [made.routes.find([*prompt, *row]) for prompt, row in zip(prompts, ids, strict=True)]
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    placed = placed_routes(found, mask, numbers=(0, 1), dtype=torch.int8)
+    assert placed[:, :, 0, 0].tolist() == [[0, 4, 8, -1], [-1] * 4, [0, -1, -1, -1]]
+    assert made.routes.find([4, 9]) is not None  # without the filler's token, which is masked

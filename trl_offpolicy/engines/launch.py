@@ -24,6 +24,9 @@ PARENT, SERVER = "TRL_OFFPOLICY_PARENT", "TRL_OFFPOLICY_SERVER"
 """Variables: pid of the process that starts the next one, and of the server itself."""
 TITLE = "VLLM::"
 """Begins the titles that vLLM gives to its processes."""
+ADOPTERS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "conmon", "containerd-shim-runc-v2",
+            "slurmstepd")  # fmt: skip
+"""Programs besides the first process that get the children of those that end (subreapers)."""
 POLL = 0.5  # seconds between two looks at the parent where the system has no pidfd
 
 
@@ -84,7 +87,7 @@ def leftovers(processes: Path = Path("/proc"), *, user: int | None = None) -> li
         user: whose; None = this user's.
     """
     user = os.getuid() if user is None else user
-    known: dict[int, tuple[int, str, int]] = {}  # pid: parent, command line, kB
+    known: dict[int, tuple[int, str, int, bool]] = {}  # pid: parent, command line, kB, whether it is the user's
     for folder in processes.iterdir() if processes.is_dir() else ():
         if not folder.name.isdigit():
             continue
@@ -93,17 +96,23 @@ def leftovers(processes: Path = Path("/proc"), *, user: int | None = None) -> li
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:  # it has ended meanwhile
             continue
-        if int(fields["Uid"].split()[0]) == user:
-            memory = int(fields.get("VmRSS", "0 kB").split()[0])
-            known[int(folder.name)] = (int(fields["PPid"]), command, memory)
+        memory, own = int(fields.get("VmRSS", "0 kB").split()[0]), int(fields["Uid"].split()[0]) == user
+        known[int(folder.name)] = (int(fields["PPid"]), command, memory, own)
     found = []
-    for pid, (parent, command, memory) in sorted(known.items()):
+    for pid, (parent, command, memory, own) in sorted(known.items()):
         while parent in known and known[parent][1].startswith(TITLE):
             parent = known[parent][0]
-        starter = known.get(parent, (0, "", 0))[1]
-        if command.startswith(TITLE) and not any(word in starter for word in ("python", "vllm", "trl", "ray")):
+        if own and command.startswith(TITLE) and _adopts(parent, known.get(parent, (0, "", 0, False))[1]):
             found.append(Leftover(pid, command, memory // 1000))
     return found
+
+
+def _adopts(pid: int, command: str) -> bool:
+    """True if a process is one that gets the children of those that end, and did not start a server itself."""
+    name = Path(command.split(" ", 1)[0]).name
+    if pid == 1:  # in a container it may be the server
+        return not any(word in command for word in ("python", "vllm", "trl", "ray"))
+    return name in ADOPTERS
 
 
 def require_no_leftovers() -> None:

@@ -183,6 +183,11 @@ class Screen:
         self.mode, self.vocabulary, self.filler, self._decode = mode, vocabulary, filler, decode
         self._retried = 0
         self._whole: str | None = None  # why nothing of this rank's batch can be used
+        self.scored_by_environments = False
+        """Whether some environment gives rewards; the same on all ranks."""
+        self._asked = 0  # rewards of environments
+        self._unscored: list[str] = []  # why some of them were not given
+        self._resetting = True
         self._resets = 0
         self._marked: dict[int, str] = {}  # rows that cannot be used, whatever the engine says
 
@@ -303,14 +308,28 @@ class Screen:
         self._whole = self._whole or reason
 
     def reset(self, why: str) -> None:
-        """Note the reset of the environment of the next row; with ``why`` it failed, and the row cannot be used."""
+        """Note the reset of the environment of the next row; with ``why`` it failed, and the row cannot be used.
+
+        Those between :meth:`end_of_resets` and :meth:`begin` are of tools, and belong to no row.
+        """
+        if not self._resetting:
+            return
         if why:
             self._marked[self._resets] = f"{why}."
         self._resets += 1
 
     def begin(self) -> None:
-        """Forget the resets of a batch before."""
-        self._resets, self._marked = 0, {}
+        """Forget the resets of a batch before: those of the next one come."""
+        self._resetting, self._resets, self._marked = True, 0, {}
+
+    def end_of_resets(self) -> None:
+        """The environments of all rows are reset."""
+        self._resetting = False
+
+    def scored(self, why: str) -> None:
+        """Note a reward that an environment was asked for; with ``why`` it gave none."""
+        self._asked += 1
+        self._unscored += [why] if why else []
 
     # ------------------------------------------------------------------------------------------------------- ranks
 
@@ -357,6 +376,25 @@ class Screen:
             sum(tally.tokens for tally in tallies),
             (dropped + retried, mine.rows, dropped, retried),
         )
+
+    def agree_on_scores(self) -> None:
+        """End the run on all ranks if every reward that environments were asked for failed. All ranks call it.
+
+        Raises:
+            RolloutError: on all ranks, with the last failure of one.
+        """
+        if not self.scored_by_environments:
+            return
+        mine = (self._asked, len(self._unscored), self._unscored[-1] if self._unscored else None)
+        self._asked, self._unscored = 0, []
+        everyone: list[tuple[int, int, str | None]] = gather_objects(mine)
+        asked, failed = sum(one[0] for one in everyone), sum(one[1] for one in everyone)
+        if asked and failed == asked:
+            rank, why = next((rank, why) for rank, (_, _, why) in enumerate(everyone) if why is not None)
+            raise RolloutError(
+                _said(f"{why}.", rank, len(everyone)) + f" So did all {asked} of the generation batch, and nothing "
+                "would be learned from them. Mend the environment."
+            )
 
     def _tally(self, completions: Sequence[Sequence[int]], logps: Any, mask: Sequence[Sequence[int]] | None) -> _Tally:
         reasons, self._marked = self._marked, {}

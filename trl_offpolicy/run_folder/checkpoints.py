@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import struct
+import uuid
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from trl_offpolicy.run_folder.lock import RunFolderError
 
 logger = logging.getLogger(__name__)
 
+_OLD = f"{UNFINISHED}old-"
+"""Begins the name of a checkpoint that a new one of the same name replaces."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_WORDS = ("No space left on device", "Disk quota exceeded", "os error 28", "os error 122")
 _TORCH_WORDS = ("PytorchStreamWriter", "unexpected pos", "inline_container")
@@ -130,22 +133,28 @@ def aside(path: Path) -> Path:
 def put_in_place(path: Path) -> None:
     """Rename what :func:`aside` names; an older one of the same name is replaced. Does nothing if there is none.
 
-    A kill leaves the old or the new one. Several machines that share the disk may call it.
+    A kill leaves the old or the new one: :func:`remove_unfinished` puts an old one back that lies aside. Several
+    machines that share the disk may call it: the one that renames what is written first does the rest.
     """
-    written, old = aside(path), path.with_name(f"{UNFINISHED}old-{path.name}")
-    if not written.exists():
-        return
+    claimed = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}-{path.name}")
     try:
-        if path.is_dir():
-            path.rename(old)
-        written.replace(path)
-    except FileNotFoundError:  # another machine was first
+        aside(path).rename(claimed)
+    except FileNotFoundError:  # there is none, or another machine was first
         return
+    old = path.with_name(f"{_OLD}{path.name}")
+    if path.is_dir():
+        _remove(old)
+        path.rename(old)
+    claimed.replace(path)
     _remove(old)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what runs that were killed have left in the midst of a checkpoint."""
+    """Delete what runs that were killed have left in the midst of a checkpoint; what they had moved away comes back."""
+    for path in folder.glob(f"{_OLD}*"):
+        whole = path.with_name(path.name.removeprefix(_OLD))
+        if not whole.exists():
+            path.rename(whole)
     for path in folder.glob(f"{UNFINISHED}*"):
         _remove(path)
 

@@ -1,7 +1,7 @@
 """One run folder, one run: a lock with the pid and the host of the run, and a check that the folder can be written.
 
 The lock of a process that is gone is taken over. A process of this machine can be asked for; that another machine's
-still lives is seen by the time of its lock, which a thread renews.
+still lives is seen by the time of its lock, which a thread renews: whoever wants the folder waits for a renewal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ logger = logging.getLogger(__name__)
 RENEWED = 30.0
 """Seconds between two renewals of a lock."""
 STALE_AFTER = 300.0
-"""Seconds without renewal after which another machine's lock counts as left behind."""
+"""Seconds without renewal after which another machine's lock counts as left behind without waiting for one."""
+POLL = 1.0
+"""Seconds between two looks at another machine's lock."""
+_silent: set[tuple[str, int]] = set()
+"""Locks, with the time of their last renewal, for whose next one this process has waited in vain."""
 
 
 class RunFolderError(RuntimeError):
@@ -76,7 +80,7 @@ class RunLock:
 
 
 def check_free(folder: str | Path) -> None:
-    """Raise if a run that lives has this folder.
+    """Raise if a run that lives has this folder. Another machine's shows by a renewal, for which this may wait.
 
     Raises:
         RunFolderError: the message names its process and machine.
@@ -159,9 +163,31 @@ def _is_alive(path: Path, holder: dict[str, Any]) -> bool:
         except PermissionError:
             return True  # of another user
         return _started(pid) == holder.get("started")  # or its number was given to another process
+    try:
+        return _is_renewed(path)
+    except FileNotFoundError:  # given back meanwhile
+        return False
+
+
+def _is_renewed(path: Path) -> bool:
+    """Whether a lock is renewed within twice the time in which it should be."""
+    seen = path.stat().st_mtime_ns
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".clock-") as file:
-        now = os.stat(file.name).st_mtime  # of the disk, whose clock may differ from this machine's
-        return now - path.stat().st_mtime < STALE_AFTER
+        now = os.stat(file.name).st_mtime_ns  # of the disk, whose clock may differ from this machine's
+    if now - seen >= STALE_AFTER * 1e9 or (str(path.resolve()), seen) in _silent:
+        return False
+    logger.warning(
+        "The run folder %s was last used from another machine or container: waiting up to %g s for a sign that its run "
+        "lives.", path.parent, 2 * RENEWED,
+    )  # fmt: skip
+    end = time.monotonic() + 2 * RENEWED
+    while time.monotonic() < end:
+        time.sleep(min(POLL, RENEWED))
+        path.read_bytes()  # a shared disk looks anew when a file is opened
+        if path.stat().st_mtime_ns != seen:
+            return True
+    _silent.add((str(path.resolve()), seen))
+    return False
 
 
 def _started(pid: int) -> str | None:
@@ -184,5 +210,12 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
     """Of several processes that look at a lock at once, one looks and writes at a time."""
     from filelock import FileLock
 
-    with FileLock(path.with_name(f".{path.name}.guard"), timeout=60):
-        yield
+    guard = path.with_name(f"{path.name}.guard")  # begins with "_" as the lock does: neither is uploaded
+    try:
+        with FileLock(guard, timeout=60 + 2 * RENEWED):
+            yield
+    except (OSError, NotImplementedError) as error:  # filelock's Timeout is an OSError
+        raise RunFolderError(
+            f"The run folder must be a folder that can be locked, but {path.parent.resolve()} cannot: {error} (another "
+            f"process may hold {guard.name}, or its disk may be full or have no locks). Choose another folder."
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,9 +57,11 @@ def saved_whole(trainer: Any, trial: Any) -> Iterator[Path]:
                 raise
             shutil.rmtree(aside(target), ignore_errors=True)
             raise no_room(run, what=target.name, needed=needed, safe=by_step(run)) from error
-    if trainer.args.should_save and trainer.state.best_model_checkpoint == str(aside(target)):
-        trainer.state.best_model_checkpoint = str(target)
-        trainer.state.save_to_json(str(aside(target) / STATE_FILE))
+    best = trainer.state.best_model_checkpoint
+    if best is not None and Path(best).name == aside(target).name:  # transformers says so on every rank
+        trainer.state.best_model_checkpoint = os.path.join(trainer._get_output_dir(trial=trial), target.name)
+        if trainer.args.should_save:
+            trainer.state.save_to_json(str(aside(target) / STATE_FILE))
     if first:
         put_in_place(target)
     trainer.accelerator.wait_for_everyone()

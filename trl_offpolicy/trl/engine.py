@@ -292,6 +292,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         sent = self.version if self.last_sync is None else self.last_sync.version
 
         def fill(row: int, reason: str) -> dict[str, Any]:
+            if self.routes is not None:
+                self.routes.add_unsampled(prompts[row])
             return _reply([screen.filler], [[Unusable(reason)]], [[screen.filler]], sent)
 
         def again(rows: list[int]) -> Columns:

@@ -7,13 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
-from trl_offpolicy.rollouts.agents.environments import bound_environment
+from trl_offpolicy.rollouts.agents.environments import bound_environment, made_by
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.screening import Columns, Screen, Screened, Unusable
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.engine import TRLEngine
 
 _MASKS = ("env_mask", "tool_mask")
+
+
+def made_in_guard(given: Mapping[str, Any], guard: ToolGuard) -> dict[str, Any]:
+    """The arguments of a trainer, with factories whose environments are made where ``guard`` calls their methods."""
+    factory = given.get("environment_factory")
+    if isinstance(factory, dict):
+        return {**given, "environment_factory": {name: made_by(guard, make) for name, make in factory.items()}}
+    return {**given} if factory is None else {**given, "environment_factory": made_by(guard, factory)}
 
 
 class TrainerScreen:
@@ -41,7 +49,7 @@ class TrainerScreen:
         """Bound what the environments of a trainer do when they are reset and asked for rewards."""
 
         def bound(environment: Any) -> Any:
-            return bound_environment(environment, guard, self.screen.reset)
+            return bound_environment(environment, guard, self.screen)
 
         def bounded(make: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: bound(make())
@@ -106,7 +114,12 @@ class TrainerScreen:
         self.screened = self.screen.agree(completions, logps, mask)
 
     def rewards(self, by_function: Tensor) -> Tensor:
-        """The (N, K) rewards of all ranks, NaN in the dropped rows: TRL then leaves them out of every baseline."""
+        """The (N, K) rewards of all ranks, NaN in the dropped rows: TRL then leaves them out of every baseline.
+
+        Raises:
+            RolloutError: on all ranks (:meth:`Screen.agree_on_scores`).
+        """
+        self.screen.agree_on_scores()
         return self.screened.without_rewards(by_function)
 
     def output(self, output: dict[str, Any]) -> Stats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from trl_offpolicy.engines.engine import EngineError, SyncReport
 from trl_offpolicy.engines.sync import WeightSync, probe_of
+from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.run_folder.syncs import append_sync
 from trl_offpolicy.trl.engine import TRLEngine
 from trl_offpolicy.trl.scoring import sequence_logps
@@ -74,7 +75,8 @@ def kept_on_fault(trainer: GRPOTrainer, recorder: Any) -> Iterator[None]:
         yield
     except EngineError as error:
         if recorder is not None:
-            recorder.flush()
+            with suppress(OSError, RunFolderError):  # of one rank: the others would wait for it at the checkpoint
+                recorder.flush()
         if not trainer.model.training or trainer.state.global_step == 0:
             raise
         trainer._save_checkpoint(trainer.model, trial=None)

@@ -61,7 +61,7 @@ from trl_offpolicy.trl.rebinding import as_if_aligned, rebound
 from trl_offpolicy.trl.routing import KEY, TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
 from trl_offpolicy.trl.scoring import filtered_scoring, sum_sq_probs
-from trl_offpolicy.trl.screening import TrainerScreen
+from trl_offpolicy.trl.screening import TrainerScreen, made_in_guard
 from trl_offpolicy.trl.sync import kept_on_fault, prove_syncs
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
@@ -100,16 +100,15 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if wants_exact(args.engine):
             prepare(args, model, given)
         folder, rows = Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER, args.per_device_train_batch_size
+        self._guard = ToolGuard(timeout=args.tool_timeout)
         with trl_engine(engine_options(args), folder=folder, rows=rows):
-            super().__init__(model, reward_funcs, args, *rest, **kwargs)
+            super().__init__(**made_in_guard(given, self._guard))
         self._learns_positions = learns_positions(self.model)
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._screen = TrainerScreen(self, args.on_bad_rollout)
-        self._guard = ToolGuard(
-            timeout=args.tool_timeout, max_tokens=args.max_completion_length, tokenizer=self._tokenizer
-        )
+        self._guard.know(self._tokenizer, max_tokens=args.max_completion_length)
         self._screen.bound_environments(self, self._guard)
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
         self._kl = self.objective.kl  # its coefficient may move
@@ -150,6 +149,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's method, with bounded tools; then all ranks agree on the replies that cannot be used."""
+        self._screen.screen.end_of_resets()
         if self.tools:
             for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
                 tools.update({name: self._guard.wrap(tool) for name, tool in tools.items()})

@@ -62,6 +62,18 @@ class RouteStore:
         """Keep one sequence; a later one with the same tokens replaces it."""
         self._known[routes.ids] = routes
 
+    def add_unsampled(self, ids: Sequence[int]) -> None:
+        """Keep a prompt whose reply cannot be used: its routes as far as a longer record tells them, else none.
+
+        Nothing is kept if nothing else is known. A filler in the reply's place is then found, and routes freely.
+        """
+        row, known = tuple(ids), next(iter(self._known.values()), None)
+        if known is None or row in self._known:
+            return
+        begun = next((item.routes for item in self._known.values() if item.ids[: len(row)] == row), None)
+        nothing = torch.full((len(row), *known.routes.shape[1:]), UNKNOWN, dtype=torch.int16)
+        self.add(EngineRoutes(row, nothing if begun is None else begun[: len(row)]))
+
     def find(self, ids: Sequence[int]) -> EngineRoutes | None:
         """The record of a sequence: its own, part of a longer one's, or the longest one of its beginning.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.agents.tools import Tool, check_tools
+from trl_offpolicy.rollouts.screening import Screen
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +29,16 @@ class Environments:
 
     Args:
         factory: a class (or function) that makes an instance, or {name: such a class}.
+        guard: makes the instances, in the thread in which it calls their methods; None = this thread does.
 
     Raises:
-        TypeError: ``factory`` is not of this form.
+        TypeError: ``factory`` is not of this form, or ``reset`` is async.
         ValueError: an instance has no ``reset``, or a method cannot be described to a model.
     """
 
-    def __init__(self, factory: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(
+        self, factory: Callable[[], Any] | Mapping[str, Callable[[], Any]], *, guard: ToolGuard | None = None
+    ) -> None:
         self.by_name = isinstance(factory, Mapping)
         self._factories: dict[Any, Callable[[], Any]] = (
             dict(factory) if isinstance(factory, Mapping) else {None: factory}
@@ -42,16 +47,19 @@ class Environments:
             raise TypeError(
                 f"environment_factory must be a class, or a mapping from names to classes, but got {factory!r}."
             )
+        if guard is not None:
+            self._factories = {name: made_by(guard, make) for name, make in self._factories.items()}
         self._pool = {name: [make()] for name, make in self._factories.items()}
         self._bind: Callable[[Any], Any] = lambda environment: environment
         for (first,) in self._pool.values():
             if "reset" not in _methods(type(first)):
                 raise ValueError(f"environment_factory must make objects with a reset method, but got {first!r}.")
+            _check_reset(first)
             check_tools(tools_of(first), where=f"environment_factory: methods of {type(first).__name__}")
 
-    def bound(self, guard: ToolGuard, failed: Callable[[str], None]) -> None:
+    def bound(self, guard: ToolGuard, screen: Screen) -> None:
         """From now on :func:`bound_environment` holds for every instance."""
-        self._bind = lambda environment: bound_environment(environment, guard, failed)
+        self._bind = lambda environment: bound_environment(environment, guard, screen)
         self._pool = {name: [self._bind(one) for one in pool] for name, pool in self._pool.items()}
 
     @property
@@ -107,58 +115,98 @@ class Environments:
         return [*prompt[:-1], {**prompt[-1], "content": content + seen}]
 
 
-def bound_environment(environment: Any, guard: ToolGuard, failed: Callable[[str], None]) -> Any:
+def made_by(guard: ToolGuard, make: Callable[[], Any]) -> Callable[[], Any]:
+    """The factory, which makes its instances where a guard calls their methods."""
+    return functools.partial(guard.made, make)
+
+
+def bound_environment(environment: Any, guard: ToolGuard, screen: Screen) -> Any:
     """The environment, whose ``reset`` and ``get_reward`` are bounded as tools are.
 
-    A ``reset`` that fails adds nothing to the prompt and is reported; a ``get_reward`` that fails gives no reward.
+    A ``reset`` that fails adds nothing to the prompt and is reported; a ``get_reward`` that fails gives no reward. The
+    text that ``reset`` returns is a part of the prompt: it stays as it is. A tool that calls them calls its own ones.
 
     Args:
         environment: an instance; its two methods are replaced.
         guard: bounds time and text.
-        failed: called after every ``reset``, with the error or "".
+        screen: hears of every ``reset`` and ``get_reward``.
+
+    Raises:
+        TypeError: ``reset`` is async, or the methods cannot be replaced.
     """
     kind = type(environment)
-    reset = guard.wrap(kind.reset.__get__(environment))  # its own one, also if it was bound before
+    _check_reset(environment)
+    own = kind.reset.__get__(environment)  # its own one, also if it was bound before
+    reset = guard.wrap(own, text=False)
 
     def bounded_reset(*args: Any, **kwargs: Any) -> Any:
+        if guard.inside:
+            return own(*args, **kwargs)
         try:
             seen = reset(*args, **kwargs)
         except Exception as error:
-            failed(f"reset of {kind.__name__} failed: {type(error).__name__}: {error}")
+            screen.reset(f"reset of {kind.__name__} failed: {type(error).__name__}: {error}")
             return None
-        failed("")
+        screen.reset("")
         return seen
 
-    environment.reset = bounded_reset
+    _replace(environment, "reset", bounded_reset)
     if "get_reward" in _methods(kind):
-        _bound_reward(environment, guard.wrap(kind.get_reward.__get__(environment)))
+        screen.scored_by_environments = True
+        _replace(environment, "get_reward", _bounded_reward(kind, kind.get_reward.__get__(environment), guard, screen))
     return environment
 
 
-def _bound_reward(environment: Any, get_reward: Callable[[], Any]) -> None:
-    name = type(environment).__name__
+def _bounded_reward(kind: type[Any], own: Callable[[], Any], guard: ToolGuard, screen: Screen) -> Callable[[], Any]:
+    get_reward = guard.wrap(own)
 
     def said(error: Exception) -> None:
-        logger.warning("get_reward of %s failed, the rollout has no reward: %s: %s", name, type(error).__name__, error)
+        why = f"get_reward of {kind.__name__} failed: {type(error).__name__}: {error}"
+        logger.warning("The rollout has no reward: %s", why)
+        screen.scored(why)
 
-    if inspect.iscoroutinefunction(get_reward):
+    if inspect.iscoroutinefunction(own):
 
         async def later() -> Any:
             try:
-                return await get_reward()
+                found = await get_reward()
             except Exception as error:
                 return said(error)
+            screen.scored("")
+            return found
 
-        environment.get_reward = later
-        return
+        return later
 
     def bounded() -> Any:
+        if guard.inside:
+            return own()
         try:
-            return get_reward()
+            found = get_reward()
         except Exception as error:
             return said(error)
+        screen.scored("")
+        return found
 
-    environment.get_reward = bounded
+    return bounded
+
+
+def _check_reset(environment: Any) -> None:
+    kind = type(environment)
+    if inspect.iscoroutinefunction(kind.reset):
+        raise TypeError(
+            f"environment_factory must make objects with a plain reset, but that of {kind.__name__} is async: nothing "
+            "awaits it."
+        )
+
+
+def _replace(environment: Any, name: str, method: Callable[..., Any]) -> None:
+    try:
+        object.__setattr__(environment, name, method)  # a frozen dataclass has a place for it too
+    except AttributeError:
+        raise TypeError(
+            f"environment_factory must make objects whose {name} can be bounded, but {type(environment).__name__} has "
+            "__slots__ and no place for it. Leave out __slots__, or add '__dict__' to them."
+        ) from None
 
 
 def tools_of(environment: Any) -> list[Tool]:

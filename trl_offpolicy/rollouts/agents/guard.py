@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import re
 import threading
 from collections.abc import Callable, Coroutine
@@ -52,22 +53,51 @@ def check_tool_timeout(value: Any) -> None:
 class ToolGuard:
     """Calls the tools of one trainer.
 
+    With a timeout, plain functions run in one thread beside the trainer's, and so do the factories of environments
+    (:meth:`made`). What a tool of an environment calls of the environment itself runs in that thread too, within the
+    tool's own time. After a call that hangs, another thread takes the place of the one that hangs: an object that only
+    its first thread may use, such as a connection of sqlite3, then fails in every call.
+
     Args:
-        timeout: seconds that a call may take; None = any time, and plain functions run in the trainer's own thread.
+        timeout: seconds that a call may take; None = any time, and plain functions run in the caller's thread.
         max_tokens: length of the longest completion, which bounds that of an answer.
         tokenizer: its special tokens are taken apart where an answer holds one as text; None = they are not known.
     """
 
-    def __init__(self, *, timeout: float | None, max_tokens: int, tokenizer: Any = None) -> None:
+    def __init__(self, *, timeout: float | None, max_tokens: int = 1, tokenizer: Any = None) -> None:
         check_tool_timeout(timeout)
         self.timeout, self.longest = timeout, max(1000, CHARACTERS * max_tokens)
         self._control = _control_tokens(tokenizer)
         self._worker: _Worker | None = None
+        self._inside: set[int] = set()  # threads that run a plain call
         self._hung: dict[str, list[_Worker]] = {}
         self._counts = [0] * 4
 
-    def wrap(self, tool: Tool) -> Tool:
-        """The tool with these bounds, under its own name, plain or async as it was."""
+    def know(self, tokenizer: Any, *, max_tokens: int) -> None:
+        """Bound answers from now on by what the arguments of the same names say."""
+        self._control, self.longest = _control_tokens(tokenizer), max(1000, CHARACTERS * max_tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_worker": None, "_hung": {}, "_inside": set()}  # threads are not copied
+
+    @property
+    def inside(self) -> bool:
+        """True in a plain call that this guard bounds: what it calls needs no bound of its own."""
+        return threading.get_ident() in self._inside
+
+    def made(self, make: Callable[[], Any]) -> Any:
+        """What a factory makes, in the thread that will call its methods. The time for it is not bounded."""
+        if self.timeout is None or self.inside:
+            return make()
+        return self._free_worker().call(functools.partial(self._marked, make)).result()
+
+    def wrap(self, tool: Tool, *, text: bool = True) -> Tool:
+        """The tool with these bounds, under its own name, plain or async as it was.
+
+        Args:
+            tool: a plain or an async function.
+            text: False = bound only the time of a plain one and the text of its errors, not its answer.
+        """
         if inspect.iscoroutinefunction(tool):
 
             @functools.wraps(tool)
@@ -78,7 +108,7 @@ class ToolGuard:
 
         @functools.wraps(tool)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            return self._answer(lambda: self._run(tool, args, kwargs))
+            return self._answer(lambda: self._run(tool, args, kwargs), text=text)
 
         return bounded
 
@@ -93,18 +123,19 @@ class ToolGuard:
     # -------------------------------------------------------------------------------------------------------- calls
 
     def _run(self, tool: Tool, args: Any, kwargs: Any) -> Any:
-        if self.timeout is None:
+        if self.inside:  # the worker is busy with the caller: to wait for it would be to wait for oneself
             return tool(*args, **kwargs)
+        call = functools.partial(self._marked, functools.partial(tool, *args, **kwargs))
+        if self.timeout is None:
+            return call()
         name = getattr(tool, "__name__", "tool")
         hung = self._hung[name] = [one for one in self._hung.get(name, ()) if one.busy]
         if len(hung) >= MOST_HUNG:
             self._counts[1] += 1
             raise ToolError(f"{name} does not answer: {len(hung)} earlier calls have not come back.")
-        if self._worker is None:
-            self._worker = _Worker()
-        worker = self._worker
+        worker = self._free_worker()
         try:
-            return worker.call(functools.partial(tool, *args, **kwargs)).result(self.timeout)
+            return worker.call(call).result(self.timeout)
         except TimeoutError:
             if not worker.busy:  # the tool's own TimeoutError
                 raise
@@ -112,6 +143,19 @@ class ToolGuard:
             hung.append(worker)
             self._worker = None  # its thread cannot be ended; another one takes its place
             raise ToolError(f"{name} gave no answer within {self.timeout:g} s.") from None
+
+    def _free_worker(self) -> _Worker:
+        if self._worker is None or self._worker.process != os.getpid():  # a fork has no threads
+            self._worker = _Worker()
+        return self._worker
+
+    def _marked(self, call: Callable[[], Any]) -> Any:
+        here = threading.get_ident()
+        self._inside.add(here)
+        try:
+            return call()
+        finally:
+            self._inside.discard(here)
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
@@ -123,7 +167,7 @@ class ToolGuard:
             return self._answer(functools.partial(_raise, error))
         return self._answer(lambda: found)
 
-    def _answer(self, call: Callable[[], Any]) -> Any:
+    def _answer(self, call: Callable[[], Any], *, text: bool = True) -> Any:
         """What a call gives, bounded.
 
         Raises:
@@ -135,18 +179,20 @@ class ToolGuard:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            text = str(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
-            if isinstance(error, Exception) and self._bounded(text, count=False) == text:
+            said = str(error) if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
+            if isinstance(error, Exception) and self._bounded(said, count=False) == said:
                 raise
-            raise ToolError(self._bounded(text)) from error
+            raise ToolError(self._bounded(said)) from error
+        if not text:
+            return found
         if isinstance(found, list) and found and all(isinstance(one, dict) and "type" in one for one in found):
             return [
                 {**one, "text": self._bounded(one["text"])} if isinstance(one.get("text"), str) else one
                 for one in found
             ]
-        text = str(found)
-        bounded = self._bounded(text)
-        return found if bounded == text else bounded
+        said = str(found)
+        bounded = self._bounded(said)
+        return found if bounded == said else bounded
 
     def _bounded(self, text: str, *, count: bool = True) -> str:
         cut = text
@@ -176,7 +222,7 @@ class _Worker:
     """A thread that runs one call after the other, so that what is bound to a thread stays on one."""
 
     def __init__(self) -> None:
-        self.busy = False
+        self.busy, self.process = False, os.getpid()
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         threading.Thread(target=self._run, name="tools", daemon=True).start()
 
