@@ -161,7 +161,7 @@ def test_requires_what_the_objective_reads(name):
     preset = presets.get(name)
 
     assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else ())
-    assert preset.objective.needs_sampling is (name not in ("measure", "paper/fipo", "verl/disabled"))
+    assert preset.objective.needs_sampling is (name not in ("measure", "paper/fipo", "trl/rloo", "verl/disabled"))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
