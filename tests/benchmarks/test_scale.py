@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from benchmarks import scale  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import scale
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS: dict[str, Any] = json.loads(scale.RESULTS.read_text())
 COUNTS = RESULTS["worlds"]["2"]["counts"]
 
