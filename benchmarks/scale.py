@@ -278,7 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help="the file of results; none = only print")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -286,7 +286,8 @@ def main() -> None:
     worlds = {world: launch(int(world), args.rounds) for world in args.ranks.split(",")}
     results = {"torch": torch.__version__, "cores": os.cpu_count(), "rounds": args.rounds, "worlds": worlds}
     results["answers"] = answers()
-    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    if args.output is not None:
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
     for part in worlds[next(iter(worlds))]["ratios"]:
         print(f"{part:20} " + "  ".join(f"{world}: {found['ratios'][part]:6.1f}x" for world, found in worlds.items()))
     print("\n".join(table(results)))
