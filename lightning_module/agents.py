@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,11 @@ class Agents:
             tokenizer=prompts.tokenizer,
         )
         self._sampler = RolloutSampler(
-            Chat(tokenizer=prompts.tokenizer, options=self._module.settings["chat_template_kwargs"] or {}),
+            Chat(
+                tokenizer=prompts.tokenizer,
+                options=self._module.settings["chat_template_kwargs"] or {},
+                processor=prompts.processor,
+            ),
             tools=self.tools,
             environments=self.environments,
             rollout=self.rollout,
@@ -117,10 +122,17 @@ class Agents:
     # ------------------------------------------------------------------------------------------------------- sampling
 
     def request(self, rows: Sequence[Mapping[str, Any]], count: int) -> Request:
-        """What to sample for ``count`` completions of each row; environments are reset."""
+        """What to sample for ``count`` completions of each row; environments are reset.
+
+        Raises:
+            NotImplementedError: rows have images, and a setting or the engine does not go with them.
+        """
         assert self._sampler is not None and self._screen is not None
         self._screen.begin()
-        return self._sampler.request(rows, count)
+        request = self._sampler.request(rows, count)
+        if request.images is not None:
+            check_images(self._module)
+        return request
 
     def sample(self, engine: Engine, request: Request, *, again: Engine | None = None) -> Completions:
         """The completions of a request. Those that cannot be used hold fillers, on which the ranks :meth:`agree`.
@@ -182,6 +194,30 @@ class Agents:
                     f"{name} must be given again: the run of the checkpoint had it{_listed(had)}, and a function "
                     "without an import path is not in a checkpoint."
                 )
+
+
+def check_images(module: Host) -> None:
+    """Raise unless the settings and the engine of a module go with images.
+
+    Raises:
+        NotImplementedError: the message names the setting.
+    """
+    routed = module.experts.routing.options.mode != "none"
+    refused = {
+        "async_rollouts": module.ahead is not None,
+        "replay": module.replay is not None,
+        "routing_replay": routed,
+    }
+    if found := [name for name, value in refused.items() if value]:
+        raise NotImplementedError(
+            f"{' and '.join(found)} must be left out with images: what is kept and sent there is text."
+        )
+    engine: Any = module.generation.engine  # type: ignore[attr-defined]
+    if "images" not in inspect.signature(engine.generate).parameters:
+        raise NotImplementedError(
+            "engine must take images with rows that have them (generate(..., images=...)), as 'transformers' and "
+            f"'vllm' do, but got a {type(engine).__name__}, which is sent token ids alone."
+        )
 
 
 def context_length(engine: Engine, policy: Any) -> int | None:

@@ -49,7 +49,7 @@ class SaveModel(Callback):
 
 
 def save_model(module: Any, folder: Path, *, wrapped: nn.Module | None = None, is_main: bool = True) -> None:
-    """Write policy and tokenizer as ``save_pretrained`` does, whole also from a sharded model. All ranks call it.
+    """Write policy and tokenizer (or processor) for ``from_pretrained``, whole also if sharded. All ranks call it.
 
     Args:
         module: an :class:`~lightning_module.OffPolicyGRPOModule` with its policy loaded.
@@ -61,7 +61,7 @@ def save_model(module: Any, folder: Path, *, wrapped: nn.Module | None = None, i
         state = whole_state(module.policy, keep=is_main)
     if is_main:
         module.policy.save_pretrained(folder, state_dict=state)
-        module.generation.prompts.tokenizer.save_pretrained(folder)
+        module.generation.prompts.save(folder)
 
 
 @torch.no_grad()

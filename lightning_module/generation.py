@@ -24,6 +24,7 @@ from lightning_module.state import of_all_ranks, seed_random, set_random_state
 from lightning_module.streams import BatchPlan, HeldOut, MicroStep
 from trl_offpolicy.engines.engine import Engine, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.engines.images import image_token
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
@@ -32,6 +33,7 @@ from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.rollouts.agents import Completions, Request
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
+from trl_offpolicy.rollouts.images import check_completions
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
 from trl_offpolicy.rollouts.screening import Screened
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER
@@ -42,13 +44,14 @@ logger = logging.getLogger(__name__)
 class Sampled(NamedTuple):
     """Completions with their rewards.
 
-    ``rows`` holds tensors under TRL's names. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is
-    their weighted sum, ``lengths`` (B,) counts sampled tokens, ``terminated`` (B,) says whether a completion ended by
-    itself, ``completions`` are the texts or messages, ``prompts`` what the model saw, ``screened`` the rows that could
-    not be used: they have neither tokens nor rewards.
+    ``rows`` holds tensors under TRL's names, and ``images``, a list with one mapping of image inputs per row, if there
+    are any. ``by_function`` (B, K) is the reward of each function, ``total`` (B,) is their weighted sum, ``lengths``
+    (B,) counts sampled tokens, ``terminated`` (B,) says whether a completion ended by itself, ``completions`` are the
+    texts or messages, ``prompts`` what the model saw, ``screened`` the rows that could not be used: they have neither
+    tokens nor rewards.
     """
 
-    rows: dict[str, Tensor]
+    rows: dict[str, Any]
     by_function: Tensor
     total: Tensor
     lengths: Tensor
@@ -210,8 +213,10 @@ class Generation:
             scored = partial(sequence_logps, policy, ids, pad=self.prompts.pad)
             return models.in_forward(module.trainer.strategy.model, module, scored)
 
+        picture = image_token(policy.config)  # the probe is text
+        texts = [[token for token in ids if token != picture] for ids in prompt_ids]
         return WeightSync(
-            probe_of(prompt_ids),
+            probe_of(texts),
             score,
             without_adapter=partial(models.without_adapter, policy) if models.is_adapted(policy) else None,
         )
@@ -236,7 +241,10 @@ class Generation:
         rollouts = completions.rollouts
         if ahead is not None:
             ahead.versions = rollouts.policy_versions
-        rows = collate(rollouts, pad=self.prompts.pad, device=module.device)
+        rows: dict[str, Any] = collate(rollouts, pad=self.prompts.pad, device=module.device)
+        if request.images is not None:
+            check_completions(rollouts.completion_ids, module.policy.config)
+            rows["images"] = [one.inputs for one in request.images for _ in range(request.n)]
         lengths = trainable(rows).sum(-1)  # as TRL counts them, fillers among them
         rows["completion_mask"] = screened.without_tokens(rows["completion_mask"])
         rows |= module.experts.reported(module.policy, rows, rollouts)
@@ -284,7 +292,7 @@ class Generation:
         return self._buffer.micro_batches[step.slot]
 
     @torch.no_grad()
-    def _generate(self, step: MicroStep) -> dict[str, Tensor]:
+    def _generate(self, step: MicroStep) -> dict[str, Any]:
         """A whole generation batch: rollouts, rewards, advantages, and the log-probs that the loss will read."""
         module, count = self._module, step.plan.num_generations
         self.check_sizes(step.plan)  # again: a callback may have changed accumulate_grad_batches
@@ -316,12 +324,12 @@ class Generation:
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
         return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
 
-    def _count_tokens(self, rows: dict[str, Tensor], lengths: Tensor) -> None:
+    def _count_tokens(self, rows: dict[str, Any], lengths: Tensor) -> None:
         counts = torch.stack([trainable(rows).sum(), lengths.sum() + rows["prompt_mask"].sum()])
         rows["num_items_in_batch"], sampled = sum_ranks(counts).unbind()
         self.num_tokens += int(sampled)
 
-    def _decide(self, rows: dict[str, Tensor], sampled: Sampled, step: MicroStep) -> None:
+    def _decide(self, rows: dict[str, Any], sampled: Sampled, step: MicroStep) -> None:
         """Add advantages, the old log-probs if they will be read, and the decisions of a batch-wide correction."""
         module, stages, size = self._module, self._module.stages, step.plan.micro_batch_size
 
@@ -355,7 +363,7 @@ class Generation:
             reads = module.ahead.reads_scores
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
-    def _score_reference(self, rows: dict[str, Tensor], size: int) -> Tensor:
+    def _score_reference(self, rows: dict[str, Any], size: int) -> Tensor:
         """Log-probs of the reference model, over the whole distribution even if the engine truncates its own."""
         module, policy = self._module, self._module.policy
         scorer = Scorer(module.sampling, truncated=False, compact=module.compact.scoring)

@@ -1,4 +1,4 @@
-"""The policy: a causal LM of ``transformers``, with or without an adapter, whole or sharded."""
+"""The policy: a causal or vision-language LM of ``transformers``, with or without an adapter, whole or sharded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_policy(
     Under ZeRO-3 every rank loads the whole model, which DeepSpeed partitions when training begins.
 
     Args:
-        model: folder or Hub name, or a causal LM.
+        model: folder or Hub name, or a causal or vision-language LM.
         options: keyword arguments of ``from_pretrained``; the dtype is float32 unless ``dtype`` is given.
         adapter: fields of ``peft.LoraConfig``, or a PEFT configuration, or None.
         checkpointing: whether to use gradient checkpointing, which saves memory and costs time in the backward.
@@ -44,15 +44,27 @@ def load_policy(
 def _loaded(model: str | nn.Module, options: Mapping[str, Any] | None, adapter: Any) -> Any:
     policy: Any = model
     if isinstance(model, str):
-        from transformers import AutoModelForCausalLM
-
-        policy = AutoModelForCausalLM.from_pretrained(model, **{"dtype": "float32", **(options or {})})
+        policy = _loader(model, options or {}).from_pretrained(model, **{"dtype": "float32", **(options or {})})
     if adapter is None:
         return policy
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(**{"task_type": "CAUSAL_LM", **adapter}) if isinstance(adapter, Mapping) else adapter
     return get_peft_model(policy, config)
+
+
+def _loader(model: str, options: Mapping[str, Any]) -> Any:
+    """The class that loads the model: that of vision-language models if its configuration has a part for images."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    named = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
+    config = AutoConfig.from_pretrained(model, **named)
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def reads_images(config: Any) -> bool:
+    """True if a model's configuration is that of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class OffPolicyGRPOModule(LightningModule):
     """GRPO that knows which policy sampled each token.
 
     Args:
-        model: folder or Hub name of a causal LM, or a loaded one.
+        model: folder or Hub name of a causal or vision-language LM, or a loaded one.
         reward_funcs: functions with TRL's signature, or their import paths ``package.module:name``; one or several.
         correction: see :func:`lightning_module.spec.resolve`: a preset's name, a mapping or a ``Correction``. None =
             ``paper/tis``, or ``measure`` where the engine is the trainer itself. ``auto`` chooses by the batches.
@@ -66,7 +66,7 @@ class OffPolicyGRPOModule(LightningModule):
             ``exact: true`` among the arguments: :mod:`trl_offpolicy.engines.exact`.
         sampling: a ``Sampling`` or its fields; the default of ``max_tokens`` is 128.
         adapter: fields of ``peft.LoraConfig`` (or a PEFT configuration); None = all weights learn.
-        tokenizer: None = that of ``model``.
+        tokenizer: a tokenizer, or a processor for rows with images, or its name; None = that of ``model``.
         model_options: keyword arguments of ``from_pretrained``; the dtype is float32 unless ``dtype`` is given.
         reward_weights: weight of each reward function in the total; None = ones.
         optimizer: a function that makes the optimizer from the parameters; None = AdamW.
@@ -354,7 +354,6 @@ class OffPolicyGRPOModule(LightningModule):
         if not every or self.trainer.global_step % every or self.measuring.has_noise_floor:
             return
         stats = measured_noise_floor(lambda rows, size: self.score(rows, batch_size=size).logps, inputs, policy)
-        assert stats is not None  # it is None only with images
         self.measuring.add_stats(stats)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

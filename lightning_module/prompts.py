@@ -1,10 +1,13 @@
-"""The tokenizer of a module, with its templates, and the ids that end a completion."""
+"""The tokenizer or processor of a module, with its templates, and the ids that end a completion."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from lightning_module.models import reads_images
 from trl_offpolicy.rollouts.agents import chat_tokenizer
 
 
@@ -14,13 +17,14 @@ class Prompts:
     Args:
         tokenizer: a ``transformers`` tokenizer.
         ends: token ids that end a completion.
+        processor: what reads messages with images; None = the model reads text.
 
     Raises:
         ValueError: the tokenizer has neither a padding nor an end token.
     """
 
-    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, ends: Sequence[int], processor: Any = None) -> None:
+        self.tokenizer, self.processor = tokenizer, processor
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         if pad is None:
             raise ValueError("tokenizer must have a pad_token or an eos_token, but has neither.")
@@ -31,17 +35,36 @@ class Prompts:
     def of(cls, settings: Mapping[str, Any], policy: Any) -> Prompts:
         """The ``tokenizer`` of a module's settings or, if it is None, that of ``model``, with the templates given.
 
+        For a vision-language model it is a processor, which holds a tokenizer.
+
         Args:
             settings: the module's arguments.
             policy: the model, whose generation config may name further end tokens.
         """
         model, tokenizer = settings["model"], settings["tokenizer"]
         if tokenizer is None or isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
+            from transformers import AutoProcessor, AutoTokenizer
 
             name = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            loader: Any = AutoProcessor if reads_images(policy.config) else AutoTokenizer
+            tokenizer = loader.from_pretrained(name)
+        tokenizer, processor = _parts(tokenizer)
         tokenizer = chat_tokenizer(tokenizer, settings["chat_template"], settings["response_template"])
+        if processor is not None and settings["chat_template"] is not None:
+            processor = copy.copy(processor)
+            processor.chat_template = tokenizer.chat_template
         named = getattr(getattr(policy, "generation_config", None), "eos_token_id", None)
         ends = [named] if isinstance(named, int) else list(named or [])
-        return cls(tokenizer, [*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
+        ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return cls(tokenizer, ends, processor)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer, or the processor with it, as ``save_pretrained`` does."""
+        (self.processor or self.tokenizer).save_pretrained(folder)
+
+
+def _parts(given: Any) -> tuple[Any, Any]:
+    """A tokenizer and None, or the tokenizer in a processor and that."""
+    from transformers import ProcessorMixin
+
+    return (given.tokenizer, given) if isinstance(given, ProcessorMixin) else (given, None)

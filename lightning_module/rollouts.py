@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_module.streams import BatchPlan
 from trl_offpolicy.engines.engine import Rollouts
-from trl_offpolicy.rollouts.micro_batches import Splitting, split_rows
+from trl_offpolicy.rollouts.micro_batches import Splitting, split_rows, taken
 from trl_offpolicy.types import Average
 
 
@@ -51,6 +51,10 @@ def without_truncated(rows: dict[str, Tensor], terminated: Tensor) -> None:
             rows[name] = rows[name] * terminated.unsqueeze(1).to(rows[name].dtype)
 
 
+_IMAGES = "images"
+"""A list with one mapping of image inputs per row, on the host until they are scored; rows of a group share them."""
+
+
 class RolloutBuffer:
     """The rollouts of one generation batch, shuffled and split as TRL does it.
 
@@ -65,7 +69,7 @@ class RolloutBuffer:
 
     @classmethod
     def split(
-        cls, generation: tuple[int, int], rows: Mapping[str, Tensor], plan: BatchPlan, how: Splitting
+        cls, generation: tuple[int, int], rows: Mapping[str, Any], plan: BatchPlan, how: Splitting
     ) -> RolloutBuffer:
         """Split the rows, in an order that is drawn for this generation, as far as ``how`` leaves it free.
 
@@ -80,7 +84,7 @@ class RolloutBuffer:
         if plan.steps_per_generation > 1:
             count = len(rows["completion_ids"])
             order = torch.randperm(count, generator=torch.Generator().manual_seed(hash(generation)))
-            rows = {name: v if v.dim() == 0 else v[order.to(v.device)] for name, v in rows.items()}
+            rows = taken(rows, order)
         return cls(generation, split_rows(rows, plan.steps_per_generation, how))
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,11 +100,15 @@ class RolloutBuffer:
 
 def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
     average = part.get("past_average")
-    tensors = {name: value.cpu() for name, value in part.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {name: value.cpu() for name, value in part.items() if isinstance(value, Tensor)}
+    if _IMAGES in part:
+        tensors[_IMAGES] = part[_IMAGES]
     return tensors if average is None else {**tensors, "past_average": vars(average)}
 
 
 def _restored(part: Mapping[str, Any], device: torch.device, on_host: Sequence[str]) -> dict[str, Any]:
     tensors = {name: value for name, value in part.items() if isinstance(value, Tensor)}
-    moved = {name: value if name in on_host else value.to(device) for name, value in tensors.items()}
+    moved: dict[str, Any] = {name: value if name in on_host else value.to(device) for name, value in tensors.items()}
+    if _IMAGES in part:
+        moved[_IMAGES] = part[_IMAGES]
     return {**moved, "past_average": Average(**part["past_average"])} if "past_average" in part else moved

@@ -248,12 +248,12 @@ def test_a_correction_without_a_sampler_is_refused() -> None:
 def test_log_probs_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
     class Broken(Watch):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 1:
+            if trainer.global_step == 1:  # the second step on a generation batch: nothing is sampled with NaN weights
                 with torch.no_grad():
                     next(pl_module.policy.parameters()).fill_(torch.nan)
 
     with pytest.raises(ValueError, match="per_token_logps"):
-        fit(tmp_path, module(OwnMismatch()), callbacks=[Broken()], max_steps=3)
+        fit(tmp_path, module(OwnMismatch()), sizes={"num_iterations": 2}, callbacks=[Broken()], max_steps=3)
 
 
 def test_completions_end_where_the_model_says(tmp_path: Path) -> None:

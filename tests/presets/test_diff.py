@@ -112,7 +112,7 @@ def test_baseline():
 def test_kl_and_entropy():
     found = rows(preset(), preset(kl=op.KLPenalty(coef=0.1), kl_weighted=True, entropy_coef=0.01))
 
-    settings = "coef=0.1, estimator=k3, ratio_weighted=False, ratio_clip=None, max_value=None"
+    settings = "coef=0.1, estimator=k3, ratio_weighted=False, ratio_clip=None, max_value=None, place=loss"
     assert found["KL term"] == ("none", f"{settings}, weighted=True")
     assert found["entropy bonus"] == ("0", "0.01")
     assert rows(preset(), preset(drift_coef=1e-3)) == {"drift term": ("none", "0.001 log^2(pi / mu)")}

@@ -240,7 +240,10 @@ def test_objective_overrides_its_base_only_where_said():
             "measure: [mismatch, all]",
             r"^offpolicy\.correction: measure must name some of .* but got 'all'",
         ),
-        ("measure: mismatch", r"^offpolicy\.correction: measure must be a tuple of some of"),
+        (
+            "measure: mismatch",
+            r"^offpolicy\.correction: measure must be one of \['full', 'core', 'off'\] or a tuple of some of",
+        ),
     ],
 )
 def test_errors_name_the_path(text, message):

@@ -73,7 +73,7 @@ def test_one_step_of_every_estimator(build: Build, name: str) -> None:
         expected = estimator(inputs_of(trainer, output))
         assert output["advantages"].shape == expected.shape
         torch.testing.assert_close(output["advantages"], expected, rtol=1e-4, atol=1e-5)
-        assert (expected > 0.01).any() and (expected < -0.01).any()
+        assert (expected > 0.01).any() and ((expected < -0.01).any() or name == "grpo_passk")  # it blames nobody
         return output
 
     trainer._generate_and_score_completions = compared
@@ -115,7 +115,9 @@ def test_forward_passes(
     options = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 2} if misaligned else {}
     trainer = build(Engine(noise=0.3), offpolicy={"advantages": spec}, **{"max_steps": 1, **options})
     trainer.train()
-    assert calls == ({**forwards, 8: 1} if misaligned else forwards)
+    # TRL's pass for the old log-probs scores rows of like length together, a micro-batch at a time
+    old = {8: 1} if 8 in forwards else {4: 4}
+    assert calls == ({**forwards, **old} if misaligned else forwards)
     assert trainer.args.gradient_accumulation_steps == (1 if misaligned else 2)
 
 

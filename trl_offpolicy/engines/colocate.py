@@ -13,6 +13,7 @@ from trl_offpolicy.engines.cpu_experts import cpu_reload
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.exact import Exact
+from trl_offpolicy.engines.images import PromptImages, image_token
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
@@ -70,11 +71,29 @@ class ColocateEngine:
         """Set the source whose weights :meth:`sync_weights` takes."""
         self._source = source
 
-    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
-        """``n`` completions of each prompt, prompt-major."""
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        images: Sequence[PromptImages] | None = None,
+    ) -> Rollouts:
+        """``n`` completions of each prompt, prompt-major; ``images`` are those of each prompt.
+
+        Raises:
+            EngineError: vLLM puts other image tokens into a prompt than the trainer does.
+        """
         from vllm import SamplingParams
 
-        answers = self._run(prompt_ids, SamplingParams(**sampling.vllm_options(), n=n))
+        options = sampling.vllm_options()
+        if images is None:
+            answers = self._run(prompt_ids, SamplingParams(**options, n=n))
+        else:
+            short = [one.short_ids if one.pictures else ids for one, ids in zip(images, prompt_ids, strict=True)]
+            parameters = SamplingParams(**self._without_image_token(options), n=n)
+            answers = self._run(short, parameters, [one.pictures for one in images])
+            _check_prompts(answers, prompt_ids)
         outputs = [output for answer in answers for output in answer.outputs]
         completions = [list(output.token_ids) for output in outputs]
         version = -1 if self.version is None else self.version
@@ -103,8 +122,18 @@ class ColocateEngine:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
         return score_in_process(self.llm, ids, adapter=None if self.adapters is None else self.adapters.request)
 
-    def _run(self, prompt_ids: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
-        prompts = [{"prompt_token_ids": list(ids)} for ids in prompt_ids]
+    def _without_image_token(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options under which the token that stands for a part of an image is not sampled, as in HF generate."""
+        token = image_token(self.llm.llm_engine.model_config.hf_config)
+        return options if token is None else {**options, "logit_bias": {**options.get("logit_bias", {}), token: -100.0}}
+
+    def _run(
+        self, prompt_ids: Sequence[Sequence[int]], parameters: Any, pictures: Sequence[list[Any]] | None = None
+    ) -> list[Any]:
+        prompts: list[dict[str, Any]] = [{"prompt_token_ids": list(ids)} for ids in prompt_ids]
+        for prompt, seen in zip(prompts, pictures or [], strict=pictures is not None):
+            if seen:  # vLLM replaces each image's one token by as many as it needs
+                prompt["multi_modal_data"] = {"image": seen if len(seen) > 1 else seen[0]}
         adapter = None if self.adapters is None else self.adapters.request
         outputs: list[Any] = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapter)
         return outputs
@@ -144,6 +173,16 @@ class ColocateEngine:
         self.llm = None
 
 
+def _check_prompts(answers: Sequence[Any], prompt_ids: Sequence[Sequence[int]]) -> None:
+    for answer, ids in zip(answers, prompt_ids, strict=True):
+        if list(answer.prompt_token_ids) != list(ids):
+            raise EngineError(
+                f"vLLM must see the prompt of the trainer, but puts another number of image tokens into it: "
+                f"{len(answer.prompt_token_ids)} tokens, where the trainer has {len(ids)}. Give both the same options "
+                "of the image processor (engine.mm_processor_kwargs)."
+            )
+
+
 def held_dtype(llm: Any) -> torch.dtype | None:
     """The dtype of the weights of an engine in this process; None if a kernel holds them quantised."""
     config = llm.llm_engine.vllm_config.model_config
@@ -165,6 +204,7 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
     with cpu_reload(runner.model):
         runner.reload_weights(weights_iterator=counted())
     reset_prefix_cache(llm)
+    llm.llm_engine.reset_encoder_cache()  # of images: reloading clears the worker's half alone, and requests then fail
     return size
 
 

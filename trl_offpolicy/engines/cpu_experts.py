@@ -74,6 +74,25 @@ def forget_failed_load(model: Any) -> None:
     layerwise.LOADING_LAYERS.clear()
 
 
+@contextmanager
+def whole_load(model: Any) -> Iterator[None]:
+    """:func:`cpu_reload` that leaves nothing of a load that fails.
+
+    Args:
+        model: the model of vLLM's model runner.
+
+    Raises:
+        RuntimeError: the load failed; the message names the kind of error.
+    """
+    try:
+        with cpu_reload(model):
+            yield
+    except Exception as error:
+        forget_failed_load(model)
+        # vLLM passes on only the text, and an assertion has none
+        raise RuntimeError(f"{type(error).__name__}{f': {error}' if str(error) else ''}") from error
+
+
 class ReloadsExperts:
     """A reload that leaves nothing of a failed one, and works on vLLM's CPU engine.
 
@@ -84,12 +103,6 @@ class ReloadsExperts:
     reload_weights: Any
 
     def reload_experts(self, weights_path: str) -> None:
-        """``reload_weights`` inside :func:`cpu_reload`."""
-        model = self.model_runner.model
-        try:
-            with cpu_reload(model):
-                self.reload_weights(weights_path=weights_path)
-        except Exception as error:
-            forget_failed_load(model)
-            # vLLM passes on only the text, and an assertion has none
-            raise RuntimeError(f"{type(error).__name__}{f': {error}' if str(error) else ''}") from error
+        """``reload_weights`` inside :func:`whole_load`."""
+        with whole_load(self.model_runner.model):
+            self.reload_weights(weights_path=weights_path)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
+from trl_offpolicy.engines.images import PromptImages, image_token, model_inputs
 from trl_offpolicy.engines.weights.source import WeightSource
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 
@@ -58,12 +59,20 @@ class TransformersEngine:
         """Does nothing: the engine is the trainer's model."""
 
     @torch.no_grad()
-    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
-        """``n`` completions of each prompt, prompt-major."""
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        images: Sequence[PromptImages] | None = None,
+    ) -> Rollouts:
+        """``n`` completions of each prompt, prompt-major; ``images`` are those of each prompt."""
         rows = [list(ids) for ids in prompt_ids for _ in range(n)]
         model = self._model()
         device = next(model.parameters()).device
         ids, mask = _left_padded(rows, self._pad)
+        seen = {} if images is None else _seen(model, [one for one in images for _ in range(n)], ids.shape[1], device)
         was_training = model.training
         model.eval()
         with self._unsharded():
@@ -78,6 +87,7 @@ class TransformersEngine:
                 min_p=sampling.min_p or None,
                 pad_token_id=self._pad,
                 eos_token_id=list(self._eos),
+                **seen,
                 **sampling.extra,
             )
         model.train(was_training)
@@ -112,6 +122,13 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Does nothing: the model belongs to the trainer."""
+
+
+def _seen(model: Any, images: Sequence[PromptImages], width: int, device: torch.device) -> dict[str, Any]:
+    """Arguments of ``generate`` for images. As in TRL, no token is sampled that stands for a part of an image."""
+    token = image_token(model.config)
+    inputs: dict[str, Any] = model_inputs([one.inputs for one in images], width=width, device=device)
+    return inputs if token is None else {**inputs, "suppress_tokens": [token]}
 
 
 @dataclass(frozen=True)

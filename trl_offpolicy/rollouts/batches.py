@@ -247,15 +247,14 @@ def oldest_versions(batch: PolicyBatch) -> Tensor | None:
     return torch.where(batch.mask, versions, versions[:, -1:]).amin(-1)
 
 
-def in_other_batches(inputs: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
-    """The same rows to score in halves (a single row is doubled), and the batch size; None with images."""
-    if any(inputs.get(name) is not None for name in MODEL_INPUTS):
-        return None  # images are not split by rows
+def in_other_batches(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The same rows to score in halves (a single row is doubled), and the batch size."""
     rows = len(inputs["prompt_ids"])
     if rows > 1:
         return inputs, rows // 2
-    present = [name for name in (*_TEXT_INPUTS, "tool_mask", "routed_experts") if name in inputs]
-    return {name: torch.cat([inputs[name]] * 2) for name in present}, 2
+    names = (*_TEXT_INPUTS, "tool_mask", "routed_experts", "images", *MODEL_INPUTS)
+    present = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    return {name: torch.cat([v] * 2) if isinstance(v, Tensor) else v * 2 for name, v in present.items()}, 2
 
 
 def trainer_reduction(trainer: Any, inputs: dict[str, Any], *, train: bool, by_token: bool) -> Reduction:

@@ -102,16 +102,18 @@ def split_rows(rows: Mapping[str, Any], parts: int, how: Splitting) -> list[dict
     order = torch.arange(count)
     if how.sort and count == size * parts and not has_images(rows):
         order = _ordered(lengths_of(rows), size, how)
-    micro_batches = [_taken(rows, order[start : start + size]) for start in range(0, size * parts, size)]
+    micro_batches = [taken(rows, order[start : start + size]) for start in range(0, size * parts, size)]
     return [trimmed(part, multiple=how.multiple) for part in micro_batches] if how.trim else micro_batches
 
 
 def has_images(rows: Mapping[str, Any]) -> bool:
     """True if rows have what a vision-language model needs besides text; they are then left as they are."""
-    return any(rows.get(name) is not None for name in MODEL_INPUTS)
+    return any(rows.get(name) is not None for name in (*MODEL_INPUTS, "images"))
 
 
-def _taken(rows: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+def taken(rows: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+    """The rows at these places; what is None or a 0-d tensor belongs to all rows."""
+
     def take(value: Any) -> Any:
         if value is None or (isinstance(value, Tensor) and value.dim() == 0):
             return value

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trl_offpolicy.correction.measure import noise_floor
 from trl_offpolicy.engines.engine import Sampling
+from trl_offpolicy.engines.images import model_inputs
 from trl_offpolicy.engines.truncation import as_vllm_keeps
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import Truncation
@@ -70,7 +71,7 @@ class Scorer:
     def __call__(
         self,
         model: nn.Module,
-        rows: Mapping[str, Tensor],
+        rows: Mapping[str, Any],
         *,
         batch_size: int | None = None,
         aux_loss: bool = False,
@@ -81,7 +82,7 @@ class Scorer:
         Args:
             model: the policy.
             rows: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``: prompts padded on the left,
-                completions on the right.
+                completions on the right; and ``images``, one mapping of model inputs per row, if prompts have images.
             batch_size: rows per forward; None = all.
             aux_loss: whether to return the load-balancing loss of a mixture of experts, the mean over the forwards.
             in_order: something reads the forwards row by row: rows meet as they come, in full width, prompts included.
@@ -89,6 +90,8 @@ class Scorer:
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
         mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
         length = rows["completion_ids"].shape[1]
+        if images := rows.get("images"):
+            return self._with_images(model, ids, mask, length, batch_size or len(ids), images, aux_loss=aux_loss)
         compact = _AS_THEY_ARE if self.compact is None or in_order else self.compact
         forward = partial(self._forward, aux_loss=aux_loss)
         return Scores(*compact(forward, model, ids, mask, length, batch_size, in_order=aux_loss))  # type: ignore[arg-type]
@@ -99,9 +102,42 @@ class Scorer:
             return Stats({})
         return support_stats(scores.outside, mask)
 
-    def _forward(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int, *, aux_loss: bool) -> Scores:
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        router = {"output_router_logits": True} if aux_loss else {}
+    def _with_images(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        mask: Tensor,
+        length: int,
+        size: int,
+        images: Sequence[Mapping[str, Tensor]],
+        *,
+        aux_loss: bool,
+    ) -> Scores:
+        """Rows with images are scored as they come, in full width: their image inputs go with them."""
+        parts = [
+            self._forward(model, ids[some], mask[some], length, aux_loss=aux_loss, images=images[some])
+            for some in (slice(first, first + size) for first in range(0, len(ids), size))
+        ]
+        losses = [part.aux_loss for part in parts if part.aux_loss is not None]
+        logps, entropies, sums, outside = (
+            torch.cat(columns) for columns in zip(*(part[:4] for part in parts), strict=True)
+        )
+        return Scores(logps, entropies, sums, outside, torch.stack(losses).mean() if losses else None)
+
+    def _forward(
+        self,
+        model: nn.Module,
+        ids: Tensor,
+        mask: Tensor,
+        length: int,
+        *,
+        aux_loss: bool,
+        images: Sequence[Mapping[str, Tensor]] = (),
+    ) -> Scores:
+        # with images the model makes the positions, which may have several dimensions
+        positions = None if images else (mask.cumsum(-1) - 1).clamp(min=0)
+        further: dict[str, Any] = {"output_router_logits": True} if aux_loss else {}
+        further |= model_inputs(images, width=ids.shape[1] - length, length=length, device=ids.device)
         # The position before a token predicts it: length + 1 of them reach the head, which drops the last one.
         with _head_in_place(model, self, ids[:, -length:]) as found:
             whole = model(
@@ -110,7 +146,7 @@ class Scorer:
                 position_ids=positions,
                 use_cache=False,
                 logits_to_keep=length + 1,
-                **router,
+                **further,
             )
         head, output = found[0], whole.logits
         logps, entropies, sums, outside = (column.view(len(ids), length) for column in head)
@@ -142,7 +178,7 @@ def sequence_logps(model: nn.Module, ids: Sequence[Sequence[int]], *, pad: int) 
 
 def measured_noise_floor(
     score: Callable[[dict[str, Any], int], Tensor], inputs: dict[str, Any], batch: PolicyBatch
-) -> Stats | None:
+) -> Stats:
     """How far the trainer differs from itself: a micro-batch is scored again in halves (a single row is doubled).
 
     Args:
@@ -151,13 +187,10 @@ def measured_noise_floor(
         batch: the same micro-batch, with the log-probs of the loss.
 
     Returns:
-        The ``noise_floor`` stats; None with images, which are not split by rows.
+        The ``noise_floor`` stats.
     """
-    again = in_other_batches(inputs)
-    if again is None:
-        return None
     with torch.no_grad():
-        logps = score(*again)[: len(batch.mask)]
+        logps = score(*in_other_batches(inputs))[: len(batch.mask)]
     return noise_floor(batch.per_token_logps.detach(), logps, batch.mask)
 
 

@@ -67,9 +67,11 @@ def check_address(args: OffPolicyGRPOConfig) -> None:
     given = args.vllm_server_base_url
     name = "vllm_server_base_url" if given else "vllm_server_host and vllm_server_port"
     check_base_url(given or f"http://{args.vllm_server_host}:{args.vllm_server_port}", where=name)
-    folder = EngineSettings.parse(args.engine if isinstance(args.engine, Mapping) else None).folder
-    if folder is not None:
-        require_writable(folder.resolve(), where="engine.folder")
+    settings = EngineSettings.parse(args.engine if isinstance(args.engine, Mapping) else None)
+    if settings.folder is not None and settings.transfer != "broadcast":
+        with raised_on_all_ranks(ValueError):
+            if args.process_index == 0:
+                require_writable(settings.folder.resolve(), where="engine.folder")
 
 
 def check_output(args: OffPolicyGRPOConfig) -> None:

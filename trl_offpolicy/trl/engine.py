@@ -231,13 +231,15 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def _send_to_server(self, version: int) -> tuple[str, int]:
         """Send the weights and return (kind, bytes). All ranks gather, the main one sends."""
-        how = [(False, 1) if self._server is None else (self._server.takes_adapter, self._server.passes)]
+        server = self._server
+        refused = server is not None and self._uses_adapter and not server.takes_adapter
+        how = [(False, 1, False) if server is None else (server.takes_adapter, server.passes, refused)]
         broadcast_object_list(how, from_process=0)
-        takes_adapter, passes = how[0]
+        takes_adapter, passes, refused = how[0]
         if self._server is not None:
             sent = self._server.sync_weights(version)
             return sent.kind, sent.bytes
-        if not takes_adapter or self.source.adapter() is None:
+        if not refused and (not takes_adapter or self.source.adapter() is None):
             for _ in range(passes):
                 for _ in self.source.merged():
                     pass

@@ -356,8 +356,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if not every or self.state.global_step % every or "noise_floor" in self._stats["train"].groups:
             return
         stats = measured_noise_floor(lambda rows, size: self._score(model, rows, batch_size=size)[0], inputs, batch)
-        if stats is not None:
-            self._add_stats("train", stats)
+        self._add_stats("train", stats)
 
     def _log_policy_loss(self, batch: PolicyBatch, result: ObjectiveOutput, reduction: Reduction, mode: str) -> None:
         loss = self.objective.policy_loss_value(batch, result, reduction)

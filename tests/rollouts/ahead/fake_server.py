@@ -32,7 +32,7 @@ class FakeServer:
         length: of a response; the same for all, so that a run can be repeated.
     """
 
-    takes_adapter = False
+    takes_adapter, passes = False, 1
     can_cut = True
     findings: tuple[()] = ()
     precision = UNKNOWN

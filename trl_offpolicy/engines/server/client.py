@@ -115,9 +115,9 @@ class ServerClient:
             "(trl-offpolicy serve) and resume from the last checkpoint."
         )
 
-    def once(self, method: str, path: str, *, final: int = 0, **kwargs: Any) -> Any:
-        """Send one request, with a single try."""
-        limit = (CONNECT_TIMEOUT, self.patience.timeout)
+    def once(self, method: str, path: str, *, final: int = 0, bounded: bool = True, **kwargs: Any) -> Any:
+        """Send one request, with a single try; ``bounded=False`` waits for the answer as long as it takes."""
+        limit = (CONNECT_TIMEOUT, self.patience.timeout if bounded else None)
         response = self._session.request(method, self.base_url + path, timeout=limit, **kwargs)
         if response.status_code in _TRANSIENT and response.status_code != final:
             raise _Transient(f"{response.status_code} {_message(response)}")

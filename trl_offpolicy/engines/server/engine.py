@@ -41,7 +41,7 @@ from trl_offpolicy.engines.weights.files import (
     write_weights,
 )
 from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
-from trl_offpolicy.engines.weights.source import WeightSource
+from trl_offpolicy.engines.weights.source import Adapter, WeightSource
 from trl_offpolicy.engines.worker import WorkerExtension
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,6 @@ class ServerEngine:
             raise ValueError(f"transfer must be one of {list(get_args(Transfer))}, but got {transfer!r}.")
         self.client = ServerClient(base_url, api_key=api_key, patience=patience)
         self.folder = Path(folder).resolve()
-        require_writable(self.folder, where="engine.folder")
         self.transfer = transfer
         self.weight_rounding = weight_rounding
         self.return_routing = return_routing
@@ -121,7 +120,13 @@ class ServerEngine:
         self._dtype = torch_dtype(model.get("dtype")) if model.get("quantization") is None else None
 
     def bind(self, source: WeightSource) -> None:
-        """Set the source whose weights :meth:`sync_weights` takes."""
+        """Set the source whose weights :meth:`sync_weights` takes.
+
+        Raises:
+            ValueError: this rank writes the weights, and cannot write into the folder.
+        """
+        if source.is_main and self.transfer != "broadcast":
+            require_writable(self.folder, where="engine.folder")
         self._source = source
 
     # ------------------------------------------------------------------------------------------------------ sampling
@@ -218,18 +223,16 @@ class ServerEngine:
             size = self._send_by_broadcast(version)
             return SyncReport(version=version, kind="broadcast", bytes=size, seconds=time.monotonic() - start)
         target = safe_child(self.folder, f"{self.run}-{version}")
-        if self._source.is_main:
-            self._versions.claim()
         self._shapes = {}
         if adapter is not None:
             self._require_own_base()
             self._shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
-            size = write_adapter(target, adapter.config, adapter.tensors) if self._source.is_main else 0
+            size = self._written(target, adapter=adapter)
         else:
             gathered, weights = self._merged()
             try:
-                size = write_weights(target, self._noted(weights)) if self._source.is_main else sum(0 for _ in weights)
-            except EngineError:
+                size = self._written(target, weights=weights)
+            except (EngineError, OSError):
                 for _ in gathered:  # go on gathering: the other ranks do so too, and would wait for this one
                     pass
                 raise
@@ -247,6 +250,18 @@ class ServerEngine:
         self._sent = target  # of the other ranks too: each checks that the server holds it
         kind = "folder" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+
+    def _written(
+        self, target: Path, *, weights: Iterable[tuple[str, Tensor]] = (), adapter: Adapter | None = None
+    ) -> int:
+        """Write a version on the main rank, and let the weights pass on the others; returns the bytes."""
+        assert self._source is not None
+        if not self._source.is_main:
+            return sum(0 for _ in weights)
+        self._versions.claim()
+        if adapter is not None:
+            return write_adapter(target, adapter.config, adapter.tensors)
+        return write_weights(target, self._noted(weights))
 
     def _merged(self) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
         """The source's weights, and the same rounded as the server is to hold them."""
@@ -293,23 +308,31 @@ class ServerEngine:
 
     def _broadcast_labelled(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Broadcast under the label of a load in progress, as :meth:`_load` does with a folder; returns the bytes."""
+        if self._broadcast is None:
+            self._broadcast = self._sender()
         before = self._server_label()
         self._set_label(loading(self._label))
         try:
-            self._broadcast = self._broadcast or self._sender()
             size = self._broadcast(weights)
             reset_prefix_cache(self.client)
         except SyncError as error:
+            self._broadcast.close()  # a group in which a transfer broke off is of no further use
+            self._broadcast = None
             raise SyncError(f"{error} {self._recover(before, str(error))}") from error
         self._set_label(self._label)
         return size
 
     def _sender(self) -> Sender:
         def call(method: str, **kwargs: Any) -> Any:
-            return self.client.once("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs}, final=500)
+            body = {"method": method, "kwargs": kwargs}
+            return self.client.once("POST", "/collective_rpc", json=body, final=500, bounded=False)
 
         workers, backend = self._ends
-        timeout, address = self.client.patience.timeout, own_address(self.client.host, self.client.port)
+        timeout = self.client.patience.timeout
+        try:
+            address = own_address(self.client.host, self.client.port)
+        except OSError as error:
+            raise SyncError(f"The way to {self.client.base_url} is not known: {error}. Nothing was sent.") from error
         return Sender(call, address=address, workers=workers, backend=backend, timeout=timeout)
 
     @property
@@ -380,17 +403,25 @@ class ServerEngine:
         """
         known = {FRESH: self._started_with} | ({} if self._held is None else {self._held[1]: self._held[0]})
         old = known.get(before)
+        # A worker that is not this kit's keeps pieces of the failed load, which its next load completes or drops.
+        loads = 1 if self._reload_method == WorkerExtension.reload_experts.__name__ else 2
         for _ in range(_RECOVERIES if old is not None else 0):
             try:
-                self._reload(old)
+                for _ in range(loads):
+                    self._reload(old)
                 reset_prefix_cache(self.client)
                 self._set_label(before)
-            except (Refused, SyncError) as again:
+            except EngineError as again:
                 error = f"{error}; nor could the weights before it be loaded again: {again}"
                 continue
             name = "the weights that it was started with" if before == FRESH else f"the weights of {before}"
             return f"It has {name} again."
-        self._set_label(unusable(f"the load of {self._label} failed ({error})"))
+        try:
+            if before != FRESH and self._server_label() == FRESH:
+                return "It was started anew meanwhile, and has the weights that it was started with."
+            self._set_label(unusable(f"the load of {self._label} failed ({error})"))
+        except EngineError as gone:
+            return f"What it has now is not known: {gone}"
         return (
             "Its weights are now those of no version: it is marked unusable, and refuses requests until it is started "
             "again or takes whole weights."
@@ -509,3 +540,6 @@ class ServerEngine:
     def close(self) -> None:
         """Delete this run's weight folders, if this rank wrote them; the server is left as it is."""
         self._versions.close()
+        if self._broadcast is not None:
+            self._broadcast.close()
+            self._broadcast = None

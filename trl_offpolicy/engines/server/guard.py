@@ -14,6 +14,7 @@ from typing import Any
 from trl_offpolicy.engines.server.labels import refusal
 
 OPEN_ROUTES = ("/health", "/ping")
+SAMPLING_ROUTES = ("/v1/", "/inference/", "/generate")
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -57,7 +58,7 @@ class RefuseHalfLoaded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what does not sample, and everything while the weights are whole."""
-        samples = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        samples = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(SAMPLING_ROUTES)
         if samples and not scope["path"].endswith("_lora_adapter"):
             label = await scope["app"].state.engine_client.get_weight_version()
             if (reason := refusal(str(label))) is not None:

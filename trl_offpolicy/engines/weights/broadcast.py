@@ -14,16 +14,17 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from math import prod
+from threading import Thread
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from trl_offpolicy.engines.cpu_experts import cpu_reload
+from trl_offpolicy.engines.cpu_experts import whole_load
 from trl_offpolicy.engines.engine import SyncError
 
 Backend = Literal["nccl", "gloo"]
@@ -116,7 +117,8 @@ class Sender:
     """The trainer's end: rank 0 of the group.
 
     Args:
-        call: calls a method of all workers, ``call(name, **arguments)``, and returns or raises when they are done.
+        call: calls a method of all workers, ``call(name, **arguments)``, and returns or raises when they are done,
+            however long that takes.
         address: the address under which the workers reach this machine.
         workers: number of the server's workers; the group has one rank more.
         backend: "nccl", or "gloo" if either side computes on a CPU.
@@ -129,16 +131,15 @@ class Sender:
     def __init__(
         self, call: Callable[..., Any], *, address: str, workers: int, backend: Backend, timeout: float
     ) -> None:
-        self._call_workers = call
+        self._call_workers, self._timeout = call, timeout
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._transfers = 0
-        self._pool = ThreadPoolExecutor(max_workers=1)
         size = workers + 1
-        self._store = _open_store(address, size, timeout)
-        joined = self._call(
-            "offpolicy_join", host=address, port=self._store.port, size=size, backend=backend, timeout=timeout
-        )
         try:
+            self._store = _open_store(address, size, timeout)
+            joined = self._call(
+                "offpolicy_join", host=address, port=self._store.port, size=size, backend=backend, timeout=timeout
+            )
             self._wait_for(workers, joined, timeout)
             self._group = join(self._store, rank=0, size=size, backend=backend, address=address, timeout=timeout)
             joined.result()
@@ -164,7 +165,9 @@ class Sender:
                 total += sum(tensor.nbytes for tensor in bucket.tensors)
                 number += 1
             self._announce(number, _END)
-            loaded.result()
+            loaded.result(self._timeout)
+            for done in range(number + 1):  # the headers of a long run would fill the store
+                self._store.delete_key(_key(self._transfers, done))
         except Exception as error:
             for _ in source:  # the other ranks go on gathering
                 pass
@@ -184,8 +187,24 @@ class Sender:
         self._store.set(_key(self._transfers, number), header)
 
     def _call(self, method: str, **kwargs: Any) -> Future[Any]:
-        """Call a method of the server's workers without waiting: they wait for what this end does next."""
-        return self._pool.submit(self._call_workers, method, **kwargs)
+        """Call a method of the server's workers without waiting: they wait for what this end does next.
+
+        The thread does not keep the process from ending, as one of a pool would while a worker is stuck.
+        """
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._call_workers(method, **kwargs))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        Thread(target=ask, daemon=True).start()
+        return answer
+
+    def close(self) -> None:
+        """Close this end; the workers notice when they are asked to join another group."""
+        del self._group, self._store
 
 
 _JOINED = "joined"
@@ -270,7 +289,7 @@ class ReceivesWeights:
         weights = received(store, group, transfer, device)
         handed = map(tuple, weights)  # has no close(), by which a loader that fails could end what must be drained
         try:
-            with cpu_reload(self.model_runner.model):
+            with whole_load(self.model_runner.model):
                 self.model_runner.reload_weights(weights_iterator=handed)
         finally:
             for _ in weights:

@@ -59,10 +59,12 @@ class Chat:
     Args:
         tokenizer: a ``transformers`` tokenizer.
         options: further variables of the template, e.g. ``{"enable_thinking": False}``.
+        processor: the processor of a vision-language model, for messages with images; None = the model reads text.
     """
 
     tokenizer: Any
     options: Mapping[str, Any] = field(default_factory=dict)
+    processor: Any = None
 
     # ------------------------------------------------------------------------------------------------------- to ids
 

@@ -60,9 +60,11 @@ class RecordedEngine(WrappedEngine):
         super().__init__(engine)
         self.calls: list[Call] = []
 
-    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
-        """``n`` completions of each prompt, one after the other."""
-        rollouts = self.engine.generate(prompt_ids, sampling, n=n)
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1, **images: Any
+    ) -> Rollouts:
+        """``n`` completions of each prompt, one after the other; ``images`` only for an engine that takes them."""
+        rollouts = self.engine.generate(prompt_ids, sampling, n=n, **images)
         asked = [ids for ids in prompt_ids for _ in range(n)]
         self.calls += map(Call, asked, rollouts.completion_ids)
         return rollouts

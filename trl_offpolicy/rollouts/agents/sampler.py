@@ -10,6 +10,7 @@ from typing import Any
 
 from trl_offpolicy.checks import check_whole
 from trl_offpolicy.engines.engine import Rollouts, Sampling
+from trl_offpolicy.engines.images import PromptImages
 from trl_offpolicy.rollouts.agents.chat import Chat
 from trl_offpolicy.rollouts.agents.environments import EMPTY_PROMPT, Environments, tools_of
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
@@ -18,6 +19,7 @@ from trl_offpolicy.rollouts.agents.recorded import RecordedEngine
 from trl_offpolicy.rollouts.agents.returned import read_returned
 from trl_offpolicy.rollouts.agents.tools import Tool, check_tools
 from trl_offpolicy.rollouts.batches import check_prompts
+from trl_offpolicy.rollouts.images import encode, has_images, images_of, placed
 from trl_offpolicy.rollouts.screening import Screen
 
 RolloutFunction = Callable[..., Any]
@@ -33,6 +35,7 @@ class Request:
         n: completions per prompt.
         tools: the tools of each completion.
         environments: the environment of each completion; None = there are none.
+        images: the images of each prompt; None = the prompts are text.
     """
 
     rows: list[dict[str, Any]]
@@ -40,6 +43,7 @@ class Request:
     n: int
     tools: list[list[Tool]]
     environments: list[Any] | None = None
+    images: list[PromptImages] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +117,11 @@ class RolloutSampler:
         """The request of ``count`` completions of each row. Environments are reset.
 
         Raises:
-            ValueError: a prompt has no token, or is a text where tools need messages.
+            ValueError: a prompt has no token, or is a text where tools or images need messages.
+            NotImplementedError: images together with tools, environments or ``rollout``.
         """
+        if any(map(has_images, rows)) or self._reads_parts(rows):
+            return self._with_images(rows, count)
         repeated = [deepcopy(dict(row)) for row in rows for _ in range(count)]  # an environment may change its own
         if self.environments is not None:
             return self._in_environments(repeated, count)
@@ -125,6 +132,35 @@ class RolloutSampler:
         ids = self.chat.encode(prompts, self.tools)
         check_prompts(ids, prompts)
         return Request(rows=repeated, prompt_ids=ids, n=count, tools=[self.tools] * len(repeated))
+
+    def _reads_parts(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """True if a processor writes these messages: its template may leave out contents that are no list of parts."""
+        alone = not (self.has_tools or self.environments is not None or self.rollout is not None)
+        return alone and self.chat.processor is not None and not any(isinstance(row["prompt"], str) for row in rows)
+
+    def _with_images(self, rows: Sequence[Mapping[str, Any]], count: int) -> Request:
+        """The request of a batch that a processor writes, with images or without."""
+        loops = {"tools": self.has_tools, "environment_factory": self.environments, "rollout": self.rollout}
+        if found := [name for name, value in loops.items() if value]:
+            raise NotImplementedError(
+                f"{' and '.join(found)} must be left out with images: they are sampled on in one turn only."
+            )
+        if self.chat.processor is None:
+            raise ValueError(
+                "tokenizer must be a processor for rows with images (transformers.AutoProcessor), but got a "
+                f"{type(self.chat.tokenizer).__name__}, which reads text alone."
+            )
+        if texts := [row["prompt"] for row in rows if isinstance(row["prompt"], str)]:
+            raise ValueError(
+                f"prompt must be a list of messages with images, but got the text {texts[0]!r}. "
+                "Use [{'role': 'user', 'content': ...}]."
+            )
+        prompts = [placed(row["prompt"], images_of(row)) for row in rows]
+        ids, images = encode(self.chat.processor, prompts, self.chat.options)
+        check_prompts(ids, prompts)
+        seen = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True) for _ in range(count)]
+        given = images if any(one.pictures for one in images) else None
+        return Request(rows=seen, prompt_ids=ids, n=count, tools=[[]] * len(seen), images=given)
 
     def _any_ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Ids of prompts that may be anything that the user's function understands."""
@@ -178,7 +214,8 @@ class RolloutSampler:
         if self.rollout is not None:
             return self._by_function(engine, request, sampling, screen)
         if not self.has_tools:
-            rollouts = engine.generate(request.prompt_ids, sampling, n=request.n)
+            images = {} if request.images is None else {"images": request.images}
+            rollouts = engine.generate(request.prompt_ids, sampling, n=request.n, **images)
             return Completions(rollouts=rollouts, completions=self._decoded(rollouts, request))
         agent = AgentEngine(
             engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
 from trl_offpolicy.rollouts.agents.recorded import WrappedEngine
@@ -23,11 +24,18 @@ class ScreenedEngine(WrappedEngine):
         self.screen = screen
         self._again = engine if again is None else again
 
-    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
-        """``n`` completions of each prompt; a filler stands where one cannot be used."""
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1, **images: Any
+    ) -> Rollouts:
+        """``n`` completions of each prompt; a filler stands where one cannot be used.
+
+        ``images`` (those of each prompt) is only for an engine that takes them.
+        """
         prompts = [list(ids) for ids in prompt_ids for _ in range(n)]
 
         def again(rows: list[int]) -> Rollouts:
-            return self._again.generate([prompts[row] for row in rows], sampling, n=1)
+            theirs = {name: [values[row // n] for row in rows] for name, values in images.items()}
+            return self._again.generate([prompts[row] for row in rows], sampling, n=1, **theirs)
 
-        return self.screen.rollouts(self.engine.generate(prompt_ids, sampling, n=n), prompts, again=again)
+        sampled = self.engine.generate(prompt_ids, sampling, n=n, **images)
+        return self.screen.rollouts(sampled, prompts, again=again)
