@@ -141,7 +141,10 @@ def test_defaults():
 @pytest.mark.parametrize("loss", ALL)
 @pytest.mark.parametrize("level", ["sequence", "geometric", None])
 def test_unknown_level_is_refused(loss, level):
-    with pytest.raises(ValueError, match=r"^level must be 'token' or 'sequence_mean' \(GSPO\), but got"):
+    if (loss, level) == (losses.PPOClip, "sequence"):
+        assert loss(level=level).level == level  # RLOO's
+        return
+    with pytest.raises(ValueError, match=r"^level must be 'token'(,| or) 'sequence_mean' \(GSPO\).*, but got"):
         loss(level=level)
 
 

@@ -9,6 +9,7 @@ import torch
 from batches import policy_batch
 
 from trl_offpolicy import Correction, DivergenceBand, RatioBand, StalenessBound, losses, presets
+from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.presets.catalog import PRESETS
 from trl_offpolicy.presets.preset import make_preset
 
@@ -93,6 +94,7 @@ CASES = {
         [[3, 3], [0, 0], [1.0201, 1.0201], [1, 0], [0, 0]],
         ONES,
     ),
+    "trl/rloo": ({}, ONES, ONES),
     "prime-rl/probability-difference": ({"low": -0.05}, RAW, [[1, 1], [0, 1], [1, 1], [1, 0], [1, 1]]),
     "roll/token-filter": (
         {},
@@ -115,6 +117,11 @@ OWN_LOSS = {
     "paper/p3o": {"policy_loss": losses.P3O(), "mode": "bypass"},
     "paper/ppo-is": {"mode": "bypass"},
     "slime/mis": {"aggregation": "seq_mean_token_mean", "kl_on": "kept"},
+    "trl/rloo": {
+        "policy_loss": losses.PPOClip(level="sequence"),
+        "kl": KLPenalty(coef=0.05, estimator="k1", place="reward"),
+        "aggregation": "seq_mean_token_mean",
+    },
     "prime-rl/probability-difference": {"policy_loss": losses.GPG(), "mode": "bypass", "drift_coef": 1e-3},
 }
 WIDE = {
@@ -154,7 +161,7 @@ def test_requires_what_the_objective_reads(name):
     preset = presets.get(name)
 
     assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else ())
-    assert preset.objective.needs_sampling is (name not in ("measure", "paper/fipo", "verl/disabled"))
+    assert preset.objective.needs_sampling is (name not in ("measure", "paper/fipo", "trl/rloo", "verl/disabled"))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -12,8 +12,11 @@ import torch
 import trl
 from tiny_models import score_last_word, tiny_prompts
 from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, rollouts
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 import trl_offpolicy as op
+from trl_offpolicy.trl.attach import _description
+from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
 pytestmark = pytest.mark.integration
 
@@ -101,3 +104,30 @@ def test_detach_leaves_the_engine_as_it_was(stock: Stock) -> None:
 def test_other_trainers_are_refused_with_the_reason() -> None:
     with pytest.raises(TypeError, match=r"GRPOTrainer or a trl\.RLOOTrainer, but got object, which keeps no log-prob"):
         op.attach(object())
+
+
+def test_a_loss_that_the_options_do_not_describe_is_only_measured(
+    tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any
+) -> None:
+    """TRL's GMPO is a GRPOTrainer, but neither ``loss_type`` nor TRL's own correction reaches its loss."""
+    args = GMPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=MICRO_BATCH,
+        num_generations=GENERATIONS, max_completion_length=LENGTH,
+    )  # fmt: skip
+    stock = GMPOTrainer(
+        fresh_model(), score_last_word, args=args, train_dataset=tiny_prompts(), processing_class=tokenizer
+    )
+    args.use_vllm = True  # TRL's correction is on by default
+    assert op.attach(stock).preset.name == "measure"
+    assert _description(stock) | {"objective": "TRL's own, GMPOTrainer", "correction": "none"} == _description(stock)
+
+
+@pytest.mark.parametrize("name", ["RLOOTrainer", "GMPOTrainer"])
+def test_other_trainers_refuse_this_kits_configuration(
+    name: str, tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any
+) -> None:
+    kind = {"RLOOTrainer": trl.RLOOTrainer, "GMPOTrainer": GMPOTrainer}[name]
+    args = OffPolicyGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(TypeError, match=rf"for {name}, but got an OffPolicyGRPOConfig.*OffPolicyGRPOTrainer") as error:
+        kind(fresh_model(), score_last_word, args=args, train_dataset=tiny_prompts(), processing_class=tokenizer)
+    assert ("offpolicy: trl/rloo" in str(error.value)) == (name == "RLOOTrainer")

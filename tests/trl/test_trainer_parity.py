@@ -390,3 +390,46 @@ def test_off_policy_sequence_mask_with_rollout_func(build: Callable[..., Pair]) 
     """A rollout_func brings log-probs of its own without vLLM; TRL's mask then reads them."""
     pair = build(off_policy_mask_threshold=0.1, rollout_func=lambda prompts, trainer: {})
     assert_same(pair, loss_inputs(pair.stock.model))
+
+
+# -------------------------------------------------------------------------------------------------------------- RLOO
+
+CLIPS: dict[str, dict[str, Any]] = {
+    "defaults": {}, "two bounds": {"epsilon": 0.1, "epsilon_high": 0.4}, "wide": {"epsilon": 0.9}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [FULL_LENGTHS, LENGTHS], ids=["full", "with an empty row"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_rloo(
+    fresh_model: Any, tokenizer: Any, tmp_path: Path, clip: str, lengths: tuple[int, ...]
+) -> None:
+    """The preset ``trl/rloo`` has the loss and gradient of TRL's RLOOTrainer; test_rloo.py compares whole runs."""
+    spec = {"preset": "trl/rloo", "options": {"beta": 0, **CLIPS[clip]}}
+    shared = {
+        "output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none",
+        "gradient_checkpointing": False, "disable_dropout": True, "per_device_train_batch_size": ROWS,
+        "num_generations": 2, "max_completion_length": MAX_LENGTH,
+    }  # fmt: skip
+    data = {"train_dataset": tiny_prompts(), "processing_class": tokenizer}
+    stock = trl.RLOOTrainer(fresh_model(), score_last_word, trl.RLOOConfig(beta=0.0, **CLIPS[clip], **shared), **data)
+    own = OffPolicyGRPOConfig(offpolicy=spec, record_rollouts=False, write_report=False, **shared)
+    ours = OffPolicyGRPOTrainer(fresh_model(), score_last_word, own, **data)
+    ours.current_gradient_accumulation_steps = 1
+    ours.model.train()
+    stock.model.train()
+    inputs = loss_inputs(stock.model, lengths=lengths, without=("ref_per_token_logps",))
+    mask = inputs["completion_mask"]
+    theirs, wanted = backward(stock, {**inputs, "old_logps": (inputs["old_per_token_logps"] * mask).sum(1)})
+    loss, gradient = backward(ours, inputs)
+    assert wanted.norm() > 1e-3 and (gradient - wanted).abs().max() <= LIMIT * (1 + wanted.abs().max())
+    # TRL counts -A of a row without a token, which has no gradient
+    empty = torch.where(mask.any(-1), 0.0, -inputs["advantages"]).sum() / ROWS
+    assert loss == pytest.approx(theirs - empty.item(), abs=LIMIT)
+    logged = {key: values[-1] for key, values in stock._metrics["train"].items()}
+    stats = ours._stats.pop("train").compute()
+    if lengths is FULL_LENGTHS:
+        assert stats["offpolicy/loss/clip_low_fraction"] == pytest.approx(logged["clip_ratio/low_mean"])
+        assert stats["offpolicy/loss/clip_high_fraction"] == pytest.approx(logged["clip_ratio/high_mean"])
+        # each side is active somewhere and not everywhere, or it would not have been compared
+        assert 0 < logged["clip_ratio/region_mean"] < 1

@@ -110,6 +110,21 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor
 
 
 @torch.no_grad()
+def in_company(group_ids: Tensor, counted: Tensor) -> Tensor:
+    """(B,) bool: the counted responses whose group, over all ranks, has another one.
+
+    Args:
+        group_ids: (B,) integer.
+        counted: (B,) bool.
+
+    Example:
+        >>> in_company(torch.tensor([0, 0, 1]), torch.ones(3).bool()).tolist()
+        [True, True, False]
+    """
+    return counted & (group_members(group_ids, counted, across_ranks=True).sum(-1) > 1)
+
+
+@torch.no_grad()
 def weighted_baseline(rewards: Tensor, group_ids: Tensor, counted: Tensor, importance: Tensor) -> Tensor:
     """The baseline of least variance for responses whose gradients differ in size.
 
@@ -294,6 +309,32 @@ def whitened_by_token(advantages: Tensor, lengths: Tensor) -> Tensor:
     check_rows(len(advantages), advantages=advantages, lengths=lengths)
     mean, variance = _batch_moments(advantages, lengths.float())
     return torch.where(lengths > 0, (advantages - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON), 0.0)
+
+
+@torch.no_grad()
+def normalised_by_response(advantages: Tensor, counted: Tensor) -> Tensor:
+    """Advantages of mean 0 and standard deviation 1 over the counted responses of all ranks.
+
+        A'_i = (A_i - mean) / (std + 1e-4)
+
+    where std is that of a sample (n - 1).
+
+    Args:
+        advantages: (B,) float32.
+        counted: (B,) bool; the others get 0.
+
+    Returns:
+        (B,) float32.
+
+    Reference: TRL's RLOOTrainer with ``normalize_advantages``.
+
+    Example:
+        >>> normalised_by_response(torch.tensor([1.0, -1.0, 7.0]), torch.tensor([True, True, False]))
+        tensor([ 0.7070, -0.7070,  0.0000])
+    """
+    check_rows(len(advantages), advantages=advantages, counted=counted)
+    mean, variance = _batch_moments(torch.where(counted, advantages, 0.0), counted.float())
+    return torch.where(counted, (advantages - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
 
 
 def _batch_moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

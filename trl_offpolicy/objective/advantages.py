@@ -34,8 +34,10 @@ from trl_offpolicy.functional.advantages import (
     best_of_group,
     discounted_returns,
     group_advantages,
+    in_company,
     leave_one_out,
     normalised_by_function,
+    normalised_by_response,
     optimal_token_baseline,
     returns_to_go,
     scaled_by_rewarded,
@@ -238,15 +240,37 @@ class DrGRPO(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class RLOO(AdvantageEstimator):
-    """r - mean of the others: unbiased. See :func:`~trl_offpolicy.functional.advantages.leave_one_out`."""
+    """r - mean of the others: unbiased. See :func:`~trl_offpolicy.functional.advantages.leave_one_out`.
+
+    Args:
+        normalize: then (A - mean) / (std + 1e-4) over the responses of the batch that were compared, as TRL's
+            ``normalize_advantages`` does. This scales all of them by one number, up to a small mean.
+
+    Example:
+        >>> inputs = AdvantageInputs(rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([0, 0]))
+        >>> RLOO()(inputs)
+        tensor([ 1., -1.])
+    """
 
     type_name: ClassVar[str] = "rloo"
     formula: ClassVar[str] = "r - mean of the others"
     bias: ClassVar[str] = "none"
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool(normalize=self.normalize)
+
+    @property
+    def scope(self) -> Scope:
+        """The generation batch if it is normalised over it, else the group."""
+        return "generation_batch" if self.normalize else "group"
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32: r - mean of the other responses of the group."""
-        return leave_one_out(inputs.total, inputs.group_ids, inputs.present)
+        advantages = leave_one_out(inputs.total, inputs.group_ids, inputs.present)
+        if not self.normalize:
+            return advantages
+        return normalised_by_response(advantages, in_company(inputs.group_ids, inputs.present))
 
 
 @dataclass(frozen=True, kw_only=True)

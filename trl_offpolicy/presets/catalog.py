@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trl_offpolicy.checks import near
+from trl_offpolicy.checks import check_number, near
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import (
     BandWeight,
@@ -31,6 +31,8 @@ from trl_offpolicy.correction.terms import (
     TruncateWeight,
 )
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
+from trl_offpolicy.objective.advantages import RLOO
+from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.losses import FIPO, GPG, P3O, PPOClip
 from trl_offpolicy.presets.frameworks.areal import from_areal
 from trl_offpolicy.presets.frameworks.openrlhf import from_openrlhf
@@ -95,6 +97,7 @@ CPPO = "Mao et al. 2026, CPPO, 'Beyond uniform token-level trust region in LLM R
 P3O_PAPER = "Fakoor et al. 2026, P3O, 'Trust the batch, on- or off-policy' (arXiv:2605.12380)"
 FIPO_PAPER = "Ma et al. 2026, FIPO, 'Eliciting deep reasoning with future-KL' (arXiv:2603.19835)"
 MU_GRPO = "Tian et al. 2026, mu-GRPO, 'How off-policy can GRPO be?' (arXiv:2605.17570)"
+RLOO_PAPER = "Ahmadian et al. 2024, RLOO, 'Back to basics' (arXiv:2402.14740)"
 DPPO = "Qi et al. 2026, DPPO, 'Rethinking the trust region in LLM RL' (arXiv:2602.04879)"
 
 METHODS: dict[str, Row] = {
@@ -372,6 +375,15 @@ RECOMMENDED: dict[str, Row] = {
         lambda max_weight=3.0, min_weight=None: _trl("sequence_mask", max_weight, min_weight),
         "TRL's default: MIS on the product, long responses go first.",
     ),
+    "trl/rloo": Row(
+        lambda beta=0.05, epsilon=0.2, epsilon_high=None, normalize_advantages=False: _trl_rloo(
+            beta, epsilon, epsilon_high, normalize=normalize_advantages
+        ),
+        "The loss of TRL's RLOOTrainer, which corrects no mismatch; add a weight for that. The ratio is the product "
+        "over the response, so that long responses leave the clip early. Its reward_clip_range belongs into the reward "
+        "function here.",
+        formula="r of the response = prod_t pi / pi_old; R - beta log(pi_old / ref), less the mean of the others",
+    ),
     "prime-rl/probability-difference": Row(
         lambda low=-0.2, high=0.2, tau=1e-3: make_preset(
             "prime-rl/probability-difference",
@@ -435,6 +447,22 @@ def _trl(mode: str, max_weight: float, min_weight: float | None) -> Preset:
         vllm_importance_sampling_mode=mode,
         vllm_importance_sampling_clip_max=max_weight,
         vllm_importance_sampling_clip_min=min_weight,
+    )
+
+
+def _trl_rloo(beta: float, epsilon: float, epsilon_high: float | None, *, normalize: bool) -> Preset:
+    """The options are ``RLOOConfig``'s, with its defaults. beta 0 = no KL term."""
+    check_number("beta", beta)
+    return make_preset(
+        "trl/rloo",
+        Correction(),
+        citation="TRL 1.16 RLOOTrainer; " + RLOO_PAPER,
+        notes="",
+        source_clamp=None,
+        advantages=RLOO(normalize=normalize),
+        policy_loss=PPOClip(low=epsilon, high=epsilon if epsilon_high is None else epsilon_high, level="sequence"),
+        kl=KLPenalty(coef=beta, estimator="k1", place="reward") if beta else None,
+        aggregation="seq_mean_token_mean",
     )
 
 

@@ -61,7 +61,7 @@ class Observer:
         if spec is not None and spec.policy == "act":
             raise ValueError("control must be warn, stop or off, but got act: attach measures, it changes nothing.")
         self.trainer = trainer
-        self.preset = presets.get("measure") if isinstance(trainer, RLOOTrainer) else trl_preset(trainer)
+        self.preset = presets.get("measure") if _has_own_loss(trainer) else trl_preset(trainer)
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None
         self._row_counter = batches.RowCounter()
@@ -210,6 +210,15 @@ class _Kept:
         return found
 
 
+def _has_own_loss(trainer: GRPOTrainer | RLOOTrainer) -> bool:
+    """True if ``GRPOConfig``'s options do not describe the loss of a trainer of TRL: RLOO, and GMPO, which is a subclass.
+
+    TRL's GMPO reads neither ``loss_type`` nor the correction that ``GRPOConfig`` has on by default.
+    """
+    loss: Any = type(trainer)._compute_loss
+    return loss is not GRPOTrainer._compute_loss and loss.__module__.startswith("trl.")
+
+
 def _drops_logps(trainer: Any) -> bool:
     """True if the trainer throws the engine's log-probs away."""
     return isinstance(trainer, RLOOTrainer) and trainer.use_vllm
@@ -245,7 +254,8 @@ def _check(trainer: Any) -> None:
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise TypeError(
             f"trainer must be a trl.GRPOTrainer or a trl.RLOOTrainer, but got {type(trainer).__name__}, which keeps no "
-            "log-prob of each sampled token."
+            "log-prob of each sampled token. For AsyncGRPOTrainer there is trl_offpolicy.async_grpo; "
+            "docs/integrations.md says for each trainer of TRL what can be done."
         )
     if hasattr(trainer, "_stages"):
         raise ValueError("trainer must be TRL's own, but got an OffPolicyGRPOTrainer, which measures all this itself.")
@@ -254,8 +264,8 @@ def _check(trainer: Any) -> None:
 
 
 def _description(trainer: GRPOTrainer | RLOOTrainer) -> dict[str, Any]:
-    args, is_rloo = trainer.args, isinstance(trainer, RLOOTrainer)
-    corrects = not is_rloo and args.use_vllm and args.vllm_importance_sampling_correction
+    args, is_rloo, own_loss = trainer.args, isinstance(trainer, RLOOTrainer), _has_own_loss(trainer)
+    corrects = not own_loss and args.use_vllm and args.vllm_importance_sampling_correction
     if args.use_vllm:
         engine = f"vllm {args.vllm_mode}"
     else:
@@ -264,7 +274,7 @@ def _description(trainer: GRPOTrainer | RLOOTrainer) -> dict[str, Any]:
         "model": getattr(trainer.model.config, "_name_or_path", ""),
         "preset": "stock TRL, measured by trl_offpolicy.attach",
         "correction": f"TRL's own, {args.vllm_importance_sampling_mode}" if corrects else "none",
-        "objective": "TRL's own, RLOO" if is_rloo else f"TRL's own, loss_type={args.loss_type}",
+        "objective": f"TRL's own, {type(trainer).__name__ if own_loss else f'loss_type={args.loss_type}'}",
         "advantages": "TRL's",
         "engine": engine,
     }

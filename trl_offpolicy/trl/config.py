@@ -265,13 +265,18 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         """
         asking = sys._getframe(1).f_locals.get("self")
         if isinstance(asking, Trainer) and not getattr(asking, "reads_offpolicy", False):
-            raise TypeError(
-                f"args must be a GRPOConfig for {type(asking).__name__}, but got an OffPolicyGRPOConfig, whose "
-                "offpolicy, engine and control that trainer would ignore. Use "
-                "trl_offpolicy.trainer.OffPolicyGRPOTrainer; to measure a stock trainer, trl_offpolicy.attach."
-            )
+            raise _wrong_trainer(type(asking).__name__)
         level: int = super().get_process_log_level()
         return level
+
+    @property
+    def normalize_advantages(self) -> bool:
+        """An option of ``RLOOConfig``. TRL's RLOOTrainer reads it before it asks for the log level, and is refused.
+
+        Raises:
+            TypeError: always.
+        """
+        raise _wrong_trainer("RLOOTrainer", ", with offpolicy: trl/rloo for the same loss")
 
     def to_dict(self) -> dict[str, Any]:
         """TRL's dict, for loggers and JSON. An object in ``offpolicy`` becomes the mapping with the same meaning."""
@@ -310,6 +315,15 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
     objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
     objective = _with_correction(objective, chosen, said)  # last: what a weight may hold depends on the loss
     return replace(chosen, objective=objective, advantages=_advantages(args, chosen, said))
+
+
+def _wrong_trainer(name: str, hint: str = "") -> TypeError:
+    """The error of a trainer of TRL that got this configuration; ``hint`` says how to use the kit's for it."""
+    return TypeError(
+        f"args must be that trainer's own configuration for {name}, but got an OffPolicyGRPOConfig, whose offpolicy, "
+        f"engine and control it would ignore. Use trl_offpolicy.trainer.OffPolicyGRPOTrainer{hint}; to measure a stock "
+        "GRPOTrainer or RLOOTrainer, trl_offpolicy.attach."
+    )
 
 
 def _check_json(args: OffPolicyGRPOConfig) -> None:

@@ -17,7 +17,7 @@ from trl_offpolicy.parts import Part, overridable
 from trl_offpolicy.types import Scope
 
 WeightUse = Literal["multiply", "inside"]
-RatioLevel = Literal["token", "sequence_mean"]
+RatioLevel = Literal["token", "sequence_mean", "sequence"]
 Field = Literal["sampling_log_ratios", "rewards", "group_ids", "group_rewards", "entropies"]
 
 
@@ -91,7 +91,7 @@ class PolicyLoss(Part):
 
     @overridable
     def level(self) -> RatioLevel:
-        """Level of its ratio: one per token or one per response."""
+        """Level of its ratio: one per token, or one per response (geometric mean or product)."""
         return "token"
 
     @overridable
@@ -114,7 +114,7 @@ class PolicyLoss(Part):
 
 
 def at_level(inputs: LossInputs, level: RatioLevel) -> Tensor:
-    """The log-ratios: (B, T) at level "token", else their mean over the response, (B, 1)."""
+    """The log-ratios: (B, T) at level "token", else their mean or their sum over the response, (B, 1)."""
     return inputs.log_ratios if level == "token" else aggregate(inputs.log_ratios, inputs.mask, level)
 
 
@@ -149,9 +149,11 @@ def group_fields(scope: Scope) -> tuple[Field, ...]:
     return ("group_rewards",) if scope == "row" else ("rewards", "group_ids")
 
 
-def check_level(level: str) -> None:
-    """Raise unless ``level`` is one that a loss can take its ratio at."""
-    if level not in get_args(RatioLevel):
+def check_level(level: str, *, product: bool = False) -> None:
+    """Raise unless ``level`` is one that a loss can take its ratio at; "sequence" only with ``product``."""
+    if product and level not in get_args(RatioLevel):
+        raise ValueError(f"level must be 'token', 'sequence_mean' (GSPO) or 'sequence' (RLOO), but got {level!r}.")
+    if not product and level not in ("token", "sequence_mean"):
         raise ValueError(f"level must be 'token' or 'sequence_mean' (GSPO), but got {level!r}.")
 
 

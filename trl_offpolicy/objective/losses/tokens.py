@@ -23,7 +23,10 @@ from trl_offpolicy.objective.losses.base import (
 
 @dataclass(frozen=True, kw_only=True)
 class PPOClip(PolicyLoss):
-    """PPO's clipped surrogate; ``level="sequence_mean"`` is GSPO's ratio. See ``functional.ppo_clip``.
+    """PPO's clipped surrogate. See ``functional.ppo_clip``.
+
+    ``level="sequence_mean"`` is GSPO's ratio. ``level="sequence"`` is the product over the response, which TRL's RLOO
+    clips: a long response leaves the clip by small changes of many tokens.
 
     What carries gradient: the ratio, where the clip is not active. Biased by the clip.
 
@@ -40,14 +43,14 @@ class PPOClip(PolicyLoss):
     level: RatioLevel = "token"
 
     def __post_init__(self) -> None:
-        check_level(self.level)
+        check_level(self.level, product=True)
         check_positive(low=self.low, high=self.high)
         check_positive_or_none(dual_clip=self.dual_clip, delta=self.delta)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, but got {self.dual_clip}.")
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """-min(r A, clip(r, 1 - low, 1 + high) A), (B, T), or (B, 1) at level "sequence_mean"."""
+        """-min(r A, clip(r, 1 - low, 1 + high) A), (B, T), or (B, 1) at the levels of a response."""
         return policy_losses.ppo_clip(
             at_level(inputs, self.level),
             inputs.advantages,
