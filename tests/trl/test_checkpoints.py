@@ -15,6 +15,7 @@ from trainer_runs import Engine, records
 from transformers import TrainerState
 
 from trl_offpolicy.engines.engine import EngineError
+from trl_offpolicy.engines.server.contact import Refused
 from trl_offpolicy.run_folder.checkpoints import by_step, bytes_of, fault_of
 from trl_offpolicy.run_folder.layout import LOCK_FILE
 from trl_offpolicy.run_folder.lock import RunFolderError
@@ -130,3 +131,18 @@ def test_a_full_disk_in_the_records_does_not_replace_the_engines_error() -> None
     trainer: Any = SimpleNamespace(model=SimpleNamespace(training=False))
     with pytest.raises(EngineError, match="no answer"), kept_on_fault(trainer, Full()):
         raise EngineError("no answer")
+
+
+def test_an_answer_of_the_server_keeps_its_words_when_the_state_is_saved() -> None:
+    """Its error is made of a status and a message, so that another one carries the text."""
+    saved: list[Any] = []
+    trainer: Any = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        state=SimpleNamespace(global_step=3),
+        args=SimpleNamespace(output_dir="run"),
+        _save_checkpoint=lambda model, trial: saved.append(model),
+    )
+    with pytest.raises(EngineError, match=r"404: no such route The state after step 3 is saved in run"):
+        with kept_on_fault(trainer, None):
+            raise Refused(404, "no such route")
+    assert len(saved) == 1

@@ -211,7 +211,7 @@ class _Kept:
 
 
 def _has_own_loss(trainer: GRPOTrainer | RLOOTrainer) -> bool:
-    """True if ``GRPOConfig``'s options do not describe the loss of a trainer of TRL: RLOO, and GMPO, which is a subclass.
+    """True if ``GRPOConfig``'s options do not describe the loss of TRL's trainer: RLOO, and GMPO, a subclass.
 
     TRL's GMPO reads neither ``loss_type`` nor the correction that ``GRPOConfig`` has on by default.
     """

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from trl_offpolicy.engines.engine import EngineError, SyncReport
+from trl_offpolicy.engines.server.contact import Refused
 from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.run_folder.lock import RunFolderError
 from trl_offpolicy.run_folder.syncs import append_sync
@@ -80,7 +81,8 @@ def kept_on_fault(trainer: GRPOTrainer, recorder: Any) -> Iterator[None]:
         if not trainer.model.training or trainer.state.global_step == 0:
             raise
         trainer._save_checkpoint(trainer.model, trial=None)
-        raise type(error)(
+        kind = EngineError if isinstance(error, Refused) else type(error)  # that one is made of an answer's status
+        raise kind(
             f"{error} The state after step {trainer.state.global_step} is saved in {trainer.args.output_dir}; go on "
             "with resume_from_checkpoint: true."
         ) from error
