@@ -142,7 +142,7 @@ def test_an_answer_of_the_server_keeps_its_words_when_the_state_is_saved() -> No
         args=SimpleNamespace(output_dir="run"),
         _save_checkpoint=lambda model, trial: saved.append(model),
     )
-    with pytest.raises(EngineError, match=r"404: no such route The state after step 3 is saved in run"):
-        with kept_on_fault(trainer, None):
-            raise Refused(404, "no such route")
+    said = pytest.raises(EngineError, match=r"404: no such route The state after step 3 is saved in run")
+    with said, kept_on_fault(trainer, None):
+        raise Refused(404, "no such route")
     assert len(saved) == 1
