@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if os.environ.get("RANK", "0") == "0":
     print("importing torch, transformers and vLLM", file=sys.stderr, flush=True)
@@ -93,15 +94,26 @@ def drop_foreign_commits(recipe: RecipeArguments, model: ModelConfig) -> None:
         recipe.dataset_revision = None
 
 
+WEIGHTS_AND_TOKENIZER = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
+"""Files of a model on the Hub that are loaded; it may have the same weights in other formats too."""
+
+
 def model_folder(model: ModelConfig) -> str:
     """The model at its commit, as a folder that trainer, tokenizer and engine all load; without a commit, its name."""
     if model.model_revision == "main" or Path(model.model_name_or_path).is_dir():
         return model.model_name_or_path
     pinned = partial(snapshot_download, model.model_name_or_path, revision=model.model_revision)
+    pinned = partial(pinned, allow_patterns=WEIGHTS_AND_TOKENIZER)
     try:
         return pinned()
     except OfflineModeIsEnabled:
         return pinned(local_files_only=True)
+
+
+def keep_hub_name(model: Any, name: str, revision: str) -> None:
+    """Have an adapter say for which model on the Hub it was made, not in which folder of this machine that lay."""
+    for config in getattr(model, "peft_config", {}).values():
+        config.base_model_name_or_path, config.revision = name, revision
 
 
 def main() -> None:
@@ -123,7 +135,7 @@ def main() -> None:
     folder = Path(training.output_dir)
     resumes = recipe.resume and folder.is_dir() and get_last_checkpoint(folder) is not None
     train, held_out = load_splits(recipe)
-    model.model_name_or_path = model_folder(model)
+    name, model.model_name_or_path = model.model_name_or_path, model_folder(model)
     training.model_init_kwargs = {"dtype": model.dtype or "float32", **(training.model_init_kwargs or {})}
     trainer = OffPolicyGRPOTrainer(
         model.model_name_or_path,
@@ -135,6 +147,8 @@ def main() -> None:
         processing_class=chat_tokenizer(recipe, model),
         tools=agent_tools(recipe.tools),
     )
+    if model.model_name_or_path != name:
+        keep_hub_name(trainer.model, name, model.model_revision)
     trainer.add_callback(RecipeCallback(options))
     trainer.add_callback(EvaluationCallback())
     trainer.train(resume_from_checkpoint=resumes)  # True: from the newest one that is whole

@@ -7,15 +7,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from datasets import Dataset
+from peft import LoraConfig
 from tiny_models import WORDS, save_tiny_model, tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recipes import grpo, record, tasks
+from trl_offpolicy.diagnosis.rescoring import weights
 from trl_offpolicy.run_folder import base_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +105,13 @@ def test_a_pinned_model_is_a_folder_for_trainer_tokenizer_and_engine(
     found = grpo.model_folder(grpo.ModelConfig("user/tiny", model_revision=commit))
     assert Path(found) == folder
     assert base_model.base_model(found).revision == commit
+    model = SimpleNamespace(peft_config={"default": LoraConfig(base_model_name_or_path=found)})
+    grpo.keep_hub_name(model, "user/tiny", commit)
+    model.peft_config["default"].save_pretrained(tmp_path / "adapter")
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == "user/tiny"
+    adapter = weights.Snapshot(step=1, source=str(tmp_path / "adapter"), adapter=True)
+    assert weights._base_of(adapter, tmp_path) == str(folder)  # the doctor finds it again
     assert grpo.model_folder(grpo.ModelConfig("user/tiny")) == "user/tiny"
     assert grpo.model_folder(grpo.ModelConfig(str(folder), model_revision=commit)) == str(folder)
 

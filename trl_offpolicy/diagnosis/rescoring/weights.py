@@ -119,7 +119,18 @@ def _base_of(snapshot: Snapshot, run_dir: Path) -> str | None:
     if not snapshot.adapter:
         return snapshot.source
     config = json.loads((Path(snapshot.source) / ADAPTER_FILE).read_text())
-    return _local(str(config.get("base_model_name_or_path") or ""), run_dir)
+    name, revision = str(config.get("base_model_name_or_path") or ""), config.get("revision")
+    return _local(name, run_dir) or (_at_commit(name, revision) if name and revision else None)
+
+
+def _at_commit(name: str, revision: str) -> str | None:
+    """The folder of a model of the Hub at a commit; None if the local cache has it not."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, revision=revision, local_files_only=True)
+    except (OSError, ValueError):
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
