@@ -198,8 +198,9 @@ def test_numbers_with_an_exponent_are_numbers(config: Any) -> None:
 def test_another_trainer_refuses_the_configuration(config: Any, fresh_model: Any, tokenizer: Any) -> None:
     rows = Dataset.from_dict({"prompt": ["a", "b"]})
     with pytest.raises(
-        TypeError, match=r"^args must be that trainer's own configuration for GRPOTrainer, but got an OffPolicy"
-        r"GRPOConfig, "
+        TypeError,
+        match=r"^args must be that trainer's own configuration for GRPOTrainer, but got an OffPolicy"
+        r"GRPOConfig, ",
     ):
         trl.GRPOTrainer(
             fresh_model(), lambda completions, **_: [0.0], config(), train_dataset=rows, processing_class=tokenizer

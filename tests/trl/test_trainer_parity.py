@@ -401,9 +401,7 @@ CLIPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("lengths", [FULL_LENGTHS, LENGTHS], ids=["full", "with an empty row"])
 @pytest.mark.parametrize("clip", CLIPS)
-def test_rloo(
-    fresh_model: Any, tokenizer: Any, tmp_path: Path, clip: str, lengths: tuple[int, ...]
-) -> None:
+def test_rloo(fresh_model: Any, tokenizer: Any, tmp_path: Path, clip: str, lengths: tuple[int, ...]) -> None:
     """The preset ``trl/rloo`` has the loss and gradient of TRL's RLOOTrainer; test_rloo.py compares whole runs."""
     spec = {"preset": "trl/rloo", "options": {"beta": 0, **CLIPS[clip]}}
     shared = {
