@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import trl
+import yaml
 from tiny_models import score_last_word, tiny_prompts
 from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records
 
@@ -141,3 +142,20 @@ def test_no_kl_without_beta() -> None:
     assert op.presets.get("trl/rloo", beta=0).objective.kl is None
     with pytest.raises(ValueError, match=r"^beta must be a finite number, but got None"):
         op.presets.get("trl/rloo", beta=None)
+
+
+def test_the_preset_in_words() -> None:
+    """The mapping of docs/integrations.md."""
+    page = " ".join((Path(__file__).resolve().parents[2] / "docs" / "integrations.md").read_text().split())
+    objective = (
+        "{policy_loss: {type: ppo_clip, level: sequence}, aggregation: seq_mean_token_mean, "
+        "kl: {coef: 0.05, estimator: k1, place: reward}}"
+    )
+    advantages = "{type: rloo, normalize: false}"
+    assert f"`objective: {objective}` and `advantages: {advantages}`" in page
+    spec = {"preset": "measure", "objective": yaml.safe_load(objective), "advantages": yaml.safe_load(advantages)}
+    said, named = (
+        OffPolicyGRPOConfig(output_dir="x", use_cpu=True, bf16=False, use_vllm=True, offpolicy=one).preset
+        for one in (spec, "trl/rloo")
+    )
+    assert (said.objective, said.advantages) == (named.objective, named.advantages)

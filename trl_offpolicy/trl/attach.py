@@ -211,9 +211,10 @@ class _Kept:
 
 
 def _has_own_loss(trainer: GRPOTrainer | RLOOTrainer) -> bool:
-    """True if ``GRPOConfig``'s options do not describe the loss of TRL's trainer: RLOO, and GMPO, a subclass.
+    """True if ``GRPOConfig``'s options do not describe the loss of a trainer of TRL: RLOO, and GMPO.
 
-    TRL's GMPO reads neither ``loss_type`` nor the correction that ``GRPOConfig`` has on by default.
+    TRL's GMPO is a subclass of GRPOTrainer. It reads neither ``loss_type`` nor the correction that ``GRPOConfig`` has
+    on by default.
     """
     loss: Any = type(trainer)._compute_loss
     return loss is not GRPOTrainer._compute_loss and loss.__module__.startswith("trl.")
