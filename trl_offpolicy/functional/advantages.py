@@ -330,7 +330,7 @@ def normalised_by_response(advantages: Tensor, counted: Tensor) -> Tensor:
 
     Example:
         >>> normalised_by_response(torch.tensor([1.0, -1.0, 7.0]), torch.tensor([True, True, False]))
-        tensor([ 0.7070, -0.7070,  0.0000])
+        tensor([ 0.7071, -0.7071,  0.0000])
     """
     check_rows(len(advantages), advantages=advantages, counted=counted)
     mean, variance = _batch_moments(torch.where(counted, advantages, 0.0), counted.float())
