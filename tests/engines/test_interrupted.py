@@ -16,6 +16,11 @@ from engines.test_launch import alive
 SCRIPT = Path(__file__).with_name("colocate_run.py")
 
 
+def hears_ctrl_c() -> None:
+    """For a process that is started: under a shell's background job it would inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(trainer: Any, folder: Path, how: signal.Signals) -> None:
     """Wait for the second step of a trainer that has a session of its own, and send a signal; nothing must be left."""
     metrics = folder / "run" / "metrics.jsonl"
@@ -49,6 +54,8 @@ def test_no_process_of_a_colocated_engine_survives(tmp_path: Path, how: signal.S
     command = [sys.executable, str(SCRIPT), str(tmp_path), "--steps", "5000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "log").open("w") as log:
-        trainer = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        trainer = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True, preexec_fn=hears_ctrl_c
+        )
     interrupted(trainer, tmp_path, how)
     assert trainer.returncode != 0

@@ -16,7 +16,7 @@ import requests
 import torch
 from engines.server.servers import QUICK, Server, free_port
 from engines.server.test_bare_server import bare_server
-from engines.test_interrupted import interrupted
+from engines.test_interrupted import hears_ctrl_c, interrupted
 from engines.test_launch import alive
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
@@ -170,7 +170,9 @@ def test_ctrl_c_in_a_step_leaves_no_process_and_no_weights(server: Server, tmp_p
     command = [sys.executable, str(SCRIPT), str(tmp_path), server.url, "--model", str(server.model), "--steps", "5000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_API_KEY": KEY}
     with (tmp_path / "log").open("w") as log:
-        trainer = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        trainer = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True, preexec_fn=hears_ctrl_c
+        )
     interrupted(trainer, tmp_path, signal.SIGINT)
     assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
     assert not (tmp_path / "run" / "_engine_weights").exists()

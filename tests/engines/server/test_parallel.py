@@ -14,6 +14,7 @@ from trl_offpolicy.engines.server.parallel import at_once
 INTERRUPTED = """
 import os, signal, threading, time
 from trl_offpolicy.engines.server.parallel import at_once
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would this
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 at_once(lambda _: time.sleep(600), range(100), most=4)
 """
