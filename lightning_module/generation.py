@@ -30,6 +30,7 @@ from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.objective.coefficients import ShapingControl
 from trl_offpolicy.rollouts.agents import Completions, Request
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
@@ -385,6 +386,7 @@ class Generation:
             "num_tokens": self.num_tokens,
             "groups": self._groups,
             "kl": {} if kl is None else kl.state_dict(),
+            "shaping": ShapingControl(self._module.objective.shaping).state_dict(),
             "ranks": of_all_ranks(self._buffer if in_use else None),
         }
 
@@ -394,6 +396,10 @@ class Generation:
         self.num_tokens, self._groups = state["num_tokens"], state["groups"]
         if kl is not None and kl.state_dict():
             module.objective = replace(module.objective, kl=kl.restored(state["kl"]))
+        shaping = ShapingControl(module.objective.shaping)
+        if shaping.moves:
+            shaping.load_state_dict(state.get("shaping", {}))
+            module.objective = replace(module.objective, shaping=shaping.shaping)
         if len(state["ranks"]) != module.trainer.world_size:
             logger.warning("The number of ranks differs from the checkpoint's: rollouts in use are sampled again.")
             return

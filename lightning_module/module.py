@@ -38,7 +38,7 @@ from trl_offpolicy.checks import check_bool
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.functional.collective import sum_ranks
-from trl_offpolicy.objective.coefficients import adapts, next_kl
+from trl_offpolicy.objective.coefficients import ShapingControl, adapts, next_kl
 from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.packages import check_model, warn_about_builds
@@ -366,14 +366,18 @@ class OffPolicyGRPOModule(LightningModule):
 
         With ``top_entropy_quantile`` every micro-batch waits as well.
         """
-        kl = self.objective.kl
-        step = self.measuring.end_step(sum_ranks if adapts(kl) or self.entropy.adapts else None)
+        kl, shaping = self.objective.kl, ShapingControl(self.objective.shaping)
+        together = adapts(kl) or self.entropy.adapts or shaping.moves
+        step = self.measuring.end_step(sum_ranks if together else None)
         if step.nonfinite > 0:
             raise ValueError(NONFINITE_CURRENT)
         if self.objective.needs_sampling and step.tokens > 0 and step.sampled == 0:
             raise ValueError(NO_SAMPLING)
         if kl is not None and adapts(kl):
             self.objective = replace(self.objective, kl=next_kl(kl, step, world_size=self.trainer.world_size))
+        if shaping.moves:
+            shaping.end_step(step)
+            self.objective = replace(self.objective, shaping=shaping.shaping)
         self.entropy.end_step(step, self.objective, self.measuring)
         self.control.compare_gradient(self)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ def random_inputs(seed):
         rewards=torch.tensor([1.0, 0.0, 1.0, 0.25, 0.5, 0.0, 1.0], dtype=torch.float64).unsqueeze(1),
         group_ids=torch.tensor([3, 3, 3, 3, 8, 8, 8]),
         entropies=torch.where(mask, normal(1.0, ROWS, LENGTH).abs(), 0.0),
+        mismatch_log_ratios=torch.where(mask, centre - sampling, 0.0),
     )
     return inputs, logps, centre, sampling
 

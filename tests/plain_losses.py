@@ -277,6 +277,23 @@ def fipo(row, k):
     return torch.clamp(value, max=-1.5 * row.advantage * f) if row.advantage < 0 else value
 
 
+def qurl(row, k):
+    """min(rho, C) = c rho defines c; the upper clip is at (1 + eps) / c."""
+    rho = math.exp(row.centre[k].item() - row.sampling[k].item())
+    c = min(rho, 1.1) / rho
+    a, r = row.advantage, row.ratios[k]
+    return -torch.minimum(r * a, clip(r, 1 - 0.2, (1 + 0.1) / c) * a)
+
+
+def ctpo(row, k):
+    """As the authors' code has it: the prefix is stopped, the clip is in log space, the dual clip where A < 0."""
+    before = math.prod(ratio.item() for ratio in row.ratios[:k])
+    r, a, root = before * row.ratios[k], row.advantage, math.sqrt(k + 1)
+    held = torch.exp(clip(torch.log(r), -0.1 * root, 0.15 * root))
+    value = torch.maximum(-a * r, -a * held)
+    return torch.clamp(value, max=-a * math.exp(0.3 * root)) if a < 0 else value
+
+
 FORMULAS = {
     "ppo": (
         losses.PPOClip(low=0.2, high=0.3),
@@ -317,6 +334,8 @@ FORMULAS = {
     "oapl": (losses.OAPL(beta=0.2, value_beta=0.5, scope="micro_batch"), oapl),
     "espo": (losses.ESPO(vocab_size=50, alpha=0.2, high_entropy_fraction=0.4), by_token(espo)),
     "st-ppo": (losses.STPPO(), by_token(st_ppo)),
+    "qurl": (losses.QuRL(low=0.2, high=0.1, max_weight=1.1), by_token(qurl)),
+    "ctpo": (losses.CTPO(low=0.1, high=0.15, dual_clip=0.3), by_token(ctpo)),
     "fipo": (
         losses.FIPO(half_life=1.5, influence_low=0.15, influence_high=0.25, dual_clip=1.5, safe_ratio=1.1),
         by_token(fipo),

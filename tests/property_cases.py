@@ -34,6 +34,7 @@ from trl_offpolicy import (
     TruncateWeight,
     losses,
     presets,
+    shaping,
 )
 from trl_offpolicy.correction.terms.base import is_late
 from trl_offpolicy.correction.terms.keep import STATISTIC_LEVELS
@@ -157,6 +158,8 @@ LOSSES = {
     "st-ppo": losses.STPPO(),
     "turn-ppo": losses.STPPO(normalize=False),
     "fipo": losses.FIPO(half_life=2.0, dual_clip=3.0, safe_ratio=1.5),
+    "qurl": losses.QuRL(max_weight=1.2),
+    "ctpo": losses.CTPO(low=0.3, high=0.4, dual_clip=None),
     "oapl": losses.OAPL(beta=0.1),
     "oapl, rows at hand": losses.OAPL(beta=0.1, value_beta=1.0, scope="micro_batch"),
 }
@@ -176,6 +179,11 @@ CASES = {
     "vespo, sequence weight": Objective(policy_loss=losses.VESPO(), correction=CORRECTIONS["truncate sequence"]),
     "kl": Objective(kl=KLPenalty(coef=0.1, ratio_weighted=True), kl_weighted=True, correction=TIS, entropy_coef=0.01),
     "drift": objective_with(CORRECTIONS["all, drop"], drift_coef=0.5),
+    "discrepancy": objective_with(TIS, shaping=(shaping.DiscrepancyPenalty(coef=0.5),)),
+    "discrepancy in nats": objective_with(
+        CORRECTIONS["opsm"], shaping=(shaping.DiscrepancyPenalty(coef=0.5, target=None, statistic="abs"),)
+    ),
+    "zero variance": objective_with(TIS, shaping=(shaping.ZeroVariance(correct_threshold=0.5),)),
     "kl on kept": objective_with(
         CORRECTIONS["all, drop"],
         kl=KLPenalty(coef=0.1),

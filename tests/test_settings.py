@@ -21,11 +21,12 @@ from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.objective.kl import FixedKL, KLPenalty
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.proximal import RecomputedProximal
+from trl_offpolicy.objective.shaping import DiscrepancyPenalty
 from trl_offpolicy.presets.parsing import parse_advantages, parse_correction, parse_objective
 
 MODULES = (
     "control", "correction.correction", "correction.terms", "objective.advantages", "objective.kl", "objective.losses",
-    "objective.objective", "objective.proximal", "types",
+    "objective.objective", "objective.proximal", "objective.shaping", "types",
 )  # fmt: skip
 RECORDS = {  # made by the code, not by hand: a batch, a result, a state
     "Action", "AdvantageInputs", "AutoRule", "AutoState", "Average", "Candidate", "ControlState", "CorrectionOutput",
@@ -54,7 +55,10 @@ MEANT = {  # the odd values that a field accepts, with what they mean there
     ("Correction", "measure"): ({()}, "nothing is measured"),
     ("Correction", "weight"): (NONE | {()}, "no weight"),
     ("ControlSpec", "controllers"): ({()}, "no controller"),
+    ("CTPO", "dual_clip"): (NONE, "no dual clip"),
     ("DISPO", "correct_threshold"): (SIGNED, "a reward has either sign"),
+    ("DiscrepancyPenalty", "coef"): ({0}, "no price until the target is missed"),
+    ("DiscrepancyPenalty", "target"): (NONE, "the price stays"),
     ("DivergenceBand", "low"): (NONE, "open side"),
     ("DivergenceBand", "high"): (NONE, "open side"),
     ("ESSStep", "metric"): (NONE | {"0.2", "unknown"}, "the ESS of the products; the name of any metric"),
@@ -70,6 +74,7 @@ MEANT = {  # the odd values that a field accepts, with what they mean there
     ("Objective", "drift_coef"): ({0}, "no drift term"),
     ("Objective", "entropy_coef"): (SIGNED, "no bonus; a penalty"),
     ("Objective", "kl"): (NONE, "no KL term"),
+    ("Objective", "shaping"): ({()}, "the advantages stay as they are"),
     ("Objective", "max_length"): (NONE, "that of the Reduction, else T of the batch"),
     ("KLPenalty", "max_value"): (NONE, "no cap"),
     ("KLPenalty", "ratio_clip"): (NONE, "no clip"),
@@ -92,6 +97,7 @@ MEANT = {  # the odd values that a field accepts, with what they mean there
     ("TruncateWeight", "min_weight"): (NONE, "no floor"),
     ("VESPO", "lambda_pos"): ({0}, "the smallest rate, 1e-4, as in TRL"),
     ("VESPO", "lambda_neg"): ({0}, "the smallest rate, 1e-4, as in TRL"),
+    ("ZeroVariance", "correct_threshold"): (SIGNED, "a reward has either sign"),
 }  # fmt: skip
 DEEP = [  # wrong in a part, or at odds with another field
     (Correction(), "weight", (terms.RawWeight, "raw", (terms.RawWeight(), None), [terms.RawWeight()])),
@@ -101,6 +107,8 @@ DEEP = [  # wrong in a part, or at odds with another field
     (Objective(), "correction", (Correction, terms.RawWeight())),
     (Objective(), "kl", (KLPenalty, 0.1, FixedKL(coef=0.1))),
     (Objective(), "proximal", (RecomputedProximal, "recomputed")),
+    (Objective(), "shaping", ((DiscrepancyPenalty,), [DiscrepancyPenalty()], "discrepancy", (None,))),
+    (Objective(), "shaping", ((DiscrepancyPenalty(), DiscrepancyPenalty(target=0.1)),)),
     (KLPenalty(coef=0.1), "coef", (FixedKL, KLPenalty(coef=0.1))),
     (Escalation(), "chi2", ((1, 2), (1, 2, None), (1, 2, NAN), (1, 3, 2), (True, 2, 3), "123", (0, 1, 2), 3)),
     (Escalation(), "dropped", ((0.1, 2.0), (0.1, "0.2"), (0.2, 0.1))),

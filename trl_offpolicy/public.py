@@ -26,7 +26,7 @@ from trl_offpolicy.correction.terms import (
     Weighed,
     Weight,
 )
-from trl_offpolicy.objective import advantages, losses, proximal
+from trl_offpolicy.objective import advantages, losses, proximal, shaping
 from trl_offpolicy.objective.kl import AdaptiveKL, FixedKL, KLController, KLPenalty
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.preset import Preset
@@ -73,4 +73,5 @@ __all__ = [
     "losses",
     "presets",
     "proximal",
+    "shaping",
 ]

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 import trl_offpolicy as op
-from trl_offpolicy.control import Action, Escalation, ESSStep, LengthGuard, Resync, append_actions, read_actions
+from trl_offpolicy.control import (
+    Action,
+    Escalation,
+    ESSStep,
+    LengthGuard,
+    Resync,
+    StalenessCeiling,
+    append_actions,
+    read_actions,
+)
 from trl_offpolicy.control.session import admitted_by
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
@@ -32,6 +41,60 @@ def play(controller: Any, rows: list[dict[str, float]], *, through_json: bool = 
 
 def lengths(*values: float, key: str = LENGTH) -> list[dict[str, float]]:
     return [{"step": step, key: value} for step, value in enumerate(values, 1)]
+
+
+# -------------------------------------------------------------------------------------------------- staleness ceiling
+
+
+def lags(*values: float | None) -> list[dict[str, float]]:
+    key = "offpolicy/rollout/version_lag_max"
+    return [{"step": step, **({} if lag is None else {key: lag})} for step, lag in enumerate(values, 1)]
+
+
+def products(controller: StalenessCeiling, values: list[float]) -> list[float]:
+    """Learning rate times lag, step by step: by brute force over the actions."""
+    changes = {action.step: action.after for action in play(controller, lags(*values))[1]}
+    scale, found = 1.0, []
+    for step, lag in enumerate(values, 1):
+        scale = changes.get(step, scale)
+        found.append(scale * lag)
+    return found
+
+
+def test_the_learning_rate_times_the_lag_stays_within_that_of_the_lag_it_was_tuned_for() -> None:
+    values = [0.0, 1.0, 2.0, 3.0, 8.0, 16.0, 4.0, 2.0]
+    assert products(StalenessCeiling(lag=2, window=1), values) == pytest.approx([0, 1, 2, 2, 2, 2, 2, 2])
+    assert max(products(StalenessCeiling(lag=4, window=3), values)) == pytest.approx(4.0)
+    actions = play(StalenessCeiling(lag=2, window=1), lags(*values))[1]
+    assert [(a.step, a.after) for a in actions] == [(4, 2 / 3), (5, 1 / 4), (6, 1 / 8), (7, 1 / 2), (8, 1.0)]
+    assert actions[1].why == "the largest lag is 8 optimizer steps (the learning rate was tuned for 2)"
+
+
+def test_the_largest_lag_of_the_window_counts_and_a_row_without_one_changes_nothing() -> None:
+    controller = StalenessCeiling(lag=1, window=3)
+    actions = play(controller, lags(4, 1, 1, 1, None, 8))[1]
+    assert [(a.step, a.after) for a in actions] == [(1, 1 / 4), (4, 1.0), (6, 1 / 8)]
+    assert play(controller, lags(None, None))[1] == []
+
+
+def test_the_ceiling_has_a_floor_and_small_changes_are_not_made() -> None:
+    assert play(StalenessCeiling(window=1, smallest=0.25), lags(100))[0].scale == 0.25
+    assert play(StalenessCeiling(lag=20, window=1), lags(21))[1] == []  # 0.952, less than 5 % below 1
+    state, actions = play(StalenessCeiling(window=1), lags(4, 2), through_json=True)
+    assert state.scale == 0.5 and len(actions) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lag": 0}, "lag must be .*positive.*, but got 0"),
+        ({"window": 0}, "window must be a whole number of at least 1, but got 0"),
+        ({"smallest": 2}, "smallest must be at most 1, but got 2"),
+    ],
+)
+def test_a_ceiling_that_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StalenessCeiling(**options)
 
 
 # ------------------------------------------------------------------------------------------------------- length guard

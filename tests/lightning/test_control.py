@@ -152,6 +152,17 @@ def test_resync_has_the_weights_sent_again(tmp_path: Path) -> None:
     assert forgotten == [0] and owner.global_step == 2
 
 
+def test_the_ceiling_follows_the_lag_of_the_rows(tmp_path: Path) -> None:
+    """Three passes over each generation batch: the lag is 0, 1, 2, and the rate was tuned for a lag of 1."""
+    ours = module(Lengths([3] * 8), control={"controllers": {"staleness_ceiling": {"lag": 1, "window": 1}}})
+    rates = Rates()
+    owner = trainer(tmp_path, callbacks=[RunFolder(str(tmp_path), report=False), rates], max_steps=6)
+    owner.fit(ours, data(num_iterations=3))
+    assert column(tmp_path, "learning_rate_scale") == [1.0, 1.0, 0.5, 1.0, 1.0, 0.5]
+    whole = rates.seen[0]
+    assert rates.seen == pytest.approx([whole, whole, whole, 0.5 * whole, whole, whole])
+
+
 def test_controllers_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must not name resync, which needs an engine with weights of its own"):
         fit(tmp_path, module(control={"controllers": ["resync"]}))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import policy_batch
 
-from trl_offpolicy import Correction, DivergenceBand, RatioBand, StalenessBound, losses, presets
+from trl_offpolicy import Correction, DivergenceBand, RatioBand, StalenessBound, losses, presets, shaping
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.presets.catalog import PRESETS
 from trl_offpolicy.presets.preset import make_preset
@@ -72,6 +72,10 @@ CASES = {
     "paper/mu-grpo": ({"low": 0.3}, ONES, [[1, 1], [1, 0], [1, 1], [1, 0], [1, 1]]),
     "paper/p3o": ({}, ONES, ONES),
     "paper/fipo": ({}, ONES, ONES),
+    "paper/dcmdp": ({}, ONES, ONES),
+    "paper/ctpo-clip": ({}, ONES, ONES),
+    "paper/qurl": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
+    "paper/rl-zvp": ({}, ONES, ONES),
     "skyrl/token-tis": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "skyrl/sequence-tis": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [5, 5]], ONES),
     "skyrl/geometric-mask": ({"low": 0.9, "high": 1.2}, ONES, [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]]),
@@ -112,10 +116,14 @@ CASES = {
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
 OWN_LOSS = {
     "paper/cppo": {"policy_loss": losses.GPG(), "mode": "bypass"},
+    "paper/ctpo-clip": {"policy_loss": losses.CTPO()},
+    "paper/qurl": {"policy_loss": losses.QuRL()},
+    "paper/dcmdp": {"shaping": (shaping.DiscrepancyPenalty(),)},
     "paper/fipo": {"policy_loss": losses.FIPO()},
     "paper/mu-grpo": {"policy_loss": losses.PPOClip(low=1.0, high=4.0), "mode": "bypass"},
     "paper/p3o": {"policy_loss": losses.P3O(), "mode": "bypass"},
     "paper/ppo-is": {"mode": "bypass"},
+    "paper/rl-zvp": {"shaping": (shaping.ZeroVariance(correct_threshold=0.5),)},
     "slime/mis": {"aggregation": "seq_mean_token_mean", "kl_on": "kept"},
     "trl/rloo": {
         "policy_loss": losses.PPOClip(level="sequence"),
@@ -160,8 +168,10 @@ def test_the_rest_of_the_objective_is_plain_ppo_unless_the_method_says_more(name
 def test_requires_what_the_objective_reads(name):
     preset = presets.get(name)
 
-    assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else ())
-    assert preset.objective.needs_sampling is (name not in ("measure", "paper/fipo", "trl/rloo", "verl/disabled"))
+    shaped = ("entropies", "rewards", "group_rewards") if name == "paper/rl-zvp" else ()
+    assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else shaped)
+    without = ("measure", "paper/ctpo-clip", "paper/fipo", "paper/rl-zvp", "trl/rloo", "verl/disabled")
+    assert preset.objective.needs_sampling is (name not in without)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -195,6 +195,18 @@ def test_ess_scales_the_step(build: Build) -> None:
         assert row["offpolicy/control/learning_rate_scale"] == pytest.approx(expected) and expected < 0.99
 
 
+def test_the_ceiling_follows_the_lag_of_the_rows(build: Build) -> None:
+    """Three passes over each generation batch: the lag is 0, 1, 2, and the rate was tuned for a lag of 1."""
+    spec = {"controllers": {"staleness_ceiling": {"lag": 1, "window": 1}}}
+    options = {"num_iterations": 3, "max_steps": 6, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+    trainer = build(Engine(), control=spec, **options)
+    seen = used_learning_rates(trainer)
+    trainer.train()
+    assert [row["offpolicy/rollout/version_lag_max"] for row in records(trainer)] == [0, 1, 2, 0, 1, 2]
+    assert scales(trainer) == [1.0, 1.0, 0.5, 1.0, 1.0, 0.5]
+    assert seen == pytest.approx([1e-3, 1e-3, 1e-3, 0.5e-3, 1e-3, 1e-3])  # each change from the next step on
+
+
 def test_controllers_that_cannot_work_are_refused_by_name_and_left_out_otherwise(
     build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ from trl_offpolicy.control.learning_rate import LearningRateScale
 from trl_offpolicy.control.resync import Resync
 from trl_offpolicy.control.risk import Risk, collapse_risk
 from trl_offpolicy.control.spec import ControlSpec, parse_control
+from trl_offpolicy.control.staleness import StalenessCeiling
 from trl_offpolicy.control.supervisor import CONTROL_METRICS, LENGTH_SURGE, ControlState, Outcome, Supervisor
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Outcome",
     "Resync",
     "Risk",
+    "StalenessCeiling",
     "Supervisor",
     "append_actions",
     "collapse_risk",

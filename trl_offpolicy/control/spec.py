@@ -11,13 +11,16 @@ from trl_offpolicy.checks import check_bool, check_choice, check_fraction, check
 from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, Controller, ESSStep, LengthGuard
 from trl_offpolicy.control.escalation import Escalation
 from trl_offpolicy.control.resync import Resync
+from trl_offpolicy.control.staleness import StalenessCeiling
 from trl_offpolicy.diagnosis.thresholds import Thresholds, limits_of, thresholds_from
 from trl_offpolicy.parts import parse_tagged, read_numbers
 
 logger = logging.getLogger(__name__)
 
 Policy = Literal["warn", "stop", "act"]
-CONTROLLERS: Mapping[str, type] = {cls.name: cls for cls in (LengthGuard, ESSStep, Escalation, Resync)}
+CONTROLLERS: Mapping[str, type] = {
+    cls.name: cls for cls in (LengthGuard, ESSStep, Escalation, Resync, StalenessCeiling)
+}
 _KEYS = ("policy", "controllers", "thresholds", "patience", "risk", "gradient_cosine")
 
 
@@ -96,8 +99,8 @@ def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:
 
     An example of a mapping is
     ``{policy: act, controllers: {length_guard: {surge: 1.5}}, thresholds: {kl_high: 0.1}, patience: 3, risk: 0.5}``.
-    ``act`` runs the controllers that ``controllers`` names, or all of them if it is left out. A controller without
-    options may be null.
+    ``act`` runs the controllers that ``controllers`` names. If it is left out, ``act`` runs all of them but those that
+    need a number of yours (``by_default`` is False). A controller without options may be null.
 
     Raises:
         ValueError: an entry is not valid; the message names it.
@@ -123,7 +126,7 @@ def parse_control(spec: Any, *, where: str = "control") -> ControlSpec | None:
     named = given.pop("controllers", None)
     given["named"] = named is not None
     if named is None and policy == "act":
-        named = list(CONTROLLERS)
+        named = [name for name, cls in CONTROLLERS.items() if getattr(cls, "by_default", True)]
     try:
         given["thresholds"] = _thresholds(given.get("thresholds"))
         controllers = _controllers(named, given["thresholds"], where=f"{where}.controllers")

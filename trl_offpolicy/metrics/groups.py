@@ -141,6 +141,8 @@ TermBelowFraction = _of("keep/<term>", "TermBelowFraction", "below_fraction", be
 LossPolicy = _of("loss", "LossPolicy", "policy")
 LossKL = _of("loss", "LossKL", "kl")
 LossKLCoef = _of("loss", "LossKLCoef", "kl_coef")
+LossDiscrepancy = _of("loss#discrepancy", "LossDiscrepancy", "discrepancy", better=False)
+LossDiscrepancyCoef = _of("loss#discrepancy", "LossDiscrepancyCoef", "discrepancy_coef")
 LossEntropy = _of("loss", "LossEntropy", "entropy")
 LossClipLowFraction = _of("loss", "LossClipLowFraction", "clip_low_fraction", better=False)
 LossClipHighFraction = _of("loss", "LossClipHighFraction", "clip_high_fraction", better=False)

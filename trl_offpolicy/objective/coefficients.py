@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from trl_offpolicy.checks import check_bool, check_not_negative, check_number, check_within, near
 from trl_offpolicy.functional.kl import MAX_KL_ERROR
 from trl_offpolicy.objective.kl import AdaptiveKL, KLPenalty
+from trl_offpolicy.objective.shaping import AdvantageShaping
 from trl_offpolicy.parts import as_mapping
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
@@ -34,7 +35,8 @@ class StepSums(NamedTuple):
 
     ``nonfinite`` counts the tokens without a finite log-prob. ``kl`` is summed over the trainable ``tokens`` and
     ``entropy`` over the tokens of the policy term (``acting``), both in nats. ``sampled`` counts the trainable tokens
-    with a finite log-prob of the engine; without such log-probs all do. ``responses`` are those of this rank.
+    with a finite log-prob of the engine; without such log-probs all do. ``discrepancy`` is summed over the trainable
+    tokens, in the unit of the shaping that measures it. ``responses`` are those of this rank.
     """
 
     nonfinite: float
@@ -43,6 +45,7 @@ class StepSums(NamedTuple):
     entropy: float
     acting: float
     sampled: float
+    discrepancy: float
     responses: int
 
     @property
@@ -68,21 +71,22 @@ class StepWindow:
         """The sums as numbers, over all ranks with ``reduce``; begins the next step. The only wait for the device."""
         assert self._sums is not None
         sums = self._sums if reduce is None else reduce(self._sums)
-        nonfinite, kl, tokens, entropy, acting, sampled = sums.tolist()
-        done = StepSums(nonfinite, kl, tokens, entropy, acting, sampled, self._responses)
+        done = StepSums(*sums.tolist(), responses=self._responses)
         self._sums, self._responses = None, 0
         return done
 
 
 @torch.no_grad()
 def _sums(batch: PolicyBatch, stats: Stats) -> Tensor:
-    """(6,) float64: the fields of :class:`StepSums` without the last."""
+    """(7,) float64: the fields of :class:`StepSums` without the last."""
     loss = stats.groups["loss"].moments
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
     acting = batch.acting_mask
     entropy = zero if batch.entropies is None else torch.where(acting, batch.entropies, 0.0).sum().double()
-    acting_tokens = acting.sum().double()
-    return torch.stack([loss["nonfinite"], loss["kl"], loss["tokens"], entropy, acting_tokens, sampled_tokens(batch)])
+    shaped = stats.groups.get("loss#discrepancy")
+    discrepancy = zero if shaped is None else shaped.moments["discrepancy"]
+    counts = acting.sum().double(), sampled_tokens(batch)
+    return torch.stack([loss["nonfinite"], loss["kl"], loss["tokens"], entropy, *counts, discrepancy])
 
 
 def sampled_tokens(batch: PolicyBatch) -> Tensor:
@@ -218,6 +222,38 @@ class EntropyControl:
     def restored(self, state: Mapping[str, float]) -> EntropyControl:
         """The control whose :meth:`state_dict` is ``state``; unchanged if that is empty or nothing moves."""
         return replace(self, coef=state["coef"], measured=state["measured"]) if self.adapts and state else self
+
+
+class ShapingControl:
+    """The shapings of a run, with the coefficient of the present step.
+
+    Args:
+        shaping: of the objective.
+    """
+
+    def __init__(self, shaping: tuple[AdvantageShaping, ...]) -> None:
+        self.shaping = shaping
+
+    @property
+    def moves(self) -> bool:
+        """True if a coefficient moves in training."""
+        return any(one.moves for one in self.shaping)
+
+    def end_step(self, step: StepSums) -> None:
+        """Move the coefficient by what an optimizer step measured; a step without tokens moves nothing."""
+        if step.tokens > 0:
+            measured = step.discrepancy / step.tokens
+            self.shaping = tuple(one.updated(measured) if one.moves else one for one in self.shaping)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient that moves, for a checkpoint; empty if none does."""
+        return {"coef": cast("Any", one).coef for one in self.shaping if one.moves}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the coefficient of a checkpoint; unchanged if it has none."""
+        if "coef" in state:
+            moved = (replace(cast("Any", one), coef=state["coef"]) if one.moves else one for one in self.shaping)
+            self.shaping = tuple(moved)
 
 
 class Stateful(Protocol):

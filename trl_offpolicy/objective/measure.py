@@ -59,6 +59,10 @@ GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
             "gate_mean": fraction("gate", "units"),
         },
     ),
+    "loss#discrepancy": (
+        Layout(sums=("tokens", "discrepancy", "calls", "coef")),
+        {"discrepancy": fraction("discrepancy", "tokens"), "discrepancy_coef": fraction("coef", "calls")},
+    ),
     "lag/<lag>#clip": (Layout(sums=("units", "clipped")), {"clip_fraction": fraction("clipped", "units")}),
     "rollout": (Layout(sums=("responses", "tokens")), {"response_length_mean": fraction("tokens", "responses")}),
     "rollout#lag": (
@@ -148,6 +152,20 @@ def loss_stats(batch: PolicyBatch, parts: LossParts) -> Stats:
     high_rows = torch.where(tokens > 0, high.sum(-1) / count, -torch.inf)
     groups = {"loss": _group("loss", sums, [_largest(-low_rows), _largest(high_rows)])}
     return Stats(groups | _clip_by_lag(batch, unit, low | high))
+
+
+@torch.no_grad()
+def discrepancy_stats(discrepancy: Tensor, mask: Tensor, *, coef: float) -> Stats:
+    """What a shaping measured in one call, and its coefficient.
+
+    Args:
+        discrepancy: (B, T) what it holds down.
+        mask: (B, T) bool, trainable tokens.
+        coef: its coefficient.
+    """
+    total = torch.where(mask, discrepancy.float(), 0.0).sum()
+    calls = torch.ones((), device=mask.device, dtype=torch.float64)
+    return Stats({"loss#discrepancy": _group("loss#discrepancy", [mask.sum(), total, calls, calls * coef])})
 
 
 def _clip_by_lag(batch: PolicyBatch, unit: Tensor, clipped: Tensor) -> dict[str, Group]:

@@ -10,14 +10,23 @@ from torch import Tensor
 
 from trl_offpolicy.checks import check_bool, check_choice, check_number, check_whole
 from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.correction.terms.base import is_late
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation, aggregate_loss
 from trl_offpolicy.functional.kl import reference_log_ratio
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import log_ratio, ratio_of
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.losses import LossInputs, PolicyLoss, PPOClip
-from trl_offpolicy.objective.measure import LossParts, estimator_stats, gradient_stats, loss_stats, rollout_stats
+from trl_offpolicy.objective.measure import (
+    LossParts,
+    discrepancy_stats,
+    estimator_stats,
+    gradient_stats,
+    loss_stats,
+    rollout_stats,
+)
 from trl_offpolicy.objective.proximal import Average, AveragedProximal, Proximal, RecomputedProximal
+from trl_offpolicy.objective.shaping import AdvantageShaping
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import (
     SCOPES,
@@ -81,6 +90,8 @@ class Objective:
         proximal: centre of the trust region, see :mod:`trl_offpolicy.proximal`. "Recomputed" (default): pi_old, or
             the batch's ``proximal_per_token_logps``. Around another centre the policy term is proximal/old times
             the loss on current/proximal (decoupled PPO); without old log-probs the weights hold proximal/sampling.
+        shaping: changes of the advantages by token, made one after the other before correction and loss see them; see
+            :mod:`trl_offpolicy.objective.shaping`.
 
     Raises:
         ValueError: an unknown option, or a factor of pi / mu that would be counted twice.
@@ -107,6 +118,7 @@ class Objective:
     denominator: Denominator = "all"
     mode: Mode = "decoupled"
     proximal: Proximal = field(default_factory=RecomputedProximal)
+    shaping: tuple[AdvantageShaping, ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -145,6 +157,22 @@ class Objective:
             raise ValueError(f"aggregation must be {published!r} with {name}, but got {self.aggregation!r}.")
         self._check_centre()
         self._check_counted_once()
+        self._check_shaping()
+
+    def _check_shaping(self) -> None:
+        """Raise unless all shapings are such, one at most moves, and no term decides by the advantages before them."""
+        if not isinstance(self.shaping, tuple) or not all(isinstance(one, AdvantageShaping) for one in self.shaping):
+            raise TypeError(f"shaping must be a tuple of advantage shapings, but got {self.shaping!r}.")
+        moving = [type(one).__name__ for one in self.shaping if one.moves]
+        if len(moving) > 1:
+            raise ValueError(f"shaping must hold one coefficient that moves at most, but got {moving}.")
+        early = self.correction.keep if self.correction is not None and self.correction.is_wide else ()
+        by_sign = [term.name for term in early if term.reads_advantages and not is_late(term)]
+        if self.shaping and by_sign:
+            raise ValueError(
+                f"shaping must be empty with {by_sign[0]}, which decides by the sign of the advantage before the batch is "
+                f"split, when no advantage is shaped yet, but got {self.shaping!r}."
+            )
 
     def _check_length(self) -> None:
         if self.max_length is None:
@@ -176,6 +204,11 @@ class Objective:
 
     def _check_counted_once(self) -> None:
         """Raise if a factor of pi / mu = (pi / pi_old)(pi_old / mu) is both in the loss and in a weight."""
+        if self.mode == "bypass" and "mismatch_log_ratios" in self.policy_loss.reads:
+            raise ValueError(
+                f"mode must be 'decoupled' with {type(self.policy_loss).__name__}, which reads pi_old / mu beside its own "
+                "ratio, but got 'bypass', whose ratio contains it."
+            )
         whole = self.mode == "bypass" or self._loss_reads_sampling
         held = "current/sampling" if whole else "current/old"
         name = type(self.policy_loss).__name__
@@ -193,10 +226,12 @@ class Objective:
 
     @property
     def needs_sampling(self) -> bool:
-        """True if the loss, the correction or the drift term reads the sampling policy."""
+        """True if the loss, the correction, a shaping or the drift term reads the sampling policy."""
         by_correction = self.correction is not None and self.correction.needs_sampling
         by_ratio = self.mode == "bypass" and self.policy_loss.uses_ratio
-        return by_correction or by_ratio or self._loss_reads_sampling or self.drift_coef > 0
+        by_loss = self._loss_reads_sampling or "mismatch_log_ratios" in self.policy_loss.reads
+        by_shaping = any(one.needs_sampling for one in self.shaping)
+        return by_correction or by_ratio or by_shaping or by_loss or self.drift_coef > 0
 
     @property
     def _loss_reads_sampling(self) -> bool:
@@ -226,6 +261,7 @@ class Objective:
         reduction = reduction or Reduction()
         _check_current(batch)
         batch, average = self._centred(batch)
+        batch, shaped = self._shaped(batch)
         shift = self._shift(batch)
         # Without a correction: weight 1, nothing dropped, and the mismatch is still measured where it can be.
         corrected = (self.correction or Correction())(batch)
@@ -253,7 +289,7 @@ class Objective:
             per_token_loss=per_token,
             weights=corrected.weights,
             keep_mask=corrected.keep_mask,
-            stats=self._stats(batch, corrected, parts),
+            stats=self._stats(batch, corrected, parts).union(shaped),
             average=average,
         )
 
@@ -321,12 +357,24 @@ class Objective:
             return replace(batch, proximal_per_token_logps=average.logps), average
         return replace(batch, proximal_per_token_logps=self.proximal(batch)), None
 
+    def _shaped(self, batch: PolicyBatch) -> tuple[PolicyBatch, Stats]:
+        """The batch with shaped advantages, and what a shaping measured."""
+        stats = Stats({})
+        for one in self.shaping:
+            advantages, measured = one(batch)
+            batch = replace(batch, advantages=advantages)
+            if measured is not None:
+                stats = stats.union(discrepancy_stats(measured, batch.mask, coef=getattr(one, "coef", 0.0)))
+        return batch, stats
+
     def _inputs(self, batch: PolicyBatch, corrected: CorrectionOutput) -> LossInputs:
         logps = torch.where(batch.mask, batch.per_token_logps.float(), 0.0)
         weights = corrected.weights if corrected.sequence_weights is None else corrected.sequence_weights
-        sampling_log_ratios = entropies = rewards = group_rewards = None
+        sampling_log_ratios = mismatch_log_ratios = entropies = rewards = group_rewards = None
         if self._loss_reads_sampling:
             sampling_log_ratios = _policy_log_ratio(logps, batch.logps("sampling"), batch.mask)
+        if "mismatch_log_ratios" in self.policy_loss.reads:
+            mismatch_log_ratios = log_ratio(batch.logps("old"), batch.logps("sampling"), batch.mask).values
         if batch.entropies is not None and "entropies" in self.policy_loss.reads:
             entropies = torch.where(batch.mask, batch.entropies.detach().float(), 0.0)
         if batch.rewards is not None:
@@ -345,6 +393,7 @@ class Objective:
             group_rewards=group_rewards,
             turn_ids=batch.turn_ids,
             entropies=entropies,
+            mismatch_log_ratios=mismatch_log_ratios,
         )
 
     def _centre(self, batch: PolicyBatch) -> Tensor | None:

@@ -33,7 +33,8 @@ from trl_offpolicy.correction.terms import (
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objective.advantages import RLOO
 from trl_offpolicy.objective.kl import KLPenalty
-from trl_offpolicy.objective.losses import FIPO, GPG, P3O, PPOClip
+from trl_offpolicy.objective.losses import CTPO, FIPO, GPG, P3O, PPOClip, QuRL
+from trl_offpolicy.objective.shaping import DiscrepancyPenalty, ZeroVariance
 from trl_offpolicy.presets.frameworks.areal import from_areal
 from trl_offpolicy.presets.frameworks.openrlhf import from_openrlhf
 from trl_offpolicy.presets.frameworks.skyrl import from_skyrl
@@ -97,6 +98,10 @@ CPPO = "Mao et al. 2026, CPPO, 'Beyond uniform token-level trust region in LLM R
 P3O_PAPER = "Fakoor et al. 2026, P3O, 'Trust the batch, on- or off-policy' (arXiv:2605.12380)"
 FIPO_PAPER = "Ma et al. 2026, FIPO, 'Eliciting deep reasoning with future-KL' (arXiv:2603.19835)"
 MU_GRPO = "Tian et al. 2026, mu-GRPO, 'How off-policy can GRPO be?' (arXiv:2605.17570)"
+CTPO_PAPER = "Zhang et al. 2026, CTPO (arXiv:2605.07331); github.com/horizon-llm/CTPO"
+QURL = "Li et al. 2026, QuRL, 'Efficient RL with quantized rollout' (arXiv:2602.13953)"
+DCMDP = "Liu et al. 2026, DCMDP, 'Reformulate LLM RL under black-box discrepancy' (arXiv:2606.08779)"
+RL_ZVP = "Le et al. 2025, RL-ZVP, 'No prompt left behind' (arXiv:2509.21880), Eq. 5"
 RLOO_PAPER = "Ahmadian et al. 2024, RLOO, 'Back to basics' (arXiv:2402.14740)"
 DPPO = "Qi et al. 2026, DPPO, 'Rethinking the trust region in LLM RL' (arXiv:2602.04879)"
 
@@ -273,6 +278,31 @@ METHODS: dict[str, Row] = {
         citation=MU_GRPO,
         objective={"policy_loss": PPOClip(low=1.0, high=4.0), "mode": "bypass"},
     ),
+    # ------------------------------------------------------------------------------------- what shapes the advantages
+    "paper/dcmdp": Row(
+        lambda coef=0.05, target=0.02, rate=1.0, max_coef=1.0: make_preset(
+            "paper/dcmdp",
+            Correction(),
+            citation=DCMDP,
+            notes="",
+            shaping=(DiscrepancyPenalty(coef=coef, target=target, rate=rate, max_coef=max_coef),),
+        ),
+        "A mismatch that a policy can learn to avoid: tokens on which trainer and engine disagree cost something while "
+        "their mean difference in probability is above the target, and nothing once it is below. Set the target to what "
+        "the precision makes (mismatch/prob_diff_mean at the first steps) and a little more. It weighs nothing: add a "
+        "weight for the mismatch that is left.",
+    ),
+    "paper/rl-zvp": Row(
+        lambda correct_threshold=0.5, alpha=0.1: make_preset(
+            "paper/rl-zvp",
+            Correction(),
+            citation=RL_ZVP,
+            notes="",
+            shaping=(ZeroVariance(correct_threshold=correct_threshold, alpha=alpha),),
+        ),
+        "Prompts that are too easy or too hard for the group's baseline: they learn by the entropy of their tokens. "
+        "For rewards of 0 and 1. alpha is this kit's starting point. It corrects no mismatch; add a weight for that.",
+    ),
     # ---------------------------------------------------------------------------------------- losses that do it alone
     "paper/p3o": Row(
         lambda: Correction(),
@@ -281,6 +311,29 @@ METHODS: dict[str, Row] = {
         citation=P3O_PAPER,
         source_clamp=None,
         objective={"policy_loss": P3O(), "mode": "bypass"},
+    ),
+    "paper/ctpo-clip": Row(
+        lambda low=0.025, high=0.05, dual_clip=0.05: make_preset(
+            "paper/ctpo-clip",
+            Correction(),
+            citation=CTPO_PAPER,
+            notes="",
+            policy_loss=CTPO(low=low, high=high, dual_clip=dual_clip),
+        ),
+        "CTPO as published: it acts on staleness, in the policy ratio. Long responses, several steps on a batch. It "
+        "corrects no mismatch; add a weight for that, or take paper/ctpo, which is the same idea as such a weight.",
+    ),
+    "paper/qurl": Row(
+        lambda max_weight=2.0, low=0.2, high=0.2: make_preset(
+            "paper/qurl",
+            Correction(weight=TruncateWeight(level="token", max_weight=max_weight)),
+            citation=QURL,
+            notes="",
+            policy_loss=QuRL(low=low, high=high, max_weight=max_weight),
+        ),
+        "Quantised rollouts over a long training: TIS, and PPO's upper clip opens where TIS cuts. It matters once "
+        "weights are cut and several steps are made on a batch; before that it is paper/tis. Update-aware quantisation "
+        "is not here.",
     ),
     "paper/fipo": Row(
         lambda: Correction(),

@@ -107,6 +107,7 @@ def _objective_rows(objective: Objective) -> dict[str, str]:
         "KL of dropped tokens": _KL_ON[objective.kl_on],
         "KL term": kl,
         "drift term": f"{number(objective.drift_coef)} log^2(pi / mu)" if objective.drift_coef else "none",
+        "advantages shaped by": ", ".join(_named(one) for one in objective.shaping) or "nothing",
         "entropy bonus": f"{number(objective.entropy_coef)}{reduced}",
         "scope": objective.scope,
     }

@@ -18,6 +18,7 @@ from trl_offpolicy.objective.kl import KLController, KLPenalty
 from trl_offpolicy.objective.losses import PolicyLoss
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.proximal import Proximal
+from trl_offpolicy.objective.shaping import AdvantageShaping
 from trl_offpolicy.parts import as_mapping, build, parse_tagged, plain, types_of
 from trl_offpolicy.presets.auto import AUTO
 from trl_offpolicy.presets.catalog import check_name
@@ -29,6 +30,7 @@ LOSS_TYPES = types_of(PolicyLoss)
 KL_CONTROLLERS = types_of(KLController)
 PROXIMAL_TYPES = types_of(Proximal)
 ADVANTAGE_TYPES = types_of(AdvantageEstimator)
+SHAPING_TYPES = types_of(AdvantageShaping)
 
 
 def parse_preset(spec: Any, *, where: str) -> tuple[Preset, Mapping[str, Any]]:
@@ -131,6 +133,12 @@ def parse_objective(spec: object, *, where: str, base: Objective) -> Objective:
         values["kl"] = _parse_kl(values["kl"], where=f"{where}.kl")
     if "proximal" in values:
         values["proximal"] = parse_tagged(values["proximal"], Proximal, where=f"{where}.proximal")
+    if "shaping" in values:
+        given = values["shaping"] or ()
+        items = given if isinstance(given, list | tuple) else [given]
+        values["shaping"] = tuple(
+            parse_tagged(item, AdvantageShaping, where=f"{where}.shaping[{i}]") for i, item in enumerate(items)
+        )
     objective: Objective = build(Objective, values, where=where, base=base)
     return objective
 

@@ -148,5 +148,7 @@ def _required_fields(objective: Objective) -> tuple[str, ...]:
     if any(term.scope == "group" for term in keep):
         required.append("group_ids")
     required += [field for term in keep for field in term.requires]
-    required += [field for field in objective.policy_loss.reads if field != "sampling_log_ratios"]
+    made_here = ("sampling_log_ratios", "mismatch_log_ratios")
+    required += [field for field in objective.policy_loss.reads if field not in made_here]
+    required += [name for one in objective.shaping for name in one.reads]
     return tuple(dict.fromkeys(required))

@@ -9,6 +9,7 @@ from trl_offpolicy.correction.terms.base import mapping_text as mapping_text
 from trl_offpolicy.correction.terms.base import number as number
 from trl_offpolicy.correction.terms.base import settings_text as settings_text
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.parts import type_of
 
 RATIO_TEXT = {"old/sampling": "pi_old / mu", "current/old": "pi / pi_old", "current/sampling": "pi / mu"}
 
@@ -25,6 +26,7 @@ def formula_of(objective: Objective) -> str:
         parts.append(f"{type(objective.policy_loss).__name__} on pi / mu")
     if objective.drift_coef:
         parts.append(f"+ {number(objective.drift_coef)} log^2(pi / mu) on every token")
+    parts += [f"A shaped by {type_of(one)} ({settings_text(one)})" for one in objective.shaping]
     held = _ratios(correction.weights, keep) if correction is not None else set()
     if others := sorted(held - {"old/sampling"}):
         parts.append("rho = " + " and ".join(RATIO_TEXT[ratio] for ratio in others))

@@ -30,6 +30,7 @@ from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import (
     EntropyControl,
     EntropyOptions,
+    ShapingControl,
     StepWindow,
     adapts,
     load_state,
@@ -112,6 +113,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._screen.bound_environments(self, self._guard)
         self._token_ids = TokenIdCheck(self, args.check_token_ids)
         self._kl = self.objective.kl  # its coefficient may move
+        self._shaping = ShapingControl(self.objective.shaping)  # likewise
         if not self.use_adaptive_entropy:  # `offpolicy` may have set it
             self.entropy_coef = self.objective.entropy_coef
             self._entropy_bonus_enabled = self.entropy_coef != 0.0
@@ -309,6 +311,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         objective = self.objective if self._stages is None else self._stages.late
         if adapts(self._kl):
             objective = replace(objective, kl=self._kl)
+        if self._shaping.moves:
+            objective = replace(objective, shaping=self._shaping.shaping)
         if not self.use_adaptive_entropy:
             return objective
         return replace(objective, entropy_coef=self._entropy_control.in_force)
@@ -321,7 +325,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _end_step(self) -> None:
         """Stop on NaN and move the coefficients; this is the only wait for the device per optimizer step."""
-        together = adapts(self._kl) or self.use_adaptive_entropy
+        together = adapts(self._kl) or self.use_adaptive_entropy or self._shaping.moves
         step = self._window.close(partial(self.accelerator.reduce, reduction="sum") if together else None)
         if step.nonfinite > 0:
             raise ValueError(NONFINITE_CURRENT)
@@ -329,6 +333,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ValueError(NO_SAMPLING)
         if self._kl is not None and adapts(self._kl):
             self._kl = next_kl(self._kl, step, world_size=self.accelerator.num_processes)
+        self._shaping.end_step(step)
         if self.use_adaptive_entropy:
             moved = self._entropy_control.after(step.mean_entropy)
             self.entropy_coef, self._last_world_entropy = moved.coef, moved.measured
@@ -407,12 +412,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with saved_whole(self, trial) as folder:
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
-                save_state(folder, self._kl, control=self._control, auto=self._auto)
+                save_state(folder, self._kl, control=self._control, auto=self._auto, shaping=self._shaping)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._kl = load_state(Path(checkpoint), self._kl, control=self._control, auto=self._auto)
+            parts = {"control": self._control, "auto": self._auto, "shaping": self._shaping}
+            self._kl = load_state(Path(checkpoint), self._kl, **parts)
 
 
 def _by_name(*args: Any, **kwargs: Any) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from trl_offpolicy.functional.policy_losses.covariance import (
     token_covariance,
 )
 from trl_offpolicy.functional.policy_losses.responses import (
+    ctpo,
     entropy_groups,
     espo,
     future_influence,
@@ -18,7 +19,7 @@ from trl_offpolicy.functional.policy_losses.responses import (
     topr,
 )
 from trl_offpolicy.functional.policy_losses.sequences import VESPO_LOG_FLOOR, gmpo, gspo_token, tbpo, vespo_phi
-from trl_offpolicy.functional.policy_losses.tokens import aspo, cispo, dispo, dro, ppo_clip, sapo
+from trl_offpolicy.functional.policy_losses.tokens import aspo, cispo, dispo, dro, ppo_clip, qurl, sapo
 from trl_offpolicy.functional.policy_losses.trust_regions import (
     BinaryDivergence,
     dppo,
@@ -37,6 +38,7 @@ __all__ = [
     "aspo",
     "cispo",
     "clip_cov",
+    "ctpo",
     "dispo",
     "dppo",
     "dro",
@@ -54,6 +56,7 @@ __all__ = [
     "p3o",
     "ppo_clip",
     "quatro",
+    "qurl",
     "r2vpo",
     "sapo",
     "soft_value",

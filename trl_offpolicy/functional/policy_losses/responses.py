@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_broadcast, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.levels import aggregate
 from trl_offpolicy.functional.log_ratios import ratio_of
-from trl_offpolicy.functional.policy_losses.common import LossTerms
+from trl_offpolicy.functional.policy_losses.common import LossTerms, unit_ratio
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 
 
@@ -226,6 +226,39 @@ def espo(
         share = torch.where(group, mask.sum(-1, keepdim=True) / size, share)
     terms = ppo_clip(mean + (log_ratios - log_ratios.detach()), advantages, low=epsilon, high=epsilon)
     return terms._replace(loss=share * terms.loss)
+
+
+def ctpo(
+    log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, low: float, high: float, dual_clip: float | None = None
+) -> LossTerms:
+    """CTPO: PPO's clip on the product of the ratios up to the token, in bounds that widen with its position.
+
+        -min(R_t A, clip(R_t, exp(-low sqrt(t)), exp(high sqrt(t))) A),  R_t = prod_{s <= t} r_s
+
+    where t counts the trainable tokens of the response. For A < 0 the loss is at most -exp(dual_clip sqrt(t)) A.
+
+    Args:
+        log_ratios: (B, T) log(pi / pi_old), carries gradient: that of the token itself; its prefix is detached.
+        advantages: (B, 1) or (B, T), no gradient.
+        mask: (B, T) bool.
+        low: nats below 1 at which the first token is clipped.
+        high: nats above 1 at which the first token is clipped.
+        dual_clip: nats of the first token's dual clip; None = none.
+
+    Reference: Zhang et al. 2026, CTPO (arXiv:2605.07331); authors' code (github.com/horizon-llm/CTPO, acc40211,
+    ``cum-token-cumprod-la``). Between the bounds R_t is the unbiased weight of a token given its prefix.
+    """
+    check_tokens(mask.shape, log_ratios=log_ratios)
+    check_broadcast(log_ratios=log_ratios, advantages=advantages)
+    walk = torch.where(mask, log_ratios.detach(), 0.0).cumsum(-1)
+    ratio = ratio_of(walk) * unit_ratio(log_ratios)
+    growth = mask.cumsum(-1).to(log_ratios.dtype).sqrt()
+    least, most = (-low * growth).exp(), (high * growth).exp()
+    surrogate = torch.minimum(ratio * advantages, torch.minimum(torch.maximum(ratio, least), most) * advantages)
+    if dual_clip is not None:
+        bound = (dual_clip * growth).exp() * advantages
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, bound), surrogate)
+    return LossTerms(-surrogate, (ratio < least) & (advantages < 0), (ratio > most) & (advantages > 0))
 
 
 def st_ppo(

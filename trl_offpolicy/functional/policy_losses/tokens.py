@@ -53,6 +53,46 @@ def ppo_clip(
     return LossTerms(-surrogate, clipped_low, clipped_high)
 
 
+def qurl(
+    log_ratios: Tensor,
+    mismatch_log_ratios: Tensor,
+    advantages: Tensor,
+    *,
+    low: float,
+    high: float,
+    max_weight: float,
+) -> LossTerms:
+    """QuRL's adaptive clip: PPO's upper clip opens where the importance weight of the token is cut.
+
+        -min(r A, clip(r, 1 - low, (1 + high) / c) A),  c = min(rho, C) / rho = min(1, C / rho)
+
+    where rho = pi_old / mu is the mismatch of the token and C the cap of its weight. A cut weight holds rho c instead of
+    rho, so that weight times ratio reaches the upper clip of pi / mu at rho (1 + high), as it would without the cut,
+    only if r may grow to (1 + high) / c.
+
+    Args:
+        log_ratios: (B, T) log(pi / pi_old), carries gradient.
+        mismatch_log_ratios: (B, T) log(pi_old / mu), no gradient.
+        advantages: (B, 1) or (B, T), no gradient.
+        low: epsilon_low.
+        high: epsilon_high.
+        max_weight: C, that of the truncated weight beside this loss.
+
+    Reference: Li et al. 2026, QuRL (arXiv:2602.13953), adaptive clipping range.
+
+    Example:
+        >>> log_ratios, mismatch = torch.tensor([[2.0]]).log(), torch.tensor([[6.0]]).log()
+        >>> qurl(log_ratios, mismatch, torch.ones(1, 1), low=0.2, high=0.2, max_weight=3.0).loss
+        tensor([[-2.]])
+        >>> qurl(log_ratios, torch.zeros(1, 1), torch.ones(1, 1), low=0.2, high=0.2, max_weight=3.0).loss
+        tensor([[-1.2000]])
+    """
+    check_broadcast(log_ratios=log_ratios, mismatch_log_ratios=mismatch_log_ratios, advantages=advantages)
+    opening = (ratio_of(mismatch_log_ratios.detach()) / max_weight).clamp(min=1.0)
+    upper = (1 + high) * opening - 1
+    return ppo_clip(log_ratios, advantages, low=torch.full_like(upper, low), high=upper)
+
+
 def cispo(log_ratios: Tensor, logps: Tensor, advantages: Tensor, *, high: float, low: float | None = None) -> LossTerms:
     """CISPO: the policy gradient with a clipped weight; every token keeps its gradient.
 

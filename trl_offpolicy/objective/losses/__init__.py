@@ -5,14 +5,15 @@ Each takes a :class:`LossInputs` and returns :class:`LossTerms`. :class:`PolicyL
 
 from trl_offpolicy.functional.policy_losses import LossTerms
 from trl_offpolicy.objective.losses.base import LossInputs, PolicyLoss, RatioLevel, WeightUse
-from trl_offpolicy.objective.losses.responses import ESPO, FIPO, OAPL, STPPO, TOPR
+from trl_offpolicy.objective.losses.responses import CTPO, ESPO, FIPO, OAPL, STPPO, TOPR
 from trl_offpolicy.objective.losses.sequences import GMPO, GSPO, LUSPO, TBPO, VESPO, GSPOToken
-from trl_offpolicy.objective.losses.tokens import ASPO, CISPO, DISPO, DRO, GPG, PPOIS, SAPO, PPOClip
+from trl_offpolicy.objective.losses.tokens import ASPO, CISPO, DISPO, DRO, GPG, PPOIS, SAPO, PPOClip, QuRL
 from trl_offpolicy.objective.losses.trust_regions import DPPO, M2PO, P3O, QUATRO, R2VPO, ClipCov, KLCov
 
 __all__ = [
     "ASPO",
     "CISPO",
+    "CTPO",
     "DISPO",
     "DPPO",
     "DRO",
@@ -40,6 +41,7 @@ __all__ = [
     "LossTerms",
     "PPOClip",
     "PolicyLoss",
+    "QuRL",
     "RatioLevel",
     "WeightUse",
 ]

@@ -18,7 +18,9 @@ from trl_offpolicy.types import Scope
 
 WeightUse = Literal["multiply", "inside"]
 RatioLevel = Literal["token", "sequence_mean", "sequence"]
-Field = Literal["sampling_log_ratios", "rewards", "group_ids", "group_rewards", "entropies"]
+Field = Literal[
+    "sampling_log_ratios", "mismatch_log_ratios", "rewards", "group_ids", "group_rewards", "entropies"
+]  # fmt: skip
 
 
 class LossInputs(NamedTuple):
@@ -33,6 +35,7 @@ class LossInputs(NamedTuple):
     The other fields are None if the batch lacks them:
 
     - ``sampling_log_ratios`` (B, T): log(pi / mu), 0 on padding; only for losses that name it in ``reads``.
+    - ``mismatch_log_ratios`` (B, T): log(pi_old / mu), 0 where not observed; only for losses that name it in ``reads``.
     - ``entropies`` (B, T): nats, 0 on padding; only for losses that name it in ``reads``.
     - ``rewards`` (B, 1).
     - ``group_ids`` (B,).
@@ -51,6 +54,7 @@ class LossInputs(NamedTuple):
     group_rewards: Tensor | None = None
     turn_ids: Tensor | None = None
     entropies: Tensor | None = None
+    mismatch_log_ratios: Tensor | None = None
 
     def need(self, field: Field, loss: object) -> Tensor:
         """The tensor of the field ``field``, which ``loss`` needs.
@@ -99,7 +103,7 @@ class PolicyLoss(Part):
         """Fields of :class:`LossInputs` that it needs.
 
         With "sampling_log_ratios" its centre is the policy that sampled. No weight may then contain any part of that
-        ratio.
+        ratio. With "mismatch_log_ratios" it only looks at pi_old / mu, and does not contain it.
         """
         return ()
 

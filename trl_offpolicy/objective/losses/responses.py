@@ -34,6 +34,46 @@ from trl_offpolicy.types import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
+class CTPO(PolicyLoss):
+    """PPO's clip on the product of the ratios up to the token, in bounds that widen with its position.
+
+    R_t = prod_{s <= t} r_s is clipped to [exp(-low sqrt(t)), exp(high sqrt(t))]. See ``functional.ctpo``. What carries
+    gradient: the token's own ratio, with weight R_t, where the clip is not active; the prefix is detached. Unbiased for
+    the token given its prefix inside the bounds.
+
+    Args:
+        low: nats below 1 at which the first token is clipped.
+        high: nats above 1 at which the first token is clipped.
+        dual_clip: nats above 1 from which on a first token with A < 0 has no gradient; None = no dual clip.
+
+    Reference: Zhang et al. 2026, CTPO (arXiv:2605.07331); the numbers are those of the authors' code. As a weight on
+    pi_old / mu for other losses it is ``PrefixWeight``.
+    """
+
+    type_name: ClassVar[str] = "ctpo"
+    trust_region: ClassVar[str] = "clip of the product up to the token, wider later"
+    purpose: ClassVar[str] = "long responses under drift: prefixes count"
+    low: float = 0.025
+    high: float = 0.05
+    dual_clip: float | None = 0.05
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high)
+        check_positive_or_none(dual_clip=self.dual_clip)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """-min(R_t A, clip(R_t) A), bounded by the dual clip; (B, T)."""
+        return policy_losses.ctpo(
+            inputs.log_ratios,
+            inputs.advantages,
+            inputs.mask,
+            low=self.low,
+            high=self.high,
+            dual_clip=self.dual_clip,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FIPO(PolicyLoss):
     """PPO's clip on A f_t, where f_t says whether the policy has moved towards what follows the token.
 

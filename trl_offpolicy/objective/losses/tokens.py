@@ -100,6 +100,42 @@ class PPOIS(PolicyLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuRL(PolicyLoss):
+    """PPO's clip with an upper bound that opens where the weight on pi_old / mu is cut. See ``functional.qurl``.
+
+    It belongs beside ``TruncateWeight(max_weight=C)`` with the same C: where the trainer finds a token more than C times
+    likelier than the quantised engine, the upper clip is at (1 + high) rho / C. Elsewhere it is PPO. What carries
+    gradient: the ratio, where the clip is not active. Biased by the clip and the cut weight.
+
+    Reference: Li et al. 2026, QuRL (arXiv:2602.13953), adaptive clipping range. The bound (1 + eps) / r is that of two
+    summaries of the paper; that r is what the cut leaves of the ratio, min(rho, C) / rho, is how we read them. Its
+    update-aware quantisation is not part of this loss.
+    """
+
+    type_name: ClassVar[str] = "qurl"
+    trust_region: ClassVar[str] = "clip of r, above wider where the weight is cut"
+    purpose: ClassVar[str] = "quantised rollouts over a long training"
+    low: float = 0.2
+    high: float = 0.2
+    max_weight: float = 2.0
+    reads: ClassVar[tuple[Field, ...]] = ("mismatch_log_ratios",)
+
+    def __post_init__(self) -> None:
+        check_positive(low=self.low, high=self.high, max_weight=self.max_weight)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """-min(r A, clip(r, 1 - low, (1 + high) max(1, rho / C)) A), (B, T)."""
+        return policy_losses.qurl(
+            inputs.log_ratios,
+            inputs.need("mismatch_log_ratios", self),
+            inputs.advantages,
+            low=self.low,
+            high=self.high,
+            max_weight=self.max_weight,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CISPO(PolicyLoss):
     """-clip(r, low, high) A log pi, the ratio detached. ``high`` and ``low`` are the bounds themselves (None = none).
 

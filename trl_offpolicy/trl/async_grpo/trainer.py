@@ -133,6 +133,11 @@ def _check(objective: Objective) -> None:
         )
     if objective.kl is not None:
         raise NotImplementedError("objective.kl must be None: AsyncGRPOTrainer has no reference policy.")
+    if moving := [type(one).__name__ for one in objective.shaping if one.moves]:
+        raise NotImplementedError(
+            "objective.shaping must have fixed coefficients (target None) with AsyncGRPOTrainer, but got "
+            f"{moving[0]}, which moves."
+        )
     if isinstance(objective.proximal, AveragedProximal):
         raise NotImplementedError(
             "objective.proximal must not be AveragedProximal: AsyncGRPOTrainer makes one step on a sample, so there is "
