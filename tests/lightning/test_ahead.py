@@ -119,6 +119,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]
     "lag_1": (1, None, {}, {}, {}),
     "cut_at_a_sync": (2, CUT, {}, {}, {}),
     "snapshots": ({"lag": 2, "old_logps": "snapshot"}, CUT, {}, {}, {}),
+    "balance": ({"lag": 2, "old_logps": "balance"}, CUT, {}, {}, {}),
     "average": ({"lag": 1, "old_logps": "ewma", "ewma_decay": 0.5}, None, {}, {}, {}),
     "two_steps_a_generation": (1, None, *HALVES, {}),
     "two_steps_and_snapshots": ({"lag": 1, "old_logps": "snapshot"}, None, *HALVES, {}),

@@ -42,7 +42,7 @@ def train(folder: Path, *, devices: int, ahead: dict[str, Any]) -> None:
     torch.save({**seen, "world": owner.world_size}, folder / f"rank-{owner.global_rank}.pt")
 
 
-@pytest.mark.parametrize("old_logps", ["recompute_proximal", "snapshot"])
+@pytest.mark.parametrize("old_logps", ["recompute_proximal", "snapshot", "balance"])
 def test_two_processes_train_as_one(old_logps: str, tmp_path: Path) -> None:
     ahead = {"lag": 1, "old_logps": old_logps}
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -65,7 +65,7 @@ def test_two_processes_train_as_one(old_logps: str, tmp_path: Path) -> None:
                 assert torch.allclose(rank["weights"][step][name], value, atol=2e-6), (step, name)
             for key in ("loss", "reward", "offpolicy/total/kl_k3", "offpolicy/rollout/version_lag_mean"):
                 assert rank["logs"][step][key] == pytest.approx(one["logs"][step][key], abs=2e-5, rel=2e-5), key
-            assert ("offpolicy/staleness/kl_k3" in rank["logs"][step]) == (old_logps == "snapshot")
+            assert ("offpolicy/staleness/kl_k3" in rank["logs"][step]) == (old_logps != "recompute_proximal")
 
 
 if __name__ == "__main__":

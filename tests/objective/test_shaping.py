@@ -140,7 +140,9 @@ def test_a_step_moves_it_by_the_mean_of_all_micro_batches_and_a_checkpoint_keeps
     other = batch(completion_mask=torch.tensor([[True, False, False]] * 2))
     for given in (batch(), other):
         window.add(given, objective(given).stats)
-    prices = [abs(p - q) for p, q in ((0.5, 0.4), (0.2, 0.25), (0.4, 0.1), (0.1, 0.1), (0.3, 0.6), (0.5, 0.4), (0.4, 0.1))]
+    prices = [
+        abs(p - q) for p, q in ((0.5, 0.4), (0.2, 0.25), (0.4, 0.1), (0.1, 0.1), (0.3, 0.6), (0.5, 0.4), (0.4, 0.1))
+    ]
     control.end_step(window.close())
     coef = 0.1 + 2.0 * (sum(prices) / 7 - 0.02)
     assert control.state_dict() == {"coef": pytest.approx(coef, rel=1e-5)}
@@ -221,20 +223,20 @@ def test_yaml_names_them() -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     moving, fixed = shaping.DiscrepancyPenalty(), shaping.DiscrepancyPenalty(target=None)
-    with pytest.raises(ValueError, match="one coefficient that moves at most"):
+    with pytest.raises(ValueError, match=r"one coefficient that moves at most"):
         op.Objective(shaping=(moving, moving))
     early = op.Correction(
         weight=op.ESSWeight(), keep=(op.OffPolicySequenceMask(max_divergence=0.1, ratio="old/sampling"),)
     )
-    with pytest.raises(ValueError, match="^shaping must be empty with off_policy_sequence_mask"):
+    with pytest.raises(ValueError, match=r"^shaping must be empty with off_policy_sequence_mask"):
         op.Objective(correction=early, shaping=(fixed,))
-    with pytest.raises(ValueError, match="^entropies must be given for ZeroVariance, but got None"):
+    with pytest.raises(ValueError, match=r"^entropies must be given for ZeroVariance, but got None"):
         shaping.ZeroVariance(correct_threshold=0.5)(batch(entropies=None))
-    with pytest.raises(ValueError, match="^sampling_per_token_logps must be given"):
+    with pytest.raises(ValueError, match=r"^sampling_per_token_logps must be given"):
         op.Objective(shaping=(fixed,))(batch(sampling_per_token_logps=None))
     with pytest.raises(ValueError, match=r"^coef must be at most max_coef \(1.0\), but got 2"):
         shaping.DiscrepancyPenalty(coef=2)
-    with pytest.raises(NotImplementedError, match="fixed coefficients .*, but got DiscrepancyPenalty, which moves"):
+    with pytest.raises(NotImplementedError, match=r"fixed coefficients .*, but got DiscrepancyPenalty, which moves"):
         _check(op.Objective(shaping=(moving,)))
     _check(op.Objective(shaping=(fixed,)))
     with pytest.raises(NotImplementedError, match=r"offpolicy\.objective\.shaping must have fixed coefficients"):

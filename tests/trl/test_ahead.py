@@ -97,6 +97,22 @@ def test_snapshots_give_the_old_policy_to_the_last_digit(run: Any) -> None:
         assert row["offpolicy/rollout/cross_version_fraction"] == float(step > 0)
 
 
+def test_the_mixture_of_the_versions_bounds_what_an_old_version_alone_would_not(run: Any) -> None:
+    """Two versions in each batch: the mismatch is the engine's own (none here), and pi / m is at most 1 / c pi / mu."""
+    options = {"server": {"free": 2}, "offpolicy": "measure"}
+    ahead = {"lag": 2, "partial": "continue"}
+    rows = {
+        name: records(run(**options, async_rollouts={**ahead, "old_logps": name})[0])
+        for name in ("snapshot", "balance")
+    }
+    for step, (own, mixed) in enumerate(zip(rows["snapshot"], rows["balance"], strict=True)):
+        assert mixed["offpolicy/mismatch/logp_diff_max"] < 2e-5
+        same = mixed["offpolicy/staleness/kl_k3"] == pytest.approx(own["offpolicy/staleness/kl_k3"], rel=1e-3)
+        assert same == (step == 0)
+    # the first step is the same, so the second has the same weights: the mixture lies nearer to the policy that learns
+    assert rows["balance"][1]["offpolicy/staleness/chi2_token"] < rows["snapshot"][1]["offpolicy/staleness/chi2_token"]
+
+
 def test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights(run: Any) -> None:
     trainer, _ = run(async_rollouts=2, server={"free": 2, "before_cut": 3})
 

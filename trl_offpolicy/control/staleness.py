@@ -1,4 +1,4 @@
-"""A ceiling on the learning rate that falls with the staleness of the rollouts: rate times lag stays within a budget."""
+"""A ceiling on the learning rate that falls with the staleness of the rollouts: rate times lag stays bounded."""
 
 from __future__ import annotations
 

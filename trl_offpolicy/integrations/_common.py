@@ -134,8 +134,8 @@ def _refuse_wide(preset: Preset, objective: Objective, where: str, framework: st
         raise NotImplementedError(f"{where} must have no part of scope group or generation_batch ({named}): {why}.")
     if moving := [type(one).__name__ for one in objective.shaping if one.moves]:
         raise NotImplementedError(
-            f"{where}.objective.shaping must have fixed coefficients (target null), but got {moving[0]}, which moves by "
-            f"the mean of a whole optimizer step: {why}."
+            f"{where}.objective.shaping must have fixed coefficients (target null), but got {moving[0]}, which moves "
+            f"by the mean of a whole optimizer step: {why}."
         )
     if isinstance(objective.proximal, AveragedProximal):
         raise NotImplementedError(f"{where}.objective.proximal must not be an average, which is kept with rows: {why}.")

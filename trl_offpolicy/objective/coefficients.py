@@ -247,7 +247,8 @@ class ShapingControl:
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient that moves, for a checkpoint; empty if none does."""
-        return {"coef": cast("Any", one).coef for one in self.shaping if one.moves}
+        moving = next((one for one in self.shaping if one.moves), None)
+        return {} if moving is None else {"coef": cast("Any", moving).coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the coefficient of a checkpoint; unchanged if it has none."""

@@ -170,8 +170,8 @@ class Objective:
         by_sign = [term.name for term in early if term.reads_advantages and not is_late(term)]
         if self.shaping and by_sign:
             raise ValueError(
-                f"shaping must be empty with {by_sign[0]}, which decides by the sign of the advantage before the batch is "
-                f"split, when no advantage is shaped yet, but got {self.shaping!r}."
+                f"shaping must be empty with {by_sign[0]}, which decides by the sign of the advantage before the batch "
+                f"is split, when no advantage is shaped yet, but got {self.shaping!r}."
             )
 
     def _check_length(self) -> None:
@@ -206,8 +206,8 @@ class Objective:
         """Raise if a factor of pi / mu = (pi / pi_old)(pi_old / mu) is both in the loss and in a weight."""
         if self.mode == "bypass" and "mismatch_log_ratios" in self.policy_loss.reads:
             raise ValueError(
-                f"mode must be 'decoupled' with {type(self.policy_loss).__name__}, which reads pi_old / mu beside its own "
-                "ratio, but got 'bypass', whose ratio contains it."
+                f"mode must be 'decoupled' with {type(self.policy_loss).__name__}, which reads pi_old / mu beside its "
+                "own ratio, but got 'bypass', whose ratio contains it."
             )
         whole = self.mode == "bypass" or self._loss_reads_sampling
         held = "current/sampling" if whole else "current/old"

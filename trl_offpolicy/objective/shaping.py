@@ -1,7 +1,7 @@
 """Shaping of the advantages in the loss step: what depends on the tokens' probabilities or entropies.
 
-An advantage estimator makes the advantages from rewards, before the first step on a batch. A shaping changes them at each
-step, before correction and loss see them: ``Objective(shaping=(DiscrepancyPenalty(), ZeroVariance(...)))``.
+An advantage estimator makes the advantages from rewards, before the first step on a batch. A shaping changes them at
+each step, before correction and loss see them: ``Objective(shaping=(DiscrepancyPenalty(), ZeroVariance(...)))``.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class AdvantageShaping(Part):
 class DiscrepancyPenalty(AdvantageShaping):
     """DCMDP: the discrepancy of trainer and engine is taken from the advantage, at a price that adapts.
 
-    A'_t = A_t - coef d_t. d_t compares the trainer's old policy with the engine's at the sampled token; where one of the
-    two is not known it is 0. After each optimizer step coef' = clip(coef + rate (mean_t d_t - target), 0, max_coef). So
-    the policy is free while the mean discrepancy is within ``target``, and drawn to tokens on which both sides agree
+    A'_t = A_t - coef d_t. d_t compares the trainer's old policy with the engine's at the sampled token; where one of
+    the two is not known it is 0. After each optimizer step coef' = clip(coef + rate (mean_t d_t - target), 0,
+    max_coef). So the policy is free while the mean discrepancy is within ``target``, and drawn to tokens on which both sides agree
     while it is not. See ``functional.shaping``.
 
     Args:

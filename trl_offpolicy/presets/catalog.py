@@ -288,9 +288,9 @@ METHODS: dict[str, Row] = {
             shaping=(DiscrepancyPenalty(coef=coef, target=target, rate=rate, max_coef=max_coef),),
         ),
         "A mismatch that a policy can learn to avoid: tokens on which trainer and engine disagree cost something while "
-        "their mean difference in probability is above the target, and nothing once it is below. Set the target to what "
-        "the precision makes (mismatch/prob_diff_mean at the first steps) and a little more. It weighs nothing: add a "
-        "weight for the mismatch that is left.",
+        "their mean difference in probability is above the target, and nothing once it is below. Set the target to "
+        "what the precision makes (mismatch/prob_diff_mean at the first steps) and a little more. It weighs nothing: "
+        "add a weight for the mismatch that is left.",
     ),
     "paper/rl-zvp": Row(
         lambda correct_threshold=0.5, alpha=0.1: make_preset(

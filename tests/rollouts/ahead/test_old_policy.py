@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from trl_offpolicy.rollouts.ahead.old_policy import Snapshots, WeightAverage, loaded, trainable
+from trl_offpolicy.objective.proximal import RecomputedProximal
+from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy, Snapshots, WeightAverage, loaded, trainable
+from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 
 class Model(nn.Module):
@@ -34,6 +36,49 @@ def test_each_token_is_scored_with_the_weights_of_its_version() -> None:
 
     assert scored.tolist() == [[30.0, 30.0, 40.0], [50.0, 40.0, 0.0]]
     assert model.scale.item() == -1.0
+
+
+def test_the_mixture_takes_every_version_by_its_share_of_the_tokens() -> None:
+    """Probabilities 0.5, 0.25 and 0.125 under versions 3 to 5, which sampled 3, 2 and 0 of the five tokens."""
+    model, kept = Model(), Snapshots()
+    for version, value in ((3, 0.5), (4, 0.25), (5, 0.125)):
+        set_to(model, value)
+        kept.keep(model, version, oldest=3)
+    versions, mask = torch.tensor([[3, 3, 4], [4, 3, 5]]), torch.tensor([[True] * 3, [True, True, False]])
+    calls: list[float] = []
+
+    def score() -> torch.Tensor:
+        calls.append(model.scale.item())
+        return model.scale.detach().log() + torch.zeros(2, 3)
+
+    mixed, own = kept.mixture(model, score, versions, mask)
+
+    assert calls == [0.5, 0.25]  # one forward for each version that is there
+    m = 3 / 5 * 0.5 + 2 / 5 * 0.25
+    torch.testing.assert_close(mixed.exp(), torch.tensor([[m, m, m], [m, m, 1.0]]))
+    torch.testing.assert_close(own.exp(), torch.tensor([[0.5, 0.5, 0.25], [0.25, 0.5, 1.0]]))
+    assert kept.mixture(model, score, versions, torch.zeros(2, 3).bool())[0].tolist() == [[0.0] * 3] * 2
+    with pytest.raises(ValueError, match=r"^versions must be among \[3, 4, 5\], .* but got 2"):
+        kept.mixture(model, score, torch.full((2, 3), 2), mask)
+
+
+def test_the_engines_log_probs_move_with_the_mixture() -> None:
+    """old / sampling stays the engine's own mismatch, and pi / sampling has the mixture in its denominator."""
+    model, old = Model(), OldPolicy(AsyncSettings(lag=2, old_logps="balance"))
+    for version, value in ((0, 0.5), (1, 0.25)):
+        set_to(model, value)
+        old.keep(model, version, oldest=0)
+    engine = torch.tensor([[0.4, 0.3]]).log()
+    rows = {"completion_ids": torch.zeros(1, 2), "sampling_per_token_logps": engine}
+    old.complete(
+        rows, [[0, 1]], model=model, proximal=RecomputedProximal(), mask=torch.ones(1, 2).bool(), current=2,
+        score=lambda: model.scale.detach().log() + torch.zeros(1, 2),
+    )  # fmt: skip
+    m = 0.375  # half the tokens are of each version
+    torch.testing.assert_close(rows["old_per_token_logps"].exp(), torch.tensor([[m, m]]))
+    mismatch = rows["old_per_token_logps"] - rows["sampling_per_token_logps"]
+    torch.testing.assert_close(mismatch.exp(), torch.tensor([[0.5 / 0.4, 0.25 / 0.3]]))
+    assert old.name_of_scores(RecomputedProximal()) is None
 
 
 def test_versions_that_no_token_can_be_of_are_forgotten() -> None:

@@ -66,9 +66,8 @@ def qurl(
 
         -min(r A, clip(r, 1 - low, (1 + high) / c) A),  c = min(rho, C) / rho = min(1, C / rho)
 
-    where rho = pi_old / mu is the mismatch of the token and C the cap of its weight. A cut weight holds rho c instead of
-    rho, so that weight times ratio reaches the upper clip of pi / mu at rho (1 + high), as it would without the cut,
-    only if r may grow to (1 + high) / c.
+    where rho = pi_old / mu is the mismatch of the token and C the cap of its weight. A cut weight is rho c instead of
+    rho. Weight times ratio can then reach rho (1 + high), as without the cut, only if r may grow to (1 + high) / c.
 
     Args:
         log_ratios: (B, T) log(pi / pi_old), carries gradient.

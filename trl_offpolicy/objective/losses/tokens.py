@@ -103,8 +103,8 @@ class PPOIS(PolicyLoss):
 class QuRL(PolicyLoss):
     """PPO's clip with an upper bound that opens where the weight on pi_old / mu is cut. See ``functional.qurl``.
 
-    It belongs beside ``TruncateWeight(max_weight=C)`` with the same C: where the trainer finds a token more than C times
-    likelier than the quantised engine, the upper clip is at (1 + high) rho / C. Elsewhere it is PPO. What carries
+    It belongs beside ``TruncateWeight(max_weight=C)`` with the same C. Where the trainer finds a token more than C
+    times likelier than the quantised engine, the upper clip is at (1 + high) rho / C. Elsewhere it is PPO. What carries
     gradient: the ratio, where the clip is not active. Biased by the clip and the cut weight.
 
     Reference: Li et al. 2026, QuRL (arXiv:2602.13953), adaptive clipping range. The bound (1 + eps) / r is that of two

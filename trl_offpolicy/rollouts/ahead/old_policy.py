@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.functional.mixture import mixture_logps
 from trl_offpolicy.objective.proximal import Proximal, RecomputedProximal
 from trl_offpolicy.rollouts.ahead.parts import padded_versions
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
-OLD, PROXIMAL = "old_per_token_logps", "proximal_per_token_logps"
+OLD, PROXIMAL, SAMPLING = "old_per_token_logps", "proximal_per_token_logps", "sampling_per_token_logps"
 Weights = dict[str, Tensor]
 
 
@@ -70,17 +72,48 @@ class Snapshots:
         Raises:
             ValueError: there is no copy of a version.
         """
-        found: Tensor | None = None
-        for version in sorted(set(versions[mask].tolist())):
-            if version not in self._copies:
-                raise ValueError(
-                    f"versions must be among {self.versions}, of which copies are kept, but got {version}."
-                )
+        present = sorted(set(versions[mask].tolist()))
+        if not present:
+            return torch.zeros(versions.shape, device=versions.device)
+        return self._own(self._score_all(model, score, present), present, versions, mask)
+
+    def mixture(self, model: Any, score: Callable[[], Tensor], versions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probs of the mixture of all versions in the batch, and those of :meth:`score`. All ranks call it.
+
+        A version's share is that of the trainable tokens, over all ranks. Each rank scores its rows under every version
+        that is on any of them. Arguments and errors are those of :meth:`score`.
+        """
+        known = self.versions
+        self._check(sorted(set(versions[mask].tolist())))
+        counts = sum_ranks(torch.stack([((versions == version) & mask).sum().double() for version in known]))
+        present = [version for version, count in zip(known, counts.tolist(), strict=True) if count > 0]
+        if not present:
+            nothing = torch.zeros(versions.shape, device=versions.device)
+            return nothing, nothing
+        scored = self._score_all(model, score, present)
+        shares = counts[counts > 0] / counts.sum()
+        return mixture_logps(scored, shares, mask), self._own(scored, present, versions, mask)
+
+    def _check(self, present: list[int]) -> None:
+        if missing := [version for version in present if version not in self._copies]:
+            raise ValueError(f"versions must be among {self.versions}, of which copies are kept, but got {missing[0]}.")
+
+    def _score_all(self, model: Any, score: Callable[[], Tensor], present: list[int]) -> Tensor:
+        """(K, B, T) log-probs under each version."""
+        self._check(present)
+        found = []
+        for version in present:
             with loaded(trainable(model), self._copies[version]):
-                logps = score()
-            here = (versions == version) & mask
-            found = torch.where(here, logps, 0.0 if found is None else found)
-        return torch.zeros(versions.shape, device=versions.device) if found is None else found
+                found.append(score())
+        return torch.stack(found)
+
+    @staticmethod
+    def _own(scored: Tensor, present: list[int], versions: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) of (K, B, T): each token under its version; 0 outside ``mask``."""
+        found = torch.zeros_like(scored[0])
+        for logps, version in zip(scored, present, strict=True):
+            found = torch.where((versions == version) & mask, logps, found)
+        return found
 
 
 class WeightAverage:
@@ -134,7 +167,8 @@ class OldPolicy:
 
     def __init__(self, settings: AsyncSettings) -> None:
         self._recomputes = settings.old_logps == "recompute_proximal"
-        self._snapshots = Snapshots() if settings.old_logps == "snapshot" else None
+        self._balances = settings.old_logps == "balance"
+        self._snapshots = Snapshots() if self._balances or settings.old_logps == "snapshot" else None
         self.average = WeightAverage(settings.ewma_decay) if settings.old_logps == "ewma" else None
 
     def keep(self, model: Any, version: int, *, oldest: int, averages: bool = True) -> None:
@@ -191,7 +225,11 @@ class OldPolicy:
         padded = padded_versions(versions, length=ids.shape[1], of_empty=current)
         rows["policy_versions"] = torch.tensor(padded, device=ids.device)
         today, name = rows.pop(OLD, None), self.name_of_scores(proximal)
-        if self._snapshots is not None:
+        if self._snapshots is not None and self._balances:
+            rows[OLD], own = self._snapshots.mixture(model, score, rows["policy_versions"], mask)
+            if rows.get(SAMPLING) is not None:  # old/sampling stays the engine's own mismatch
+                rows[SAMPLING] = rows[SAMPLING] + (rows[OLD] - own)
+        elif self._snapshots is not None:
             rows[OLD] = self._snapshots.score(model, score, rows["policy_versions"], mask)
         elif self.average is not None:
             rows[PROXIMAL] = self.average.score(model, score)
