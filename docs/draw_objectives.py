@@ -199,6 +199,69 @@ def fipo(figure: Figure) -> None:
     right.legend(loc="upper left", title="half_life")
 
 
+@picture("Clips that open: QuRL by the mismatch of a token, CTPO by its position")
+def opening_clips(figure: Figure) -> None:
+    """Where a token with A > 0 (or A < 0) stops learning, read off the gradient of the losses."""
+    left, right = figure.subplots(1, 2)
+    ratios = torch.linspace(0.5, 4.0, 3501)
+    mismatches = torch.linspace(-1.2, 2.0, 33).exp()
+
+    def edge(loss: Any, **fields: torch.Tensor) -> float:
+        """The largest ratio at which a token with A = 1 still learns."""
+        logs = ratios.log().unsqueeze(1).requires_grad_()
+        inputs = LossInputs(logs, logs, torch.ones(len(ratios), 1), torch.ones(len(ratios), 1).bool(), **fields)
+        (slope,) = torch.autograd.grad(loss(inputs).loss.sum(), logs)
+        return float(ratios[slope[:, 0] != 0].max())
+
+    for cap in (2.0, 4.0):
+        loss, found = op.losses.QuRL(max_weight=cap), []
+        for mismatch in mismatches:
+            found.append(edge(loss, mismatch_log_ratios=mismatch.log().expand(len(ratios), 1)))
+        left.plot(mismatches, found, label=f"weight cut at {cap:g}")
+    ticks(left, [0.5, 1, 2, 4])
+    label(left, "pi_old / mu of the token", "largest ratio that learns", "QuRL")
+    left.legend(loc="upper left")
+    place = torch.arange(1, 401)
+    for advantage, text in ((1.0, "A > 0: above"), (-1.0, "A < 0: below")):
+        bound = 0.05 * place.sqrt() if advantage > 0 else -0.025 * place.sqrt()
+        right.plot(place, bound.exp(), label=text)
+    ticks(right, [0.6, 1, 2], axis="y")
+    label(right, "position of the token", "clip of the product", "CTPO, the numbers of its code")
+    right.legend(loc="upper left")
+
+
+@picture("Shaped advantages: a price on the mismatch, and entropy where the rewards agree")
+def shaping(figure: Figure) -> None:
+    """What a token's advantage becomes, by its probabilities and by its entropy; and the price over steps."""
+    left, middle, right = figure.subplots(1, 3)
+    ones = torch.ones(1, 101).bool()
+    for coef in (0.5, 2.0):
+        penalty = op.shaping.DiscrepancyPenalty(coef=coef, target=None, max_coef=2.0)
+        engine, ours = torch.full((1, 101), 0.5), torch.linspace(0.01, 0.99, 101).unsqueeze(0)
+        batch = op.PolicyBatch(
+            per_token_logps=ours.log(), sampling_per_token_logps=engine.log(), completion_mask=ones,
+            advantages=torch.ones(1),
+        )  # fmt: skip
+        left.plot(ours[0], penalty(batch).advantages[0], label=f"price {coef:g}")
+    label(left, "trainer's probability, engine's is 0.5", "advantage (1 before)", "discrepancy")
+    left.legend(loc="lower center")
+    moved, prices = op.shaping.DiscrepancyPenalty(coef=0.0, target=0.02, rate=2.0), []
+    for step in range(120):
+        prices.append(moved.coef)
+        moved = moved.updated(0.04 if 20 <= step < 60 else 0.015)
+    middle.plot(range(120), prices)
+    label(middle, "optimizer step", "price", "0.04 from step 20 to 60, target 0.02")
+    for reward, text in ((1.0, "all correct"), (0.0, "all wrong")):
+        entropies = torch.linspace(0.0, 3.0, 101).unsqueeze(0)
+        batch = op.PolicyBatch(
+            per_token_logps=-entropies, completion_mask=ones, advantages=torch.zeros(1), entropies=entropies,
+            rewards=torch.tensor([reward]), group_rewards=torch.full((1, 4), reward),
+        )  # fmt: skip
+        right.plot(entropies[0], op.shaping.ZeroVariance(correct_threshold=0.5)(batch).advantages[0], label=text)
+    label(right, "entropy at the token, nats", "advantage (0 before)", "zero_variance, alpha 0.1")
+    right.legend(loc="upper left")
+
+
 MAPS = {"map": loss_map, "advantages": advantage_map}
 
 

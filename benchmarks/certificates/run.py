@@ -2,6 +2,7 @@
 
     python benchmarks/certificates/run.py [--seeds 20] [--processes 1]    # results.json, table.md, README, picture
     python benchmarks/certificates/run.py --short                         # 2 seeds, 3 kinds, printed only
+    python benchmarks/certificates/run.py --missing                       # only rows without numbers, merged
 
 A seed that is finished in ``--folder`` is not repeated; take a new folder after a change of the code.
 """
@@ -9,6 +10,7 @@ A seed that is finished in ``--folder`` is not repeated; take a new folder after
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import subprocess
 import sys
@@ -22,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.certificates import figure, table  # noqa: E402
-from benchmarks.certificates.certificates import certificate  # noqa: E402
+from benchmarks.certificates.certificates import Certificate, certificate  # noqa: E402
 from benchmarks.certificates.claims import CLAIMS  # noqa: E402
 from benchmarks.certificates.mismatch import KINDS, Case, case, world  # noqa: E402
 from benchmarks.certificates.terms import rows  # noqa: E402
@@ -80,6 +82,39 @@ def by_row(of: Case, settings: Settings, seed: int) -> dict[str, Any]:
     return {name: asdict(certificate(row, of, batches=settings.batches, seed=seed)) for name, row in rows().items()}
 
 
+def add_missing(seeds: list[Seed]) -> list[str]:
+    """Compute the rows that ``results.json`` lacks, with its own numbers of seeds and batches, and merge them.
+
+    The other rows stay as they are; rows that the kit no longer has go. Claims are not checked again.
+    """
+    path = HERE / "results.json"
+    results = json.loads(path.read_text())
+    new = [name for name in rows() if name not in results["rows"]]
+    found: dict[str, dict[str, list[Certificate]]] = {kind: {name: [] for name in new} for kind in KINDS}
+    for job in seeds[: results["seeds"]]:
+        made = world(job.seed)
+        for kind in KINDS:
+            of = case(kind, made)
+            for name in new:
+                found[kind][name].append(certificate(rows()[name], of, batches=results["batches"], seed=job.seed))
+    for kind in KINDS:
+        old = results["cells"][kind]
+        cells = {name: [table.rounded(value) for value in table.cell(found[kind][name])] for name in new}
+        results["cells"][kind] = {name: cells[name] if name in cells else old[name] for name in rows()}
+    results["rows"] = {name: {"group": r.group, "part": r.part, "exact": r.exact} for name, r in rows().items()}
+    write_all(results)
+    return new
+
+
+def write_all(results: dict[str, Any]) -> None:
+    """Write the results, the tables and the picture."""
+    table.write_results(results, HERE / "results.json")
+    (HERE / "table.md").write_text(table.full_table(results))
+    (HERE / "certificates.svg").write_text(figure.svg(results))
+    page = HERE / "README.md"
+    page.write_text(table.short_tables(results, page.read_text()))
+
+
 def no_warm_start(settings: Settings, seed: int, folder: Path) -> None:
     """Nothing is trained before."""
 
@@ -104,7 +139,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("runs/certificates"))
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--missing", action="store_true", help="only the rows that results.json lacks, merged into it")
     args = parser.parse_args()
+    if args.missing:
+        print("\n".join(add_missing([Seed(seed) for seed in range(args.seeds)])))
+        return
     settings = Settings(kinds=list(SHORT_KINDS if args.short else KINDS), batches=8 if args.short else args.batches)
     seeds = [Seed(seed) for seed in range(min(args.seeds, 2) if args.short else args.seeds)]
     folder = args.folder / "short" if args.short else args.folder
@@ -122,11 +161,7 @@ def main() -> None:
             "batches": settings.batches,
         }
         results = {**about, **results}
-        table.write_results(results, HERE / "results.json")
-        (HERE / "table.md").write_text(table.full_table(results))
-        (HERE / "certificates.svg").write_text(figure.svg(results))
-        page = HERE / "README.md"
-        page.write_text(table.short_tables(results, page.read_text()))
+        write_all(results)
     print(cost_text(cost))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from trl_offpolicy import Correction, GroupRejection, Objective, RatioBand, RawWeight, losses
+from trl_offpolicy import Correction, GroupRejection, Objective, RatioBand, RawWeight, losses, shaping
 from trl_offpolicy.correction.terms import KeepTerm, Weight
 from trl_offpolicy.correction.terms.weights import WEIGHT_LEVELS
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation
@@ -125,8 +125,9 @@ def _keeps() -> Iterator[Row]:
 def _methods() -> Iterator[Row]:
     """The corrections of the published methods, with the settings of their presets, on the plain policy gradient."""
     for name, method in METHODS.items():
-        correction = method.build(name).correction
-        if correction is None or method.objective or not (correction.weights or correction.keep):
+        preset = method.build(name)
+        correction = preset.correction
+        if correction is None or preset.objective_changes or not (correction.weights or correction.keep):
             continue  # no correction, or a loss of its own
         row = Row(name, "published methods", name, Objective(
             policy_loss=losses.GPG(), correction=replace(correction, measure=()), aggregation=SEPARABLE
@@ -153,6 +154,8 @@ def _losses() -> Iterator[Row]:
     for suffix, weight in {"": None, ", times the product": PRODUCT}.items():
         made = objective(weight, drift_coef=0.1)  # GPG and its pull to the sampler
         yield Row(f"drift{suffix}", "losses", "drift_coef", made)
+        made = objective(weight, shaping=(shaping.DiscrepancyPenalty(coef=0.5, target=None),))
+        yield Row(f"discrepancy{suffix}", "losses", "shaping", made)  # a reward of its own, so it is biased by design
 
 
 def _normalisers() -> Iterator[Row]:

@@ -74,8 +74,8 @@ class DiscrepancyPenalty(AdvantageShaping):
 
     A'_t = A_t - coef d_t. d_t compares the trainer's old policy with the engine's at the sampled token; where one of
     the two is not known it is 0. After each optimizer step coef' = clip(coef + rate (mean_t d_t - target), 0,
-    max_coef). So the policy is free while the mean discrepancy is within ``target``, and drawn to tokens on which both sides agree
-    while it is not. See ``functional.shaping``.
+    max_coef). So the policy is free while the mean discrepancy is within ``target``, and drawn to tokens on which both
+    sides agree while it is not. See ``functional.shaping``.
 
     Args:
         coef: the price lambda; with a target the one at the start.
