@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
 from lightning_module.callbacks import run_folder
-from trl_offpolicy.control import LearningRateScale, parse_control
+from trl_offpolicy.control import LearningRateScale, UpdateGate, parse_control
 from trl_offpolicy.control.auto import CHOSEN_BY_AUTO
 from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.rollouts.ahead.old_policy import trainable
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -67,6 +70,7 @@ class Control:
             has_sampler=not own,
             needs_whole_batch=module.stages.early is not None,
             resync_needs="an engine with weights of its own" if own else "",
+            accept_needs=self._accept_needs(module, own=own),
         )
         if module.preset.auto is not None:
             missing["escalation"] = CHOSEN_BY_AUTO
@@ -80,6 +84,22 @@ class Control:
             admits=admitted_by(module.objective),
             resync=lambda: module.generation.forget_sync(),
         )
+
+    @staticmethod
+    def _accept_needs(module: Any, *, own: bool) -> str:
+        """What judging updates would need and this run lacks; empty = nothing."""
+        if own:
+            return "an engine with weights of its own"
+        if not module.settings["sync_check"]:
+            return "a sync that is proved (sync_check)"
+        whole = isinstance(module.trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        return "" if whole else "whole weights on each rank (a single device or DDP)"
+
+    def gate(self, module: Any) -> UpdateGate | None:
+        """What judges each synced update of this run; None if no controller does. All ranks call it."""
+        if self._session is None:
+            return None
+        return self._session.gate(partial(trainable, module.policy), is_main=module.trainer.is_global_zero)
 
     def learning_rate(self, optimizer: Any) -> float:
         """The learning rate that the optimizer uses in this step, after the controllers' scaling."""

@@ -190,6 +190,7 @@ class Generation:
             return
         if self._sync_weights is None:
             self._sync_weights = self._weight_sync(prompt_ids)
+            self._sync_weights.gate = module.control.gate(module)
             source = ModelWeights(module.policy, is_main=module.trainer.is_global_zero)
             engine.bind(WatchedSource(source, self._sync_weights.watch))
 

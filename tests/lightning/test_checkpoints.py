@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_runs import Watch, data, module, trainer
+from lightning_runs import OwnMismatch, Watch, data, module, trainer
 from peft import LoraConfig
 from tiny_models import score_last_word, tiny_model, tiny_tokenizer
 
@@ -79,6 +80,22 @@ def test_a_checkpoint_of_an_adapter_holds_the_adapter_alone(tmp_path: Path) -> N
     state["state_dict"].popitem()
     with pytest.raises(ValueError, match="checkpoint must hold all trained weights of the adapter"):
         ours.on_load_checkpoint(state)
+
+
+def test_a_price_that_moves_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Two and two steps; every price is the one before plus 9 times the violation that was logged with it."""
+    price = {"type": "discrepancy", "coef": 0.3, "target": 1e-4, "rate": 9.0, "max_coef": 99.0}
+    rows: list[dict[str, float]] = []
+    for part, resume in (("first", None), ("rest", tmp_path / "first.ckpt")):
+        watch, ours = Watch(), module(OwnMismatch(noise=0.5), objective={"shaping": [price]})
+        owner = trainer(tmp_path / part, callbacks=[watch], max_steps=2 if resume is None else 4)
+        owner.fit(ours, data(), ckpt_path=resume)
+        owner.save_checkpoint(tmp_path / f"{part}.ckpt")
+        rows += watch.logs
+    assert len(rows) == 4 and rows[0]["offpolicy/loss/discrepancy_coef"] == pytest.approx(0.3)
+    for row, after in pairwise(rows):
+        wanted = row["offpolicy/loss/discrepancy_coef"] + 9.0 * (row["offpolicy/loss/discrepancy"] - 1e-4)
+        assert after["offpolicy/loss/discrepancy_coef"] == pytest.approx(wanted, rel=1e-4) and wanted > 0.31
 
 
 def test_a_module_comes_back_from_its_checkpoint_alone(tmp_path: Path, model_folder: Any) -> None:

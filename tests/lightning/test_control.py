@@ -163,6 +163,36 @@ def test_the_ceiling_follows_the_lag_of_the_rows(tmp_path: Path) -> None:
     assert rates.seen == pytest.approx([whole, whole, whole, 0.5 * whole, whole, whole])
 
 
+class Proved(OwnMismatch):
+    """Answers the probe with the trainer's own scores, off by what ``errors`` says for each sync."""
+
+    def __init__(self, errors: Sequence[float]) -> None:
+        super().__init__()
+        self.errors, self.held = errors, list[torch.Tensor]()
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
+        self.calls, self.prompts = [], []
+        self.held.append(torch.cat([value.detach().flatten() for value in self.source.model.parameters()]))
+        return super().generate(prompt_ids, sampling, n=n)
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        error = self.errors[len(self.synced) - 1]
+        return [[value + error for value in self.words._score(self.source.model, row[:1], row[1:])] for row in ids]
+
+
+def test_an_update_that_parts_engine_and_trainer_is_taken_back(tmp_path: Path) -> None:
+    """Of the syncs, the third has three times the usual gap; the fourth sends the accepted weights again."""
+    engine = Proved([0.05, 0.05, 0.15, 0.05, 0.05])
+    ours = module(engine, control={"controllers": {"accept_update": {}}}, sync_check=True, learning_rate=1e-2)
+    fit(tmp_path, ours, max_steps=4)
+    assert engine.synced == [0, 1, 2, 2, 3]
+    same = [torch.equal(one, other) for one, other in zip(engine.held, engine.held[1:], strict=False)]
+    assert same == [False, True, False]  # version 2 samples with the weights of version 1
+    (action,) = read_actions(tmp_path / "actions.jsonl")
+    assert (action.step, action.controller, action.what) == (2, "accept_update", "update")
+    assert column(tmp_path, "updates_rejected")[-1] == 1.0
+
+
 def test_controllers_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must not name resync, which needs an engine with weights of its own"):
         fit(tmp_path, module(control={"controllers": ["resync"]}))

@@ -13,6 +13,15 @@ IN_REWARD = {
     "objective": {"kl": {"coef": 1.0, "estimator": "k1", "place": "reward"}},
     "advantages": "dr_grpo",
 }
+SHAPED = {  # the price moves: one optimizer step has it, the next another
+    "preset": "paper/qurl",
+    "objective": {
+        "shaping": [
+            {"type": "zero_variance", "correct_threshold": 1e9, "alpha": 0.5},
+            {"type": "discrepancy", "coef": 0.3, "target": 1e-4, "rate": 50.0, "max_coef": 9.0},
+        ],
+    },
+}
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's
     "aligned": ({"gradient_accumulation_steps": 1}, {}, {}),
@@ -48,6 +57,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
             "offpolicy": {"preset": "paper/tis", "advantages": "optimal_token_baseline"},
         }, {}, {},
     ),
+    "shaped_advantages": (
+        {"gradient_accumulation_steps": 2, "offpolicy": SHAPED}, {}, {"steps_per_generation": 2},
+    ),
+    "ctpo": (
+        {"gradient_accumulation_steps": 1, "num_iterations": 2, "offpolicy": "paper/ctpo-clip"}, {},
+        {"num_iterations": 2},
+    ),
     "kl_in_the_reward": ({"gradient_accumulation_steps": 1, "offpolicy": IN_REWARD}, {}, {}),
 }  # fmt: skip
 
@@ -71,6 +87,19 @@ def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: A
         assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
         assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
         assert_same_numbers(watch.logs[step], rows[step])
+
+
+def test_a_shaping_moves_the_gradient_and_its_price_moves_by_the_step(build: Any) -> None:
+    without = {"preset": "paper/qurl"}
+    (shaped, rows, _), (plain, _, _) = (
+        run_trl(build, gradient_accumulation_steps=2, offpolicy=spec) for spec in (SHAPED, without)
+    )
+    assert distance(shaped.gradients[0], plain.gradients[0]) > 1e-3
+    prices = [row["offpolicy/loss/discrepancy_coef"] for row in rows]
+    assert prices[0] == pytest.approx(0.3)
+    for row, after in zip(rows, prices[1:], strict=False):
+        wanted = row["offpolicy/loss/discrepancy_coef"] + 50.0 * (row["offpolicy/loss/discrepancy"] - 1e-4)
+        assert after == pytest.approx(min(max(wanted, 0.0), 9.0), rel=1e-4) and after > 0.31
 
 
 def test_a_kl_in_the_reward_moves_the_gradient_once_the_policy_has_moved(build: Any) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rollouts.ahead.fake_server import FakeServer, note_submissions, server_class
 from trainer_runs import records, rollouts
 from transformers import TrainerCallback
 
+from trl_offpolicy.control import read_actions
 from trl_offpolicy.trl import engine as trl_engines
 
 pytestmark = pytest.mark.integration
@@ -125,6 +128,40 @@ def test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights(run: 
     assert (frame.step - frame.policy_version).max() == 2
     weights = np.stack(frame.query("step == 1").weights)
     assert np.abs(weights[:, 3:] - 1).max() < 1e-5 < 1e-3 < np.abs(weights[:, :3] - 1).max()
+
+
+def test_an_update_that_parts_engine_and_trainer_is_taken_back(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the syncs, the third has three times the usual gap; the fourth sends the accepted weights again."""
+    errors, held = [0.05, 0.05, 0.15, 0.05, 0.05, 0.05], list[torch.Tensor]()
+
+    def score(server: FakeServer, ids: Any) -> list[list[float]]:
+        found = []
+        for row in ids:
+            with torch.no_grad():
+                logps = server._model(input_ids=torch.tensor([list(row)])).logits[0, :-1].log_softmax(-1)
+            known = logps.gather(-1, torch.tensor(list(row)[1:])[:, None])[:, 0]
+            found.append((known + errors[len(server.syncs) - 1]).tolist())
+        return found
+
+    sync_weights = FakeServer.sync_weights
+
+    def kept(server: FakeServer, version: int) -> Any:
+        report = sync_weights(server, version)
+        held.append(torch.cat([value.flatten() for value in server._model.state_dict().values()]).clone())
+        return report
+
+    monkeypatch.setattr(FakeServer, "score", score)
+    monkeypatch.setattr(FakeServer, "sync_weights", kept)
+    engine = {"check_sync": True, "transfer": "folder"}
+    control = {"controllers": {"accept_update": {}}}
+    trainer, server = run(async_rollouts=0, engine=engine, control=control, max_steps=5)
+
+    assert server.syncs == [0, 1, 2, 2, 3, 4]
+    same = [torch.equal(one, other) for one, other in zip(held, held[2:], strict=False)]
+    assert same == [False, True, False, False]  # what is sent in the place of version 2 is version 1
+    (action,) = read_actions(Path(trainer.args.output_dir) / "actions.jsonl")
+    assert (action.step, action.controller, action.what, action.after) == (2, "accept_update", "update", 0)
+    assert [row["offpolicy/control/updates_rejected"] for row in records(trainer)][-1] == 1.0
 
 
 def groups(trainer: Any) -> list[set[str]]:

@@ -3,6 +3,7 @@
 ``trl_offpolicy.trl.control`` applies it in TRL, ``lightning_module.control`` in Lightning.
 """
 
+from trl_offpolicy.control.acceptance import AcceptUpdate, UpdateGate
 from trl_offpolicy.control.actions import ACTIONS_FILE, Action, append_actions, read_actions
 from trl_offpolicy.control.controllers import Controller, ESSStep, LengthGuard
 from trl_offpolicy.control.escalation import Escalation
@@ -17,6 +18,7 @@ __all__ = [
     "ACTIONS_FILE",
     "CONTROL_METRICS",
     "LENGTH_SURGE",
+    "AcceptUpdate",
     "Action",
     "ControlSpec",
     "ControlState",
@@ -30,6 +32,7 @@ __all__ = [
     "Risk",
     "StalenessCeiling",
     "Supervisor",
+    "UpdateGate",
     "append_actions",
     "collapse_risk",
     "parse_control",

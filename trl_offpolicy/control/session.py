@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trl_offpolicy.control.actions import append_actions
+from trl_offpolicy.control.acceptance import Parameters, UpdateGate, gate_of
+from trl_offpolicy.control.actions import Action, append_actions
 from trl_offpolicy.control.gradient_cosine import ConsecutiveCosine
 from trl_offpolicy.control.learning_rate import LearningRateScale
 from trl_offpolicy.control.spec import ControlSpec
@@ -26,6 +27,7 @@ from trl_offpolicy.run_folder.run_data import read_metrics
 from trl_offpolicy.stats import PREFIX
 
 COSINE_PREVIOUS = f"{PREFIX}gradient/cosine_previous"
+UPDATES_REJECTED = f"{PREFIX}control/updates_rejected"
 
 
 class ControlSession:
@@ -60,6 +62,8 @@ class ControlSession:
         self._say, self._broadcast, self._correct, self._resync = say, broadcast, correct, resync
         self._ladder = () if spec.escalation is None else spec.escalation.ladder(base or Correction(), admits)
         self._records: Path | None = None
+        self._gate: UpdateGate | None = None
+        self._is_main = True
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -97,6 +101,28 @@ class ControlSession:
             rows = tuple(row for row in read_metrics(folder).rows if row[STEP] <= step)
             self.state = replace(self.state, rows=rows[-self.spec.history :])
 
+    def gate(self, parameters: Callable[[], Parameters], *, is_main: bool) -> UpdateGate | None:
+        """What judges each synced update of this run; None if no controller does. Called by all ranks, once.
+
+        Args:
+            parameters: the trainable parameters by name, whole on this rank.
+            is_main: True if this rank prints and writes.
+        """
+        self._is_main = is_main
+        self._gate = gate_of(self.spec.controllers, parameters, self._note)
+        return self._gate
+
+    def _note(self, action: Action) -> None:
+        """Print and record an action that was taken between two logged rows."""
+        if self._is_main:
+            self._say(f"[control] {action.line()}")
+            self._record((action,))
+
+    def _record(self, actions: tuple[Action, ...]) -> None:
+        if actions and self._records is not None:
+            self._records.parent.mkdir(parents=True, exist_ok=True)
+            append_actions(self._records, actions)
+
     def compare_gradient(self, parameters: Iterable[Tensor]) -> None:
         """Measure the cosine to the previous optimizer step's gradient, if configured. Call it before the step."""
         if self._cosine is not None:
@@ -130,10 +156,9 @@ class ControlSession:
         if is_main:
             for line in outcome.lines:
                 self._say(f"[control] {line}")
-            if outcome.actions and self._records is not None:
-                self._records.parent.mkdir(parents=True, exist_ok=True)
-                append_actions(self._records, outcome.actions)
-        return {**added, **outcome.metrics}
+            self._record(outcome.actions)
+        gated = {} if self._gate is None else {UPDATES_REJECTED: float(self._gate.rejected)}
+        return {**added, **outcome.metrics, **gated}
 
     def end(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -161,7 +186,7 @@ def admitted_by(objective: Objective) -> Callable[[Correction], bool]:
 
 
 def lacking(
-    correction: Correction | None, *, has_sampler: bool, needs_whole_batch: bool, resync_needs: str
+    correction: Correction | None, *, has_sampler: bool, needs_whole_batch: bool, resync_needs: str, accept_needs: str
 ) -> dict[str, str]:
     """The controllers that cannot work in a run: ``{name: what it would need}``.
 
@@ -170,8 +195,10 @@ def lacking(
         has_sampler: True if an engine reports log-probs of its samples.
         needs_whole_batch: True if the correction is computed before the generation batch is split.
         resync_needs: what a resync would need and this run lacks; empty = nothing.
+        accept_needs: the same for accepting updates.
     """
-    missing = {"resync": resync_needs} if resync_needs else {}
+    needs = {"resync": resync_needs, "accept_update": accept_needs}
+    missing = {name: what for name, what in needs.items() if what}
     if not has_sampler:
         missing["escalation"] = "an engine with log-probs of its own"
     elif needs_whole_batch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from trl_offpolicy.checks import check_bool, check_choice, check_fraction, check_whole, near
+from trl_offpolicy.control.acceptance import AcceptUpdate
 from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, Controller, ESSStep, LengthGuard
 from trl_offpolicy.control.escalation import Escalation
 from trl_offpolicy.control.resync import Resync
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Policy = Literal["warn", "stop", "act"]
 CONTROLLERS: Mapping[str, type] = {
-    cls.name: cls for cls in (LengthGuard, ESSStep, Escalation, Resync, StalenessCeiling)
+    cls.name: cls for cls in (LengthGuard, ESSStep, Escalation, Resync, StalenessCeiling, AcceptUpdate)
 }
 _KEYS = ("policy", "controllers", "thresholds", "patience", "risk", "gradient_cosine")
 

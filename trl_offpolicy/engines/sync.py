@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
+from typing import Protocol
 
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
 from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch
@@ -22,6 +23,16 @@ PROBE_ROWS, PROBE_TOKENS = 4, 48
 
 Ids = Sequence[Sequence[int]]
 Scores = Sequence[Sequence[float]]
+
+
+class Gate(Protocol):
+    """Judges the weights that were just proved; :class:`~trl_offpolicy.control.acceptance.UpdateGate`."""
+
+    def accepts(self, version: int, agreement: float) -> bool:
+        """Whether they stay."""
+
+    def restore(self) -> None:
+        """Give the trainer the weights that were accepted last."""
 
 
 class WeightSync:
@@ -48,6 +59,13 @@ class WeightSync:
         self._probe, self._score, self._without_adapter = probe, score, without_adapter
         self._check = SyncCheck()
         self.watch = SyncWatch()
+        self.gate: Gate | None = None
+        """What may take an update back after its proof; None = every update stays."""
+
+    @property
+    def proves(self) -> bool:
+        """True if there is a probe, without which nothing is known of the agreement."""
+        return self._probe is not None
 
     def __call__(
         self,
@@ -59,6 +77,8 @@ class WeightSync:
     ) -> SyncReport:
         """Send the weights of ``version`` and prove them. Called by all ranks.
 
+        If the gate rejects them, the trainer gets those of the last accepted update back. These are sent and proved.
+
         Args:
             version: version of the trainer's present weights.
             send: an engine's ``sync_weights``.
@@ -69,6 +89,20 @@ class WeightSync:
             EngineError: on every rank, if the engine of any rank did not take the weights.
             SyncError: on every rank, if the engine of any rank does not answer with the weights that it got.
         """
+        report = self._send(version, send, answer, precision)
+        if self.gate is None or report.agreement is None or self.gate.accepts(version, report.agreement):
+            return report
+        self.gate.restore()
+        return self._send(version, send, answer, precision)
+
+    def _send(
+        self,
+        version: int,
+        send: Callable[[int], SyncReport],
+        answer: Callable[[Ids], Scores | None],
+        precision: Precision,
+    ) -> SyncReport:
+        """One sync and its proof."""
         self.watch.begin(precision)
         with raised_on_all_ranks():
             report = send(version)

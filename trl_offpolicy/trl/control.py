@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from trl_offpolicy.control import ControlSpec, ControlState
 from trl_offpolicy.control.auto import CHOSEN_BY_AUTO
 from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
+from trl_offpolicy.rollouts.ahead.old_policy import trainable
+from trl_offpolicy.trl.engine import TRLEngine
 
 
 class ControlCallback(TrainerCallback):  # type: ignore[misc]
@@ -126,6 +129,7 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
         has_sampler=has_sampler,
         needs_whole_batch=trainer._stages is not None and trainer._stages.early is not None,
         resync_needs="" if trainer.use_vllm else "vLLM",
+        accept_needs=_accept_needs(trainer),
     )
     if trainer._auto is not None:
         missing["escalation"] = CHOSEN_BY_AUTO
@@ -133,7 +137,21 @@ def supervise(trainer: Any, spec: ControlSpec | None, *, has_sampler: bool) -> C
         spec.without(missing), base=base, correct=correct, admits=admitted_by(trainer.objective), resync=resync
     )
     watch(trainer, callback)
+    if "accept_update" in [item.name for item in callback.spec.controllers]:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        gate = callback.session.gate(partial(trainable, model), is_main=trainer.accelerator.is_main_process)
+        trainer.vllm_generation.gate_updates(gate)
     return callback
+
+
+def _accept_needs(trainer: Any) -> str:
+    """What judging updates would need and this run lacks; empty = nothing."""
+    if not isinstance(getattr(trainer, "vllm_generation", None), TRLEngine):
+        return "vLLM"
+    if not trainer.vllm_generation.proves:
+        return "a sync that is proved (engine.check_sync)"
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    return "whole weights on each rank (no FSDP, no DeepSpeed)" if sharded else ""
 
 
 def watch(trainer: Any, callback: ControlCallback) -> None:

@@ -32,7 +32,7 @@ from trl_offpolicy.engines.screen import quiet_start, say
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
-from trl_offpolicy.engines.sync import WeightSync, raised_on_all_ranks
+from trl_offpolicy.engines.sync import Gate, WeightSync, raised_on_all_ranks
 from trl_offpolicy.engines.sync_watch import Precision
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
@@ -93,6 +93,15 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             step: returns the current version of the trainer's weights.
         """
         self._sync, self._log, self._step = sync, log, step
+
+    @property
+    def proves(self) -> bool:
+        """True if each sync is proved on a probe."""
+        return self._sync.proves
+
+    def gate_updates(self, gate: Gate) -> None:
+        """From now on have ``gate`` judge each update after its proof."""
+        self._sync.gate = gate
 
     @property
     def version(self) -> int:

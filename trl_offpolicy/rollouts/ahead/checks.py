@@ -118,7 +118,7 @@ def check_snapshots(settings: AsyncSettings, *, sharded: str | None) -> None:
     Raises:
         ValueError: the model is sharded.
     """
-    if settings.old_logps in ("snapshot", "ewma") and sharded is not None:
+    if settings.old_logps in ("snapshot", "balance", "ewma") and sharded is not None:
         raise ValueError(
             f"async_rollouts.old_logps must be 'recompute_proximal' or 'refuse' with {sharded}, whose weights "
             f"are sharded, but got {settings.old_logps!r}."
