@@ -29,7 +29,8 @@ MODULES = (
     "objective.objective", "objective.proximal", "objective.shaping", "types",
 )  # fmt: skip
 RECORDS = {  # made by the code, not by hand: a batch, a result, a state
-    "AcceptState", "Action", "AdvantageInputs", "AutoRule", "AutoState", "Average", "Candidate", "ControlState", "CorrectionOutput",
+    "AcceptState", "Action", "AdvantageInputs", "AutoRule", "AutoState", "Average", "Candidate", "ControlState",
+    "CorrectionOutput",
     "EscalationState", "Estimate", "LengthState",
     "ObjectiveOutput", "Outcome", "PolicyBatch", "ResyncState", "Risk", "ScaleState", "Supervisor", "TermInputs",
 }  # fmt: skip
