@@ -74,6 +74,7 @@ CASES = {
     "paper/fipo": ({}, ONES, ONES),
     "paper/dcmdp": ({}, ONES, ONES),
     "paper/ctpo-clip": ({}, ONES, ONES),
+    "paper/minpro-policy": ({}, [[1.5, 3], [0.25, 0.75], [1.01, 1.0201], [1, 0], [6, 300]], ONES),
     "paper/qurl": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "paper/rl-zvp": ({}, ONES, ONES),
     "skyrl/token-tis": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
@@ -112,11 +113,17 @@ CASES = {
     ),
     "ring-1t/icepop": ({}, [[1.5, 2], [0, 3], [1.01, 1.01], [1, 0], [0, 0]], ONES),
     "deepseek-v3.2/opsm": ({}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]]),
+    "deepseek-v3.2/objective": ({}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]]),
 }
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
 OWN_LOSS = {
     "paper/cppo": {"policy_loss": losses.GPG(), "mode": "bypass"},
     "paper/ctpo-clip": {"policy_loss": losses.CTPO()},
+    "paper/minpro-policy": {"policy_loss": losses.GPG(), "mode": "bypass"},
+    "deepseek-v3.2/objective": {
+        "mode": "bypass",
+        "kl": KLPenalty(coef=0.01, estimator="k3", ratio_weighted=True),
+    },
     "paper/qurl": {"policy_loss": losses.QuRL()},
     "paper/dcmdp": {"shaping": (shaping.DiscrepancyPenalty(),)},
     "paper/fipo": {"policy_loss": losses.FIPO()},

@@ -29,8 +29,9 @@ class AcceptUpdate:
 
     After each sync both sides score the probe. Let gap = -log(agreement), their mean absolute difference in log-prob.
     An update is rejected if its gap is above ``least`` and above ``growth`` times the median gap of the last
-    ``history`` accepted ones. The trainer then gets the weights of the last accepted update back, and these are synced and proved
-    instead. After ``patience`` rejections in a row the next update is accepted as it is, so that no run stands still.
+    ``history`` accepted ones. The trainer then gets the weights of the last accepted update back, and these are synced
+    and proved instead. After ``patience`` rejections in a row the next update is accepted as it is, so that no run
+    stands still.
 
     The optimizer's moments and the schedule go on. One copy of the trainable weights is kept on the CPU. After a resume
     the first update is accepted.

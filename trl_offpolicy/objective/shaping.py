@@ -28,7 +28,7 @@ BatchField = Literal["entropies", "rewards", "group_rewards"]
 
 
 class Shaped(NamedTuple):
-    """The advantages (B, 1) or (B, T) float32; ``measured`` (B, T), what an adapting shaping holds down, or None."""
+    """The advantages (B, T) float32; ``measured`` (B, T), what an adapting shaping holds down, or None."""
 
     advantages: Tensor
     measured: Tensor | None = None

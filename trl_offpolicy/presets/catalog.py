@@ -312,6 +312,13 @@ METHODS: dict[str, Row] = {
         source_clamp=None,
         objective={"policy_loss": P3O(), "mode": "bypass"},
     ),
+    "paper/minpro-policy": Row(
+        lambda: Correction(weight=PrefixMinWeight(ratio="current/sampling")),
+        "MinPRO in the policy ratio, mismatch and staleness in one. Detached, without a clip: the paper's own trust "
+        "region is not known to us. paper/minpro is the same minimum as a weight on pi_old / mu beside PPO's clip.",
+        citation="Lei et al. 2026, MinPRO (arXiv:2601.22718)",
+        objective={"policy_loss": GPG(), "mode": "bypass"},
+    ),
     "paper/ctpo-clip": Row(
         lambda low=0.025, high=0.05, dual_clip=0.05: make_preset(
             "paper/ctpo-clip",
@@ -485,6 +492,20 @@ RECOMMENDED: dict[str, Row] = {
         "In the report beside a KL term weighted by pi / pi_old (Eq. 7: KLPenalty(ratio_weighted=True)), routing "
         "replay and sampling-mask replay. The report does not print delta; 0.05 nats is a starting point.",
         citation=DEEPSEEK,
+    ),
+    "deepseek-v3.2/objective": Row(
+        lambda max_divergence=0.05, kl_coef=0.01: make_preset(
+            "deepseek-v3.2/objective",
+            Correction(keep=(OffPolicySequenceMask(max_divergence=max_divergence),)),
+            citation=DEEPSEEK + ", and Eq. 7",
+            notes="",
+            mode="bypass",
+            kl=KLPenalty(coef=kl_coef, estimator="k3", ratio_weighted=True),
+        ),
+        "The whole objective of the report on two policies: PPO's clip on pi / mu, OPSM, and the KL term that pi / mu "
+        "makes unbiased. Keep Routing and Keep Sampling Mask are settings of the trainer beside it: routing_replay: r3, "
+        "and the top_p of the sampling. The report prints neither delta nor the KL's coefficient: starting points.",
+        source_clamp=None,
     ),
 }
 

@@ -417,8 +417,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            parts = {"control": self._control, "auto": self._auto, "shaping": self._shaping}
-            self._kl = load_state(Path(checkpoint), self._kl, **parts)
+            self._kl = load_state(
+                Path(checkpoint), self._kl, control=self._control, auto=self._auto, shaping=self._shaping
+            )
 
 
 def _by_name(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
