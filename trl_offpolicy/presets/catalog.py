@@ -503,7 +503,7 @@ RECOMMENDED: dict[str, Row] = {
             kl=KLPenalty(coef=kl_coef, estimator="k3", ratio_weighted=True),
         ),
         "The whole objective of the report on two policies: PPO's clip on pi / mu, OPSM, and the KL term that pi / mu "
-        "makes unbiased. Keep Routing and Keep Sampling Mask are settings of the trainer beside it: routing_replay: r3, "
+        "makes unbiased. Keep Routing and Keep Sampling Mask are settings of the trainer beside it: routing_replay r3 "
         "and the top_p of the sampling. The report prints neither delta nor the KL's coefficient: starting points.",
         source_clamp=None,
     ),
