@@ -56,6 +56,7 @@ MEANT = {  # the odd values that a field accepts, with what they mean there
     ("Correction", "measure"): ({()}, "nothing is measured"),
     ("Correction", "weight"): (NONE | {()}, "no weight"),
     ("ControlSpec", "controllers"): ({()}, "no controller"),
+    ("ControlSpec", "max_gradient_cosine"): (NONE, "gradients stay as they are"),
     ("CTPO", "dual_clip"): (NONE, "no dual clip"),
     ("DISPO", "correct_threshold"): (SIGNED, "a reward has either sign"),
     ("DiscrepancyPenalty", "coef"): ({0}, "no price until the target is missed"),

@@ -165,7 +165,7 @@ def test_numbers_of_the_gradient_are_added() -> None:
 
 def test_what_controllers_lack() -> None:
     weighted = op.presets.get("paper/tis").correction
-    whole = {"has_sampler": True, "needs_whole_batch": False, "resync_needs": ""}
+    whole = {"has_sampler": True, "needs_whole_batch": False, "resync_needs": "", "accept_needs": ""}
     assert lacking(None, **whole) == {}
     assert set(lacking(None, **{**whole, "has_sampler": False})) == {"escalation", "ess_step"}
     assert lacking(weighted, **{**whole, "needs_whole_batch": True}) == {"escalation": "a correction of row scope"}

@@ -65,6 +65,11 @@ def test_a_mapping_says_more() -> None:
         ({"thresholds": 1}, r"control\.thresholds must be a mapping"),
         ({"patience": 0}, r"control\.patience must be a whole number of at least 1"),
         ({"risk": 1.5}, r"control\.risk must be at most 1"),
+        (
+            {"policy": "act", "max_gradient_cosine": 1.0},
+            r"control\.max_gradient_cosine must be in \[0, 1\), but got 1.0",
+        ),
+        ({"max_gradient_cosine": 0.5}, r"control\.max_gradient_cosine must be None with policy 'warn'"),
         ({"gradient_cosine": "yes"}, r"control\.gradient_cosine must be True or False"),
     ],
 )

@@ -207,6 +207,25 @@ def test_the_gradient_cosine_is_logged_on_demand(tmp_path: Path) -> None:
     assert values[0] is None and all(value is not None and -1 < value < 1 for value in values[1:])
 
 
+def test_a_gradient_too_aligned_with_the_one_before_is_projected(tmp_path: Path) -> None:
+    ours = module(OwnMismatch(), control={"policy": "act", "controllers": {}, "max_gradient_cosine": 0.0})
+    grads: list[torch.Tensor] = []
+
+    class Grads(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            def note(optimizer: Any, *_: Any) -> None:
+                grads.append(torch.cat([p.grad.flatten() for g in optimizer.param_groups for p in g["params"]]))
+
+            trainer.optimizers[0].register_step_pre_hook(note)
+
+    owner = trainer(tmp_path, callbacks=[RunFolder(str(tmp_path), report=False), Grads()], max_steps=4)
+    owner.fit(ours, data(num_iterations=2))
+    rows = read_metrics(tmp_path).rows
+    cosine, share = rows[1]["offpolicy/gradient/cosine_previous"], rows[1]["offpolicy/control/gradients_projected"]
+    assert cosine > 0.1 and share == 1.0  # the second pass over one batch
+    assert abs(float(torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=0))) < 1e-4
+
+
 def test_the_folder_is_asked_for_once_by_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a ``RunFolder`` it is the logger's, which Lightning broadcasts: later only the main rank speaks."""
     asked: list[pl.Trainer] = []

@@ -123,3 +123,41 @@ def test_consecutive_steps_are_averaged_over_the_window() -> None:
         seen.append(track.value() if gradient == [0.0, 2.0] else None)
     assert seen[1] == pytest.approx(0.0) and track.value() == pytest.approx((-1 + 1) / 2)
     assert track.value() is None
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.3, 0.9])
+def test_a_gradient_that_is_too_aligned_loses_the_excess_of_its_parallel_part(limit: float) -> None:
+    """Against float64: the part across stays, the cosine to the raw gradient before is the limit; else nothing moves."""
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))]
+    track, before, projected = ConsecutiveCosine(limit), None, []
+    for step in range(8):
+        raw = torch.randn(7, generator=generator, dtype=torch.float64)
+        if before is not None and step % 2:
+            raw = raw + 1.5 * before  # aligned
+        weights[0].grad, weights[1].grad = raw[:3].float(), raw[3:].view(2, 2).float()
+        track.update(weights)
+        now = torch.cat([weights[0].grad, weights[1].grad.flatten()]).double()
+        if before is not None:
+            unit = before / before.norm()
+            across = raw - (raw @ unit) * unit
+            is_aligned = float(raw @ unit / raw.norm()) > limit
+            projected.append(is_aligned)
+            wanted = across + across.norm() * limit / math.sqrt(1 - limit**2) * unit if is_aligned else raw
+            torch.testing.assert_close(now, wanted, rtol=1e-4, atol=1e-5)
+            if is_aligned:
+                assert float(now @ unit / now.norm()) == pytest.approx(limit, abs=1e-4)
+        before = raw
+    assert 0 < sum(projected) < 7 and track.projected() == pytest.approx(sum(projected) / 7)
+    assert track.value() is not None and track.projected() is None
+
+
+def test_the_same_gradient_again_and_an_opposite_one() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    track, seen = ConsecutiveCosine(0.5), []
+    for gradient in ([1.0, 0.0], [2.0, 0.0], [-3.0, 0.0], [0.0, 0.0]):
+        weight.grad = torch.tensor(gradient)
+        track.update([weight])
+        seen.append(weight.grad.tolist())
+    assert seen == [[1.0, 0.0], [0.0, 0.0], [-3.0, 0.0], [0.0, 0.0]]  # nothing is left across; opposite stays
+    assert track.projected() == pytest.approx(1 / 3)

@@ -229,6 +229,25 @@ def test_nobody_watches_with_off(build: Build) -> None:
     assert not any("/control/" in key for row in records(trainer) for key in row)
 
 
+def test_a_gradient_too_aligned_with_the_one_before_is_projected(build: Build) -> None:
+    control = {"policy": "act", "controllers": {}, "max_gradient_cosine": 0.0}
+    trainer, grads = build(Engine(), control=control, max_steps=4, num_iterations=2), list[torch.Tensor]()
+
+    class Grads(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            def note(optimizer: Any, *_: Any) -> None:
+                grads.append(torch.cat([p.grad.flatten() for g in optimizer.param_groups for p in g["params"]]))
+
+            kwargs["optimizer"].optimizer.register_step_pre_hook(note)
+
+    trainer.add_callback(Grads())
+    trainer.train()
+    row = records(trainer)[1]
+    assert row["offpolicy/gradient/cosine_previous"] > 0.1  # the second pass over one batch
+    assert row["offpolicy/control/gradients_projected"] == 1.0
+    assert abs(float(torch.nn.functional.cosine_similarity(grads[0], grads[1], dim=0))) < 1e-4
+
+
 def test_the_gradient_cosine_is_logged_on_demand(build: Build) -> None:
     """The same rollouts in every step and a tiny learning rate: the same gradient again, cosine 1."""
 

@@ -27,6 +27,7 @@ from trl_offpolicy.run_folder.run_data import read_metrics
 from trl_offpolicy.stats import PREFIX
 
 COSINE_PREVIOUS = f"{PREFIX}gradient/cosine_previous"
+GRADIENTS_PROJECTED = f"{PREFIX}control/gradients_projected"
 UPDATES_REJECTED = f"{PREFIX}control/updates_rejected"
 
 
@@ -68,7 +69,8 @@ class ControlSession:
 
     def _begin_anew(self) -> None:
         self.state: ControlState = self._supervisor.start()
-        self._cosine = ConsecutiveCosine() if self.spec.gradient_cosine else None
+        limit = self.spec.max_gradient_cosine
+        self._cosine = ConsecutiveCosine(limit) if self.spec.gradient_cosine or limit is not None else None
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -124,7 +126,7 @@ class ControlSession:
             append_actions(self._records, actions)
 
     def compare_gradient(self, parameters: Iterable[Tensor]) -> None:
-        """Measure the cosine to the previous optimizer step's gradient, if configured. Call it before the step."""
+        """Measure, and bound, the cosine to the previous step's gradient, if configured. Call it before the step."""
         if self._cosine is not None:
             self._cosine.update(parameters)
 
@@ -144,8 +146,11 @@ class ControlSession:
             Further numbers to log. Afterwards ``stop`` says whether the run should end.
         """
         added = gradient_variance(logs, responses=responses)
-        if self._cosine is not None and (cosine := self._cosine.value()) is not None:
-            added[COSINE_PREVIOUS] = cosine
+        if self._cosine is not None:
+            if (share := self._cosine.projected()) is not None:
+                added[GRADIENTS_PROJECTED] = share
+            if (cosine := self._cosine.value()) is not None:
+                added[COSINE_PREVIOUS] = cosine
         row = {**logs, **added}
         # the ranks' rows may differ (times do), so all ranks decide by the main rank's row
         if self.spec.policy != "warn" and world_size > 1:

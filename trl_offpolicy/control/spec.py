@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from trl_offpolicy.checks import check_bool, check_choice, check_fraction, check_whole, near
+from trl_offpolicy.checks import check_bool, check_choice, check_fraction, check_number, check_whole, near
 from trl_offpolicy.control.acceptance import AcceptUpdate
 from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE, Controller, ESSStep, LengthGuard
 from trl_offpolicy.control.escalation import Escalation
@@ -22,7 +22,7 @@ Policy = Literal["warn", "stop", "act"]
 CONTROLLERS: Mapping[str, type] = {
     cls.name: cls for cls in (LengthGuard, ESSStep, Escalation, Resync, StalenessCeiling, AcceptUpdate)
 }
-_KEYS = ("policy", "controllers", "thresholds", "patience", "risk", "gradient_cosine")
+_KEYS = ("policy", "controllers", "thresholds", "patience", "risk", "gradient_cosine", "max_gradient_cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,9 @@ class ControlSpec:
         risk: with ``stop``, collapse risk that counts as high.
         gradient_cosine: whether to log the cosine between the gradients of consecutive optimizer steps. It keeps a copy
             of one gradient.
+        max_gradient_cosine: with ``act``, largest cosine in [0, 1) that a gradient may have to the one before; what is
+            beyond is projected away (:class:`~trl_offpolicy.control.gradient_cosine.ConsecutiveCosine`), and the cosine
+            is logged. None = gradients stay as they are.
     """
 
     policy: Policy = "warn"
@@ -48,6 +51,7 @@ class ControlSpec:
     patience: int = 3
     risk: float = 0.5
     gradient_cosine: bool = False
+    max_gradient_cosine: float | None = None
 
     def __post_init__(self) -> None:
         check_choice("policy", self.policy, get_args(Policy))
@@ -62,6 +66,12 @@ class ControlSpec:
         check_whole("patience", self.patience, least=1)
         check_fraction(risk=self.risk)
         check_bool(named=self.named, gradient_cosine=self.gradient_cosine)
+        if self.max_gradient_cosine is not None:
+            check_number("max_gradient_cosine", self.max_gradient_cosine)
+            if not 0 <= self.max_gradient_cosine < 1:
+                raise ValueError(f"max_gradient_cosine must be in [0, 1), but got {self.max_gradient_cosine}.")
+            if self.policy != "act":
+                raise ValueError(f"max_gradient_cosine must be None with policy {self.policy!r}, but got a number.")
 
     def without(self, missing: Mapping[str, str]) -> ControlSpec:
         """Leave out controllers that cannot work in a run, with a warning.
