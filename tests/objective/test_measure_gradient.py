@@ -127,7 +127,7 @@ def test_consecutive_steps_are_averaged_over_the_window() -> None:
 
 @pytest.mark.parametrize("limit", [0.0, 0.3, 0.9])
 def test_a_gradient_that_is_too_aligned_loses_the_excess_of_its_parallel_part(limit: float) -> None:
-    """Against float64: the part across stays, the cosine to the raw gradient before is the limit; else nothing moves."""
+    """Against float64: the part across stays, the cosine to the raw gradient before is the limit; or nothing moves."""
     generator = torch.Generator().manual_seed(3)
     weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))]
     track, before, projected = ConsecutiveCosine(limit), None, []
