@@ -204,7 +204,7 @@ def opening_clips(figure: Figure) -> None:
     """Where a token with A > 0 (or A < 0) stops learning, read off the gradient of the losses."""
     left, right = figure.subplots(1, 2)
     ratios = torch.linspace(0.5, 4.0, 3501)
-    mismatches = torch.linspace(-1.2, 2.0, 33).exp()
+    mismatches = torch.linspace(-1.2, 1.6, 29).exp()
 
     def edge(loss: Any, **fields: torch.Tensor) -> float:
         """The largest ratio at which a token with A = 1 still learns."""

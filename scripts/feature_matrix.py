@@ -68,7 +68,7 @@ FEATURES = (
     Feature("old policy from snapshots or an average",
             "tests/trl/test_ahead.py::test_snapshots_give_the_old_policy_to_the_last_digit", AHEAD),
     Feature("mixture of the versions in a batch (`balance`)",
-            "tests/trl/test_ahead.py::test_the_mixture_of_the_versions_bounds_what_an_old_version_alone_would_not", AHEAD),
+            "tests/trl/test_ahead.py::test_the_mixture_of_the_versions_is_nearer_than_an_old_version_alone", AHEAD),
     Feature("shaped advantages, a price that moves",
             "tests/lightning/test_equality.py::test_a_shaping_moves_the_gradient_and_its_price_moves_by_the_step",
             "tests/lightning/test_checkpoints.py::test_a_price_that_moves_goes_on_from_the_checkpoint"),

@@ -88,7 +88,7 @@ def test_a_sync_that_is_rejected_sends_the_accepted_weights_again_and_proves_the
     engine = Rounding(model)
     sync = WeightSync(ROWS, lambda ids: scores(model.weight.detach(), ids))
     sync.gate = gate(model, notes, least=1e-6)
-    held, widths = [], [1e-3, 1e-3, 4e-3, 1e-3]
+    held, widths = [], [1e-3, 1e-3, 1.6e-2, 1e-3]
     for version, width in enumerate(widths):
         if version:
             with torch.no_grad():

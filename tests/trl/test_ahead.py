@@ -100,7 +100,7 @@ def test_snapshots_give_the_old_policy_to_the_last_digit(run: Any) -> None:
         assert row["offpolicy/rollout/cross_version_fraction"] == float(step > 0)
 
 
-def test_the_mixture_of_the_versions_bounds_what_an_old_version_alone_would_not(run: Any) -> None:
+def test_the_mixture_of_the_versions_is_nearer_than_an_old_version_alone(run: Any) -> None:
     """Two versions in each batch: the mismatch is the engine's own (none here), and pi / m is at most 1 / c pi / mu."""
     options = {"server": {"free": 2}, "offpolicy": "measure"}
     ahead = {"lag": 2, "partial": "continue"}
