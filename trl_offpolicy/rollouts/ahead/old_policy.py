@@ -85,7 +85,8 @@ class Snapshots:
         """
         known = self.versions
         self._check(sorted(set(versions[mask].tolist())))
-        counts = sum_ranks(torch.tensor([int(((versions == version) & mask).sum()) for version in known]).double())
+        here = [int(((versions == version) & mask).sum()) for version in known]
+        counts = sum_ranks(torch.tensor(here, dtype=torch.float64, device=mask.device))
         present = [version for version, count in zip(known, counts.tolist(), strict=True) if count > 0]
         if not present:
             nothing = torch.zeros(versions.shape, device=versions.device)
