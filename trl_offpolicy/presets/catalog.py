@@ -329,6 +329,7 @@ METHODS: dict[str, Row] = {
         ),
         "CTPO as published: it acts on staleness, in the policy ratio. Long responses, several steps on a batch. It "
         "corrects no mismatch; add a weight for that, or take paper/ctpo, which is the same idea as such a weight.",
+        formula="r_1:t = prod_{s <= t} pi / pi_old, in PPO's clip at exp(-low sqrt(t)) and exp(high sqrt(t))",
     ),
     "paper/qurl": Row(
         lambda max_weight=2.0, low=0.2, high=0.2: make_preset(
@@ -341,6 +342,7 @@ METHODS: dict[str, Row] = {
         "Quantised rollouts over a long training: TIS, and PPO's upper clip opens where TIS cuts. It matters once "
         "weights are cut and several steps are made on a batch; before that it is paper/tis. Update-aware quantisation "
         "is not here.",
+        formula="w_t = min(rho_t, C), and PPO's upper clip at (1 + high) max(1, rho_t / C)",
     ),
     "paper/fipo": Row(
         lambda: Correction(),
