@@ -125,7 +125,8 @@ def _cosine(dot: Tensor, square_first: Tensor, square_second: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, in the same memory; any other tensor as it is."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    to_local = getattr(tensor, "to_local", None)
+    part: Tensor = tensor if to_local is None else to_local()
     return part
 
 

@@ -160,12 +160,12 @@ class Objective:
         self._check_shaping()
 
     def _check_shaping(self) -> None:
-        """Raise unless all shapings are such, one at most moves, and no term decides by the advantages before them."""
+        """Raise unless all shapings are such, one at most adapts, and no term decides by the advantages before them."""
         if not isinstance(self.shaping, tuple) or not all(isinstance(one, AdvantageShaping) for one in self.shaping):
             raise TypeError(f"shaping must be a tuple of advantage shapings, but got {self.shaping!r}.")
-        moving = [type(one).__name__ for one in self.shaping if one.moves]
-        if len(moving) > 1:
-            raise ValueError(f"shaping must hold one coefficient that moves at most, but got {moving}.")
+        adapting = [type(one).__name__ for one in self.shaping if one.adapts]
+        if len(adapting) > 1:
+            raise ValueError(f"shaping must hold at most one that measures and adapts, but got {adapting}.")
         early = self.correction.keep if self.correction is not None and self.correction.is_wide else ()
         by_sign = [term.name for term in early if term.reads_advantages and not is_late(term)]
         if self.shaping and by_sign:

@@ -42,7 +42,7 @@ class AdvantageShaping(Part):
     """
 
     adapts: ClassVar[bool] = False
-    """Whether its ``coef`` moves in training. Of the shapings of an objective only one may."""
+    """Whether it measures, and its ``coef`` can move in training. Of the shapings of an objective only one may."""
 
     @overridable
     def needs_sampling(self) -> bool:
