@@ -20,6 +20,9 @@ def batch(device, rows=8, length=64):
         "completion_mask": torch.arange(length) < torch.randint(1, length, (rows, 1), generator=generator),
         "advantages": torch.randn(rows, generator=generator),
         "rewards": torch.rand(rows, generator=generator),
+        "group_rewards": (torch.rand(rows, 4, generator=generator) > 0.3).float(),
+        "entropies": torch.rand(rows, length, generator=generator),
+        "ref_per_token_logps": old + 0.1 * torch.randn(rows, length, generator=generator),
         "group_ids": torch.arange(rows) // 4,
         "policy_versions": torch.zeros(rows, dtype=torch.long),
     }

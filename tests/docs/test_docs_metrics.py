@@ -13,6 +13,7 @@ import torch
 import trl_offpolicy as op
 from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
 from trl_offpolicy.control.auto import AUTO_METRICS, CANDIDATE_METRICS
+from trl_offpolicy.control.session import SESSION_METRICS
 from trl_offpolicy.correction.measure import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
 from trl_offpolicy.engines.sync import SYNC_METRICS
 from trl_offpolicy.functional.lags import LAG_NAMES
@@ -77,6 +78,7 @@ def batch():
         completion_mask=torch.ones(4, 6).bool(),
         advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]),
         rewards=torch.tensor([1.0, 0.0, 0.75, 0.25]),
+        group_rewards=torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.75, 0.75], [0.25, 0.75]]),
         policy_versions=torch.zeros(4, 6, dtype=torch.long),
         current_version=1,
         turn_ids=torch.tensor([[0, 0, 0, 1, 1, 1]] * 4),
@@ -107,13 +109,14 @@ def emitted():
         ),
         correct_threshold=0.5,
     )
-    objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
+    shaping = (op.shaping.DiscrepancyPenalty(),)
+    objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01, shaping=shaping)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
     of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *TOKEN_ID_METRICS, *DUPLICATE_METRICS, "outside_fraction")
     of_rollouts += (*SCREEN_METRICS, *GUARD_METRICS)
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
-    by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
+    by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE, *SESSION_METRICS}
     by_control |= OF_AUTO
     by_routing = {f"offpolicy/routing/{name}" for name in ROUTING_METRICS}
     by_term = set(map(generic, stats))
@@ -129,6 +132,7 @@ def test_every_key_on_the_page_is_emitted():
     weights = 2 * 6 + 3 + 6
     weights += len(OF_AUTO)
     rest = 6 + 2 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4 + 5
+    rest += 2 + len(SESSION_METRICS)  # loss/discrepancy and its price
     assert len(table()) == 5 * len(RATIO_METRICS) + 5 + rest + len(ROUTING_METRICS)
 
 
@@ -145,7 +149,7 @@ def test_every_row_is_complete():
         assert all(row.values()), key
 
 
-WITHOUT_CLASS = {LENGTH_SURGE} | {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | OF_AUTO
+WITHOUT_CLASS = {LENGTH_SURGE, *SESSION_METRICS} | {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | OF_AUTO
 """Made from rows that are logged already, or once for each generation batch."""
 
 

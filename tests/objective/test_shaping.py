@@ -223,7 +223,7 @@ def test_yaml_names_them() -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     moving, fixed = shaping.DiscrepancyPenalty(), shaping.DiscrepancyPenalty(target=None)
-    with pytest.raises(ValueError, match="^shaping must hold at most one that measures and adapts, but got"):
+    with pytest.raises(ValueError, match=r"^shaping must hold at most one that measures and adapts, but got"):
         op.Objective(shaping=(moving, fixed))
     early = op.Correction(
         weight=op.ESSWeight(), keep=(op.OffPolicySequenceMask(max_divergence=0.1, ratio="old/sampling"),)

@@ -29,6 +29,8 @@ from trl_offpolicy.stats import PREFIX
 COSINE_PREVIOUS = f"{PREFIX}gradient/cosine_previous"
 GRADIENTS_PROJECTED = f"{PREFIX}control/gradients_projected"
 UPDATES_REJECTED = f"{PREFIX}control/updates_rejected"
+SESSION_METRICS = (GRADIENTS_PROJECTED, UPDATES_REJECTED)
+"""Keys that a session logs beside those of its supervisor (``CONTROL_METRICS``), if it is configured to."""
 
 
 class ControlSession:

@@ -23,8 +23,7 @@ from trl_offpolicy.stats import PREFIX
 
 CONTROL_METRICS = (
     "verdict", "collapse_risk", "risk_chi2", "risk_ess", "risk_clip", "risk_length", "risk_gradient",
-    "learning_rate_scale", "correction_level", "resyncs", "updates_rejected",
-    "gradients_projected",
+    "learning_rate_scale", "correction_level", "resyncs",
 )  # fmt: skip
 """Prefix of the metrics that control logs: ``offpolicy/control/<name>``."""
 LENGTH_SURGE = f"{PREFIX}rollout/length_surge"
