@@ -17,7 +17,7 @@ LAYERS = (
     "metrics", "engines", "rollouts", "run_folder", "diagnosis", "control", "trl", "integrations", "cli",
 )  # fmt: skip
 """A module imports from its own layer and from those before it."""
-PUBLIC = ("async_grpo", "advantages", "config", "losses", "proximal", "replay", "routing", "trainer")
+PUBLIC = ("async_grpo", "advantages", "config", "losses", "proximal", "replay", "routing", "shaping", "trainer")
 """Modules of one line at the top: the paths that users know."""
 
 

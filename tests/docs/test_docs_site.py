@@ -34,11 +34,12 @@ LOADS = {
 }
 """Elements that make a browser load something, and where they say what."""
 API = {
-    "trl_offpolicy": ("advantages", "losses", "presets", "proximal"),
+    "trl_offpolicy": ("advantages", "losses", "presets", "proximal", "shaping"),
     "trl_offpolicy.correction.terms": (),
     "trl_offpolicy.objective.losses": ("RatioLevel", "WeightUse"),
     "trl_offpolicy.objective.advantages": (),
     "trl_offpolicy.objective.proximal": ("Average",),
+    "trl_offpolicy.objective.shaping": (),
     "trl_offpolicy.presets": (),
     "trl_offpolicy.metrics": (),
     "trl_offpolicy.diagnosis": (),
