@@ -110,10 +110,10 @@ def test_the_mixture_of_the_versions_is_nearer_than_an_old_version_alone(run: An
     }
     for step, (own, mixed) in enumerate(zip(rows["snapshot"], rows["balance"], strict=True)):
         assert mixed["offpolicy/mismatch/logp_diff_max"] < 2e-5
-        same = mixed["offpolicy/staleness/kl_k3"] == pytest.approx(own["offpolicy/staleness/kl_k3"], rel=1e-3)
+        same = mixed["offpolicy/staleness/kl_k3"] == pytest.approx(own["offpolicy/staleness/kl_k3"], rel=1e-3, abs=1e-7)
         assert same == (step == 0)
     # the first step is the same, so the second has the same weights: the mixture lies nearer to the policy that learns
-    assert rows["balance"][1]["offpolicy/staleness/chi2_token"] < rows["snapshot"][1]["offpolicy/staleness/chi2_token"]
+    assert rows["balance"][1]["offpolicy/staleness/kl_k3"] < 0.9 * rows["snapshot"][1]["offpolicy/staleness/kl_k3"]
 
 
 def test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights(run: Any) -> None:
