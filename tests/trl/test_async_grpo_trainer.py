@@ -299,6 +299,7 @@ def test_what_packing_cannot_give_is_refused(make: Make) -> None:
         ),
         (op.Objective(kl=KLPenalty(coef=0.1)), "no reference policy"),
         (op.Objective(proximal=AveragedProximal(decay=0.5)), "must not be AveragedProximal"),
+        (op.Objective(shaping=(op.shaping.DiscrepancyPenalty(),)), "but got DiscrepancyPenalty, which moves"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             make(Worker(samples()), objective=objective)
