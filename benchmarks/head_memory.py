@@ -1,6 +1,6 @@
 """Peak memory and time of log-probs, entropies and sums of p^2, with gradient: three heads, the same inputs.
 
-    python benchmarks/head_memory.py [--tokens 512 1024 2048] [--vocabulary 150000] [--hidden 64] [--heads logits trl kit]
+    python benchmarks/head_memory.py --tokens 512 1024 --heads logits trl kit [--vocabulary 150000] [--hidden 64]
     python benchmarks/head_memory.py --layers 8 --hidden 512 --tokens 2048 --heads trl kit
     python benchmarks/head_memory.py --time --rounds 3
     python benchmarks/head_memory.py --short

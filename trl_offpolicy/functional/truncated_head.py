@@ -239,7 +239,7 @@ def _logit_gradient(
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """(n, V): ``g (1[j = y] - p_j) - h p_j (log p_j + H)``; overwrites ``logits``. ``weights`` None: all tokens kept."""
+    """(n, V): ``g (1[j = y] - p_j) - h p_j (log p_j + H)``; overwrites ``logits``. ``weights`` None: nothing cut."""
     log_p = logits.sub_(log_z.unsqueeze(1))
     if grad_entropy is None:
         assert grad_logp is not None  # autograd does not ask for the gradient of nothing
