@@ -378,7 +378,8 @@ def _cut(batch: PolicyBatch, used: WeightsUsed) -> tuple[Tensor, Tensor]:
     A floor adds mass to other units, which makes up for none of it. Shapes differ from their ratio by design: 0.
     """
     if used.shaped or used.raw is used.bounded:
-        return batch.lengths.new_zeros(2, dtype=torch.float64).unbind()
+        zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
+        return zero, zero
     mask = (batch.lengths > 0).unsqueeze(-1) if _is_by_row(batch, used) else batch.mask
     changed, cut = cut_rows(mask, used.raw, used.bounded).double().sum(-1).unbind()
     return changed, cut

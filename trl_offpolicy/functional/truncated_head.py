@@ -145,14 +145,13 @@ class _TiledHead(torch.autograd.Function):
             head, shift = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
             for rows in _tiles(len(hidden), ctx.options.tile):
                 states = hidden[rows].to(ctx.dtype)
-                logits, slope = _logits(states, head, shift, ctx.options, with_slope=True)
-                listed = None if kept_ids is None else kept_ids[rows]
-                weights = None
-                if ctx.options.truncation or listed is not None:
-                    weights = _weights(logits, Support(lowest[rows], share[rows]), listed, targets[rows])[0]
-                grad = _logit_gradient(logits, weights, targets[rows], log_z[rows], entropy[rows],
-                                       _rows(grad_logp, rows), _rows(grad_entropy, rows))  # fmt: skip
-                _accumulate(sums, rows, _times(grad, slope), states, head)
+                grad = _backward_tile(
+                    states, head, shift, targets[rows], None if kept_ids is None else kept_ids[rows], ctx.options,
+                    Support(lowest[rows], share[rows]), log_z[rows], entropy[rows],
+                    _rows(grad_logp, rows), _rows(grad_entropy, rows),
+                )  # fmt: skip
+                _accumulate(sums, rows, grad, states, head)
+                del grad  # before the next tile is made
         dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         grads = (None if total is None else total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True))
         return *grads, None, None, None
@@ -186,8 +185,8 @@ def _logits(
     scaled = _times(projected.to(_wide(projected.dtype)), options.logit_scale)
     slope: Tensor | float = options.logit_scale / options.temperature
     if options.softcap is not None:
-        bent = (scaled / options.softcap).tanh_()
-        slope = (1 - bent * bent).mul_(slope) if with_slope else slope
+        bent = scaled.div_(options.softcap).tanh_()
+        slope = bent.square().neg_().add_(1.0).mul_(slope) if with_slope else slope
         scaled = bent.mul_(options.softcap)
     return scaled if options.temperature == 1.0 else scaled.div_(options.temperature), slope
 
@@ -230,27 +229,36 @@ def _forward_tile(
     return log_probs, log_z, entropy, sum_sq, support.lowest, support.share, outside
 
 
-def _logit_gradient(
-    logits: Tensor,
-    weights: Tensor | None,
+def _backward_tile(
+    states: Tensor,
+    head: Tensor,
+    shift: Tensor | None,
     targets: Tensor,
+    listed: Tensor | None,
+    options: _Options,
+    support: Support,
     log_z: Tensor,
     entropy: Tensor,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """(n, V): ``g (1[j = y] - p_j) - h p_j (log p_j + H)``; overwrites ``logits``. ``weights`` None: nothing cut."""
+    """One tile's gradient of the projection, (n, V): ``g (1[j = y] - p_j) - h p_j (log p_j + H)`` times the slope."""
+    logits, slope = _logits(states, head, shift, options, with_slope=True)
+    weights = None
+    if options.truncation or listed is not None:
+        weights = _weights(logits, support, listed, targets)[0]
     log_p = logits.sub_(log_z.unsqueeze(1))
     if grad_entropy is None:
-        assert grad_logp is not None  # autograd does not ask for the gradient of nothing
-        grad = log_p.exp_().mul_(-grad_logp)
+        grad = log_p.zero_() if grad_logp is None else log_p.exp_().mul_(-grad_logp)
     else:
         probs = log_p.exp()
         factor = log_p.add_(entropy.unsqueeze(1)).mul_(-grad_entropy)
         grad = probs.mul_(factor if grad_logp is None else factor.sub_(grad_logp))
     if weights is not None:
         grad.mul_(weights)
-    return grad if grad_logp is None else grad.scatter_add_(1, targets.unsqueeze(1), grad_logp.to(grad.dtype))
+    if grad_logp is not None:
+        grad.scatter_add_(1, targets.unsqueeze(1), grad_logp.to(grad.dtype))
+    return _times(grad, slope)
 
 
 def _accumulate(sums: list[Tensor | None], rows: slice, grad: Tensor, states: Tensor, head: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional._fast import as_float, count_true, row_blocks
-from trl_offpolicy.functional._shapes import check_rows, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_rows, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.moments import Layout, Moments, dot
 
 WEIGHT_LAYOUT = Layout(
@@ -62,6 +62,7 @@ def cut_rows(mask: Tensor, raw: Tensor, bounded: Tensor) -> Tensor:
         raw: (B, T) ratios, finite.
         bounded: (B, T) the same after caps and bands. Where it is larger than the ratio (a floor) no mass is cut.
     """
+    check_tokens(mask.shape, raw=raw, bounded=bounded)
     parts = []
     for block in row_blocks(mask.shape, mask.device):
         gap = (raw[block] - bounded[block]).mul_(as_float(mask[block]))
