@@ -7,19 +7,18 @@
 
 ``logits`` makes the (N, V) logits and takes log_softmax; ``trl`` is TRL 1.16's fused head (on a CPU without its Triton
 kernels), ``kit`` is :func:`~trl_offpolicy.functional.truncated_head.truncated_log_probs`. Each runs once, forward and
-backward, in a fresh process; the number is the peak of its resident size above that before the forward, in MB. "inputs
-alone" is the backward of a plain sum: the gradients of hidden states and weight, which every head has to make. With
-``--layers`` hidden states come from a Llama of so many layers, and "inputs alone" is that model's own forward and
-backward, without a head. ``--time`` compares CPU time in interleaved rounds in one process, and the gradients.
+backward, in a process of its own, forked from one that has computed nothing; the number is the peak of its resident
+size above that before the forward, in MB. "inputs alone" is the backward of a plain sum: the gradients of hidden states
+and weight, which every head has to make. With ``--layers`` hidden states come from a Llama of so many layers, and
+"inputs alone" is that model's own forward and backward, without a head. ``--time`` compares CPU time in interleaved
+rounds in one process, and the gradients.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,8 +94,6 @@ def resident(field: str) -> float:
 
 def peak_of(head: str, tokens: int, args: argparse.Namespace) -> float:
     """Peak of one step above what was resident before it, bytes; for a fresh process."""
-    if head == "trl":
-        import trl.trainer.utils  # noqa: F401 - loaded before the measurement
     states, weight, targets = inputs(tokens, args)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
@@ -107,19 +104,16 @@ def peak_of(head: str, tokens: int, args: argparse.Namespace) -> float:
 def print_peaks(args: argparse.Namespace) -> None:
     """The table of peaks; each number comes from a process of its own."""
     heads = [NOTHING, *args.heads]
+    if "trl" in heads:
+        import trl.trainer.utils  # noqa: F401 - loaded before any measurement
     print(f"| tokens | {' | '.join(heads)} | kit / {NOTHING} |")
     for tokens in args.tokens:
         found = {}
         for head in heads:
-            command = [sys.executable, __file__, "--one", head, "--tokens", str(tokens), *_shape(args)]
-            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found[head] = json.loads(out.splitlines()[-1]) / MEGABYTE
+            with multiprocessing.get_context("fork").Pool(1) as alone:
+                found[head] = alone.apply(peak_of, (head, tokens, args)) / MEGABYTE
         ratio = f"{found['kit'] / found[NOTHING]:.2f}" if "kit" in found else "-"
         print(f"| {tokens} | {' | '.join(f'{found[head]:.0f} MB' for head in heads)} | {ratio} |", flush=True)
-
-
-def _shape(args: argparse.Namespace) -> list[str]:
-    return [f"--{name}={getattr(args, name)}" for name in ("vocabulary", "hidden", "layers")]
 
 
 def print_times(args: argparse.Namespace) -> None:
@@ -157,13 +151,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--time", action="store_true", help="CPU time instead of memory")
     parser.add_argument("--short", action="store_true", help="sizes of a second")
-    parser.add_argument("--one", choices=list(HEADS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.short:
         args.tokens, args.vocabulary, args.hidden, args.rounds = [256], 20_000, 64, 1
-    if args.one is not None:
-        print(json.dumps(peak_of(args.one, args.tokens[0], args)))
-        return
     shape: dict[str, Any] = {name: getattr(args, name) for name in ("vocabulary", "hidden", "layers")}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, {shape}, kit's tile {TILE}")
     (print_times if args.time else print_peaks)(args)
