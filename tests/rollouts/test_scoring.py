@@ -19,7 +19,7 @@ from transformers import (
 
 from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.engines.hf import TransformersEngine
-from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
+from trl_offpolicy.rollouts.scoring import Scorer, _head_options, sequence_logps
 
 PROMPTS = [[5, 6, 7], [8]]
 COMPLETIONS = [[9, 10], [11, 12, 13, 14]]
@@ -138,3 +138,22 @@ def test_an_engine_that_is_the_trainer_gives_its_log_probs():
         assert torch.allclose(torch.tensor(one), expected, atol=2e-5)
         assert torch.allclose(torch.tensor(other), expected, atol=2e-5)
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("field", "scale"),
+    [
+        ({}, 1.0),
+        ({"logit_scale": 0.25}, 0.25),
+        ({"logit_scale": None}, 1.0),
+        ({"output_multiplier": 2}, 2.0),
+        ({"lm_head_multiplier": 0.5}, 0.5),
+        ({"logits_scaling": 4.0}, 0.25),
+        ({"logits_scaling": 4.0, "model_type": "hyperclovax"}, 4.0),
+    ],
+)
+def test_the_factor_on_the_logits_has_several_names(field, scale):
+    config = tiny_model().config
+    for name, value in field.items():
+        setattr(config, name, value)
+    assert _head_options(config) == {"softcap": None, "logit_scale": scale}
