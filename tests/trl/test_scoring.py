@@ -117,6 +117,7 @@ def assert_same(one: Any, two: Any, model: Any, mask: Tensor) -> None:
         torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()) + 1e-7)
 
 
+TRLS = utils._ChunkedLogProbFunction
 UNCUT = {"nothing cut": FilteredScoring(NOTHING_CUT), "tiled": FilteredScoring(Truncation(), tiled=True)}
 
 
@@ -168,10 +169,12 @@ def test_the_reference_is_tiled_as_well_but_not_images_nor_prompt_learning() -> 
     assert len(seen) == 1 and not UNCUT["tiled"].stats(mask[:, PROMPT:].bool())
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     adapted = get_peft_model(patched(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with tokens_projected() as seen:
-        UNCUT["tiled"](Scorer(), None, adapted, ids, mask, LENGTH)
-        UNCUT["tiled"](lambda *_, **__: None, None, model, ids, mask, LENGTH, pixel_values=torch.zeros(1))
-    assert seen == []
+    heads: list[Any] = []
+    for which, more in ((adapted, {}), (model, {"pixel_values": torch.zeros(1)}), (model, {})):
+        UNCUT["tiled"](
+            lambda *_, **__: heads.append(utils._ChunkedLogProbFunction), None, which, ids, mask, LENGTH, **more
+        )
+    assert [head is TRLS for head in heads] == [True, True, False]
 
 
 def test_tiled_head_is_an_option(make_args: Callable[..., OffPolicyGRPOConfig]) -> None:
