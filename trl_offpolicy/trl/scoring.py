@@ -100,7 +100,7 @@ class FilteredScoring:
 
     def _takes(self, device: torch.device) -> bool:
         """True if this kit's head scores a distribution that is not truncated."""
-        return not utils._use_triton(device) if self._tiled == "auto" else self._tiled
+        return self._tiled if isinstance(self._tiled, bool) else not utils._use_triton(device)
 
     def stats(self, mask: Tensor) -> Stats:
         """``rollout/outside_fraction``: share of the sampled tokens that the trainer, scoring last, would have cut.
