@@ -178,15 +178,16 @@ def test_the_reference_is_tiled_as_well_but_not_images_nor_prompt_learning() -> 
 
 
 def test_tiled_head_is_an_option(make_args: Callable[..., OffPolicyGRPOConfig]) -> None:
-    """By default this kit's head scores where TRL has no Triton kernels, except where bits are compared."""
+    """On "auto" this kit's head scores where TRL has no Triton kernels, except where bits are compared."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     exact = {"use_vllm": True, "engine": {"exact": True}}
-    for options, on_cpu in [({}, True), ({"tiled_head": "false"}, False), (exact, False)]:
-        assert filtered_scoring(make_args(**options))._takes(cpu) is on_cpu
+    for options, on_cpu in [({}, True), (exact, False)]:
+        assert filtered_scoring(make_args(tiled_head="auto", **options))._takes(cpu) is on_cpu
+    assert not filtered_scoring(make_args())._takes(cpu)
     assert filtered_scoring(make_args(tiled_head="true"))._takes(gpu)
     with rebound(utils, _use_triton=lambda device: device.type == "cuda"):
-        assert not filtered_scoring(make_args())._takes(gpu)
-        assert filtered_scoring(make_args(top_p=0.9))._takes(cpu)
+        assert not filtered_scoring(make_args(tiled_head="auto"))._takes(gpu)
+        assert filtered_scoring(make_args(tiled_head="auto", top_p=0.9))._takes(cpu)
     with pytest.raises(ValueError, match=r"^tiled_head must be true, false or one of \['auto'\], but got 'yes'"):
         make_args(tiled_head="yes")
 
