@@ -186,7 +186,7 @@ def _core_rows(ratio: LogRatio, trainable: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _columns(parts: list[Tensor]) -> Tensor:
-    """(K, rows) of K row sums; a stack of them takes three times as long."""
+    """(K, rows) of K row sums, with one operation instead of the K + 1 of a stack."""
     return torch.cat(parts).view(len(parts), len(parts[0]))
 
 
