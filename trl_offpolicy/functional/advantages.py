@@ -67,18 +67,14 @@ def group_advantages(
     values = torch.where(here, rewards.float(), 0.0).double()  # so that equal rewards are equal to their mean
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
-    count = member.sum(-1)
-    mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
-    advantages = torch.where(here & (count > 1), values - mean, 0.0)
+    mean, std = _mean_and_std(everyone, member)
+    advantages = torch.where(here & (member.sum(-1) > 1), values - mean, 0.0)
     if scale_rewards == "none":
         return advantages.float()
     if scale_rewards == "batch":
         # The spread is that of all counted responses, as if they were one group.
-        member = gather_rows(here).expand(len(rewards), -1)
-        count = member.sum(-1)
-        mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
-    squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
-    return (advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)).float()
+        _, std = _mean_and_std(everyone, gather_rows(here).expand(len(rewards), -1))
+    return (advantages / (std + epsilon)).float()
 
 
 @torch.no_grad()
@@ -244,15 +240,13 @@ def best_of_group(
     values = torch.where(here, rewards.float(), 0.0).double()
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
-    count = member.sum(-1)
     ranked = torch.where(member, everyone, -torch.inf).topk(min(2, len(everyone)), dim=-1).values
     # The largest of the others is the second largest of all, seen from the largest; all others get 0 anyway.
-    lead = torch.where(here & (count > 1), values - ranked[:, -1], 0.0).clamp(min=0.0)
+    lead = torch.where(here & (member.sum(-1) > 1), values - ranked[:, -1], 0.0).clamp(min=0.0)
     if scale_rewards == "none":
         return lead.float()
-    mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
-    squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
-    return (lead / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)).float()
+    _, std = _mean_and_std(everyone, member)
+    return (lead / (std + epsilon)).float()
 
 
 @torch.no_grad()
@@ -335,6 +329,14 @@ def normalised_by_response(advantages: Tensor, counted: Tensor) -> Tensor:
     check_rows(len(advantages), advantages=advantages, counted=counted)
     mean, variance = _batch_moments(torch.where(counted, advantages, 0.0), counted.float())
     return torch.where(counted, (advantages - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
+
+
+def _mean_and_std(everyone: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (n - 1), (B,) each, of the values (N,) of all ranks that ``member`` (B, N) picks."""
+    count = member.sum(-1)
+    mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
+    squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def _batch_moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
