@@ -16,7 +16,7 @@ from trl_offpolicy.functional.advantages import (
     score_energy,
     weighted_baseline,
 )
-from trl_offpolicy.functional.kl import subtract_kl
+from trl_offpolicy.types import WIDE_SCOPES
 
 A = op.advantages
 NAN = float("nan")
@@ -341,7 +341,8 @@ def test_returns_to_go():
 def test_kl_in_the_reward_reaches_every_estimator():
     x = inputs()
     reference = x.per_token_logps.nan_to_num() - 0.3 * torch.rand(10, 8, generator=torch.Generator().manual_seed(4))
-    cost = subtract_kl(torch.zeros(10), x.per_token_logps, reference, x.mask, coef=0.1)
+    kl = op.KLPenalty(coef=0.1, estimator="k1", place="reward")
+    cost = kl.token_rewards(x.per_token_logps, reference, x.mask)
     shaped = replace(x, rewards=x.rewards + cost.sum(-1))
 
     with_tokens = replace(x, token_rewards=cost)
@@ -548,7 +549,7 @@ def test_what_is_not_required_is_not_read(name):
 
     assert torch.equal(estimator(bare), estimator(x))
     assert estimator(x).dim() == (2 if estimator.by_token else 1)
-    assert estimator.scope in ("group", "generation_batch")
+    assert estimator.scope in WIDE_SCOPES
 
 
 @pytest.mark.parametrize(

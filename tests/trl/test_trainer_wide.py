@@ -14,6 +14,7 @@ from trainer_runs import GENERATIONS, Engine, generation_batches, records, rollo
 
 import trl_offpolicy as op
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.types import WIDE_SCOPES
 
 Build = Callable[..., OffPolicyGRPOTrainer]
 
@@ -42,7 +43,7 @@ def test_micro_batches_get_what_the_whole_batch_decides(build: Build, name: str)
     seen = generation_batches(trainer)
     trainer.train()
     correction = trainer.objective.correction
-    assert correction is not None and correction.is_wide
+    assert correction is not None and correction.scope in WIDE_SCOPES
     assert len(seen) == 2
     frame = rollouts(trainer)
     for step, output in enumerate(seen):

@@ -18,7 +18,7 @@ from trl_offpolicy.objective.advantages import GDPO, GRPO, AdvantageEstimator, A
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.stats import Stats
-from trl_offpolicy.types import CorrectionOutput, PolicyBatch
+from trl_offpolicy.types import WIDE_SCOPES, CorrectionOutput, PolicyBatch
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def stage(objective: Objective, advantages: AdvantageEstimator | None = None) ->
         NotImplementedError: the KL is in the reward of GDPO.
     """
     correction = objective.correction or Correction()
-    wide = objective.scope in ("group", "generation_batch")
+    wide = objective.scope in WIDE_SCOPES
     reads_weights = advantages is not None and "weights" in advantages.requires
     in_reward = objective.kl is not None and objective.kl.in_reward
     if in_reward and isinstance(advantages, GDPO):
