@@ -69,8 +69,7 @@ class AdvantageInputs:
         reward_weights: (K,), the weight of each function in the sum; None = ones.
         counted: (B,) bool, responses that belong to the baseline; None = all.
         mask: bool, True = trainable token.
-        token_rewards: rewards by token besides the outcome, e.g. :func:`~trl_offpolicy.functional.kl.subtract_kl` of
-            zeros.
+        token_rewards: rewards by token besides the outcome, e.g. those of :class:`~trl_offpolicy.KLPenalty`.
         per_token_logps: log-probs of the policy at rollout weights (old), nats.
         sum_sq_probs: sum over the vocabulary of its probabilities squared.
         weights: (B, 1) or (B, T) importance weights.

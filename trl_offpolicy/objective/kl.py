@@ -159,6 +159,9 @@ class KLPenalty(Part):
     def token_rewards(self, logps: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
         """What each token costs, -coef times its estimate; (B, T) float32, 0 outside ``mask``.
 
+        Added to rewards by token, which are then summed to go, it gives the KL of the whole response. Added to
+        advantages, it gives the KL of each token given its prefix: k1 then has the gradient of k2 as a loss.
+
         Args:
             logps: (B, T) log-probs of the old policy, nats.
             reference: (B, T) log-probs of the reference; where they are not finite nothing is taken.
