@@ -19,7 +19,6 @@ from trl_offpolicy.rollouts.batches import MODEL_INPUTS
 
 TrimPadding = Literal[True, False, "columns"]
 """True: sort and cut; "columns": only cut; False: as TRL does."""
-TRIM_PADDING = (True, False, "columns")
 
 _PROMPT = {"prompt_ids", "prompt_mask"}
 _WHOLE = {"routed_experts"}
