@@ -47,6 +47,26 @@ class Engine:
         return (true + self.shift + noise).tolist()
 
 
+def tiny_options(folder: Path, **options: Any) -> dict[str, Any]:
+    """``GRPOConfig`` options of a run into ``folder``: steps of 8 completions, everything as small as it can be."""
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "per_device_eval_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": 2,
+        "num_generations": GENERATIONS,
+        "max_completion_length": LENGTH,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
+    return {**defaults, **options}
+
+
 def records(trainer: Any) -> list[dict[str, Any]]:
     """The rows of ``metrics.jsonl`` that belong to an optimizer step."""
     lines = (Path(trainer.args.output_dir) / "metrics.jsonl").read_text().splitlines()
