@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 import torch
 from tiny_models import EOS, FIRST_WORD, VOCABULARY
 
@@ -75,6 +76,21 @@ def records(trainer: Any) -> list[dict[str, Any]]:
 
 def rollouts(trainer: Any) -> pd.DataFrame:
     return pd.read_parquet(Path(trainer.args.output_dir) / "rollouts.parquet")
+
+
+def scoring_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of rows of each call of TRL's scoring from now on."""
+    from trl import GRPOTrainer
+
+    calls: list[int] = []
+    original = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def counted(self: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(input_ids))
+        return original(self, model, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    return calls
 
 
 def generation_batches(trainer: Any) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 import trl
 from tiny_models import score_last_word
-from trainer_runs import GENERATIONS, Engine, records, rollouts
+from trainer_runs import GENERATIONS, Engine, records, rollouts, scoring_calls
 
 from trl_offpolicy import PolicyBatch
 from trl_offpolicy.control import CONTROL_METRICS
@@ -49,14 +50,7 @@ def test_forward_passes(
     expected: dict[int, int],
 ) -> None:
     """Log-probs are computed once per micro-batch; ``expected`` counts calls by their number of rows."""
-    calls: dict[int, int] = {}
-    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def counted(self: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls[len(input_ids)] = calls.get(len(input_ids), 0) + 1
-        return original(self, model, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    calls = scoring_calls(monkeypatch)
     trainer = build(
         Engine(noise=0.3),
         offpolicy="paper/tis",
@@ -65,7 +59,7 @@ def test_forward_passes(
     )
     trainer.train()
     assert trainer.state.global_step == 2
-    assert calls == expected
+    assert Counter(calls) == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics
