@@ -12,7 +12,7 @@ from torch import Tensor
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts.compact import NOT_TRIMMED, Columns, CompactScoring
-from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, has_images, split_rows
+from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, has_image_inputs, split_rows
 from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix, varying_rope
 from trl_offpolicy.trl.exact import wants_exact
 
@@ -105,7 +105,7 @@ class CompactRows:
         multiple = self._trainer.args.pad_to_multiple_of
         scoring = CompactScoring(trim=self._trim is not False, shared=self._shared, multiple=multiple)
         in_order = batch_size is None or not scoring.trim or bool(kwargs.get("compute_aux_loss"))
-        whole = not compact or has_images(kwargs)
+        whole = not compact or has_image_inputs(kwargs)
         if whole or (in_order and not self._shared.possible(model)):
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
 

@@ -34,7 +34,7 @@ from trl_offpolicy.engines.server.parallel import at_once
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.broadcast import Sender, own_address
 from trl_offpolicy.engines.weights.files import (
-    RunFolder,
+    WeightVersions,
     require_writable,
     safe_child,
     write_adapter,
@@ -102,7 +102,7 @@ class ServerEngine:
         self._sent: Path | None = None
         self._adapter: str | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
-        self._versions = RunFolder(self.folder, self.run)
+        self._versions = WeightVersions(self.folder, self.run)
         self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
         base, self._routes = meet(self.client)
         self.model = str(base["id"])
