@@ -167,6 +167,18 @@ def test_the_run_folder_lists_every_sync_with_a_checksum(tmp_path: Path) -> None
     assert [row.get("offpolicy/rollout/sync_changed_fraction") for row in rows] == changed
 
 
+@pytest.mark.parametrize("sanity", [-1, 1])
+def test_a_whole_sanity_check_is_the_evaluation_before_training(tmp_path: Path, sanity: int) -> None:
+    folder, sizes = RunFolder(str(tmp_path), report=False), {"val_dataset": tiny_prompts(3), "val_batch_size": 1}
+    ours = module(OwnMismatch(), learning_rate=0.1)
+    fit(tmp_path, ours, sizes=sizes, callbacks=[folder], max_steps=2, num_sanity_val_steps=sanity, val_check_interval=2)
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert found["before"]["step"] == (0 if sanity == -1 else 2)
+    assert (found["after"] or found["before"])["step"] == 2
+    if sanity == -1:  # on the same draws, by other weights
+        assert found["before"]["eval_reward"] != found["after"]["eval_reward"]
+
+
 def test_the_run_folder_holds_what_the_trl_side_writes(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path))
     sizes = {"num_iterations": 2, "val_dataset": tiny_prompts(3)}

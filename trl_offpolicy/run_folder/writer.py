@@ -56,13 +56,14 @@ class RunFolderWriter:
         (self.folder / layout.RUN_FILE).write_text(dump_json(info, indent=2) + "\n")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a row to ``metrics.jsonl``.
+        """Append a row to ``metrics.jsonl``; held-out numbers also go into ``evaluation.json``.
 
         Raises:
             RunFolderError: the disk is full.
         """
         with said_if_full(self.folder, what=f"the numbers of step {step}"):
             append_metrics(self.folder / layout.METRICS_FILE, step, values)
+            keep_evaluation(self.folder, step, values)
 
     def end(self) -> None:
         """Call the report, if there is one, and give the folder back."""
@@ -141,6 +142,25 @@ def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
     }
     with path.open("a") as file:
         file.write(json.dumps(clean, allow_nan=False) + "\n")
+
+
+_HELD_OUT = tuple(layout.EVAL_PREFIX + name for name in ("reward", "pass@1"))
+"""Beginnings of the keys that :func:`keep_evaluation` keeps."""
+
+
+def keep_evaluation(folder: Path, step: int, values: Mapping[str, Any]) -> None:
+    """Write the held-out numbers of the first and of the last evaluation; nothing if ``values`` are no evaluation.
+
+    ``after`` is null until there is a second one.
+    """
+    row = {key: value for key, value in values.items() if key.startswith(_HELD_OUT)}
+    if not row:
+        return
+    path = folder / layout.EVALUATION_FILE
+    before = json.loads(path.read_text())["before"] if path.exists() else None
+    found = {layout.STEP: step, **row}
+    both = {"before": found, "after": None} if before is None else {"before": before, "after": found}
+    path.write_text(dump_json(both, indent=1) + "\n")
 
 
 class RolloutRecorder:
