@@ -11,7 +11,11 @@ import pytest
 import torch
 from tiny_models import EOS, FIRST_WORD, VOCABULARY
 
+from trl_offpolicy.rollouts.clock import TIME_METRICS
+
 MICRO_BATCH, GENERATIONS, LENGTH = 4, 4, 6
+TIMES = {"time", "step_time", *(f"offpolicy/time/{part}" for part in TIME_METRICS)}
+"""Logged numbers that are of the clock: no two runs have the same."""
 
 
 class Engine:

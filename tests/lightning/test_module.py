@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,29 @@ def test_loggers_and_run_folder_receive_the_same_numbers(tmp_path: Path) -> None
     assert list((tmp_path / "board").rglob("events.out.tfevents.*"))
     hparams = (tmp_path / "csv" / "version_0" / "hparams.yaml").read_text()
     assert "correction: paper/tis" in hparams
+
+
+def test_the_parts_of_a_step_add_up_to_its_time(tmp_path: Path) -> None:
+    """Generation and rewards are made slow; a validation in between is left out."""
+
+    class Slow(OwnMismatch):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            time.sleep(0.2)
+            return super().generate(*args, **options)
+
+    def slow_reward(completions: list[str], **_: Any) -> list[float]:
+        time.sleep(0.1)
+        return [float(len(text)) for text in completions]
+
+    ours = module(Slow(), reward_funcs=slow_reward)
+    sizes = {"num_iterations": 2, "val_dataset": tiny_prompts(6), "val_batch_size": 1}  # six slow validation batches
+    watch = fit(tmp_path, ours, sizes=sizes, max_steps=4, val_check_interval=2)
+    for logs in watch.logs:
+        assert sum(value for key, value in logs.items() if "/time/" in key) == pytest.approx(logs["step_time"])
+    sampled, again, after_validation, _ = watch.logs
+    assert sampled["offpolicy/time/generation"] > 0.2 and sampled["offpolicy/time/rewards"] > 0.1
+    assert again["offpolicy/time/generation"] < 0.2 and again["offpolicy/time/rewards"] < 0.1  # the same generation
+    assert after_validation["step_time"] < 6 * 0.3
 
 
 def test_the_run_folder_lists_every_sync_with_a_checksum(tmp_path: Path) -> None:
