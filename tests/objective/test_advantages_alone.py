@@ -52,7 +52,7 @@ def test_a_group_of_one_that_is_not_counted_keeps_nothing():
 
 @pytest.mark.parametrize("estimator", [partial(A.GRPO, scale="batch"), partial(A.RLOO, normalize=True)])
 def test_what_the_batch_scales_has_no_reward_of_its_own(estimator):
-    with pytest.raises(ValueError, match="^alone must be 'zero' with"):
+    with pytest.raises(ValueError, match=r"^alone must be 'zero' with"):
         estimator(alone="return")
-    with pytest.raises(ValueError, match="^alone must be one of"):
+    with pytest.raises(ValueError, match=r"^alone must be one of"):
         A.OPO(alone="half")

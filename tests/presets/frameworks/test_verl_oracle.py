@@ -130,11 +130,13 @@ ADVANTAGES = [
 def advantage_cases():
     """Every estimator; gaps between turns only where verl counts trainable tokens, not positions.
 
-    Groups of four, and groups of five, two and one, which verl's grpo_passk refuses.
+    Groups of four, and groups of five, two and one, which verl's grpo_passk refuses. Without ``handle_zero_tail`` a
+    group of one gets its return in verl all the same, which the estimator here does not have.
     """
     masks = {True: ("mask", "filled"), False: ("filled",)}
     found = [{**case, "mask": mask} for case in ADVANTAGES for mask in masks[case["adv_estimator"][:3] != "opt"]]
-    found += [{**case, "groups": "uneven"} for case in found if case["adv_estimator"] != "grpo_passk"]
+    one = [case for case in found if case["adv_estimator"] != "grpo_passk" and case.get("handle_zero_tail", True)]
+    found += [{**case, "groups": "uneven"} for case in one]
     return {json.dumps(case): case for case in found}
 
 

@@ -24,6 +24,7 @@ class VerlAdvantageOptions:
     """The part of verl's ``AlgoConfig`` that makes the advantages. ``adv_estimator=None`` means the trainer's own.
 
     ``handle_zero_tail`` is an argument of verl's optimal token baselines that its configuration cannot set. It is True.
+    If it is False, a group of one gets 0 here, and its return in verl.
     """
 
     adv_estimator: str | None = None
