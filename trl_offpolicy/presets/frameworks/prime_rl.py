@@ -52,7 +52,7 @@ def from_prime_rl(**loss: object) -> Preset:
 
     Example:
         >>> from_prime_rl(type="ipo", ipo_threshold=0.1, kl_tau=0.0).formula
-        'w = rho_t; keep if |p - q| <= 0.1; GPG on pi / mu; rho = pi / mu'
+        'w = rho_t; keep if |p - q|_t <= 0.1; GPG on pi / mu; rho = pi / mu'
 
     Reference: prime-rl 559b44772, ``src/prime_rl/trainer/rl/loss.py``.
     """
