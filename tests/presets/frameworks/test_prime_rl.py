@@ -32,7 +32,7 @@ def kept(p, q, advantage, options):
         {},
         {"kl_tau": 0.0},
         {"kl_tau": 0.3, "dppo_mask_low": 0.01, "dppo_mask_high": 0.02},
-        {"type": "ipo", "ipo_threshold": 0.015, "kl_tau": 0.2},
+        {"type": "ipo", "ipo_threshold": 0.05, "kl_tau": 0.2},
     ],
 )
 def test_value_and_gradient_with_the_regulariser(options, random_batch):
