@@ -59,7 +59,7 @@ def test_every_type_under_every_reduction(kind, options, seed, random_batch):
     by_row = []
     for row, own in zip(rows, factors, strict=True):
         steps = [now - old for now, old in zip(row.current, row.old, strict=True)]
-        steps = [sum(steps) / len(steps)] * len(steps) if whole else steps
+        steps = [sum(steps) / max(len(steps), 1)] * len(steps) if whole else steps
         by_row.append([factor * ppo(step, row.advantage) for factor, step in zip(own, steps, strict=True)])
     if options.get("token_level_loss", True):
         loss = sum(map(sum, by_row)) / sum(map(len, by_row))
