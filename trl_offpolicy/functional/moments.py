@@ -206,7 +206,8 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> Rati
     prob = exp_of(logp).mul_(here)
     excess = excess_of(log_ratios)  # rho - 1
     abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()
-    prob_diff = probability_difference(logp, prob, log_ratios, excess)
+    highest = log_ratios.amax(-1)
+    prob_diff = probability_difference(logp, prob, log_ratios, excess, largest=highest)
     abs_diff = prob_diff.abs()
     tokens = here.sum(-1)
     sums = [
@@ -229,7 +230,7 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> Rati
     ]
     # Last and in place, because nothing else reads these two any more. Outside the observed tokens rho - 1 is 0.
     sums.append(dot(excess.lt_(_DISAGREEING_EXCESS), logp.ge_(CONFIDENT_LOGP)))
-    maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
+    maxima = [highest, -log_ratios.amin(-1), abs_diff.amax(-1)]
     return RatioRows(torch.stack(sums, -1).double(), torch.stack(maxima, -1).double())
 
 
