@@ -202,9 +202,9 @@ METHODS: dict[str, Row] = {
         ),
         "Long responses, stale data: DPPO's mask, tighter for early tokens, and tighter the more the prefix has moved "
         "away. high 0.2 is for MoE models, 0.15 for dense ones; for statistic binary_kl 0.1, with budget 0.002. The "
-        "gradient is that of the paper's -(pi / mu) A on kept tokens.",
+        "loss is the paper's -(pi / mu) A on kept tokens.",
         citation=CPPO,
-        objective={"policy_loss": GPG(), "mode": "bypass"},
+        objective={"policy_loss": GPG(unit_ratio=True), "mode": "bypass"},
     ),
     "paper/mu-grpo": Row(
         lambda low=1e-4: Correction(keep=(SuffixVeto(low=low),)),

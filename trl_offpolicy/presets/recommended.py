@@ -133,11 +133,11 @@ RECOMMENDED: dict[str, Row] = {
             citation="prime-rl 559b44772, default_loss_fn and docs/algorithms.md; " + DPPO,
             notes="",
             source_clamp=None,
-            policy_loss=GPG(),
+            policy_loss=GPG(unit_ratio=True),
             mode="bypass",
             drift_coef=tau,
         ),
-        "Asynchronous training on two policies: prime-rl's default loss. The gradient is that of -(pi / mu) A on kept "
+        "Asynchronous training on two policies: prime-rl's default loss, -(pi / mu) A on kept "
         "tokens, plus tau log^2(pi / mu) on all trainable ones, which draws back also those that the mask dropped.",
     ),
     "roll/token-filter": Row(
@@ -145,10 +145,12 @@ RECOMMENDED: dict[str, Row] = {
             weight=TruncateWeight(level="token", max_weight=max_weight),
             keep=(RatioBand(level="token", low=low, high=high),),
         ),
-        "The defaults of ROLL's is_weight and of a filter, both enabled: a tight token band. The denominator "
-        "stays whole as in ROLL's workers; its pipeline-level pass shrinks it.",
+        "The defaults of ROLL's is_weight and of a filter, both enabled: a tight token band. A filtered token loses "
+        "its KL term too. The denominator stays whole here; ROLL's mean over a response, its default, counts the "
+        "tokens that are left.",
         citation="ROLL 8eb27cc2, train_infer_correction",
         source_clamp=None,
+        objective={"kl_on": "kept"},
     ),
     "roll/segment-filter": Row(
         lambda ratio_low=0.8, ratio_high=1.05, diff_low=-0.1, diff_high=0.1: Correction(
@@ -157,9 +159,11 @@ RECOMMENDED: dict[str, Row] = {
                 DivergenceBand(statistic="prob_diff", level="turn_mean", low=diff_low, high=diff_high),
             )
         ),
-        "Agents: a turn is kept if its geometric ratio and its mean probability difference are in their bands.",
+        "Agents: a turn is kept if its geometric ratio and its mean probability difference are in their bands. "
+        "Otherwise it loses its KL term too.",
         citation="ROLL 8eb27cc2, train_infer_correction, agent_val_frozen_lake-pg_var_is_correct.yaml",
         source_clamp=None,
+        objective={"kl_on": "kept"},
     ),
     "ring-1t/icepop": Row(
         lambda low=0.5, high=5.0: Correction(weight=BandWeight(level="token", low=low, high=high)),
