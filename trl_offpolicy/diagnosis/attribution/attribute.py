@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from trl_offpolicy.diagnosis.attribution.alternatives import against, alternatives
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
@@ -59,6 +60,7 @@ class Attribution:
         explained: share of the mismatch that the cause explains, 0 to 1; NaN if it was not tested.
         parts: (cause, share of the mismatch) of each part where two causes were found together.
         next_test: what to run or look at next; empty if the cause was seen.
+        alternatives: causes that leave the same evidence and that nothing rules out; ``next_test`` tells them apart.
     """
 
     cause: str
@@ -73,6 +75,7 @@ class Attribution:
     explained: float = math.nan
     parts: tuple[tuple[str, float], ...] = ()
     next_test: str = ""
+    alternatives: tuple[str, ...] = ()
 
 
 def coarse_of(cause: str) -> str:
@@ -108,7 +111,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     features = extract(evidence)
     signatures = [s for s in read_signatures(features, limits) if not _impossible(evidence, s.cause)]
     answers = [
-        *_seen(evidence),
+        *_seen(evidence, features),
         *_tested(evidence),
         *_by_trace(evidence, features, signatures),
     ]
@@ -134,6 +137,7 @@ def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others
         side = at_fault(evidence, evidence.tested[REFERENCE])
         reasons.append(f"scored plainly, the same tokens disagree with the {side}: its side is at fault")
     reasons += [one.text for one in evidence.seen if one.text not in chosen.reason]
+    alike = alternatives(evidence, chosen.cause) if chosen.basis in ("log-probs", "declared") else None
     return Attribution(
         cause=chosen.cause,
         coarse=coarse_of(chosen.cause),
@@ -146,7 +150,8 @@ def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others
         basis=chosen.basis,
         explained=chosen.explained,
         parts=chosen.parts,
-        next_test=_next_test(evidence, chosen, runner),
+        next_test=_next_test(evidence, chosen, runner) if alike is None else alike.test,
+        alternatives=() if alike is None else alike.causes,
     )
 
 
@@ -199,6 +204,8 @@ SEEN = {"precision": 0.8, "parallelism": 0.4}
 """The same for a difference that was seen: these two are there in many healthy runs, any other is the cause."""
 DECLARED_EQUAL = 0.7
 """Factor for a cause of which both sides declare that it is equal: a declaration may be wrong."""
+CONTRADICTED = 0.5
+"""Factor for a cause that something in the log-probs speaks against: it is then below what is named."""
 DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
@@ -250,15 +257,29 @@ def _impossible(evidence: TokenEvidence, cause: str) -> bool:
     )
 
 
-def _seen(evidence: TokenEvidence) -> list[_Answer]:
-    """One answer per cause that was seen, with all its differences."""
+def _seen(evidence: TokenEvidence, features: Features) -> list[_Answer]:
+    """One answer per cause that was seen, with all its differences.
+
+    Formats differ in many healthy runs: if the tokens contradict them, something else is wrong as well.
+    """
     grouped: dict[str, list[Seen]] = {}
     for one in evidence.seen:
         grouped.setdefault(one.cause, []).append(one)
     return [
-        _Answer(cause, SEEN.get(cause, 0.95), "; ".join(one.text for one in found), "seen", detail=found[0].what)
+        _held_against(
+            evidence, features,
+            _Answer(cause, SEEN.get(cause, 0.95), "; ".join(one.text for one in found), "seen", detail=found[0].what),
+        )
         for cause, found in grouped.items()
-    ]
+    ]  # fmt: skip
+
+
+def _held_against(evidence: TokenEvidence, features: Features, answer: _Answer) -> _Answer:
+    """The answer, less sure if something speaks against it."""
+    but = "" if answer.cause not in SEEN and answer.basis == "seen" else against(evidence, features, answer.cause)
+    if not but:
+        return answer
+    return replace(answer, confidence=CONTRADICTED * answer.confidence, reason=f"{answer.reason}; but {but}")
 
 
 # --------------------------------------------------------------------------------------------------- what was tested
@@ -359,14 +380,16 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
         if trace.cause in DIFFUSE and trace.cause in ruled_out:
             confidence *= DECLARED_EQUAL
         detail = _temperature(features) if trace.cause == "temperature" else ""
-        answers.append(_Answer(trace.cause, confidence, trace.reason, "log-probs", detail))
+        answer = _Answer(trace.cause, confidence, trace.reason, "log-probs", detail)
+        answers.append(_held_against(evidence, features, answer))
     # Later tests assume that the earlier ones failed: a trace counts only up to the first one that is clear.
     clear = next((n for n, s in enumerate(passed) if s.cause not in DIFFUSE), None)
     if clear is not None:
         return answers[: clear + 1]
     if evidence.engine is None or evidence.trainer is None:
         return answers[:1]
-    return answers[:1] + _declared(evidence.engine, evidence.trainer, signatures, passed)
+    declared = _declared(evidence.engine, evidence.trainer, signatures, passed)
+    return answers[:1] + [_held_against(evidence, features, one) for one in declared]
 
 
 def _denied(evidence: TokenEvidence, cause: str) -> bool:

@@ -1,0 +1,189 @@
+"""What else leaves the same evidence, and what speaks against a cause: only what excludes the others is a name.
+
+Some faults look alike in log-probs, and a declared difference may be there without being the fault. So every cause that
+is named from such evidence is first held against what it would have to show. What does not show it is no longer named,
+but stays the closest guess. What cannot be excluded is told beside the name, with the test that decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, excluded
+from trl_offpolicy.diagnosis.attribution.features import Features
+
+LARGEST_ROUNDING: Mapping[str, float] = {"float16": 2e-3, "bfloat16": 0.02, "int8": 0.1, "fp8": 0.1, "int4": 0.5}
+"""Largest KL k3 that a format explains, nats per token: 64 times less in fp16 than in bf16, which has 3 bits less."""
+LARGEST_OTHER = 0.5
+"""The same for formats that are not listed."""
+LEAN, EARLY, BY_TOKEN = 0.3, 4.0, 0.5
+"""|mean| / root mean square of d, first tokens over all, and correlation of equal tokens, from which on differences are
+not rounding. A mean of -KL beside a root mean square of sqrt(2 KL) is no direction: every noise has it."""
+AT_THE_END = 0.5
+"""Share of the zeros in runs to the end of their row, above which log-probs were filled up and no tool answered."""
+TAIL_ERRORS = 2.0
+"""Standard errors by which the missing tail of a truncation must show, or may at least not be missed."""
+
+
+@dataclass(frozen=True)
+class LookAlikes:
+    """Causes that leave the same evidence.
+
+    Args:
+        causes: names in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`.
+        test: the one test that tells them apart.
+    """
+
+    causes: tuple[str, ...]
+    test: str
+
+
+LOOK_ALIKES: Mapping[str, LookAlikes] = {
+    "temperature": LookAlikes(
+        ("model_config", "logit_processors"),
+        "Ask the engine for one token with the log-probs of its 20 most likely ones: under another temperature all "
+        "their differences are the trainer's times one factor, under a soft-cap or a penalty they are not.",
+    ),
+    "truncated_sampling": LookAlikes(
+        ("logit_processors", "model_config"),
+        "Print the parameters of a request as the engine holds them: top_p, top_k and min_p, but also banned tokens, a "
+        "grammar and min_tokens. If all are off, the trainer's softmax counts something more (padding of the "
+        "vocabulary).",
+    ),
+    "tool_tokens": LookAlikes(
+        ("logit_processors", "misalignment"),
+        "Decode a run of tokens whose log-prob is 0: a tool's output, text that a grammar forces, or the policy's own "
+        "words, whose log-probs were lost and filled with 0.",
+    ),
+    "dropout": LookAlikes(
+        ("padding", "routing"),
+        "Score one batch twice in the same layout. If it differs, the trainer is random (dropout, jitter of routers). If "
+        "it is equal, the layout decides: padding that is attended or counted.",
+    ),
+    "unreported_sampling": LookAlikes(
+        (),
+        "Compare all that was sampled, not only what was kept: dropping completions by reward, length or likelihood "
+        "looks the same.",
+    ),
+    "precision": LookAlikes(
+        ("other_weights", "model_config", "prompt_difference"),
+        "Run both sides in float32 once. What is left is not precision.",
+    ),
+    "policy_staleness": LookAlikes(
+        ("stale_weights", "model_config", "prompt_difference"),
+        "Sync, and score fresh rollouts. What differs at version lag 0 is not staleness.",
+    ),
+    "stale_weights": LookAlikes(
+        ("precision", "model_config", "wrong_adapter"),
+        "Sync, and score fresh rollouts of every engine. What still differs is not staleness.",
+    ),
+}
+
+
+def alternatives(evidence: TokenEvidence, cause: str) -> LookAlikes | None:
+    """What else would look like a cause that was named from log-probs or declarations; None = nothing known.
+
+    Causes that the declarations or a comparison rule out are left out.
+    """
+    found = LOOK_ALIKES.get(cause)
+    if found is None:
+        return None
+    out: frozenset[str] = frozenset()
+    if evidence.engine is not None and evidence.trainer is not None:
+        out = excluded(evidence.engine, evidence.trainer)
+    topics = {"model_config": "model_config", "other_weights": "weights", "prompt_difference": "prompts"}
+    kept = tuple(one for one in found.causes if one not in out and topics.get(one) not in evidence.compared)
+    return LookAlikes(kept, found.test)
+
+
+def against(evidence: TokenEvidence, features: Features, cause: str) -> str:
+    """What speaks against a cause that traces or declarations support; empty if nothing does."""
+    rule = _RULES.get(cause)
+    return "" if rule is None else rule(evidence, features)
+
+
+def _tool_tokens(evidence: TokenEvidence, features: Features) -> str:
+    if features.forced_last > AT_THE_END:
+        return f"{features.forced_last:.0%} of these zeros go on to the end of their row: no answer follows"
+    sides = (evidence.engine, evidence.trainer)
+    if any(side is not None and side.tools is not None for side in sides) and not any(
+        side is not None and side.tools for side in sides
+    ):
+        return "no tools are declared: a grammar that forces tokens gives zeros, too"
+    return ""
+
+
+def _temperature(evidence: TokenEvidence, _features: Features) -> str:
+    if evidence.entropies is None:
+        return f"{_NO_ENTROPIES}: whatever flattens or sharpens the distribution looks like this"
+    return ""
+
+
+_NO_ENTROPIES = "no entropies were recorded, with which it could be told apart"
+
+
+def _weights(_evidence: TokenEvidence, features: Features) -> str:
+    """Other weights change a token wherever it stands."""
+    if features.early > EARLY:
+        return f"the first tokens differ {features.early:.2g} times as much as the average token, as after other prompts"
+    return ""
+
+
+def _truncated(evidence: TokenEvidence, features: Features) -> str:
+    """Tokens that are never drawn lower the mean of -log p below the entropy."""
+    missing, surprise = features.missing_tail, features.surprise
+    if evidence.entropies is None:
+        return f"{_NO_ENTROPIES}: a softmax over more tokens, or a ban, gives such ratios, too"
+    if math.isnan(surprise) or not features.surprise_z:
+        return ""
+    error = abs(surprise / features.surprise_z)
+    if surprise + missing / 2 > TAIL_ERRORS * error or (surprise > -missing / 2 and missing > TAIL_ERRORS * error):
+        return (
+            f"tokens are as rare as without truncation: the mean of -log p is {surprise:+.2g} nats from the entropy, and "
+            f"such a kept mass would make it {-missing:.2g} or less"
+        )
+    return ""
+
+
+def _precision(evidence: TokenEvidence, features: Features) -> str:
+    """Rounding has a size, no direction and no place."""
+    limit = _largest_rounding(evidence)
+    if features.k3 > limit:
+        return f"KL {features.k3:.2g} nats per token, and the declared formats explain {limit:.2g} at most"
+    # noise of any kind costs -KL on average
+    if abs(features.drift + math.sqrt(features.k3 / 2)) > LEAN:
+        return f"the differences lean to one side (mean / root mean square {features.drift:.2g})"
+    if features.early > EARLY:
+        return f"the first tokens differ {features.early:.2g} times as much as the average token"
+    if features.by_token > BY_TOKEN:
+        return f"equal tokens differ alike in different prompts (correlation {features.by_token:.2f})"
+    return ""
+
+
+def _largest_rounding(evidence: TokenEvidence) -> float:
+    """The largest KL k3 that the declared or seen formats of both sides explain."""
+    known = [name for side in (evidence.engine, evidence.trainer) if side is not None
+             for name in (side.dtype, side.quantization, side.kv_cache)]  # fmt: skip
+    known += [text for one in evidence.seen if one.cause == "precision" for text in (one.what, one.engine, one.trainer)]
+    sizes = [_size_of(name) for name in known if name not in (None, "none", "auto", "float32")]
+    return max(sizes, default=LARGEST_OTHER)
+
+
+def _size_of(text: str) -> float:
+    for name, size in LARGEST_ROUNDING.items():
+        if name in text or name.replace("loat", "") in text:
+            return size
+    return LARGEST_OTHER
+
+
+_RULES = {
+    "tool_tokens": _tool_tokens,
+    "temperature": _temperature,
+    "truncated_sampling": _truncated,
+    "precision": _precision,
+    "policy_staleness": _weights,
+    "stale_weights": _weights,
+    "wrong_adapter": _weights,
+}
