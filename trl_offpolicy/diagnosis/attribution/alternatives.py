@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features
+from trl_offpolicy.diagnosis.causes import CAUSES
 
 LARGEST_ROUNDING: Mapping[str, float] = {"float16": 2e-3, "bfloat16": 0.02, "int8": 0.1, "fp8": 0.1, "int4": 0.5}
 """Largest KL k3 that a format explains, nats per token: 64 times less in fp16 than in bf16, which has 3 bits less."""
 LARGEST_OTHER = 0.5
 """The same for formats that are not listed."""
+LATE = 0.05
+"""First tokens over all, below which other weights are not it: they change a token wherever it stands."""
 LEAN, EARLY, BY_TOKEN = 0.3, 4.0, 0.5
 """|mean| / root mean square of d, first tokens over all, and correlation of equal tokens, from which on differences are
 not rounding. A mean of -KL beside a root mean square of sqrt(2 KL) is no direction: every noise has it."""
@@ -38,6 +41,12 @@ class LookAlikes:
 
     causes: tuple[str, ...]
     test: str
+
+    @property
+    def text(self) -> str:
+        """Both in words."""
+        names = " or ".join(CAUSES[one].title if one in CAUSES else one.replace("_", " ") for one in self.causes)
+        return f"Not ruled out: {names}. {self.test}" if names else self.test
 
 
 LOOK_ALIKES: Mapping[str, LookAlikes] = {
@@ -128,6 +137,8 @@ def _weights(_evidence: TokenEvidence, features: Features) -> str:
     """Other weights change a token wherever it stands."""
     if features.early > EARLY:
         return f"the first tokens differ {features.early:.2g} times as much as the average token, as after other prompts"
+    if features.early < LATE:
+        return f"the first tokens hardly differ ({features.early:.2g} times the average token): it begins later in responses"
     return ""
 
 

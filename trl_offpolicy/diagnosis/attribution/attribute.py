@@ -150,7 +150,7 @@ def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others
         basis=chosen.basis,
         explained=chosen.explained,
         parts=chosen.parts,
-        next_test=_next_test(evidence, chosen, runner) if alike is None else alike.test,
+        next_test=" ".join(filter(None, (_next_test(evidence, chosen, runner), "" if alike is None else alike.text))),
         alternatives=() if alike is None else alike.causes,
     )
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.alternatives import LOOK_ALIKES, against
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.by_lag import recorded_shares
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared, Seen, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import rank_correlation
-from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS
+from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS, Limits
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.run_folder.layout import (
     COMPLETION_IDS,
@@ -42,6 +43,8 @@ LEAST_STEPS = 4
 """Steps with a mismatch from which its course is judged."""
 ALL_ROWS = 0.7
 """Least share of rows that disagree: other weights change every row."""
+EVEN = (0.5, 2.0)
+"""First tokens over all within which a mismatch that grows with the steps has no place in the response."""
 COURSE_CONFIDENCE = 0.8
 """Confidence in such an answer, set by hand."""
 LEAST_STALENESS = 0.1
@@ -165,14 +168,46 @@ def _with_course(found: Attribution, course: Course, evidence: TokenEvidence) ->
         return replace(found, reasons=(*found.reasons, course.text))
     if not (course.grows or course.comes_and_goes):
         return replace(found, reasons=(*found.reasons, course.text + ": look at what changed there"))
+    if but := _not_weights(course, found, evidence):
+        reasons = (*found.reasons, f"{course.text}, as weights that do not arrive now and then would; but {but}")
+        return replace(
+            found, cause="unknown", coarse="unknown", confidence=0.0, reasons=reasons,
+            runner_up=(found.runner_up or OTHER_WEIGHTS) if found.cause == "unknown" else found.cause,
+            next_test=LOOK_ALIKES["stale_weights"].text, alternatives=LOOK_ALIKES["stale_weights"].causes,
+        )  # fmt: skip
     synced = evidence.engine is not None and evidence.engine.weight_version is not None
     says = " although both sides declare the same weights" if synced else ""
     return replace(
         found, cause="stale_weights" if synced else OTHER_WEIGHTS, coarse=OTHER_WEIGHTS, confidence=COURSE_CONFIDENCE,
         runner_up=found.cause if found.cause != "unknown" else found.runner_up, detail="", basis="log-probs",
         reasons=(course.text + says + ": weights that do not arrive do that", *found.reasons),
-        next_test=CAUSES["stale_weights"].confirm,
+        next_test=f"{CAUSES['stale_weights'].confirm} {LOOK_ALIKES['stale_weights'].text}",
+        alternatives=LOOK_ALIKES["stale_weights"].causes,
     )  # fmt: skip
+
+
+def _not_weights(course: Course, found: Attribution, evidence: TokenEvidence) -> str:
+    """What speaks against weights that do not arrive; empty if nothing does.
+
+    A replica with other settings, or other prompts in some steps, come and go as well. Only weights that change make
+    equal tokens differ alike. From nothing, and then more with each step, is what only they do.
+    """
+    if but := against(evidence, found.features, "stale_weights"):
+        return but
+    alike, early = found.features.by_token, found.features.early
+    if alike >= Limits().by_token:
+        return ""
+    if course.comes_and_goes and not course.grows:
+        return (
+            f"equal tokens do not differ alike (correlation {alike:.2f}), so an engine with other settings, or other "
+            "prompts in these steps, are as likely"
+        )
+    if not EVEN[0] <= early <= EVEN[1]:
+        return (
+            f"the first tokens differ {early:.2g} times as much as the average token, so something that grows with the "
+            "length is as likely (a window, scaled positions)"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
