@@ -46,10 +46,11 @@ def test_twenty_clean_batches_raise_no_alarm() -> None:
     assert {attribute(make("none", seed=seed)).cause for seed in range(20, 40)} == {"none"}
 
 
-def test_temperature_is_found_without_entropies_and_its_size_is_told() -> None:
+def test_the_size_of_a_temperature_is_told_and_without_entropies_it_is_the_closest_guess() -> None:
     evidence = make("temperature")
     assert "0.9" in attribute(evidence).detail
-    assert attribute(replace(evidence, entropies=None)).cause == "temperature"
+    found = attribute(replace(evidence, entropies=None))
+    assert (found.cause, found.runner_up) == ("unknown", "temperature")
 
 
 @pytest.mark.parametrize("cause", ["none", "truncated_sampling", "other_weights", "routing", "misalignment"])

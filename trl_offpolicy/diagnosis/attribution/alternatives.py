@@ -177,16 +177,14 @@ def _largest_rounding(evidence: TokenEvidence) -> float:
     """The largest KL k3 that the declared or seen formats of both sides explain."""
     known = [name for side in (evidence.engine, evidence.trainer) if side is not None
              for name in (side.dtype, side.quantization, side.kv_cache)]  # fmt: skip
-    known += [text for one in evidence.seen if one.cause == "precision" for text in (one.what, one.engine, one.trainer)]
+    known += [f"{one.what} {one.engine} {one.trainer}" for one in evidence.seen if one.cause == "precision"]
     sizes = [_size_of(name) for name in known if name not in (None, "none", "auto", "float32")]
     return max(sizes, default=LARGEST_OTHER)
 
 
 def _size_of(text: str) -> float:
-    for name, size in LARGEST_ROUNDING.items():
-        if name in text or name.replace("loat", "") in text:
-            return size
-    return LARGEST_OTHER
+    named = [size for name, size in LARGEST_ROUNDING.items() if name in text or name.replace("loat", "") in text]
+    return max(named, default=LARGEST_OTHER)
 
 
 _RULES = {

@@ -166,7 +166,7 @@ def _unknown(answers: Sequence[_Answer]) -> _Answer:
 
 
 def _next_test(evidence: TokenEvidence, chosen: _Answer, runner: _Answer | None) -> str:
-    if chosen.cause == "none" or chosen.basis == "seen":
+    if chosen.cause == "none" or (chosen.basis == "seen" and chosen.cause != "unknown"):
         return ""
     if chosen.cause in CAUSES:
         return CAUSES[chosen.cause].confirm
