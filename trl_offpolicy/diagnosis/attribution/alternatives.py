@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features
+from trl_offpolicy.diagnosis.attribution.shares import left_share
 from trl_offpolicy.diagnosis.causes import CAUSES
 
 LARGEST_ROUNDING: Mapping[str, float] = {"float16": 2e-3, "bfloat16": 0.02, "int8": 0.1, "fp8": 0.1, "int4": 0.5}
@@ -24,6 +25,8 @@ LATE = 0.05
 LEAN, EARLY, BY_TOKEN = 0.3, 4.0, 0.5
 """|mean| / root mean square of d, first tokens over all, and correlation of equal tokens, from which on differences are
 not rounding. A mean of -KL beside a root mean square of sqrt(2 KL) is no direction: every noise has it."""
+UNLIKE = 0.97
+"""Share of the mismatch that the best simulated rounding leaves, above which it is no rounding."""
 AT_THE_END = 0.5
 """Share of the zeros in runs to the end of their row, above which log-probs were filled up and no tool answered."""
 TAIL_ERRORS = 2.0
@@ -159,7 +162,10 @@ def _truncated(evidence: TokenEvidence, features: Features) -> str:
 
 
 def _precision(evidence: TokenEvidence, features: Features) -> str:
-    """Rounding has a size, no direction and no place."""
+    """Rounding has a size, no direction and no place, and a simulation is like it at least in part."""
+    lefts = [left_share(evidence, name) for name in evidence.tested if name.split(":")[1:2] == ["precision"]]
+    if lefts and min(lefts) > UNLIKE:
+        return f"of the roundings that were simulated none is like it (the best leaves {min(lefts):.0%})"
     limit = _largest_rounding(evidence)
     if features.k3 > limit:
         return f"KL {features.k3:.2g} nats per token, and the declared formats explain {limit:.2g} at most"

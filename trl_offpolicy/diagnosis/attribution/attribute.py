@@ -121,7 +121,10 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     first = {s.cause: s for s in reversed(signatures)}
     for cause in ("dropout", "unreported_sampling", "none"):
         if first[cause].score >= 0.5 and not (cause == "dropout" and certain):
-            chosen = _Answer(cause, CONFIDENCE[cause], first[cause].reason, "log-probs")
+            sure = CONFIDENCE[cause]
+            if cause == "dropout" and evidence.trainer is not None and evidence.trainer.dropout == 0.0:
+                sure *= DECLARED_EQUAL
+            chosen = _Answer(cause, sure, first[cause].reason, "log-probs")
             return _report(evidence, features, chosen, [])
     named = [one for one in answers if one.confidence >= NAMED]
     chosen = named[0] if named else _unknown(answers)
@@ -216,7 +219,9 @@ sampling has other forms than those that are tested."""
 IN_PART = 0.8
 """The same for weights that are like a part of those at hand."""
 RIVAL, EXACTLY, AMBIGUOUS = 1.5, 1e-4, 0.6
-"""Times the share left that a rival may leave, the share at which both fit exactly, and the factor that rivals cost."""
+"""Times the share left that a rival may leave, the share at which both fit exactly, and the factor that this costs."""
+UNDECIDED = 0.5
+"""The factor where a rival fits as well: neither is named."""
 
 
 def _of_left(cause: str, left: float, *, exact: bool = False) -> float:
@@ -334,7 +339,14 @@ def _less_sure(answers: list[_Answer]) -> list[_Answer]:
         ]  # fmt: skip
         flexible = f"{one.cause}:".startswith(FLEXIBLE)
         beaten = [other for other in rivals if flexible or not f"{other.cause}:".startswith(FLEXIBLE)]
-        found.append(replace(one, confidence=AMBIGUOUS * one.confidence) if beaten and not one.parts else one)
+        if not beaten or one.parts:
+            found.append(one)
+            continue
+        best = max(beaten, key=lambda other: other.explained)
+        as_well = 1 - best.explained <= RIVAL * left
+        factor = UNDECIDED if as_well else AMBIGUOUS
+        text = f"; {best.cause.replace('_', ' ')} {best.detail} leaves {1 - best.explained:.1%}".rstrip()
+        found.append(replace(one, confidence=factor * one.confidence, reason=one.reason + text))
     return found
 
 
