@@ -199,7 +199,7 @@ def _arithmetic(f: Features, limits: Limits) -> Signature:
     if f.rewritten < limits.exact:
         text = f"the engine's numbers are {f.rewritten_as}, not log-probs of the tokens in nats"
         return Signature("misalignment", 1.0, text)
-    if f.scatter < limits.constant:
+    if f.scatter < limits.constant and not f.surprise_z < -limits.surprise_z:  # nor are rare tokens missing
         return Signature("misalignment", 1.0, "all log-probs differ by the same number (another normaliser?)")
     if f.unit_fit > limits.unit_fit:
         return Signature("misalignment", 1.0, "the log-probs differ by a constant factor (another unit?)")
