@@ -122,7 +122,7 @@ def forced(rng: Any) -> Change:
     words = rng.integers(0, VOCABULARY, 5)
 
     def change(z: Any, _row: int, place: int) -> Any:
-        return np.where(words[place - 5] == IDS, 0.0, -np.inf) if 5 <= place < 10 else log_softmax(z)
+        return np.where(np.equal(IDS, words[place - 5]), 0.0, -np.inf) if 5 <= place < 10 else log_softmax(z)
 
     return change
 
@@ -184,7 +184,7 @@ FAULTS: dict[str, Fault] = {
     "trainer under top-p": Fault(CUT, trainer=cut(nucleus(0.9))),
     "top choices left out": Fault((*CUT, *PROCESSED), without_top_choices),
     "a twentieth at random": Fault(PROCESSED, drawn(lambda z: np.log(0.95 * np.exp(log_softmax(z)) + 0.05 / len(z)))),
-    "a token banned": Fault((*PROCESSED, *CUT), cut(lambda _z: IDS != 7)),
+    "a token banned": Fault((*PROCESSED, *CUT), cut(lambda z: np.arange(len(z)) != 7)),
     "a token banned at first": Fault((*PROCESSED, *CUT), lambda _r: lambda z, _row, t: log_softmax(
         np.where((IDS == 7) & (t < 10), -np.inf, z))),
     "many tokens banned": Fault((*PROCESSED, *CUT), cut(lambda _z: IDS % 5 != 3)),
@@ -199,7 +199,8 @@ FAULTS: dict[str, Fault] = {
     "late tokens": Fault(CONFIG, noise(0.3, lambda _row, t: float(t >= 12))),
     "more with each token": Fault(CONFIG, noise(0.3, lambda _row, t: t / LENGTH)),
     "half of the rows": Fault(CONFIG, noise(0.3, lambda row, _t: float(row % 2))),
-    "label smoothing": Fault(("unknown",), trainer=drawn(lambda z: 0.95 * log_softmax(z) + 0.05 * log_softmax(z).mean())),
+    "label smoothing": Fault(("unknown",), trainer=drawn(
+        lambda z: 0.95 * log_softmax(z) + 0.05 * log_softmax(z).mean())),
     # weights, prompts and formats, each beside declarations that are no fault
     "other weights": Fault(WEIGHTS, by_token(0.1)),
     "a surer learner": Fault(WEIGHTS, trainer=sharper(1.08, 0.1)),
@@ -223,8 +224,8 @@ FAULTS: dict[str, Fault] = {
     "a small constant": Fault(MISALIGNED, report=lambda mu, _r: mu + 0.01, named=True),
     "-9999 here and there": Fault((*MISALIGNED, "nonfinite"), report=lambda mu, r: at_places(mu, r, 0.02, -9999.0)),
     "far too low here and there": Fault((*FORMAT, "nonfinite"), report=lambda mu, r: at_places(mu, r, 0.01, mu - 5)),
-    "ranks interleaved": Fault(MISALIGNED, report=lambda mu, _r: mu.reshape(4, 8, LENGTH).swapaxes(0, 1).reshape(mu.shape),
-                               named=True),
+    "ranks interleaved": Fault(MISALIGNED, named=True, report=lambda mu, _r: mu.reshape(
+        4, 8, LENGTH).swapaxes(0, 1).reshape(mu.shape)),
     "neighbours exchanged": Fault(MISALIGNED, report=lambda mu, _r: mu[np.arange(ROWS) ^ 1], named=True),
     "reversed": Fault(MISALIGNED, report=lambda mu, _r: mu[:, ::-1], named=True),
     "base 2 in half of the rows": Fault(MISALIGNED, report=lambda mu, _r: np.where(

@@ -71,8 +71,8 @@ LOOK_ALIKES: Mapping[str, LookAlikes] = {
     ),
     "dropout": LookAlikes(
         ("padding", "routing"),
-        "Score one batch twice in the same layout. If it differs, the trainer is random (dropout, jitter of routers). If "
-        "it is equal, the layout decides: padding that is attended or counted.",
+        "Score one batch twice in the same layout. If it differs, the trainer is random (dropout, jitter of routers). "
+        "If it is equal, the layout decides: padding that is attended or counted.",
     ),
     "unreported_sampling": LookAlikes(
         (),
@@ -139,9 +139,11 @@ _NO_ENTROPIES = "no entropies were recorded, with which it could be told apart"
 def _weights(_evidence: TokenEvidence, features: Features) -> str:
     """Other weights change a token wherever it stands."""
     if features.early > EARLY:
-        return f"the first tokens differ {features.early:.2g} times as much as the average token, as after other prompts"
+        return (
+            f"the first tokens differ {features.early:.2g} times as much as the average token, as after other prompts"
+        )
     if features.early < LATE:
-        return f"the first tokens hardly differ ({features.early:.2g} times the average token): it begins later in responses"
+        return f"the first tokens hardly differ ({features.early:.2g} times the average token): it begins later"
     return ""
 
 
@@ -151,7 +153,9 @@ def _lagging(evidence: TokenEvidence, features: Features) -> str:
     versions = [side.weight_version for side in sides if side is not None and side.weight_version is not None]
     lag = abs(versions[0] - versions[1]) if len(versions) == 2 else 0
     if lag and features.k3 > LARGEST_STEP * lag**2:
-        return f"KL {features.k3:.2g} nats per token is more than {lag} update{'s' * (lag > 1)} of the weights should make"
+        return (
+            f"KL {features.k3:.2g} nats per token is more than {lag} update{'s' * (lag > 1)} of the weights should make"
+        )
     return _weights(evidence, features)
 
 
@@ -164,8 +168,8 @@ def _truncated(evidence: TokenEvidence, features: Features) -> str:
         return ""
     if surprise > -missing / 2:
         return (
-            f"tokens are as rare as without truncation: the mean of -log p is {surprise:+.2g} nats from the entropy, and "
-            f"such a kept mass would make it {-missing:.2g} or less"
+            f"tokens are as rare as without truncation: the mean of -log p is {surprise:+.2g} nats from the entropy, "
+            f"and such a kept mass would make it {-missing:.2g} or less"
         )
     return ""
 

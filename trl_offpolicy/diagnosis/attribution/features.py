@@ -221,8 +221,10 @@ def _top_z(log_mu: Array, d: Array) -> float:
 
 
 def _missing_tail(d: Array) -> float:
-    """Mean of t (-log t), t = 1 - e^d: to first order, tokens of a total probability t that are never drawn lower the
-    mean of -log p by this below the entropy, and by more if they are many.
+    """Mean of t (-log t), t = 1 - e^d.
+
+    To first order, tokens of a total probability t that are never drawn lower the mean of -log p by this below the
+    entropy, and by more if they are many.
     """
     missing = np.clip(-np.expm1(np.minimum(d, 0.0)), 0.0, 1.0)
     return float(np.mean(np.where(missing > 0, -missing * np.log(np.where(missing > 0, missing, 1.0)), 0.0)))
