@@ -190,7 +190,7 @@ FAULTS: dict[str, Fault] = {
     "many tokens banned": Fault((*PROCESSED, *CUT), cut(lambda _z: IDS % 5 != 3)),
     "a bias": Fault(PROCESSED, drawn(lambda z: log_softmax(z + 1.5 * (IDS == 9)))),
     "a bias of each prompt": Fault(PROCESSED, lambda _r: lambda z, row, _t: log_softmax(
-        z + 2.0 * (IDS == row // GROUP * 3))),
+        z + 2.0 * np.equal(IDS, row // GROUP * 3))),
     "a grammar": Fault(PROCESSED, forced, report=lambda mu, _r: np.where(np.abs(mu) < 1e-5, 0.0, mu)),
     # what a model computes
     "soft-cap": Fault((*CONFIG, *TEMPERATURE), drawn(lambda z: log_softmax(3 * np.tanh(z / 3)))),
