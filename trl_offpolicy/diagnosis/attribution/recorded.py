@@ -39,6 +39,8 @@ GROWING, GROWING_RANK = 1.5, 0.5
 it grows."""
 COMES_AND_GOES = (0.15, 0.85)
 """Share of steps without a mismatch, after the first one with it."""
+GATHERED, LEAST_STRETCHES = 1.3, 2
+"""The last step of a stretch with a mismatch over the first, from which it gathers, and the stretches that show it."""
 LEAST_STEPS = 4
 """Steps with a mismatch from which its course is judged."""
 ALL_ROWS = 0.7
@@ -197,10 +199,10 @@ def _not_weights(course: Course, found: Attribution, evidence: TokenEvidence) ->
     alike, early = found.features.by_token, found.features.early
     if alike >= Limits().by_token:
         return ""
-    if course.comes_and_goes and not course.grows:
+    if course.comes_and_goes and not course.grows and not course.gathers:
         return (
-            f"equal tokens do not differ alike (correlation {alike:.2f}), so an engine with other settings, or other "
-            "prompts in these steps, are as likely"
+            f"equal tokens do not differ alike (correlation {alike:.2f}), and it does not grow until it goes: an engine "
+            "with other settings, or other prompts in these steps, are as likely"
         )
     if not EVEN[0] <= early <= EVEN[1]:
         return (
@@ -221,6 +223,7 @@ class Course:
         since: first step with it.
         grows: from then on it grows with the steps.
         comes_and_goes: from then on some steps do not have it.
+        gathers: where it comes and goes, it is larger at the end of a stretch of steps than at its beginning.
         differing: the recorded steps with it.
     """
 
@@ -230,6 +233,7 @@ class Course:
     grows: bool
     comes_and_goes: bool
     differing: tuple[int, ...]
+    gathers: bool = False
 
     @property
     def text(self) -> str:
@@ -276,7 +280,16 @@ def course_of(rollouts: RecordedRollouts, steps: tuple[int, int] | None = None) 
     ranks = rank_correlation(np.arange(len(grown)), grown)
     grows = len(grown) >= LEAST_STEPS and ranks > GROWING_RANK
     grows = grows and grown[-third:].mean() > GROWING * grown[:third].mean()
-    return Course(low, high, int(known[begin]), bool(grows), bool(comes_and_goes), tuple(known[differs].tolist()))
+    differing = tuple(known[differs].tolist())
+    return Course(low, high, int(known[begin]), bool(grows), bool(comes_and_goes), differing, _gathers(sizes, differs))
+
+
+def _gathers(sizes: Any, differs: Any) -> bool:
+    """Whether the mismatch grows from step to step while it lasts: each update that is missed adds to it."""
+    places = np.flatnonzero(differs)
+    stretches = [one for one in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(one) > 1]
+    ratios = [float(sizes[one[-1]] / sizes[one[0]]) for one in stretches]
+    return len(ratios) >= LEAST_STRETCHES and float(np.median(ratios)) > GATHERED
 
 
 def _seen(info: Mapping[str, Any]) -> tuple[Seen, ...]:
