@@ -124,7 +124,8 @@ def test_a_setting_that_changed_in_the_run_is_named_and_its_step_is_told(write_r
 def drifted(share: float, seed: int = 5) -> Any:
     """The trainer's logits after ``share`` of an update that depends on the token and the context."""
     generator = np.random.default_rng(seed)
-    return lambda x: x + share * generator.normal(0, 0.6, 30) + share * generator.normal(0, 0.8, x.shape)
+    token = generator.normal(0, 0.6, 30)  # the same in every context
+    return lambda x: x + share * token + share * generator.normal(0, 0.8, x.shape)
 
 
 def test_weights_that_stop_arriving_show_as_a_mismatch_that_grows(write_run: Any) -> None:
