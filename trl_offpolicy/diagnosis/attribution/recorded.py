@@ -202,7 +202,7 @@ def _not_weights(course: Course, found: Attribution, evidence: TokenEvidence) ->
     if course.comes_and_goes and not course.grows and not course.gathers:
         return (
             f"equal tokens do not differ alike (correlation {alike:.2f}), and it does not grow until it goes: engines "
-            "with other settings, or other prompts in these steps, is as likely"
+            "with other settings, or other prompts in these steps, are as likely"
         )
     if not EVEN[0] <= early <= EVEN[1]:
         return (
