@@ -80,8 +80,8 @@ LOOK_ALIKES: Mapping[str, LookAlikes] = {
     ),
     "unreported_sampling": LookAlikes(
         (),
-        "Compare all that was sampled, not only what was kept: dropping completions by reward, length or likelihood "
-        "looks the same.",
+        "Compare all that was sampled, with entropies of the same logits: dropping completions by reward, length or "
+        "likelihood, and entropies at another temperature, look the same.",
     ),
     "precision": LookAlikes(
         ("other_weights", "model_config", "prompt_difference"),

@@ -189,9 +189,9 @@ def _next_test(evidence: TokenEvidence, chosen: _Answer, runner: _Answer | None)
 
 CONFIDENCE = {
     "none": 0.95,
-    "unreported_sampling": 0.9,
+    "unreported_sampling": 0.8,
     # Traces in log-probs that hardly any other cause leaves.
-    "tool_tokens": 0.98,
+    "tool_tokens": 0.85,
     "misalignment": 0.9,
     "temperature": 0.85,
     "truncated_sampling": 0.85,
