@@ -14,6 +14,7 @@ from toy_policy import GROUP, LENGTH, ROWS, VOCABULARY, Toy, log_softmax, make
 from trl_offpolicy.diagnosis.attribution.alternatives import LOOK_ALIKES
 from trl_offpolicy.diagnosis.attribution.attribute import NAMED, attribute
 from trl_offpolicy.diagnosis.attribution.evidence import Seen, TokenEvidence
+from trl_offpolicy.diagnosis.attribution.shares import REFERENCE
 from trl_offpolicy.diagnosis.causes import CAUSES
 
 Report = Callable[[Any], Any]
@@ -165,3 +166,33 @@ def test_what_a_name_leaves_open_is_told_with_the_test_that_decides() -> None:
     assert "model_config" not in equal.alternatives
     assert all(one in CAUSES or one == "other_weights" for alike in LOOK_ALIKES.values() for one in alike.causes)
     assert NAMED == 0.5 and ROWS % GROUP == 0
+
+
+def leaving(evidence: TokenEvidence, **left: float) -> TokenEvidence:
+    """With tests of the engine's side that leave these shares of the mismatch, in a direction of their own each."""
+    old, mu = evidence.old_per_token_logps, evidence.sampling_per_token_logps
+    found = {REFERENCE: old}
+    for number, (cause, share) in enumerate(left.items()):
+        around = np.where((np.arange(LENGTH) + number) % 2, 1.0, -1.0)
+        found[f"engine:{cause}:something"] = mu + np.sqrt(share) * around * (old - mu)
+    return replace(evidence, tested=found)
+
+
+@pytest.mark.parametrize(("rival", "cause"), [(0.011, "unknown"), (0.2, "model_config")])
+def test_of_two_causes_that_fit_as_well_neither_is_named(rival: float, cause: str) -> None:
+    found = attribute(leaving(make("prompt_difference"), model_config=0.01, prompt_difference=rival))
+    assert found.cause == cause
+    if cause == "unknown":
+        assert any("model config" in one and "prompt difference something leaves" in one for one in found.reasons)
+
+
+@pytest.mark.parametrize(("left", "cause"), [(1.0, "unknown"), (0.5, "precision")])
+def test_a_declared_format_is_not_named_if_no_simulated_rounding_is_like_the_tokens(left: float, cause: str) -> None:
+    evidence = replace(make("precision"), engine=BF16, trainer=SAME)
+    old, mu = evidence.old_per_token_logps, evidence.sampling_per_token_logps
+    random = np.random.default_rng(0).normal(0, 0.02, old.shape)
+    simulated = mu + np.sqrt(left) * (old - mu) if left < 1 else old + random
+    found = attribute(replace(evidence, tested={REFERENCE: old, "engine:precision:bf16": simulated}))
+    assert found.cause == cause, found.reasons
+    if cause == "unknown":
+        assert any("none is like it" in one for one in found.reasons)
