@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_attribution import SAME
-from toy_policy import GROUP, LENGTH, ROWS, VOCABULARY, Toy, log_softmax, make
+from toy_policy import GROUP, LENGTH, ROWS, SAME, VOCABULARY, Toy, log_softmax, make
 
 from trl_offpolicy.diagnosis.attribution.alternatives import LOOK_ALIKES
 from trl_offpolicy.diagnosis.attribution.attribute import NAMED, attribute

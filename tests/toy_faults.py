@@ -11,8 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from test_attribution import SAME
-from toy_policy import GROUP, LENGTH, ROWS, VOCABULARY, Toy, log_softmax
+from toy_policy import GROUP, LENGTH, ROWS, SAME, VOCABULARY, Toy, log_softmax
 
 from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
 
