@@ -28,7 +28,7 @@ LATE = 0.05
 """First tokens over all, below which other weights are not it: they change a token wherever it stands."""
 LEAN, EARLY, BY_TOKEN = 0.3, 4.0, 0.5
 """|mean| / root mean square of d, first tokens over all, and correlation of equal tokens, from which on differences are
-not rounding. A mean of -KL beside a root mean square of sqrt(2 KL) is no direction: every noise has it."""
+not rounding. The last one is a sign of other weights. A mean of -KL beside a root mean square of sqrt(2 KL) is no direction: every noise has it."""
 UNLIKE = 0.97
 """Share of the mismatch that the best simulated rounding leaves, above which it is no rounding."""
 AT_THE_END = 0.5
@@ -141,7 +141,9 @@ _NO_ENTROPIES = "no entropies were recorded, with which it could be told apart"
 
 
 def _weights(_evidence: TokenEvidence, features: Features) -> str:
-    """Other weights change a token wherever it stands."""
+    """Other weights change a token wherever it stands, and equal tokens alike; other prompts and windows do neither."""
+    if features.by_token > BY_TOKEN:
+        return ""
     if features.early > EARLY:
         return (
             f"the first tokens differ {features.early:.2g} times as much as the average token, as after other prompts"
