@@ -28,7 +28,8 @@ LATE = 0.05
 """First tokens over all, below which other weights are not it: they change a token wherever it stands."""
 LEAN, EARLY, BY_TOKEN = 0.3, 4.0, 0.5
 """|mean| / root mean square of d, first tokens over all, and correlation of equal tokens, from which on differences are
-not rounding. The last one is a sign of other weights. A mean of -KL beside a root mean square of sqrt(2 KL) is no direction: every noise has it."""
+not rounding. The last one is a sign of other weights. A mean of -KL beside a root mean square of sqrt(2 KL) is no
+direction: every noise has it."""
 UNLIKE = 0.97
 """Share of the mismatch that the best simulated rounding leaves, above which it is no rounding."""
 AT_THE_END = 0.5
