@@ -204,7 +204,7 @@ def _largest_rounding(evidence: TokenEvidence) -> float:
     known = [name for side in (evidence.engine, evidence.trainer) if side is not None
              for name in (side.dtype, side.quantization, side.kv_cache)]  # fmt: skip
     known += [f"{one.what} {one.engine} {one.trainer}" for one in evidence.seen if one.cause == "precision"]
-    sizes = [_size_of(name) for name in known if name not in (None, "none", "auto", "float32")]
+    sizes = [_size_of(name) for name in known if name and name not in ("none", "auto", "float32")]
     experts = any(side is not None and side.experts for side in (evidence.engine, evidence.trainer))
     return max(sizes, default=LARGEST_OTHER) * (WITH_EXPERTS if experts else 1.0)
 
