@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,12 +21,15 @@ def k3(world: World, made: Made) -> Any:
     return np.nanmean(np.expm1(d) - d, axis=1)
 
 
-def assert_changed_and_put_back(world: World, context: AbstractContextManager[Any]) -> None:
-    """The context changes what the model says, and leaves it as it was, to the last bit."""
+def assert_changed_and_put_back(world: World, begin: Callable[[World], AbstractContextManager[Any]]) -> None:
+    """The context that ``begin`` makes changes what the model says, and leaves it as it was, to the last bit.
+
+    Some contexts act as soon as they are made.
+    """
     ids = torch.tensor([world.prompts[0] + world.prompts[3]])
     with torch.no_grad():
         before = world.model(ids).logits
-        with context:
+        with begin(world):
             inside = world.model(ids).logits.float()
         after = world.model(ids).logits
     assert (inside - before).abs().max() > 1e-4

@@ -123,7 +123,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_changes_the_model_and_puts_everything_back(world: World, name: str) -> None:
-    assert_changed_and_put_back(world, CONTEXTS[name](world))
+    assert_changed_and_put_back(world, CONTEXTS[name])
     assert not world.model.training
 
 

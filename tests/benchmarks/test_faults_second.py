@@ -71,7 +71,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_changes_the_model_and_puts_everything_back(world: World, name: str) -> None:
-    assert_changed_and_put_back(world, CONTEXTS[name](world))
+    assert_changed_and_put_back(world, CONTEXTS[name])
 
 
 def test_a_window_in_no_layer_and_rounding_in_none_change_nothing(world: World) -> None:

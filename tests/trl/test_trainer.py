@@ -20,6 +20,7 @@ from trl_offpolicy import PolicyBatch
 from trl_offpolicy.control import CONTROL_METRICS
 from trl_offpolicy.objective import objective as objectives
 from trl_offpolicy.objective.measure import GRADIENT_METRICS
+from trl_offpolicy.rollouts.clock import TIME_METRICS
 from trl_offpolicy.rollouts.duplicates import DUPLICATE_METRICS
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
@@ -74,7 +75,7 @@ def test_sampling_from_the_trainer_itself_leaves_no_mismatch_metrics(
     for row in records(trainer):
         keys = {key for key in row if key.startswith("offpolicy/")}
         groups = {key.split("/")[1] for key in keys}
-        assert groups == {"loss", "rollout", "gradient", "control", "lag"}
+        assert groups == {"loss", "rollout", "gradient", "control", "lag", "time"}
         assert {key for key in keys if "/lag/" in key} == {"offpolicy/lag/0/clip_fraction"}
         assert row["entropy"] == row["offpolicy/loss/entropy"] > 0
 
@@ -105,6 +106,7 @@ def test_every_diagnostic_reaches_metrics_jsonl(
     expected = {key for key in trainer.objective(batch).stats if "/lag/" not in key}
     expected |= {f"offpolicy/gradient/{name}" for name in GRADIENT_METRICS}
     expected |= {f"offpolicy/control/{name}" for name in CONTROL_METRICS[:-3]}  # no controller runs
+    expected |= {f"offpolicy/time/{name}" for name in TIME_METRICS}
     assert len(expected) > 90 + 20 * (old is not None)
     rows = records(trainer)
     assert [row["step"] for row in rows] == [1, 2]
