@@ -179,8 +179,7 @@ class Generation:
 
     def _timed(self, part: str) -> AbstractContextManager[None]:
         """Count the block's time as a part of the training step; validations are not counted."""
-        module = self._module
-        return module.measuring.clock.part(part) if module.trainer.training else nullcontext()
+        return self._module.measuring.clock.part(part, counted=self._module.trainer.training)
 
     def _numerics(self) -> AbstractContextManager[None]:
         """Inside it the engine computes, without gradient and in its own precision."""

@@ -48,3 +48,10 @@ def test_a_part_that_fails_is_counted_and_closed(now: list[float]) -> None:
         now[0] += 1.0
     expected = dict.fromkeys(TIME_METRICS, 0.0) | {"rewards": 2.0, "scoring": 1.0}
     assert clock.close(3.0, steps=1) == pytest.approx(expected)
+
+
+def test_what_is_no_part_of_a_training_step_is_not_counted(now: list[float]) -> None:
+    clock = StepClock()
+    with clock.part("generation", counted=False):
+        now[0] += 7.0
+    assert clock.close(1.0, steps=1) == {**dict.fromkeys(PARTS, 0.0), "learning": 1.0}

@@ -30,8 +30,11 @@ class StepClock:
         self._inside = [0.0]  # for each open part, the outermost first: seconds of the parts within it
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time inside the block as ``name``, one of :data:`PARTS`."""
+    def part(self, name: str, *, counted: bool = True) -> Iterator[None]:
+        """Count the time inside the block as ``name``, one of :data:`PARTS`; ``counted=False``: it is in no step."""
+        if not counted:
+            yield
+            return
         start = time.monotonic()
         self._inside.append(0.0)
         try:

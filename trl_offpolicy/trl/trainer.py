@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -155,7 +155,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.tools:
             for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
                 tools.update({name: self._guard.wrap(tool) for name, tool in tools.items()})
-        with self._timed("generation"):
+        with self._clock.part("generation", counted=self.model.training):
             generated = super()._generate(prompts)
         _, completions, tool_mask, _, logps, *_ = generated
         self._screen.agree(completions, tool_mask, logps)
@@ -163,14 +163,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
-        with self._timed("rewards"):
+        with self._clock.part("rewards", counted=self.model.training):
             by_function: Tensor = self._screen.rewards(super()._calculate_rewards(*args, **kwargs))
         self._rewards = by_function
         return by_function
-
-    def _timed(self, part: str) -> AbstractContextManager[None]:
-        """Count the block's time as a part of the training step; evaluations are not counted."""
-        return self._clock.part(part) if self.model.training else nullcontext()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """TRL's batches, read through a lookahead if prompts are sent to the engine before they are due."""
@@ -179,8 +175,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """TRL's method; rows of like length or of one prompt meet in a micro-batch, which is cut to its own width."""
-        # in a step without a new generation batch there is next to nothing in it
-        with self._timed("scoring"), rebound(grpo_trainer, split_tensor_dict=self._compact.split):
+        scoring = self._clock.part("scoring", counted=self.model.training)  # next to nothing without a new generation
+        with scoring, rebound(grpo_trainer, split_tensor_dict=self._compact.split):
             return super()._prepare_inputs(generation_batch)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -388,7 +384,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             chosen = self._auto.metrics() if self._auto is not None and mode == "train" else {}
             for key, value in {**values, **trl_names(self.objective, values), **chosen}.items():
                 self._metrics[mode][key].append(value)
-        if mode == "train" and (times := self._metrics[mode]["step_time"]):
+        if mode == "train" and (times := self._metrics[mode].get("step_time")):
             for part, seconds in self._clock.close(sum(times), steps=len(times)).items():
                 self._metrics[mode][f"{PREFIX}time/{part}"].append(seconds)
         if self._recorder is not None:
