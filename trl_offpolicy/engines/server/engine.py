@@ -325,7 +325,7 @@ class ServerEngine:
             self._broadcast.close()  # a group in which a transfer broke off is of no further use
             self._broadcast = None
             raise SyncError(f"{error} {self._recover(before, str(error))}") from error
-        if not self._labelled(loading(self._label)):
+        if not self._labelled():
             raise SyncError(f"The vLLM server at {self.client.base_url} was started anew while it took the weights.")
         return size
 
@@ -364,7 +364,8 @@ class ServerEngine:
         for _ in range(_LOADS):
             before = self._server_label()
             self._take(target, before)
-            if self._labelled(FRESH if self._adapter and before == FRESH else loading(self._label)):
+            # before its first adapter a server has the label of a fresh one, and a new start cannot be told
+            if self._labelled(looks=self._adapter is None or before != FRESH):
                 break
             logger.warning("The server was started anew while it loaded version %s: loading it again.", self.version)
         else:
@@ -389,17 +390,17 @@ class ServerEngine:
             self._set_label(unusable(str(error)))
             raise
 
-    def _labelled(self, now: str) -> bool:
+    def _labelled(self, *, looks: bool = True) -> bool:
         """Give the weights that were loaded their label; False if the server was started anew since and lacks them.
 
         A request that is repeated would otherwise put the label on the weights with which the server was started.
 
         Args:
-            now: the label that it has until then; :data:`FRESH` = a new start cannot be told.
+            looks: whether the label that it has until then tells a new start.
         """
 
         def require_same_server() -> None:
-            if now != FRESH and self._server_label() == FRESH:
+            if looks and self._server_label() == FRESH:
                 raise _StartedAnew
 
         try:
