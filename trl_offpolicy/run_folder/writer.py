@@ -22,7 +22,7 @@ from torch import Tensor
 from trl_offpolicy.run_folder import layout
 from trl_offpolicy.run_folder.checkpoints import remove_unfinished, said_if_full
 from trl_offpolicy.run_folder.lock import RunLock
-from trl_offpolicy.run_folder.strict import dump_json
+from trl_offpolicy.run_folder.strict import dump_json, write_whole
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
 
@@ -128,9 +128,7 @@ def _cut_lines(path: Path, step: int) -> None:
             continue
         if row.get(layout.STEP, 0) <= step:
             kept.append(line)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
-    temporary.replace(path)
+    write_whole(path, "".join(f"{line}\n" for line in kept))
 
 
 def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
@@ -160,7 +158,7 @@ def keep_evaluation(folder: Path, step: int, values: Mapping[str, Any]) -> None:
     before = json.loads(path.read_text())["before"] if path.exists() else None
     found = {layout.STEP: step, **row}
     both = {"before": found, "after": None} if before is None else {"before": before, "after": found}
-    path.write_text(dump_json(both, indent=1) + "\n")
+    write_whole(path, dump_json(both, indent=1) + "\n")
 
 
 class RolloutRecorder:
