@@ -155,6 +155,18 @@ def test_small_mismatch_is_not_rounding_noise():
     assert k3 == pytest.approx(5.00017e-9, rel=2e-2)  # l^2/2 + l^3/6; 1 + l in float32 rounds to 1.2e-7
 
 
+@pytest.mark.parametrize("below", [-40.0, -9999.0])
+def test_a_token_that_the_sampler_excluded_differs_by_its_whole_probability(below):
+    """Its ratio is held at e^20, its difference of probabilities is not."""
+    sampling, old, mask = torch.tensor([[below, -L]]), torch.tensor([[-2 * L, -L]]), torch.ones(1, 2).bool()
+
+    found = fold_ratio_rows(ratio_rows(log_ratio(old, sampling, mask), sampling, mask))
+
+    assert found["prob_diff"].item() == pytest.approx(0.25, rel=2e-3)
+    assert found["abs_prob_diff_max"].item() == pytest.approx(0.25, rel=2e-3)
+    assert found["excess"].item() == pytest.approx(math.expm1(20.0), rel=1e-6)
+
+
 def test_autocast_does_not_round_the_products():
     weights, mask = torch.tensor([[1.001, 0.998]]), torch.ones(1, 2).bool()
 

@@ -344,3 +344,32 @@ def test_columns_of_a_part_are_those_of_the_layout(tmp_path):
         *layout.TOKEN_COLUMNS,
         *layout.PROMPT_COLUMNS,
     ]
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation.json
+
+
+def test_the_first_and_the_last_evaluation_are_kept(tmp_path):
+    writer = RunFolderWriter(tmp_path, {})
+    writer.begin(0, seed=1)
+    for step, reward in ((0, 0.125), (2, 0.25), (4, 0.5)):
+        writer.log(step, {"loss": 0.1})
+        writer.log(step, {"eval_reward": reward, "eval_rewards/f/mean": reward, "eval_pass@1": 1.0, "eval_loss": 1.0})
+        found = json.loads((tmp_path / "evaluation.json").read_text())
+        row = {"eval_reward": reward, "eval_rewards/f/mean": reward, "eval_pass@1": 1.0}
+        assert found["after"] == (None if step == 0 else {"step": step, **row})
+        assert found["before"] == {"step": 0, **row, "eval_reward": 0.125, "eval_rewards/f/mean": 0.125}
+    writer.leave()
+
+
+def test_a_run_without_held_out_prompts_has_no_evaluation_and_a_new_run_begins_anew(tmp_path):
+    writer = RunFolderWriter(tmp_path, {})
+    writer.begin(0, seed=1)
+    writer.log(1, {"loss": 0.1})
+    assert not (tmp_path / "evaluation.json").exists()
+    writer.log(1, {"eval_reward": 0.5})
+    writer.begin(0, seed=1)
+    assert not (tmp_path / "evaluation.json").exists()  # it is in _previous
+    writer.log(1, {"eval_reward": 0.25})
+    assert json.loads((tmp_path / "evaluation.json").read_text())["before"]["eval_reward"] == 0.25
+    writer.leave()

@@ -90,6 +90,31 @@ def excess_of(log_ratios: Tensor) -> Tensor:
     return expm1_of(held) if torch.compiler.is_compiling() else held.expm1_()
 
 
+def probability_difference(
+    logps: Tensor, probabilities: Tensor, log_ratios: Tensor, excess: Tensor, *, largest: Tensor | None = None
+) -> Tensor:
+    """Difference p - q of the sampled tokens, exact where the policies nearly agree and where q excludes the token.
+
+        q (rho - 1), or exp(log q + l) - q where l is above 20 nats
+
+    where l is the unclamped log-ratio and rho is held at e^20, which would leave nothing of p where q is below e^-20.
+
+    Args:
+        logps: log q, nats; any shape, float32.
+        probabilities: q.
+        log_ratios: l, not clamped.
+        excess: rho - 1 of the clamped l (:func:`excess_of`).
+        largest: the largest l of each row, where they are known: this saves a pass.
+    """
+    near = probabilities * excess
+    # On a CPU it costs less to look than to compute what is hardly ever needed. Elsewhere looking waits for the device.
+    by_looking = log_ratios.device.type == "cpu" and not torch.compiler.is_compiling()
+    if by_looking and not bool(((log_ratios if largest is None else largest) > LOG_RATIO_CLAMP).any()):
+        return near
+    far = exp_of((logps + log_ratios).clamp(max=0.0)) - probabilities
+    return torch.where(log_ratios > LOG_RATIO_CLAMP, far, near)
+
+
 def exp_of(values: Tensor) -> Tensor:
     """Elementwise exp(x) that torch.compile makes quick on a CPU as well."""
     if not torch.compiler.is_compiling():

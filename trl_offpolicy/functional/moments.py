@@ -15,7 +15,15 @@ from torch import Tensor
 
 from trl_offpolicy.functional._fast import as_float, row_blocks
 from trl_offpolicy.functional._shapes import check_rows, check_tokens
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, exp_of, finite_or_zero, log_ratio
+from trl_offpolicy.functional.log_ratios import (
+    LOG_RATIO_CLAMP,
+    LogRatio,
+    excess_of,
+    exp_of,
+    finite_or_zero,
+    log_ratio,
+    probability_difference,
+)
 
 HISTOGRAM_BINS = 240
 HISTOGRAM_DECADES = (-8.0, 4.0)
@@ -204,7 +212,9 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> tupl
     prob = exp_of(logp).mul_(here)
     excess = excess_of(log_ratios)  # rho - 1
     abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()
-    prob_diff, abs_diff = prob * excess, prob * abs_excess
+    highest = log_ratios.amax(-1)
+    prob_diff = probability_difference(logp, prob, log_ratios, excess, largest=highest)
+    abs_diff = prob_diff.abs()
     tokens = here.sum(-1)
     sums = [
         tokens,
@@ -226,7 +236,7 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> tupl
     ]
     # Last and in place, because nothing else reads these two any more. Outside the observed tokens rho - 1 is 0.
     sums.append(dot(excess.lt_(_DISAGREEING_EXCESS), logp.ge_(CONFIDENT_LOGP)))
-    maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
+    maxima = [highest, -log_ratios.amin(-1), abs_diff.amax(-1)]
     return _columns(sums), _columns(maxima)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.strict import write_whole
 
 Decode = Callable[[list[int]], str]
 
@@ -128,9 +129,7 @@ def _finite(value: Any) -> Any:
 
 def write_worst(path: Path, responses: Sequence[Mapping[str, Any]]) -> None:
     """Replace the file in one move, so a reader finds the old or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(list(responses), ensure_ascii=False, allow_nan=False), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(list(responses), ensure_ascii=False, allow_nan=False))
 
 
 def read_worst(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from trl_offpolicy.run_folder import layout
 from trl_offpolicy.run_folder.checkpoints import remove_unfinished, said_if_full
 from trl_offpolicy.run_folder.lock import RunLock
-from trl_offpolicy.run_folder.strict import dump_json
+from trl_offpolicy.run_folder.strict import dump_json, write_whole
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
 
@@ -56,13 +56,14 @@ class RunFolderWriter:
         (self.folder / layout.RUN_FILE).write_text(dump_json(info, indent=2) + "\n")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a row to ``metrics.jsonl``.
+        """Append a row to ``metrics.jsonl``; held-out numbers also go into ``evaluation.json``.
 
         Raises:
             RunFolderError: the disk is full.
         """
         with said_if_full(self.folder, what=f"the numbers of step {step}"):
             append_metrics(self.folder / layout.METRICS_FILE, step, values)
+            keep_evaluation(self.folder, step, values)
 
     def end(self) -> None:
         """Call the report, if there is one, and give the folder back."""
@@ -127,9 +128,7 @@ def _cut_lines(path: Path, step: int) -> None:
             continue
         if row.get(layout.STEP, 0) <= step:
             kept.append(line)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
-    temporary.replace(path)
+    write_whole(path, "".join(f"{line}\n" for line in kept))
 
 
 def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
@@ -141,6 +140,25 @@ def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
     }
     with path.open("a") as file:
         file.write(json.dumps(clean, allow_nan=False) + "\n")
+
+
+_HELD_OUT = tuple(layout.EVAL_PREFIX + name for name in ("reward", "pass@1"))
+"""Beginnings of the keys that :func:`keep_evaluation` keeps."""
+
+
+def keep_evaluation(folder: Path, step: int, values: Mapping[str, Any]) -> None:
+    """Write the held-out numbers of the first and of the last evaluation; nothing if ``values`` are no evaluation.
+
+    ``after`` is null until there is a second one.
+    """
+    row = {key: value for key, value in values.items() if key.startswith(_HELD_OUT)}
+    if not row:
+        return
+    path = folder / layout.EVALUATION_FILE
+    before = json.loads(path.read_text())["before"] if path.exists() else None
+    found = {layout.STEP: step, **row}
+    both = {"before": found, "after": None} if before is None else {"before": before, "after": found}
+    write_whole(path, dump_json(both, indent=1) + "\n")
 
 
 class RolloutRecorder:
