@@ -224,9 +224,10 @@ def test_micro_batches_of_one_step_share_a_part(tmp_path):
     """Of other widths, and one with something that the other lacks."""
     writer = recorder(tmp_path)
     cut = {name: value[:, :1] for name, value in rollout().items() if name in layout.TOKEN_COLUMNS}
+    lacking = {"attention_mask": torch.ones(2, 1), "weights": None, "reward": torch.tensor([0.5, NAN])}
 
     writer.add(3, **rollout())
-    writer.add(3, **rollout(**cut, attention_mask=torch.ones(2, 1), weights=None, reward=torch.tensor([0.5, NAN])))
+    writer.add(3, **rollout(**{**cut, **lacking}))
     writer.flush()
 
     rows = pd.read_parquet(tmp_path / "rollouts.parquet").to_dict("records")
