@@ -20,6 +20,7 @@ from trl_offpolicy import (
     PolicyBatch,
     RatioBand,
     RawWeight,
+    ShapedWeight,
     TruncateWeight,
 )
 
@@ -531,3 +532,31 @@ def test_what_it_needs():
 def test_scope():
     assert Correction(weight=RawWeight(), keep=(TOKEN_BAND,)).scope == "row"
     assert Correction(weight=RawWeight(), normalize="original").scope == "generation_batch"
+
+
+# ------------------------------------------------------------------------------------------------------- cut mass
+
+
+@pytest.mark.parametrize(
+    ("weight", "truncated", "cut"),
+    [
+        (TruncateWeight(max_weight=2.0), 2 / 4, (2 + 1) / (4 + 1 + 3 + 0.5)),  # rho is 4, 1 | 3, 0.5
+        (TruncateWeight(max_weight=2.0, min_weight=0.75), 3 / 4, 3 / 8.5),  # a floor gives nothing back
+        (TruncateWeight(max_weight=2.0, level="sequence"), 1 / 2, 2 / (4 + 1.5)),  # the products are 4 and 1.5
+        (BandWeight(low=0.75, high=3.5), 2 / 4, (4 + 0.5) / 8.5),
+        (RawWeight(), 0.0, 0.0),
+        (ShapedWeight(gamma=0.5), 0.0, 0.0),
+    ],
+)
+def test_what_caps_take_away(weight, truncated, cut):
+    ratios = torch.tensor([[4.0, 1.0, 7.0], [3.0, 0.5, 7.0], [7.0, 7.0, 7.0]])
+    mask = torch.tensor([[True, True, False], [True, True, False], [False, False, False]])
+    batch = PolicyBatch(
+        per_token_logps=torch.full((3, 3), -9.0) + ratios.log(),
+        sampling_per_token_logps=torch.full((3, 3), -9.0),
+        completion_mask=mask,
+        advantages=torch.ones(3),
+    )
+    stats = Correction(weight=weight)(batch).stats
+    assert float(stats["weight/truncated_fraction"]) == pytest.approx(truncated, rel=1e-5)
+    assert float(stats["weight/cut_mass"]) == pytest.approx(cut, rel=1e-5)

@@ -18,7 +18,7 @@ from trl_offpolicy.functional.moments import (
     moments,
     ratio_rows,
 )
-from trl_offpolicy.functional.weight_moments import weight_moments
+from trl_offpolicy.functional.weight_moments import cut_rows, weight_moments
 
 NAN, INF = float("nan"), float("inf")
 L = math.log(2)
@@ -244,6 +244,18 @@ def test_weight_sums(name):
     mask = torch.tensor([[True, True], [True, False], [False, False]])
 
     assert weight_moments(weights, mask)[name].item() == pytest.approx(WEIGHTS[name], abs=1e-6)
+
+
+def test_what_caps_and_floors_change():
+    raw = torch.tensor([[3.0, 0.5, 1.0, 9.0], [2.5, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[True, True, True, False], [True, False, False, False], [False, False, False, False]])
+
+    changed, cut = cut_rows(mask, raw, raw.clamp(0.75, 2.0))
+
+    assert changed.tolist() == [2, 1, 0]  # 3 and 0.5; 2.5
+    assert cut.tolist() == [1.0, 0.5, 0.0]  # the floor under 0.5 takes nothing off
+    with pytest.raises(ValueError, match=r"^bounded must have shape \(3, 4\), but got \(3, 1\)\.$"):
+        cut_rows(mask, raw, raw[:, :1])
 
 
 def test_weight_extrema_leave_padding_out():

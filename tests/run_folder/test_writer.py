@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.worst import read_worst
 from trl_offpolicy.run_folder.writer import (
     RolloutRecorder,
     RunFolderWriter,
@@ -217,6 +218,26 @@ def test_one_row_a_completion_without_padding(tmp_path):
     assert math.isnan(first["sampling_per_token_logps"][1])
     assert (second["prompt"], second["completion"], second["reward"]) == ("1 2", "5", 0.0)
     assert second["sampling_per_token_logps"].tolist() == [-2.0]
+
+
+def test_micro_batches_of_one_step_share_a_part(tmp_path):
+    """Of other widths, and one with something that the other lacks."""
+    writer = recorder(tmp_path)
+    cut = {name: value[:, :1] for name, value in rollout().items() if name in layout.TOKEN_COLUMNS}
+    lacking = {"attention_mask": torch.ones(2, 1), "weights": None, "reward": torch.tensor([0.5, NAN])}
+
+    writer.add(3, **rollout())
+    writer.add(3, **rollout(**{**cut, **lacking}))
+    writer.flush()
+
+    rows = pd.read_parquet(tmp_path / "rollouts.parquet").to_dict("records")
+    assert [row["completion"] for row in rows] == ["7 8 9", "5", "7", "5"]
+    assert [row["old_per_token_logps"].tolist() for row in rows] == [[-0.25, -1.0, -1.25], [-2.5], [-0.25], [-2.5]]
+    assert rows[0]["weights"].tolist() == [1.5, 0.0, 1.25] and rows[2]["weights"] is None
+    assert rows[2]["reward"] == 0.5 and math.isnan(rows[3]["reward"])
+    (worst, *_) = read_worst(tmp_path / layout.WORST_FOLDER)
+    assert (worst["mean_abs_log_ratio"], worst["completion_mask"]) == (0.5, [True])  # the one of token 5
+    assert [one["mean_abs_log_ratio"] for one in read_worst(tmp_path / layout.WORST_FOLDER)] == [0.5, 0.5, 0.25, 0.25]
 
 
 def test_absent_tensors_are_null(tmp_path):
