@@ -32,6 +32,8 @@ class Host(Protocol):
     """What samples (:class:`~lightning_module.agents.Agents`)."""
     compact: Any
     """How rows are split and scored (:class:`~lightning_module.compact.CompactRows`)."""
+    control: Any
+    """What watches and changes the run (:class:`~lightning_module.control.Control`)."""
     exact: Any
     """The check of an exact engine (:class:`~lightning_module.exact.ExactCheck`)."""
     ahead: Any

@@ -80,7 +80,7 @@ def sample(trainer: OffPolicyGRPOTrainer, data: Dataset, cut: Truncation, prompt
     result: dict[str, Any] = {"tokens": int(mask.sum())}
     for name, scoring in {"with": FilteredScoring(cut), "without": FilteredScoring(Truncation())}.items():
         trainer._filtered = scoring
-        old = trainer._score(trainer.model, batch, batch_size=16)[0]
+        old = trainer._score(trainer.model, batch, compact=False)[0]  # in one part, so that its stats are of all rows
         ratio = (old - batch["sampling_per_token_logps"])[mask].double().exp()
         error = float(ratio.std() / len(ratio) ** 0.5)
         result[name] = {"mean": float(ratio.mean()), "error": error, "largest": float((ratio - 1).abs().max())}

@@ -65,6 +65,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
         {"num_iterations": 2},
     ),
     "kl_in_the_reward": ({"gradient_accumulation_steps": 1, "offpolicy": IN_REWARD}, {}, {}),
+    "kl_in_the_reward_in_bypass": (  # the sampler is the old policy
+        {"gradient_accumulation_steps": 1, "offpolicy": {**IN_REWARD, "preset": "paper/ppo-is"}}, {}, {},
+    ),
 }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ CASES = {
 }
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
 OWN_LOSS = {
-    "paper/cppo": {"policy_loss": losses.GPG(), "mode": "bypass"},
+    "paper/cppo": {"policy_loss": losses.GPG(unit_ratio=True), "mode": "bypass"},
     "paper/ctpo-clip": {"policy_loss": losses.CTPO()},
     "paper/minpro-policy": {"policy_loss": losses.GPG(), "mode": "bypass"},
     "deepseek-v3.2/objective": {
@@ -137,7 +137,13 @@ OWN_LOSS = {
         "kl": KLPenalty(coef=0.05, estimator="k1", place="reward"),
         "aggregation": "seq_mean_token_mean",
     },
-    "prime-rl/probability-difference": {"policy_loss": losses.GPG(), "mode": "bypass", "drift_coef": 1e-3},
+    "prime-rl/probability-difference": {
+        "policy_loss": losses.GPG(unit_ratio=True),
+        "mode": "bypass",
+        "drift_coef": 1e-3,
+    },
+    "roll/token-filter": {"kl_on": "kept"},
+    "roll/segment-filter": {"kl_on": "kept"},
 }
 WIDE = {
     "paper/p3o": "micro_batch",

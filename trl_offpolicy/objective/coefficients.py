@@ -71,7 +71,8 @@ class StepWindow:
         """The sums as numbers, over all ranks with ``reduce``; begins the next step. The only wait for the device."""
         assert self._sums is not None
         sums = self._sums if reduce is None else reduce(self._sums)
-        done = StepSums(*sums.tolist(), responses=self._responses)
+        nonfinite, kl, tokens, entropy, acting, sampled, discrepancy = sums.tolist()
+        done = StepSums(nonfinite, kl, tokens, entropy, acting, sampled, discrepancy, self._responses)
         self._sums, self._responses = None, 0
         return done
 

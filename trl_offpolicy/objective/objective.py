@@ -30,6 +30,7 @@ from trl_offpolicy.objective.shaping import AdvantageShaping
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import (
     SCOPES,
+    WIDE_SCOPES,
     CorrectionOutput,
     ObjectiveOutput,
     PolicyBatch,
@@ -166,7 +167,8 @@ class Objective:
         adapting = [type(one).__name__ for one in self.shaping if one.adapts]
         if len(adapting) > 1:
             raise ValueError(f"shaping must hold at most one that measures and adapts, but got {adapting}.")
-        early = self.correction.keep if self.correction is not None and self.correction.is_wide else ()
+        is_wide = self.correction is not None and self.correction.scope in WIDE_SCOPES
+        early = self.correction.keep if self.correction is not None and is_wide else ()
         by_sign = [term.name for term in early if term.reads_advantages and not is_late(term)]
         if self.shaping and by_sign:
             raise ValueError(
