@@ -250,7 +250,7 @@ def shaping(figure: Figure) -> None:
         prices.append(moved.coef)
         moved = moved.updated(0.04 if 20 <= step < 60 else 0.015)
     middle.plot(range(120), prices)
-    label(middle, "optimizer step", "price", "0.04 from step 20 to 60, target 0.02")
+    label(middle, "step; 0.04 from 20 to 60", "price", "its price, target 0.02")
     for reward, text in ((1.0, "all correct"), (0.0, "all wrong")):
         entropies = torch.linspace(0.0, 3.0, 101).unsqueeze(0)
         batch = op.PolicyBatch(

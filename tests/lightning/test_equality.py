@@ -13,15 +13,8 @@ IN_REWARD = {
     "objective": {"kl": {"coef": 1.0, "estimator": "k1", "place": "reward"}},
     "advantages": "dr_grpo",
 }
-SHAPED = {  # the price moves: one optimizer step has it, the next another
-    "preset": "paper/qurl",
-    "objective": {
-        "shaping": [
-            {"type": "zero_variance", "correct_threshold": 1e9, "alpha": 0.5},
-            {"type": "discrepancy", "coef": 0.3, "target": 1e-4, "rate": 50.0, "max_coef": 9.0},
-        ],
-    },
-}
+PRICE = {"type": "discrepancy", "statistic": "abs", "coef": 0.3, "target": 0.1, "rate": 2.0, "max_coef": 9.0}
+SHAPED = {"preset": "paper/qurl", "objective": {"shaping": [PRICE]}}  # each optimizer step has another price
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's
     "aligned": ({"gradient_accumulation_steps": 1}, {}, {}),
@@ -101,8 +94,26 @@ def test_a_shaping_moves_the_gradient_and_its_price_moves_by_the_step(build: Any
     prices = [row["offpolicy/loss/discrepancy_coef"] for row in rows]
     assert prices[0] == pytest.approx(0.3)
     for row, after in zip(rows, prices[1:], strict=False):
-        wanted = row["offpolicy/loss/discrepancy_coef"] + 50.0 * (row["offpolicy/loss/discrepancy"] - 1e-4)
+        wanted = row["offpolicy/loss/discrepancy_coef"] + 2.0 * (row["offpolicy/loss/discrepancy"] - 0.1)
         assert after == pytest.approx(min(max(wanted, 0.0), 9.0), rel=1e-4) and after > 0.31
+
+
+def one_for_all(completions: list[str], **_: object) -> list[float]:
+    """A reward that is the same for all responses."""
+    return [1.0] * len(completions)
+
+
+def test_prompts_with_one_reward_learn_by_entropy_as_in_trl(build: Any, tmp_path: Path) -> None:
+    spec = {"preset": "paper/rl-zvp", "options": {"alpha": 0.5}}
+
+    def same_rewards(ours: Any) -> None:
+        ours.reward_funcs = [one_for_all]
+
+    theirs, _, calls = run_trl(build, prepare=same_rewards, gradient_accumulation_steps=1, offpolicy=spec)
+    watch, _ = run_lightning(tmp_path, calls, 1, {"correction": spec, "reward_funcs": one_for_all}, {})
+    assert max(float(g.abs().max()) for g in theirs.gradients[0].values()) > 1e-2  # without the shaping it is 0
+    for step in range(STEPS):
+        assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
 
 
 def test_a_kl_in_the_reward_moves_the_gradient_once_the_policy_has_moved(build: Any) -> None:
