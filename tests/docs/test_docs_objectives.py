@@ -72,7 +72,7 @@ def test_the_example_is_the_same_in_yaml_and_python():
 def test_every_yaml_block_is_a_configuration(tmp_path):
     """Also with the lines that are commented out in the place of those above them."""
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for text in blocks:
         choices = [text, re.sub(r"^ +advantages: rloo.*\n( +)# (advantages: .*)$", r"\1\2", text, flags=re.MULTILINE)]
         for choice in choices:

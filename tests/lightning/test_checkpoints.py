@@ -84,8 +84,8 @@ def test_a_checkpoint_of_an_adapter_holds_the_adapter_alone(tmp_path: Path) -> N
 
 
 def test_a_price_that_moves_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    """Two and two steps; every price is the one before plus 9 times the violation that was logged with it."""
-    price = {"type": "discrepancy", "coef": 0.3, "target": 1e-4, "rate": 9.0, "max_coef": 99.0}
+    """Two and two steps; every price is the one before plus twice the violation that was logged with it."""
+    price = {"type": "discrepancy", "statistic": "abs", "coef": 0.3, "target": 0.1, "rate": 2.0, "max_coef": 99.0}
     rows: list[dict[str, float]] = []
     for part, resume in (("first", None), ("rest", tmp_path / "first.ckpt")):
         watch, ours = Watch(), module(OwnMismatch(noise=0.5), objective={"shaping": [price]})
@@ -95,7 +95,7 @@ def test_a_price_that_moves_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
         rows += watch.logs
     assert len(rows) == 4 and rows[0]["offpolicy/loss/discrepancy_coef"] == pytest.approx(0.3)
     for row, after in pairwise(rows):
-        wanted = row["offpolicy/loss/discrepancy_coef"] + 9.0 * (row["offpolicy/loss/discrepancy"] - 1e-4)
+        wanted = row["offpolicy/loss/discrepancy_coef"] + 2.0 * (row["offpolicy/loss/discrepancy"] - 0.1)
         assert after["offpolicy/loss/discrepancy_coef"] == pytest.approx(wanted, rel=1e-4) and wanted > 0.31
 
 

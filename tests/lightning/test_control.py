@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from both_trainers import PROMPTS
 from lightning_runs import OwnMismatch, data, module, trainer
 from tiny_models import EOS, FIRST_WORD, VOCABULARY
 
@@ -61,15 +62,16 @@ class Rates(pl.Callback):
 
 
 def fit(
-    folder: Path, ours: OffPolicyGRPOModule, *, ckpt: Path | None = None, save: int | None = None, **options: Any
-) -> tuple[pl.Trainer, list[float]]:
+    folder: Path, ours: OffPolicyGRPOModule, *, ckpt: Path | None = None, save: int | None = None,
+    prompts: Any = None, **options: Any,
+) -> tuple[pl.Trainer, list[float]]:  # fmt: skip
     """Train with a run folder; the trainer and the learning rates that were used."""
     rates = Rates()
     callbacks: list[pl.Callback] = [RunFolder(str(folder), report=False), rates]
     if save:
         callbacks.append(pl.callbacks.ModelCheckpoint(folder / "saved", every_n_train_steps=save, save_top_k=-1))
     owner = trainer(folder, callbacks=callbacks, enable_checkpointing=save is not None, **{"max_steps": 8, **options})
-    owner.fit(ours, data(), ckpt_path=None if ckpt is None else str(ckpt))
+    owner.fit(ours, data(prompts), ckpt_path=None if ckpt is None else str(ckpt))
     return owner, rates.seen
 
 
@@ -184,7 +186,7 @@ def test_an_update_that_parts_engine_and_trainer_is_taken_back(tmp_path: Path) -
     """Of the syncs, the third has three times the usual gap; the fourth sends the accepted weights again."""
     engine = Proved([0.05, 0.05, 0.15, 0.05, 0.05])
     ours = module(engine, control={"controllers": {"accept_update": {}}}, sync_check=True, learning_rate=1e-2)
-    fit(tmp_path, ours, max_steps=4)
+    fit(tmp_path, ours, max_steps=4, prompts=PROMPTS)
     assert engine.synced == [0, 1, 2, 2, 3]
     same = [torch.equal(one, other) for one, other in zip(engine.held, engine.held[1:], strict=False)]
     assert same == [False, True, False]  # version 2 samples with the weights of version 1
@@ -208,15 +210,17 @@ def test_the_gradient_cosine_is_logged_on_demand(tmp_path: Path) -> None:
 
 
 def test_a_gradient_too_aligned_with_the_one_before_is_projected(tmp_path: Path) -> None:
-    ours = module(OwnMismatch(), control={"policy": "act", "controllers": {}, "max_gradient_cosine": 0.0})
+    bound = {"policy": "act", "controllers": {}, "max_gradient_cosine": 0.0}
+    ours = module(OwnMismatch(), control=bound, learning_rate=1e-5)  # no token leaves the clip
     grads: list[torch.Tensor] = []
 
     class Grads(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
             def note(optimizer: Any, *_: Any) -> None:
-                grads.append(torch.cat([p.grad.flatten() for g in optimizer.param_groups for p in g["params"]]))
+                of_all = (p.grad for group in optimizer.param_groups for p in group["params"])
+                grads.append(torch.cat([grad.flatten() for grad in of_all if grad is not None]))
 
-            trainer.optimizers[0].register_step_pre_hook(note)
+            trainer.optimizers[0].register_step_post_hook(note)  # the step itself makes the gradients
 
     owner = trainer(tmp_path, callbacks=[RunFolder(str(tmp_path), report=False), Grads()], max_steps=4)
     owner.fit(ours, data(num_iterations=2))

@@ -42,7 +42,9 @@ def batch(seed):
 
 def stats(seed):
     correction = op.Correction(weight=op.TruncateWeight(max_weight=1.1), keep=(BAND,), correct_threshold=0.5)
-    objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01)
+    objective = op.Objective(
+        correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01, shaping=(op.shaping.DiscrepancyPenalty(),)
+    )
     outside = torch.rand(4, 6, generator=torch.Generator().manual_seed(seed)) > 0.5
     return objective(batch(seed)).stats.union(support_stats(outside, batch(seed).mask))
 
