@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trl_offpolicy.functional.advantages import group_advantages
+from trl_offpolicy.functional.truncated_sampling import KeptIds
+from trl_offpolicy.rollouts.kept import KEY
 from trl_offpolicy.rollouts.replay.batch import PaddedGroups, pad_groups
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
 from trl_offpolicy.rollouts.replay.records import ReplayGroup, Response
@@ -22,7 +24,7 @@ from trl_offpolicy.rollouts.replay.records import ReplayGroup, Response
 _LEFT = ("prompt_ids", "prompt_mask")
 _KNOWN = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "sampling_per_token_logps",
-    "num_items_in_batch", "group_ids", "policy_versions", "rewards", "group_rewards",
+    "num_items_in_batch", "group_ids", "policy_versions", "rewards", "group_rewards", KEY,
 }  # fmt: skip
 
 
@@ -76,19 +78,21 @@ def fresh_groups(output: Mapping[str, Any], generations: int) -> list[ReplayGrou
     for start in range(0, len(host["prompt_ids"]), generations):
         if not host["completion_mask"][start : start + generations].bool().any(dim=1).all():
             continue
-        responses = [_response(host, versions, row) for row in range(start, start + generations)]
+        kept = output.get(KEY) or [None] * len(host["prompt_ids"])
+        responses = [_response(host, versions, kept[row], row) for row in range(start, start + generations)]
         prompt = host["prompt_ids"][start][host["prompt_mask"][start].bool()].tolist()
         identity = int(host["group_ids"][start])
         groups.append(ReplayGroup(prompt_ids=tuple(prompt), responses=tuple(responses), group_id=identity))
     return groups
 
 
-def _response(host: dict[str, Tensor], versions: Tensor, row: int) -> Response:
+def _response(host: dict[str, Tensor], versions: Tensor, kept: KeptIds | None, row: int) -> Response:
     inside = host["completion_mask"][row].bool()
     return Response(
         completion_ids=tuple(host["completion_ids"][row][inside].tolist()),
         sampling_logps=tuple(host["sampling_per_token_logps"][row][inside].tolist()),
         policy_versions=tuple(versions[row][inside].tolist()),
+        kept_ids=None if kept is None else tuple(map(tuple, kept[: int(inside.sum())].tolist())),
         reward=float(host["rewards"][row]),
     )
 
@@ -123,7 +127,9 @@ def with_replayed(output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequenc
     if "group_rewards" in output:
         generations = output["group_rewards"].shape[1]
         replayed["group_rewards"] = rows.rewards.view(-1, generations).repeat_interleave(generations, dim=0)
-    mixed = {name: _joined(name, fresh[name], one.to(device)) for name, one in replayed.items()}
+    mixed: dict[str, Any] = {name: _joined(name, fresh[name], one.to(device)) for name, one in replayed.items()}
+    if KEY in output:
+        mixed[KEY] = [*output[KEY], *map(KeptIds.of, rows.kept_ids)]
     tokens = output["num_items_in_batch"] + rows.attention_mask.sum().to(device)
     return {**output, **mixed, "num_items_in_batch": tokens}
 
