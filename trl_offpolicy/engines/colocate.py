@@ -114,7 +114,7 @@ class ColocateEngine:
             policy_versions=[[version] * len(ids) for ids in completions],
             finish_reasons=[str(output.finish_reason) for output in outputs],
             routed_experts=self._routing(answers),
-            sampling_mask=None if self.no_mask else [kept_of(output) for output in outputs],
+            sampling_mask=[kept_of(one) for one in outputs] if sampling.truncated and self.no_mask is None else None,
         )
 
     def _routing(self, answers: list[Any]) -> list[Any] | None:

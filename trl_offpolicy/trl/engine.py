@@ -136,18 +136,23 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         arguments = {**self._default_arguments(), **self.settings.arguments, **self._seed()}
         if self.settings.exact:
             arguments = self._exact_arguments(arguments)
-        build = partial(_build_llm, vllm_generation.LLM, arguments, truncated=bool(self._truncation))
-        with rebound(vllm_generation, LLM=build):
+        with rebound(vllm_generation, LLM=partial(self._build_llm, vllm_generation.LLM, arguments)):
             super()._init_vllm()
-        self.llm, self.no_mask = self.llm
-        if isinstance(self.llm, MaskedLLM):
-            self.kept = self.llm.kept = KeptStore()
         if self.settings.return_routing:
             self.llm = RoutedLLM(self.llm)
             self.routes = self.llm.store
         if self._uses_adapter:
             self._adapters = AdapterFolder()
             self.llm = WithAdapter(self.llm, self._adapters)
+
+    def _build_llm(self, llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
+        say("starting vLLM in this process")
+        truncated = bool(self._truncation)
+        with quiet_start():
+            llm, self.no_mask = built_with_mask(llm_class, {**kwargs, **overrides}, truncated=truncated)
+        if truncated and isinstance(llm, MaskedLLM):
+            self.kept = llm.kept = KeptStore()
+        return llm
 
     @property
     def _truncation(self) -> Truncation:
@@ -454,12 +459,6 @@ def _reply(ids: list[int], logps: Any, tokens: Any, version: int) -> dict[str, A
         "logps": _first_each([logps])[0],
         "policy_versions": [version] * len(ids),
     }
-
-
-def _build_llm(llm_class: Any, overrides: dict[str, Any], *, truncated: bool, **kwargs: Any) -> tuple[Any, str | None]:
-    say("starting vLLM in this process")
-    with quiet_start():
-        return built_with_mask(llm_class, {**kwargs, **overrides}, truncated=truncated)
 
 
 def scattered(parts: Sequence[Any]) -> Any:
