@@ -356,14 +356,22 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _now(self, prompts: list[list[int]], n: int) -> Any:
         """:meth:`generate` of the server, at the weights that it has. All ranks call it."""
         ids, logps, routes, kept = self._sampled(gather_object([prompts]), n)
-        if self.routes is not None:
-            for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
-                self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
-        self.add_kept(prompts, ids, kept)
+        self.add_reports(prompts, ids, routes=routes, kept=kept)
         return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
 
-    def add_kept(self, prompts: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], kept: Sequence[Any]) -> None:
-        """Keep what a server said of the tokens that it kept; empty if it said nothing."""
+    def add_reports(
+        self,
+        prompts: Sequence[Sequence[int]],
+        ids: Sequence[Sequence[int]],
+        *,
+        routes: Sequence[Any],
+        kept: Sequence[Any],
+    ) -> None:
+        """Keep what a server said of its routing, and of the tokens that it kept; empty where it said nothing."""
+        if self.routes is not None:
+            for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
+                if reported is not None:
+                    self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
         if self.kept is not None and kept:
             for prompt, completion, mask in zip(prompts, ids, kept, strict=True):
                 self.kept.add(prompt, completion, mask)

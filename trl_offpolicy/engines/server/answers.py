@@ -18,12 +18,17 @@ from trl_offpolicy.functional.truncated_sampling import KeptIds
 
 
 class Answer(NamedTuple):
-    """One completion: ids, log-probs (nats), vLLM's finish reason, what was kept at each token (None = not known)."""
+    """One completion: ids, log-probs (nats), vLLM's finish reason, what was kept at each token (None = not known).
+
+    ``routes`` (tokens, all layers, k) are the experts of prompt and completion without its last token; None = not asked
+    for, or the request was ended before its first token.
+    """
 
     token_ids: list[int]
     logps: list[float]
     finish_reason: str
     kept: KeptIds | None = None
+    routes: Tensor | None = None
 
 
 def choices_of(

@@ -183,7 +183,13 @@ class ServerEngine:
         """``n`` completions; their finish reason is "abort" where :meth:`cut` ended one early."""
         choices = self._complete(prompt, {**options, "return_token_ids": True}, n)
         return [
-            Answer(list(choice["token_ids"]), sampled_logps(choice), str(choice["finish_reason"]), sampled_mask(choice))
+            Answer(
+                list(choice["token_ids"]),
+                sampled_logps(choice),
+                str(choice["finish_reason"]),
+                sampled_mask(choice),
+                sampled_routes(prompt, choice) if self.return_routing and choice["token_ids"] else None,
+            )
             for choice in choices
         ]
 

@@ -30,7 +30,7 @@ class Server(Protocol):
     version: int | None
 
     def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> Sequence[Answer | tuple[Any, ...]]:
-        """Sample ``n`` completions; returns the fields of an :class:`Answer` for each; ``kept`` may be absent."""
+        """Sample ``n`` completions; returns the fields of an :class:`Answer` for each, at least the first three."""
 
     def cut(self) -> None:
         """End every request at once. Each returns the tokens that it has."""
@@ -205,6 +205,13 @@ class Flight:
                 self._requests -= 1
                 self._gate.notify_all()
         return [
-            Part(token_ids=tuple(ids), logps=tuple(logps), version=version, finish_reason=reason, kept=kept)
-            for ids, logps, reason, kept in (Answer(*answer) for answer in answers)
+            Part(
+                token_ids=tuple(one.token_ids),
+                logps=tuple(one.logps),
+                version=version,
+                finish_reason=one.finish_reason,
+                kept=one.kept,
+                routes=one.routes,
+            )
+            for one in (Answer(*answer) for answer in answers)
         ]

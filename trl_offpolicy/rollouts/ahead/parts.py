@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import torch
+from torch import Tensor
+
 from trl_offpolicy.functional.truncated_sampling import KeptIds
 
 CUT = "abort"
@@ -22,6 +25,8 @@ class Part:
         version: version of the weights that sampled them.
         finish_reason: vLLM's; ``abort`` if the request was cut.
         kept: what truncated sampling kept at each token; None = not known.
+        routes: (tokens, layers, k) experts of everything that the request was fed: prompt, earlier parts, and these
+            tokens without the last one. None = not known.
 
     Raises:
         ValueError: the number of log-probs, or of kept positions, differs from that of tokens.
@@ -32,6 +37,7 @@ class Part:
     version: int
     finish_reason: str
     kept: KeptIds | None = None
+    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         if len(self.logps) != len(self.token_ids):
@@ -72,6 +78,22 @@ class ResponseInParts:
             return None
         unknown = (KeptIds.of([[]] * len(part.token_ids)) for part in self.parts)
         return KeptIds.joined([part.kept or none for part, none in zip(self.parts, unknown, strict=True)])
+
+    @property
+    def routes(self) -> Tensor | None:
+        """The experts of prompt and response without its last token: each token as it was routed when it was sampled.
+
+        A later request feeds the earlier tokens again, under new weights; what it reports of them is left out. None if
+        a part with tokens does not know.
+        """
+        found: Tensor | None = None
+        for part in self.parts:
+            if not part.token_ids:
+                continue
+            if part.routes is None:
+                return None
+            found = part.routes if found is None else torch.cat([found, part.routes[len(found) :]])
+        return found
 
     @property
     def finish_reason(self) -> str:
