@@ -119,6 +119,21 @@ def test_a_reported_kept_set_is_replayed(cut: Truncation, unknown: tuple[int, ..
         torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
 
 
+def test_a_set_far_below_the_most_likely_token_does_not_overflow() -> None:
+    """The sampler may be another policy by far: its tokens lie 200 nats below the trainer's first choice."""
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[200.0], [1.0], [0.0], [-300.0]], requires_grad=True)
+    kept = KeptIds.of([[1, 2]])
+    out = truncated_log_probs(hidden, weight, torch.tensor([2]), kept_ids=kept)
+    expected = torch.tensor([1.0, 0.0]).log_softmax(0)
+    torch.testing.assert_close(out.log_probs.detach(), expected[1:])
+    torch.testing.assert_close(out.entropies.detach(), -(expected.exp() * expected).sum(0, keepdim=True))
+    (out.log_probs + out.entropies).sum().backward()
+    assert weight.grad is not None and hidden.grad is not None
+    assert weight.grad[[0, 3]].abs().max() == 0 and weight.grad[[1, 2]].abs().min() > 0
+    assert hidden.grad.isfinite().all()
+
+
 def test_the_masks_of_other_positions_give_other_numbers() -> None:
     hidden, weight, bias, targets = inputs()
     kept = reported()

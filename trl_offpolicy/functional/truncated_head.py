@@ -226,8 +226,9 @@ def _forward_tile(
     logits, _ = _logits(states, head, shift, options)
     support = _support(logits, listed, options.truncation)
     mass, outside = _weights(logits, support, listed, targets)
-    top = logits.amax(dim=1)
-    exp = (logits - top.unsqueeze(1)).exp_()
+    # a reported set may lack the most likely tokens: the largest logit is that of the set, and nothing may overflow
+    top = logits.amax(dim=1) if listed is None else torch.where(mass > 0, logits, -torch.inf).amax(dim=1)
+    exp = (logits - top.unsqueeze(1)).clamp_(max=0.0).exp_()
     mass.mul_(exp)
     total = mass.sum(dim=1)
     log_z = top + total.log()
@@ -247,7 +248,7 @@ def _logit_gradient(
     grad_entropy: Tensor | None,
 ) -> Tensor:
     """(n, V): ``g (1[j = y] - p_j) - h p_j (log p_j + H)``; overwrites ``logits`` and ``weights``."""
-    log_p = logits.sub_(log_z.unsqueeze(1))
+    log_p = logits.sub_(log_z.unsqueeze(1)).clamp_(max=0.0)  # outside a reported set it may be anything
     probs = weights.mul_(log_p.exp())
     factor = torch.zeros_like(log_p) if grad_entropy is None else log_p.add_(entropy.unsqueeze(1)).mul_(-grad_entropy)
     if grad_logp is None:
