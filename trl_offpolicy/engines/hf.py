@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
 from trl_offpolicy.engines.images import PromptImages, image_token, model_inputs
-from trl_offpolicy.engines.kept import recorded_kept
+from trl_offpolicy.engines.kept import KeptRecorder, recorded_kept
 from trl_offpolicy.engines.weights.source import WeightSource
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 
@@ -76,7 +76,10 @@ class TransformersEngine:
         seen = {} if images is None else _seen(model, [one for one in images for _ in range(n)], ids.shape[1], device)
         was_training = model.training
         model.eval()
-        with self._unsharded(), recorded_kept(model) if sampling.truncated else nullcontext() as recorder:
+        noted: AbstractContextManager[KeptRecorder | None] = nullcontext()
+        if sampling.truncated:
+            noted = recorded_kept(model)
+        with self._unsharded(), noted as recorder:
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),

@@ -90,8 +90,9 @@ class TrainerKept:
     @staticmethod
     def _texts(output: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
         """Prompt and completion of each row, without padding."""
-        columns = []
-        for part in ("prompt", "completion"):
+
+        def rows(part: str) -> list[list[int]]:
             ids, mask = output[f"{part}_ids"].cpu(), output[f"{part}_mask"].cpu().bool()
-            columns.append([row[here].tolist() for row, here in zip(ids, mask, strict=True)])
-        return list(zip(*columns, strict=True))
+            return [row[here].tolist() for row, here in zip(ids, mask, strict=True)]
+
+        return list(zip(rows("prompt"), rows("completion"), strict=True))
