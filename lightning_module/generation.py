@@ -335,7 +335,7 @@ class Generation:
         rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
         self._count_tokens(rows, sampled.lengths)
         if module.objective.kl is not None:  # first: it may belong into the reward
-            rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
+            rows["ref_per_token_logps"] = self.score_reference(rows, step.plan.micro_batch_size)
         self._decide(rows, sampled, step)
         module.exact.check(rows, step.plan.micro_batch_size)
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
@@ -380,7 +380,7 @@ class Generation:
             reads = module.ahead.reads_scores
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
-    def _score_reference(self, rows: dict[str, Any], size: int) -> Tensor:
+    def score_reference(self, rows: dict[str, Any], size: int) -> Tensor:
         """Log-probs of the reference model, over the whole distribution even if the engine truncates its own."""
         module, policy = self._module, self._module.policy
         scorer = Scorer(module.sampling, truncated=False, compact=module.compact.scoring)

@@ -88,6 +88,7 @@ class ModuleReplay:
             max_lag=self._settings.max_lag,
             generations=step.plan.num_generations,
             pad_token_id=pad,
+            score_reference=lambda some: self._module.generation.score_reference(some, step.plan.micro_batch_size),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def replayed(module: Host) -> ModuleReplay | None:
     if settings is None:
         return None
     stages = module.stages
-    whole = stages.early is not None or stages.advantages != GRPO()
+    whole = stages.early is not None or stages.kl_in_reward is not None or stages.advantages != GRPO()
     refused = {
         "async_rollouts": given["async_rollouts"] is not None,
         "tools": bool(given["tools"]),
@@ -149,7 +150,6 @@ def replayed(module: Host) -> ModuleReplay | None:
         "a rollout function": given["rollout"] is not None,
         "routing_replay": RoutingReplay.parse(given["routing_replay"]).mode != "none",
         "engine.return_routing": isinstance(given["engine"], Mapping) and bool(given["engine"].get("return_routing")),
-        "a KL term": module.objective.kl is not None,
         "an objective that must see the whole generation batch": whole,
         "an engine without log-probs": engine_type(given["engine"]) == "transformers",
     }

@@ -6,7 +6,7 @@ A generation batch is a dict of tensors under TRL's names, with those of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,13 @@ from torch.nn.functional import pad
 from trl_offpolicy.functional.advantages import group_advantages
 from trl_offpolicy.functional.truncated_sampling import KeptIds
 from trl_offpolicy.rollouts.kept import KEY
+from trl_offpolicy.rollouts.micro_batches import taken
 from trl_offpolicy.rollouts.replay.batch import PaddedGroups, pad_groups
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
 from trl_offpolicy.rollouts.replay.records import ReplayGroup, Response
 
 _LEFT = ("prompt_ids", "prompt_mask")
+_REFERENCE = "ref_per_token_logps"
 _KNOWN = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "sampling_per_token_logps",
     "num_items_in_batch", "group_ids", "policy_versions", "rewards", "group_rewards", KEY,
@@ -38,6 +40,7 @@ def mixed(
     max_lag: int | None,
     generations: int,
     pad_token_id: int,
+    score_reference: Callable[[dict[str, Any]], Tensor] | None = None,
 ) -> dict[str, Any]:
     """A generation batch followed by ``count`` drawn groups; its own groups are then stored.
 
@@ -52,18 +55,26 @@ def mixed(
         max_lag: largest age of a drawn group, in optimizer steps; None = age only lowers priority.
         generations: rows per group.
         pad_token_id: id that pads shorter rows.
+        score_reference: returns (B, T) log-probs of the reference for rows, for those that are replayed if the fresh
+            ones have them. The reference does not change, but the buffer outlives its run.
 
     Raises:
         NotImplementedError: the batch holds something that replayed rows lack, or lacks the engine's log-probs.
     """
-    if unknown := sorted(set(output) - _KNOWN):
+    known = _KNOWN if score_reference is None else {*_KNOWN, _REFERENCE}
+    if unknown := sorted(set(output) - known):
         raise NotImplementedError(f"a generation batch must hold nothing that replayed rows lack, but got {unknown}.")
     if "sampling_per_token_logps" not in output:
         raise NotImplementedError("replay does not work with an engine without log-probs.")
     groups = fresh_groups(output, generations)
     if buffer.available(current_version=version, max_lag=max_lag) >= count:
         drawn = buffer.sample(count, current_version=version, rng=rng, max_lag=max_lag)
+        reference = output.pop(_REFERENCE, None)
+        fresh = len(output["prompt_ids"])
         output = with_replayed(output, pad_groups(drawn.groups, pad_token_id=pad_token_id), ids=drawn.ids.tolist())
+        if reference is not None and score_reference is not None:
+            replayed = taken(output, torch.arange(fresh, len(output["prompt_ids"])))
+            output[_REFERENCE] = _joined(_REFERENCE, reference, score_reference(replayed))
     buffer.add(groups)
     return output
 
