@@ -96,7 +96,6 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._stages = stages_of(args, starting)
         has_sampler = args.use_vllm or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
-        self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
         self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
         if wants_exact(args.engine):
             prepare(args, model, given)
@@ -109,7 +108,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._kept = TrainerKept(self, self._filtered.truncation)
-        self._old_here |= self._kept.scores_old(self._stages, reads_old=not self._leave_out_old)
+        reads_old = not self._leave_out_old
+        self._old_here = scores_old(args, self._stages, reads_old=reads_old)
+        self._old_here |= self._kept.scores_old(self._stages, reads_old=reads_old)
         self._screen = TrainerScreen(self, args.on_bad_rollout)
         self._guard.know(self._tokenizer, max_tokens=args.max_completion_length)
         self._screen.bound_environments(self, self._guard)
