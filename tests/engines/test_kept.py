@@ -91,8 +91,15 @@ def test_a_request_without_top_k_gets_one_that_cuts_nothing() -> None:
     assert len(llm.kept) == 2 and llm.kept.of_row([2], [5], [True]).tolist() == [[5, 6]]
 
 
-def test_the_mask_is_asked_for_where_something_is_cut_and_vllm_can_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with Triton and a vLLM that knows the argument."""
     monkeypatch.setattr(module, "engine_has_triton", lambda: True)
+    monkeypatch.setattr(module, "_vllm_knows_it", lambda: True)
+
+
+@pytest.mark.usefixtures("able")
+def test_the_mask_is_asked_for_where_something_is_cut_and_vllm_can_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     built, reason = built_with_mask(LLM, {"seed": 1}, truncated=True)
     assert isinstance(built, MaskedLLM) and reason is None and built.arguments == {"seed": 1, ARGUMENT: True}
     built, reason = built_with_mask(LLM, {}, truncated=False)
@@ -103,12 +110,14 @@ def test_the_mask_is_asked_for_where_something_is_cut_and_vllm_can_report_it(mon
         assert isinstance(built, LLM) and reason is not None and next(iter(arguments)) in reason
     built, reason = built_with_mask(LLM, {ARGUMENT: False}, truncated=True)
     assert isinstance(built, LLM) and reason == "engine.return_sampling_mask is false"
+    monkeypatch.setattr(module, "_vllm_knows_it", lambda: False)
+    assert "(0.28 does)" in (built_with_mask(LLM, {}, truncated=True)[1] or "")
     monkeypatch.setattr(module, "engine_has_triton", lambda: False)
     assert "needs Triton" in (built_with_mask(LLM, {}, truncated=True)[1] or "")
 
 
+@pytest.mark.usefixtures("able")
 def test_where_vllm_refuses_it_is_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "engine_has_triton", lambda: True)
     monkeypatch.setattr(LLM, "refusal", "sampling distribution replay requires Model Runner V2")
     built, reason = built_with_mask(LLM, {"seed": 1}, truncated=True)
     assert built.arguments == {"seed": 1} and reason is not None and "requires Model Runner V2" in reason
@@ -154,7 +163,12 @@ def engine(model: Any) -> TransformersEngine:
 
 def by_processors(logits: Tensor, sampling: Sampling) -> list[int]:
     """The ids that transformers' own warpers leave, in its order: top-k, top-p, min-p."""
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     scores, none = logits[None] / 1.0, torch.zeros(1, 1, dtype=torch.long)
     scores = TemperatureLogitsWarper(sampling.temperature)(none, scores)

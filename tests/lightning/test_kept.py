@@ -128,7 +128,7 @@ def test_old_log_probs_and_a_resume_inside_a_generation(tmp_path: Path) -> None:
     whole, _ = fit(tmp_path / "whole", Chooser(), steps=4, callbacks=[saver], enable_checkpointing=True)
     rest, ours = fit(tmp_path / "rest", Chooser(), steps=4, resume=tmp_path / "saved" / "step=3.ckpt")
     assert whole.logs[1]["offpolicy/mismatch/logp_diff_max"] < 1e-4  # old log-probs are of the kept tokens too
-    assert whole.logs[1]["offpolicy/staleness/logp_diff_max"] > 1e-4
+    assert whole.logs[1]["offpolicy/staleness/logp_diff_max"] > 1e-6
     assert KEY in ours.generation._buffer.micro_batches[0]
     assert rest.logs[-1]["offpolicy/rollout/kept_ids_mean"] == whole.logs[-1]["offpolicy/rollout/kept_ids_mean"]
     for name, value in whole.weights[-1].items():

@@ -99,15 +99,19 @@ def why_no_mask(arguments: Mapping[str, Any]) -> str | None:
     """
     if not engine_has_triton():
         return "vLLM reports it with its Model Runner V2 alone, which needs Triton"
-    from vllm.engine.arg_utils import EngineArgs
-
-    if not hasattr(EngineArgs, ARGUMENT):
+    if not _vllm_knows_it():
         return "this version of vLLM does not report it (0.28 does)"
     for name in ("speculative_config", "logits_processors"):
         if arguments.get(name):
             return f"vLLM does not report it with {name}"
     mode = arguments.get("logprobs_mode", "processed_logprobs")
     return None if mode == "processed_logprobs" else f"vLLM does not report it with logprobs_mode {mode!r}"
+
+
+def _vllm_knows_it() -> bool:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return hasattr(EngineArgs, ARGUMENT)
 
 
 def built_with_mask(
