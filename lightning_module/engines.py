@@ -127,7 +127,8 @@ def build_engine(
     if model_name is None and "model" not in options:
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
     seed = seed_of_rank(options.get("seed", 0), rank, tensor_parallel_size=options.get("tensor_parallel_size", 1))
-    given = {"model": model_name, "truncated": truncated, **options, "seed": seed}
+    cut = {"truncated": True} if truncated else {}
+    given = {"model": model_name, **cut, **options, "seed": seed}
     return _colocated(given, policy(), rows=rows, exact=wants_exact(spec))
 
 
