@@ -278,13 +278,12 @@ class Generation:
 
     def _kept_ids(self, rollouts: Rollouts) -> dict[str, Any]:
         """The field of the rows with the tokens that truncated sampling kept; the first time it says which they are."""
-        truncation = self._module.scorer.truncation
-        if not truncation:
+        if not self._module.sampling.truncated:
             return {}
         found = collated(rollouts.sampling_mask, rollouts.completion_ids)
         if not self._announced:
             why = None if found else getattr(self.engine, "no_mask", None) or "the engine does not report them"
-            announce(truncation, reason=why)
+            announce(self._module.scorer.truncation, reason=why)
             self._announced = True
         return found
 
