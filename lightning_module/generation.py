@@ -28,6 +28,7 @@ from trl_offpolicy.engines.images import image_token
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
+from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.rollouts.agents import Completions, Request
@@ -283,7 +284,7 @@ class Generation:
         found = collated(rollouts.sampling_mask, rollouts.completion_ids)
         if not self._announced:
             why = None if found else getattr(self.engine, "no_mask", None) or "the engine does not report them"
-            announce(self._module.scorer.truncation, reason=why)
+            announce(truncation_of(self._module.sampling.vllm_options()), reason=why)
             self._announced = True
         return found
 
@@ -334,11 +335,15 @@ class Generation:
         rows["policy_versions"] = torch.full((len(sampled.total),), trainer.global_step, device=device)
         self._count_tokens(rows, sampled.lengths)
         if module.objective.kl is not None:  # first: it may belong into the reward
-            rows["ref_per_token_logps"] = self.score_reference(rows, step.plan.micro_batch_size)
+            rows["ref_per_token_logps"] = self._score_reference(rows, step.plan.micro_batch_size)
         self._decide(rows, sampled, step)
         module.exact.check(rows, step.plan.micro_batch_size)
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
-        return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
+        if module.replay is None:
+            return rows
+        by_reference = partial(self._score_reference, size=step.plan.micro_batch_size)
+        mixed: dict[str, Any] = module.replay.mixed(rows, step, pad=self.prompts.pad, score_reference=by_reference)
+        return mixed
 
     def _count_tokens(self, rows: dict[str, Any], lengths: Tensor) -> None:
         counts = torch.stack([trainable(rows).sum(), lengths.sum() + rows["prompt_mask"].sum()])
@@ -379,7 +384,7 @@ class Generation:
             reads = module.ahead.reads_scores
         return reads and self._module.trainer.accumulate_grad_batches % step.plan.window != 0
 
-    def score_reference(self, rows: dict[str, Any], size: int) -> Tensor:
+    def _score_reference(self, rows: dict[str, Any], size: int) -> Tensor:
         """Log-probs of the reference model, over the whole distribution even if the engine truncates its own."""
         module, policy = self._module, self._module.policy
         scorer = Scorer(module.sampling, truncated=False, compact=module.compact.scoring)

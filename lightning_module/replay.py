@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,22 @@ class ModuleReplay:
             names=("replay.groups", "accumulate_grad_batches", bound),
         )
 
-    def mixed(self, rows: dict[str, Tensor], step: MicroStep, *, pad: int) -> dict[str, Tensor]:
-        """A generation batch followed by drawn groups; its own groups are then stored."""
+    def mixed(
+        self,
+        rows: dict[str, Any],
+        step: MicroStep,
+        *,
+        pad: int,
+        score_reference: Callable[[dict[str, Any]], Tensor],
+    ) -> dict[str, Any]:
+        """A generation batch followed by drawn groups; its own groups are then stored.
+
+        Args:
+            rows: the batch.
+            step: the micro-step that it is made for.
+            pad: id that pads shorter rows.
+            score_reference: as in :func:`~trl_offpolicy.rollouts.replay.mixing.mixed`.
+        """
         assert self.buffer is not None
         return mixed(
             rows,
@@ -88,7 +102,7 @@ class ModuleReplay:
             max_lag=self._settings.max_lag,
             generations=step.plan.num_generations,
             pad_token_id=pad,
-            score_reference=lambda some: self._module.generation.score_reference(some, step.plan.micro_batch_size),
+            score_reference=score_reference,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -106,13 +106,13 @@ def test_r3_replays_what_the_engine_reported_in_every_pass(tmp_path: Path) -> No
     ours = moe(Routed(noise=0.1), routing_replay="r3", noise_floor_steps=1, correction="paper/tis",
                objective={"kl": {"coef": 0.01}})  # fmt: skip
     references: list[Tensor] = []
-    original = ours.generation.score_reference
+    original = ours.generation._score_reference
 
     def score(rows: Any, size: int) -> Tensor:
         references.extend([original(rows, size), original({k: v for k, v in rows.items() if k != KEY}, size)])
         return references[0]
 
-    ours.generation.score_reference = score
+    ours.generation._score_reference = score
     trainer(tmp_path, callbacks=[watch, used], max_steps=2).fit(ours, data(steps_per_generation=2))
     for taken, routes in used.seen:
         known = (routes >= 0).all(-1).all(-1)

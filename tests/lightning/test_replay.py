@@ -133,7 +133,7 @@ def test_replayed_rows_are_scored_by_the_reference(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=3, accumulate_grad_batches=2).fit(ours, data(PROMPTS, **HALVES))
     assert [len(rows["ref_per_token_logps"]) for rows in seen] == [8, 16, 16]
     for rows in seen:
-        again, mask = ours.generation.score_reference(rows, 3), rows["completion_mask"].bool()
+        again, mask = ours.generation._score_reference(rows, 3), rows["completion_mask"].bool()
         torch.testing.assert_close(rows["ref_per_token_logps"][mask], again[mask], rtol=1e-4, atol=2e-5)
         assert float(again[mask].abs().min()) > 0
 
