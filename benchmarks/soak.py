@@ -152,6 +152,8 @@ class Pair:
     server: Any = None
     trainer: Any = None
     proxy: Any = None
+    begun: int = 0
+    """The last step before the present trainer was started."""
     seen: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
     def start(self) -> Pair:
@@ -177,6 +179,7 @@ class Pair:
 
     def start_trainer(self) -> None:
         """Start the trainer, from the last checkpoint if there is one."""
+        self.begun = self.step
         command = [sys.executable, __file__, "--train", "--folder", str(self.folder), "--url", self.proxy.url]
         command += ["--model", self.options.model, "--steps", str(self.steps), "--seed", str(self.options.seed)]
         with (self.folder / "trainer.log").open("ab") as log:
@@ -192,6 +195,8 @@ class Pair:
     def look(self) -> None:
         """Note memory (MB), open files and threads of both and of the server's workers."""
         for name, process in (("trainer", self.trainer), ("server", self.server)):
+            if name == "trainer" and self.step <= self.begun:
+                continue  # it is still loading, and would seem to grow
             group = [pid for pid in _processes() if _group(pid) == process.pid]
             key = f"{name} {process.pid}"
             if group and process.poll() is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -117,6 +118,7 @@ class RunFolder(RunRecords):
     def __init__(self, folder: str | None = None, rollouts: bool = True, report: bool = True) -> None:
         super().__init__(folder, rollouts, report)
         self._written: dict[str, float] | None = None
+        self._before: dict[str, float] = {}  # held-out numbers of the sanity check
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the folder. A resumed run deletes the records that came after its checkpoint."""
@@ -124,6 +126,8 @@ class RunFolder(RunRecords):
         self._written = module.step_logs
         decode = module.generation.prompts.tokenizer.decode
         self._begin(trainer, run_folder(trainer), lambda: _description(trainer, module), decode)
+        if self._writer is not None and self._before:
+            self._writer.log(trainer.global_step, self._before)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: MicroStep, batch_idx: int
@@ -145,11 +149,11 @@ class RunFolder(RunRecords):
             self._recorder.flush()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Append the validation numbers to ``metrics.jsonl``."""
-        if self._writer is None or trainer.sanity_checking:
-            return
+        """Append the validation numbers to ``metrics.jsonl``; a whole sanity check (-1) measures before training."""
         values = {name: float(one) for name, one in trainer.callback_metrics.items() if name.startswith(EVAL_PREFIX)}
-        if values:
+        if trainer.sanity_checking:  # the run has no folder yet
+            self._before = values if trainer.num_sanity_val_steps == math.inf else {}
+        elif self._writer is not None and values:
             self._writer.log(trainer.global_step, values)
 
 

@@ -13,7 +13,7 @@ from lightning_module.host import Host
 from lightning_module.streams import BatchPlan
 from trl_offpolicy.checks import read_switch
 from trl_offpolicy.objective.splitting import split_dependence
-from trl_offpolicy.rollouts.compact import NOT_TRIMMED, CompactScoring
+from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, CompactScoring, splitting_of
 from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix, varying_rope
 
@@ -50,12 +50,12 @@ class CompactRows:
             self._trim = self.scoring.trim = False
         refused = self._why_whole()
         if wants_exact(module.settings["engine"]):
-            refused = "engine.exact compares log-probs bit by bit, which no other order of sums keeps"
+            refused = BIT_BY_BIT
         if type(module.trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             refused = f"it is not proved equal under {type(module.trainer.strategy).__name__}"
         self._shared.prepare(module.policy, refused=refused, checkpointing=module.settings["gradient_checkpointing"])
         if self._trim is True and (reason := self._why_whole()) is not None:
-            logger.warning("trim_padding cuts micro-batches, but does not sort rows by length: %s.", reason)
+            logger.warning(NOT_SORTED, reason)
 
     def _why_whole(self) -> str | None:
         """Why rows must stay in the micro-batch that they are drawn into."""
@@ -77,11 +77,6 @@ class CompactRows:
         trainer: Any = self._module.trainer
         size, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
         left = 0 if math.isinf(batches) else int(batches) % size
-        free, shared = self._why_whole() is None, self._shared
-        groups = shared.mode if free and shared.possible(self._module.policy) else False
-        return Splitting(
-            window=math.gcd(plan.steps_per_generation, size, left),
-            trim=self._trim is not False,
-            sort=free and (self._trim is True or groups is True),
-            whole_groups=groups,
-        )
+        window = math.gcd(plan.steps_per_generation, size, left)
+        free = self._why_whole() is None
+        return splitting_of(self._shared, self._module.policy, trim=self._trim, free=free, window=window)

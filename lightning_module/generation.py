@@ -181,6 +181,10 @@ class Generation:
     def _is_new(self, step: MicroStep) -> bool:
         return self._buffer is None or self._buffer.generation != step.generation
 
+    def _timed(self, part: str) -> AbstractContextManager[None]:
+        """Count the block's time as a part of the training step; validations are not counted."""
+        return self._module.measuring.clock.part(part, counted=self._module.trainer.training)
+
     def _numerics(self) -> AbstractContextManager[None]:
         """Inside it the engine computes, without gradient and in its own precision."""
         return torch.no_grad() if self.is_trainer else engine_numerics(self._module.device)
@@ -204,6 +208,8 @@ class Generation:
         with nullcontext() if module.ahead is None else module.ahead.quiet():
             report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
         self._synced = version
+        if module.trainer.training:
+            module.measuring.clock.spend("sync", report.seconds)
         if not self.is_trainer:
             module.measuring.add_sync(report)
 
@@ -237,7 +243,7 @@ class Generation:
         request = self._requested or module.agents.request(prompts, count)
         self._requested = None
         ahead = None if step is None else module.ahead
-        with self._numerics():
+        with self._timed("generation"), self._numerics():
             self._sync(request.prompt_ids)
             due = engine if ahead is None else ahead.due(engine, step)
             completions = module.agents.sample(due, request, again=engine)
@@ -253,15 +259,16 @@ class Generation:
         lengths = trainable(rows).sum(-1)  # as TRL counts them, fillers among them
         rows["completion_mask"] = screened.without_tokens(rows["completion_mask"])
         rows |= module.experts.reported(module.policy, rows, rollouts)
-        by_function = module.rewards(
-            completions.reward_rows(request),
-            completions.completions,
-            rollouts.completion_ids,
-            **({} if request.environments is None else {"environments": request.environments}),
-            trainer_state=self._trainer_state(),
-            log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
-            log_extra=_ignore,
-        )
+        with self._timed("rewards"):
+            by_function = module.rewards(
+                completions.reward_rows(request),
+                completions.completions,
+                rollouts.completion_ids,
+                **({} if request.environments is None else {"environments": request.environments}),
+                trainer_state=self._trainer_state(),
+                log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
+                log_extra=_ignore,
+            )
         module.agents.agree_on_scores()
         by_function = screened.without_rewards(by_function.to(module.device), local=True)
         ends = (*self.prompts.ends, self.prompts.pad)  # TRL counts both
@@ -302,7 +309,8 @@ class Generation:
         module = self._module
         if self._buffer is None or self._is_new(step):
             module.auto.end_generation(module)
-            rows = self._generate(step)
+            with self._timed("scoring"):
+                rows = self._generate(step)
             self._buffer = RolloutBuffer.split(step.generation, rows, step.plan, module.compact.splitting(step.plan))
         self._position = step.position + 1
         self._window = step.plan.window

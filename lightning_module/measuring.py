@@ -17,6 +17,7 @@ from trl_offpolicy.metrics.trl_names import trl_names
 from trl_offpolicy.objective.coefficients import StepSums, StepWindow
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.rollouts.agents import Completions
+from trl_offpolicy.rollouts.clock import StepClock
 from trl_offpolicy.stats import PREFIX, Stats
 from trl_offpolicy.types import PolicyBatch
 
@@ -42,12 +43,17 @@ class Measuring:
         self._window = StepWindow()
         self.responses = 0
         """Responses of the last optimizer step on this rank."""
+        self.clock = StepClock()
         self._since = time.monotonic()
         self._steps = 0
 
     def start(self) -> None:
         """Start the clock of the first step."""
         self._since = time.monotonic()
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave a time that is over, such as a validation's, out of the time of the steps."""
+        self._since += seconds
 
     def add_loss(self, loss: Tensor, stats: Stats, batch: PolicyBatch) -> None:
         """Add a micro-batch. Its loss is scaled so that the losses of an optimizer step add up."""
@@ -111,7 +117,7 @@ class Measuring:
             stale: whether rows may be older than the weights (:meth:`~trl_offpolicy.stats.Stats.measured`).
         """
         values = self.stats.all_reduce(gather_rows).measured(stale=stale).compute()
-        named: dict[str, float] = {"loss": float(self.loss.compute()), "step_time": self._seconds()}
+        named: dict[str, float] = {"loss": float(self.loss.compute()), **self._times()}
         named |= self.completions.compute() if self.completions.update_called else {}
         named |= {**values, **trl_names(objective, values)} if values else {}
         for name, metric in sorted(self.means.items()):
@@ -125,9 +131,9 @@ class Measuring:
         self.means.clear()
         return named
 
-    def _seconds(self) -> float:
-        """Mean seconds per optimizer step since the last logging step."""
-        now = time.monotonic()
-        seconds, self._since = (now - self._since) / max(self._steps, 1), now
-        self._steps = 0
-        return seconds
+    def _times(self) -> dict[str, float]:
+        """Mean seconds per optimizer step since the last logging step, whole and by part, of this rank."""
+        now, steps = time.monotonic(), self._steps
+        seconds, self._since, self._steps = now - self._since, now, 0
+        parts = self.clock.close(seconds, steps=steps)
+        return {"step_time": seconds / max(steps, 1), **{f"{PREFIX}time/{name}": parts[name] for name in parts}}

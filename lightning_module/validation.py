@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -39,9 +40,11 @@ class Validation:
             module.add_module(_attribute(name), FractionMetric())
         self.names = names
         self._training: dict[str, Any] | None = None
+        self._begun = 0.0
 
     def begin(self) -> None:
         """Draw from here on what every validation draws. All validations then differ by the weights alone."""
+        self._begun = time.monotonic()
         self._training = random_state()
         seed_random(torch.initial_seed() + _SEED)
 
@@ -49,6 +52,7 @@ class Validation:
         """Go on with the random numbers of training, as if there had been no validation."""
         if self._training is not None:
             set_random_state(self._training)
+            self._module.measuring.leave_out(time.monotonic() - self._begun)
         self._training = None
 
     @torch.no_grad()

@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes.record import EvaluationCallback, RecipeCallback, recipe_options, with_smoke
+from recipes.record import RecipeCallback, recipe_options, with_smoke
 from recipes.tasks import REWARDS, agent_tools, load_splits
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
@@ -150,7 +150,6 @@ def main() -> None:
     if model.model_name_or_path != name:
         keep_hub_name(trainer.model, name, model.model_revision)
     trainer.add_callback(RecipeCallback(options))
-    trainer.add_callback(EvaluationCallback())
     trainer.train(resume_from_checkpoint=resumes)  # True: from the newest one that is whole
     trainer.save_model(training.output_dir)
     trainer.create_model_card(dataset_name=recipe.dataset_name)

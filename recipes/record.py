@@ -1,8 +1,7 @@
-"""``recipe.yaml`` (the options of a run) and ``evaluation.json`` (before and after it) in the run folder."""
+"""``recipe.yaml``: the options of a run, in its folder."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -77,30 +76,3 @@ class RecipeCallback(TrainerCallback):
         """On the main process."""
         if state.is_world_process_zero:
             Path(args.output_dir, RECIPE_FILE).write_text(yaml.safe_dump(self._options, sort_keys=False))
-
-
-EVALUATION_FILE = "evaluation.json"
-
-
-class EvaluationCallback(TrainerCallback):
-    """Writes ``evaluation.json``: the held-out numbers of the first and of the last evaluation, each with its step.
-
-    With ``eval_on_start: true`` the first is before training. The file is there after the first evaluation, and its
-    ``after`` is null until there is a second one.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] | None = None
-
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """On the main process."""
-        if not state.is_world_process_zero:
-            return
-        logged = next((row for row in reversed(state.log_history) if "eval_reward" in row), None)
-        if logged is None:
-            return
-        row = {key: value for key, value in logged.items() if key == "step" or key.startswith("eval_reward")}
-        before, after = (row, None) if self._before is None else (self._before, row)
-        self._before = before
-        path = Path(args.output_dir, EVALUATION_FILE)
-        path.write_text(json.dumps({"before": before, "after": after}, indent=1) + "\n")

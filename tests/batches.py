@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trl_offpolicy import PolicyBatch
+from trl_offpolicy import Objective, ObjectiveOutput, PolicyBatch, Reduction
 
 LOGP = -4.0
 Ratios = Sequence[Sequence[float | None]]
@@ -35,3 +35,20 @@ def policy_batch(ratios: Ratios, staleness: Ratios | None = None, **fields: Any)
 def to_tensor(rows: Ratios) -> torch.Tensor:
     """(B, T) float32 with NaN for None."""
     return torch.tensor([[torch.nan if value is None else value for value in row] for row in rows])
+
+
+def rows_of(batch: PolicyBatch, rows: Any) -> PolicyBatch:
+    """Some rows of a batch, as a micro-batch with its own leaf."""
+    part = {
+        name: None if value is None else value[rows] for name, value in vars(batch).items() if name != "per_token_logps"
+    }
+    return PolicyBatch(per_token_logps=batch.per_token_logps.detach()[rows].requires_grad_(), **part)
+
+
+def evaluate(
+    batch: PolicyBatch, reduction: Reduction | None = None, **options: Any
+) -> tuple[ObjectiveOutput, torch.Tensor]:
+    """The output of an objective with these options, and the gradient of its loss."""
+    out = Objective(**options)(batch, reduction)
+    (gradient,) = torch.autograd.grad(out.loss, batch.per_token_logps, allow_unused=True)
+    return out, gradient

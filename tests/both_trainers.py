@@ -13,7 +13,7 @@ from datasets import Dataset
 from lightning_runs import Played, Watch, data, module, trainer
 from tiny_models import score_last_word
 from torch import Tensor
-from trainer_runs import Engine, records
+from trainer_runs import TIMES, Engine, records
 from transformers import TrainerCallback
 
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
@@ -29,7 +29,7 @@ more, and a hundredth of what a wrong sign gives (test_equality.py)."""
 LARGE_MOMENTS = ("chi2_token", "chi2_sequence", "_ci95", "gradient/signal", "gradient/noise", "grad_norm")
 # of one length: TRL counts positions from the padding on, this kit from the first token, as engines do.
 PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(32)]})
-NOT_COMPARED = {"step", "time", "step_time", "epoch"}
+NOT_COMPARED = {"step", "epoch", *TIMES}
 ENGINE_ONLY = {f"offpolicy/rollout/sync_{name}" for name in ("seconds", "bytes", "changed_fraction")}
 ENGINE_ONLY |= {"offpolicy/rollout/retokenised_fraction"}  # of a rollout_func it is not known what its engine sampled
 

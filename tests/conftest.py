@@ -107,32 +107,13 @@ def fresh_model(model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
 @pytest.fixture
 def make_args(tmp_path: Path) -> Callable[..., Any]:
     """``make_args(**options)``: two optimizer steps of 8 completions, everything else as small as it can be."""
-
-    from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH
+    from trainer_runs import tiny_options
 
     from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
     def args(**options: Any) -> Any:
-        defaults = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": MICRO_BATCH,
-            "per_device_eval_batch_size": MICRO_BATCH,
-            "gradient_accumulation_steps": 2,
-            "num_generations": GENERATIONS,
-            "max_completion_length": LENGTH,
-            "learning_rate": 1e-3,
-            "max_steps": 2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "write_report": False,
-            "noise_floor_steps": 0,
-        }
-        return OffPolicyGRPOConfig(**{**defaults, **options})
+        quick = {"learning_rate": 1e-3, "max_steps": 2, "write_report": False, "noise_floor_steps": 0}
+        return OffPolicyGRPOConfig(**tiny_options(tmp_path / "run", **{**quick, **options}))
 
     return args
 

@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
+from trl_offpolicy.diagnosis.attribution.evidence import Declared, TokenEvidence
 
 ROWS, GROUP, LENGTH, VOCABULARY = 32, 4, 24, 40
 ROUNDING = 1e-6
+SAME = Declared(
+    dtype="float32", quantization="none", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, adapter="a", weight_version=3,
+    prompt_hash="p", dropout=0.0, experts=0, tools=False,
+)  # fmt: skip
+"""What both sides declare where nothing differs."""
 
 
 class Toy:

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 import torch
 from tiny_models import EOS, FIRST_WORD, VOCABULARY
 
+from trl_offpolicy.rollouts.clock import TIME_METRICS
+
 MICRO_BATCH, GENERATIONS, LENGTH = 4, 4, 6
+TIMES = {"time", "step_time", *(f"offpolicy/time/{part}" for part in TIME_METRICS)}
+"""Logged numbers that are of the clock: no two runs have the same."""
 
 
 class Engine:
@@ -47,6 +52,26 @@ class Engine:
         return (true + self.shift + noise).tolist()
 
 
+def tiny_options(folder: Path, **options: Any) -> dict[str, Any]:
+    """``GRPOConfig`` options of a run into ``folder``: steps of 8 completions, everything as small as it can be."""
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "per_device_eval_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": 2,
+        "num_generations": GENERATIONS,
+        "max_completion_length": LENGTH,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
+    return {**defaults, **options}
+
+
 def records(trainer: Any) -> list[dict[str, Any]]:
     """The rows of ``metrics.jsonl`` that belong to an optimizer step."""
     lines = (Path(trainer.args.output_dir) / "metrics.jsonl").read_text().splitlines()
@@ -55,6 +80,21 @@ def records(trainer: Any) -> list[dict[str, Any]]:
 
 def rollouts(trainer: Any) -> pd.DataFrame:
     return pd.read_parquet(Path(trainer.args.output_dir) / "rollouts.parquet")
+
+
+def scoring_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of rows of each call of TRL's scoring from now on."""
+    from trl import GRPOTrainer
+
+    calls: list[int] = []
+    original = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def counted(self: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(input_ids))
+        return original(self, model, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    return calls
 
 
 def generation_batches(trainer: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 A file that uses it defines ``run(rank)`` and ends with ``if __name__ == "__main__": two_ranks.join(run)``. So a single
 process has to be started and to import torch.
+
+TRL's trainer sets the process group up itself. A file that runs it on both ranks has ``train(folder, rank)``, calls
+``trained`` and ends with ``if __name__ == "__main__": two_ranks.leave(train)``.
 """
 
 import os
@@ -65,6 +68,41 @@ def launch_script(script, folder):
             process.kill()
     assert [process.returncode for process in started] == [0] * WORLD, "\n".join(text[-3000:] for text in printed)
     return printed
+
+
+def trained(script, folder):
+    """``[train(folder, 0), train(folder, 1)]`` of ``script``, and what each rank printed; the model is made here."""
+    from tiny_models import save_tiny_model
+
+    save_tiny_model(folder / "model")
+    printed = launch_script(script, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)], printed
+
+
+def leave(train):
+    """Be one rank of ``trained``, and leave there what ``train(folder, rank)`` returns."""
+    torch.set_num_threads(1)
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    torch.save(train(folder, rank), folder / f"{rank}.pt")
+
+
+def tiny_trainer(folder, name, engine, *, prompts=None, **options):
+    """The kit's TRL trainer on the model of ``trained``, ready to train into ``folder / name``."""
+    from tiny_models import score_last_word, tiny_prompts, tiny_tokenizer
+    from trainer_runs import tiny_options
+
+    from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+    from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
+
+    quick = {"per_device_train_batch_size": 2, "write_report": False, "noise_floor_steps": 0}
+    return OffPolicyGRPOTrainer(
+        str(folder / "model"),
+        score_last_word,
+        OffPolicyGRPOConfig(**tiny_options(folder / name, **{**quick, **options})),
+        train_dataset=tiny_prompts() if prompts is None else prompts,
+        processing_class=tiny_tokenizer(),
+        rollout_func=engine,
+    )
 
 
 def _environment():

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.checks import check_not_negative, check_whole
-from trl_offpolicy.checks import check_number as check_number  # also importable from here, where it was before
-from trl_offpolicy.checks import check_positive as check_positive
 from trl_offpolicy.functional._fast import count_true
 from trl_offpolicy.stats import Stats
 
@@ -25,6 +23,8 @@ Scope = Literal["row", "group", "generation_batch", "micro_batch"]
 
 SCOPES: tuple[Scope, ...] = ("row", "micro_batch", "group", "generation_batch")
 """From narrow to wide: what a part of a correction must see at once."""
+WIDE_SCOPES: tuple[Scope, ...] = ("group", "generation_batch")
+"""Those that must see more than a micro-batch, so that they are decided before a generation batch is split."""
 
 RATIOS: tuple[Ratio, ...] = ("old/sampling", "current/old", "current/sampling")
 

@@ -70,7 +70,7 @@ class Moments(NamedTuple):
     variance: float
 
 
-def batch_of(objective: op.Objective, case: Case, index: Tensor | None = None) -> tuple[op.PolicyBatch, Tensor]:
+def batch_of(case: Case, index: Tensor | None = None) -> tuple[op.PolicyBatch, Tensor]:
     """The rows of ``index`` (None = all) as the kit's batch before the first step, pi = pi_old, and its leaf (B, T)."""
     over = case.space if index is None else case.space.take(index)
     of = slice(None) if index is None else index
@@ -99,7 +99,7 @@ def batch_of(objective: op.Objective, case: Case, index: Tensor | None = None) -
 
 def coefficients(objective: op.Objective, case: Case, index: Tensor | None = None) -> Tensor:
     """(B, T): minus the gradient of the kit's loss by the log-prob of each token. The step goes against the loss."""
-    batch, leaf = batch_of(objective, case, index)
+    batch, leaf = batch_of(case, index)
     (gradient,) = torch.autograd.grad(objective(batch).loss, leaf)
     return torch.where(batch.mask, -gradient, 0.0)
 

@@ -28,7 +28,7 @@ from benchmarks.corrections.figure import draw
 from benchmarks.corrections.mismatches import MISMATCHES
 from benchmarks.corrections.results import collect, missing
 from benchmarks.corrections.rows import AVAILABLE
-from benchmarks.corrections.tables import report
+from benchmarks.corrections.tables import report, single_runs
 from benchmarks.lab.jobs import Experiment, run_all
 from benchmarks.lab.sorting import Task
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_all(part, args.settings, args.out, args.jobs, Experiment(warm, run))
         collect(args.results, args.out / "runs")
     results = collect(args.results, args.out / "runs")
-    print(report(results))
+    print(single_runs(results) if args.short else report(results))
     if args.figure is not None:
         args.figure.write_text(draw(results))
     return 0

@@ -109,6 +109,21 @@ def report(results: Sequence[Result]) -> str:
     return "\n".join(parts)
 
 
+def single_runs(results: Sequence[Result]) -> str:
+    """One line a run, for fewer seeds than an interval needs."""
+    head = ("mismatch", "correction", "seed", "KL k3", "accuracy at the start", "in the end")
+
+    def place(line: Result) -> tuple[int, int, int]:
+        return list(MISMATCHES).index(line["mismatch"]), list(ROWS).index(line["row"]), line["seed"]
+
+    def cells(line: Result) -> list[str]:
+        names = [MISMATCHES[line["mismatch"]].title, ROWS[line["row"]].title, str(line["seed"])]
+        ends = [f"{line[key] * 100:.1f}" for key in ("start_accuracy", "accuracy")]
+        return [*names, f"{line['mismatch_k3']:.2g}", *ends]
+
+    return _markdown(head, [cells(line) for line in sorted(results, key=place)])
+
+
 def costs(results: Sequence[Result], task: str) -> str:
     """One line a mismatch, of the runs without a correction."""
     head = ("mismatch", "seeds", "KL k3", "ESS token", "ESS sequence", "accuracy", "cost", "logged - true reward")

@@ -66,7 +66,7 @@ def record(world: World, kind: str, run: RunFault, folder: Path) -> None:
     engine = _Engine(world, run)
     for step in range(STEPS):
         batch, scored = engine.step(step)
-        _write_part(part, world, run, step, batch, scored)
+        _write_part(part, run, step, batch, scored)
     same = {**SAME, **world.declared, "weight_version": 0}  # declared at the start, as the trainers do
     declared = {"engine": {**same, **run.engine}, "trainer": same}
     about = {"world": world.name, "seed": world.seed, "kind": kind, "fault": run.fault}
@@ -105,7 +105,7 @@ class _Engine:
         return stack
 
 
-def _write_part(folder: Path, world: World, run: RunFault, step: int, batch: Batch, scored: dict[str, Any]) -> None:
+def _write_part(folder: Path, run: RunFault, step: int, batch: Batch, scored: dict[str, Any]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -113,8 +113,8 @@ def test_the_short_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """Two steps each of unrounded and rounded rollouts, with and without correction, real model and engine."""
     assert run.main(["--short", "--out", str(tmp_path)]) == 0
     lines = {(one["rounding"], one["row"]): one for one in run.read(tmp_path / "results.jsonl")}
-    assert set(lines) == {("float", "none"), ("fp8", "none"), ("fp8", "token_tis")}
-    assert lines["float", "none"]["kl_k3"] < 1e-6 < 1e-3 < lines["fp8", "none"]["kl_k3"]
+    assert set(lines) == {("float", "none"), ("int4_g32", "none"), ("int4_g32", "token_tis")}
+    assert lines["float", "none"]["kl_k3"] < 1e-6 < 1e-3 < lines["int4_g32", "none"]["kl_k3"]
     assert all(0 <= one["reward"] <= 1 and one["commit"] for one in lines.values())
     before = capsys.readouterr().out
     assert run.main(["--short", "--out", str(tmp_path)]) == 0  # nothing is run again

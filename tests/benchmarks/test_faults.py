@@ -18,6 +18,7 @@ import engine_faults as e
 import time_faults as r
 import trainer_faults as t
 from cases import Case, load_cases
+from fault_checks import SAME, assert_changed_and_put_back, k3
 from kind import split_of
 from kinds import CLEANS, KINDS, MARKER, table
 from run import CLEAN_SEEDS, SEEDS, plan
@@ -31,17 +32,6 @@ from trl_offpolicy.diagnosis.attribution.recorded import attribute_run
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.engines.hf import Head
 from trl_offpolicy.run_folder.rollouts import read_rollouts
-
-SAME = 1e-9
-"""KL k3 below which two sides are the same policy here."""
-
-
-def k3(world: World, made: Made) -> Any:
-    """KL k3 of each row."""
-    scored = made.scored if made.scored is not None else world.score(made.batch)
-    d = scored["old_per_token_logps"] - made.batch.logps
-    return np.nanmean(np.expm1(d) - d, axis=1)
-
 
 # ------------------------------------------------------------------------------------------------------------ the wall
 
@@ -133,14 +123,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_changes_the_model_and_puts_everything_back(world: World, name: str) -> None:
-    ids = torch.tensor([world.prompts[0] + world.prompts[3]])
-    with torch.no_grad():
-        before = world.model(ids).logits
-        with CONTEXTS[name](world):
-            inside = world.model(ids).logits.float()
-        after = world.model(ids).logits
-    assert (inside - before).abs().max() > 1e-4
-    assert torch.equal(before, after)
+    assert_changed_and_put_back(world, CONTEXTS[name])
     assert not world.model.training
 
 

@@ -20,6 +20,7 @@ import second_kinds
 import second_trainer as y
 import time_faults as r
 import vllm_cases
+from fault_checks import SAME, assert_changed_and_put_back, k3
 from kinds import KINDS
 from moe import tiny_moe
 from sampler import plain, processed
@@ -28,16 +29,7 @@ from worlds import Batch, Made, World, one_pass
 
 from trl_offpolicy.engines.hf import Head
 
-SAME = 1e-9
-"""KL k3 below which two sides are the same policy here."""
 CHANCE = torch.Generator().manual_seed(0)
-
-
-def k3(world: World, made: Made) -> Any:
-    """KL k3 of each row."""
-    scored = made.scored if made.scored is not None else world.score(made.batch)
-    d = scored["old_per_token_logps"] - made.batch.logps
-    return np.nanmean(np.expm1(d) - d, axis=1)
 
 
 # ----------------------------------------------------------------------------------------------- formats and contexts
@@ -79,14 +71,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_changes_the_model_and_puts_everything_back(world: World, name: str) -> None:
-    ids = torch.tensor([world.prompts[0] + world.prompts[3]])
-    with torch.no_grad():
-        before = world.model(ids).logits
-        with CONTEXTS[name](world):
-            inside = world.model(ids).logits.float()
-        after = world.model(ids).logits
-    assert (inside - before).abs().max() > 1e-4
-    assert torch.equal(before, after)
+    assert_changed_and_put_back(world, CONTEXTS[name])
 
 
 def test_a_window_in_no_layer_and_rounding_in_none_change_nothing(world: World) -> None:

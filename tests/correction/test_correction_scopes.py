@@ -37,7 +37,7 @@ MOVED = ProbabilityDifferenceMask(ratio="current/old")
 def test_a_kept_baseline_is_decided_by_group():
     correction = Correction(keep=(GEOMETRIC,), baseline="kept")
 
-    assert (correction.scope, correction.is_wide) == ("group", True)
+    assert correction.scope == "group"
     assert Correction(keep=(GEOMETRIC,)).scope == "row"
 
 
@@ -122,7 +122,6 @@ def test_scope_is_the_widest_of_the_parts(options, scope):
     correction = Correction(**options)
 
     assert correction.scope == scope
-    assert correction.is_wide == (scope in ("group", "generation_batch"))
 
 
 def test_a_micro_batch_normaliser_asks_no_other_rank(monkeypatch):

@@ -31,6 +31,7 @@ from trl_offpolicy import (
     losses,
 )
 from trl_offpolicy.objective.staging import stage
+from trl_offpolicy.types import WIDE_SCOPES
 
 NAN, INF = float("nan"), float("inf")
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
@@ -185,8 +186,8 @@ def test_parts_are_sorted_by_what_they_need(name):
     correction = {**MIXED, **MICRO}[name]
     early, late = correction.split()
 
-    assert not late.is_wide
-    assert early.scope == correction.scope or not correction.is_wide
+    assert late.scope not in WIDE_SCOPES
+    assert early.scope == correction.scope or correction.scope not in WIDE_SCOPES
     assert early.required_ratios <= {"old/sampling"}
     assert set(early.keep) | set(late.keep) == set(correction.keep)
     assert set(early.weights) | set(late.weights) == set(correction.weights)

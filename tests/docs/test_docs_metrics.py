@@ -29,6 +29,7 @@ from trl_offpolicy.metrics import (
 from trl_offpolicy.objective.measure import GRADIENT_METRICS
 from trl_offpolicy.rollouts.agents.guard import GUARD_METRICS
 from trl_offpolicy.rollouts.ahead.queue import AHEAD_METRICS
+from trl_offpolicy.rollouts.clock import TIME_METRICS
 from trl_offpolicy.rollouts.duplicates import DUPLICATE_METRICS
 from trl_offpolicy.rollouts.screening import SCREEN_METRICS
 from trl_offpolicy.rollouts.token_ids import TOKEN_ID_METRICS
@@ -116,9 +117,10 @@ def emitted():
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE}
     by_control |= OF_AUTO
+    by_clock = {f"offpolicy/time/{name}" for name in TIME_METRICS}
     by_routing = {f"offpolicy/routing/{name}" for name in ROUTING_METRICS}
     by_term = set(map(generic, stats))
-    return by_term | by_engine | by_gradient | by_control | by_routing
+    return by_term | by_engine | by_gradient | by_control | by_routing | by_clock
 
 
 def test_every_emitted_key_is_on_the_page():
@@ -129,7 +131,7 @@ def test_every_key_on_the_page_is_emitted():
     assert sorted(table().keys() - emitted()) == []
     weights = 2 * 6 + 3 + 6
     weights += len(OF_AUTO)
-    rest = 6 + 2 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4 + 5
+    rest = 6 + 2 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4 + 5 + len(TIME_METRICS)
     rest += 2  # of the replayed sampling mask
     assert len(table()) == 5 * len(RATIO_METRICS) + 5 + rest + len(ROUTING_METRICS)
 

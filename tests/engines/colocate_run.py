@@ -32,8 +32,8 @@ BYTES = "offpolicy/rollout/sync_bytes"
 DRAWS = "offpolicy/rollout"
 
 
-def main() -> None:
-    """Train, then print the largest |log-ratio| of every step and the engine's settings."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--no-sync", action="store_true")
@@ -44,18 +44,28 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--generations", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def lose_the_second_sync() -> None:
+    """The trainer sends its weights, but the engine does not get them."""
+    original, calls = trl_engines.reload_in_process, []
+
+    def lose_the_second(llm, weights):  # type: ignore[no-untyped-def]
+        calls.append(None)
+        return original(llm, weights) if len(calls) == 1 else sum(tensor.nbytes for _, tensor in weights)
+
+    trl_engines.reload_in_process = lose_the_second
+
+
+def main() -> None:
+    """Train, then print the largest |log-ratio| of every step and the engine's settings."""
+    options = parse()
     model = save_tiny_model(options.folder / "model")
     if options.no_sync:
         trl_engines.TRLEngine.sync_weights = lambda self: None  # type: ignore[method-assign]
     if options.lost_sync:
-        original, calls = trl_engines.reload_in_process, []
-
-        def lose_the_second(llm, weights):  # type: ignore[no-untyped-def]
-            calls.append(None)
-            return original(llm, weights) if len(calls) == 1 else sum(tensor.nbytes for _, tensor in weights)
-
-        trl_engines.reload_in_process = lose_the_second
+        lose_the_second_sync()
     engine = {
         "dtype": options.dtype,
         "enforce_eager": True,

@@ -92,7 +92,8 @@ def sample(trainer: OffPolicyGRPOTrainer, data: Dataset, cut: Truncation, prompt
     scorings = {"without": (Truncation(), ruled), "rule": (cut, ruled), "with": (cut, batch)}
     for name, (truncation, scored) in scorings.items():
         trainer._filtered = scoring = FilteredScoring(truncation)
-        old = trainer._score(trainer.model, scored, batch_size=16)[0]
+        # in one part, so that its stats are of all rows
+        old = trainer._score(trainer.model, scored, compact=False)[0]
         ratio = (old - batch["sampling_per_token_logps"])[mask].double().exp()
         error = float(ratio.std() / len(ratio) ** 0.5)
         result[name] = {"mean": float(ratio.mean()), "error": error, "largest": float((ratio - 1).abs().max())}

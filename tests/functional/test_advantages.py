@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_offpolicy.functional.advantages import group_advantages
+from trl_offpolicy.functional.advantages import group_advantages, returns_to_go, score_energy, weighted_baseline
 
 NAN = float("nan")
 IDS = torch.tensor([3, 3, 3, 8, 8, 8])
@@ -82,3 +82,44 @@ def test_order_of_rows_does_not_matter():
     torch.testing.assert_close(
         group_advantages(REWARDS[order], IDS[order], ALL), group_advantages(REWARDS, IDS, ALL)[order]
     )
+
+
+@pytest.mark.parametrize("shift", [-0.05, 0.05])
+def test_the_weighted_baseline_has_the_least_second_moment(shift):
+    """sum_i e_i (r_i - b)^2, in every group."""
+    generator = torch.Generator().manual_seed(2)
+    rewards, energy = torch.randn(8, generator=generator), torch.rand(8, generator=generator)
+    ids = torch.tensor([0, 1] * 4)
+
+    best = weighted_baseline(rewards, ids, torch.ones(8).bool(), energy)
+
+    for group in (0, 1):
+        rows = ids == group
+        assert (energy * (best + shift).square())[rows].sum() > (energy * best.square())[rows].sum()
+        plain = group_advantages(rewards, ids, torch.ones(8).bool(), scale_rewards="none")
+        assert (energy * plain.square())[rows].sum() > (energy * best.square())[rows].sum()
+
+
+def test_score_energy_is_the_squared_norm_of_the_gradient_at_the_logits():
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    tokens = torch.tensor([0, 3, 6])
+    logps = logits.log_softmax(-1)
+    chosen = logps.gather(1, tokens[:, None])
+    (gradient,) = torch.autograd.grad(chosen.sum(), logits)
+
+    energy = score_energy(chosen, logps.exp().square().sum(-1, keepdim=True), torch.ones(3, 1).bool())
+    weighted = score_energy(
+        chosen, logps.exp().square().sum(-1, keepdim=True), torch.ones(3, 1).bool(), torch.tensor([[3.0]])
+    )
+
+    torch.testing.assert_close(energy.squeeze(1), gradient.square().sum(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weighted, 9 * energy)
+
+
+def test_returns_to_go():
+    mask = torch.tensor([[True, False, True, False]])
+
+    out = returns_to_go(torch.tensor([2.0]), mask, torch.tensor([[0.5, NAN, -1.0, NAN]]))
+
+    assert out.tolist() == [[1.5, 0.0, 1.0, 0.0]]
+    assert returns_to_go(torch.tensor([2.0]), mask).tolist() == [[2.0, 0.0, 2.0, 0.0]]

@@ -216,6 +216,26 @@ def test_certain_tokens_have_finite_divergences(log_p, log_q):
         assert got.item() == pytest.approx(plain.divergence(statistic, log_p, log_q), rel=1e-5, abs=1e-6), statistic
 
 
+@pytest.mark.parametrize("log_q", [-30.0, -9999.0])  # vLLM writes -9999 for a log-prob of minus infinity
+@pytest.mark.parametrize(
+    ("statistic", "expected"),
+    [
+        ("prob_diff", 0.75),
+        ("binary_tv", 0.75),
+        ("binary_kl", math.log(4)),  # of another token: 1 log(1 / 0.25)
+        ("binary_kl_both", 0.75 * math.log(0.75e6) + 0.25 * math.log(0.25)),  # of q clamped to 1e-6
+    ],
+)
+def test_a_token_that_the_denominator_excluded_moved_by_its_whole_probability(statistic, expected, log_q):
+    """Its ratio is beyond e^20; held there, it would leave p - q = 0."""
+    log_p = torch.tensor([math.log(0.75)])
+
+    got = divergence(log_p - log_q, statistic, torch.tensor([log_q]))
+
+    assert got.item() == pytest.approx(expected, rel=2e-3)  # 9999 nats in float32 hold a thousandth
+    assert divergence(torch.tensor([-20.0]), "prob_diff", log_p).item() == pytest.approx(-0.75, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("statistic", PROBABILITY_STATISTICS)
 def test_probabilities_of_other_dtypes(statistic, dtype):

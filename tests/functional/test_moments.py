@@ -18,7 +18,7 @@ from trl_offpolicy.functional.moments import (
     moments,
     ratio_rows,
 )
-from trl_offpolicy.functional.weight_moments import weight_moments
+from trl_offpolicy.functional.weight_moments import cut_rows, weight_moments
 
 NAN, INF = float("nan"), float("inf")
 L = math.log(2)
@@ -155,6 +155,18 @@ def test_small_mismatch_is_not_rounding_noise():
     assert k3 == pytest.approx(5.00017e-9, rel=2e-2)  # l^2/2 + l^3/6; 1 + l in float32 rounds to 1.2e-7
 
 
+@pytest.mark.parametrize("below", [-40.0, -9999.0])
+def test_a_token_that_the_sampler_excluded_differs_by_its_whole_probability(below):
+    """Its ratio is held at e^20, its difference of probabilities is not."""
+    sampling, old, mask = torch.tensor([[below, -L]]), torch.tensor([[-2 * L, -L]]), torch.ones(1, 2).bool()
+
+    found = fold_ratio_rows(ratio_rows(log_ratio(old, sampling, mask), sampling, mask))
+
+    assert found["prob_diff"].item() == pytest.approx(0.25, rel=2e-3)
+    assert found["abs_prob_diff_max"].item() == pytest.approx(0.25, rel=2e-3)
+    assert found["excess"].item() == pytest.approx(math.expm1(20.0), rel=1e-6)
+
+
 def test_autocast_does_not_round_the_products():
     weights, mask = torch.tensor([[1.001, 0.998]]), torch.ones(1, 2).bool()
 
@@ -232,6 +244,18 @@ def test_weight_sums(name):
     mask = torch.tensor([[True, True], [True, False], [False, False]])
 
     assert weight_moments(weights, mask)[name].item() == pytest.approx(WEIGHTS[name], abs=1e-6)
+
+
+def test_what_caps_and_floors_change():
+    raw = torch.tensor([[3.0, 0.5, 1.0, 9.0], [2.5, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[True, True, True, False], [True, False, False, False], [False, False, False, False]])
+
+    changed, cut = cut_rows(mask, raw, raw.clamp(0.75, 2.0))
+
+    assert changed.tolist() == [2, 1, 0]  # 3 and 0.5; 2.5
+    assert cut.tolist() == [1.0, 0.5, 0.0]  # the floor under 0.5 takes nothing off
+    with pytest.raises(ValueError, match=r"^bounded must have shape \(3, 4\), but got \(3, 1\)\.$"):
+        cut_rows(mask, raw, raw[:, :1])
 
 
 def test_weight_extrema_leave_padding_out():

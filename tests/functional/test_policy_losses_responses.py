@@ -77,6 +77,17 @@ def test_gspo_token_clips_on_the_response_and_moves_the_token():
     assert clipped.clipped_high.tolist() == [[True, True]]
 
 
+@pytest.mark.parametrize(("mean", "held", "slope"), [(9.0, 9.0, math.exp(9.0)), (15.0, 10.0, 0.0)])
+def test_gspo_token_holds_the_ratio_of_a_response_at_e_to_the_10(mean, held, slope):
+    log_ratios = row(2 * mean, 0.0).requires_grad_()
+
+    terms = policy_losses.gspo_token(log_ratios, row(-1.0), ONES, low=0.2, high=0.2)
+    terms.loss.sum().backward()
+
+    close(terms.loss, row(math.exp(held), math.exp(held)))
+    close(log_ratios.grad, row(slope, slope))
+
+
 @pytest.mark.parametrize(
     ("a", "loss", "gradient"),
     [  # log-ratios 0.6 and -0.6, clipped to [-0.2, 0.4] where the advantage pushes that way

@@ -49,6 +49,16 @@ def test_dppo_kl_bounds_nats():
     assert [one.clipped_high.item() for one in terms] == [True, False]
 
 
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_stops_a_token_that_the_old_policy_excluded(divergence):
+    """p = 0.75 and q = e^-40: the ratio is held at e^20, the divergence (0.75, log 4) is not."""
+    logps = row(math.log(0.75))
+
+    terms = policy_losses.dppo(logps + 40.0, logps, row(1.0), divergence=divergence, low=0.7, high=0.7, max_ratio=3.0)
+
+    assert terms.clipped_high.item() and terms.loss.item() == 0.0
+
+
 def test_dppo_truncates_the_ratio():
     logps = row(math.log(0.5))
 

@@ -16,7 +16,6 @@ from trl_offpolicy.functional.routing import (
     routing_agreement,
     routing_flip_fraction,
     routing_moments,
-    shared_experts,
     stacked_layers,
 )
 from trl_offpolicy.metrics import ROUTING_METRICS, RoutingExpertFlipMax, routing_metrics
@@ -64,7 +63,8 @@ def test_order_does_not_count() -> None:
     first, _, _ = records()
     known = routing_moments(first, first.flip(-1))
     assert routing_agreement(known) == 1 and routing_flip_fraction(known) == 0
-    assert shared_experts(torch.tensor([5, 1, 2]), torch.tensor([2, 7, 5])).item() == pytest.approx(2 / 3)
+    two_of_three = routing_moments(torch.tensor([[[[5, 1, 2]]]]), torch.tensor([[[[2, 7, 5]]]]))
+    assert routing_agreement(two_of_three).item() == pytest.approx(2 / 3)
 
 
 def test_parts_merge_to_the_whole() -> None:

@@ -20,7 +20,7 @@ from trl_offpolicy.functional import policy_losses as losses
 from trl_offpolicy.functional._shapes import check_broadcast, check_tokens_or_rows
 from trl_offpolicy.functional.aggregation import aggregate_loss
 from trl_offpolicy.functional.groups import group_members
-from trl_offpolicy.functional.routing import shared_experts
+from trl_offpolicy.functional.routing import routing_moments
 
 TOKENS, ROWS, ROW = torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 1)
 MASK, IDS, COUNTED = torch.ones(2, 3).bool(), torch.zeros(2).long(), torch.ones(2).bool()
@@ -41,7 +41,7 @@ CALLS = {  # a call with one argument of a wrong shape, and the name of the argu
     "moments": (lambda: moments.ratio_rows(TOKENS, LONG, MASK), "denominator"),
     "weight moments": (lambda: weight_moments.weight_rows(MASK, TOKENS, LONG), "weights"),
     "proximal": (lambda: proximal.averaged_logps(TOKENS, LONG, decay=0.5, count=1), "previous"),
-    "routing": (lambda: shared_experts(torch.zeros(2, 2), torch.zeros(2, 3)), "second"),
+    "routing": (lambda: routing_moments(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 3)), "second"),
     "prefix": (lambda: weights.prefix_min_weight(LONG, MASK), "log_ratios"),
     "cap": (lambda: weights.ess_cap(TOKENS, target=0.5), "ratios"),
     "ppo: advantages (B,)": (lambda: losses.ppo_clip(TOKENS, torch.zeros(3), low=0.2, high=0.2), "advantages"),

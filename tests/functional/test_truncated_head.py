@@ -195,7 +195,8 @@ def test_autocast_projects_in_its_dtype() -> None:
     halves = (value.detach().bfloat16() for value in (hidden, weight, bias))
     hidden16, weight16, bias16 = halves
     same = truncated_log_probs(hidden16, weight16, targets, bias=bias16)
-    assert torch.equal(cast.log_probs, same.log_probs)
+    for one, two in zip(cast, same, strict=True):  # only the projection is rounded, no later sum
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
     cast.log_probs.sum().backward()
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
@@ -234,7 +235,7 @@ class Storages(TorchDispatchMode):
 @pytest.mark.parametrize("cut", [CUTS[0], CUTS[1], CUTS[4]], ids=str)
 @pytest.mark.parametrize("count", [256, 1024])
 def test_memory_is_that_of_a_tile(cut: Truncation, count: int) -> None:
-    """Forward at most 28 bytes x tile x V (16 without a cut), backward at most 20, however many tokens."""
+    """At most 28 bytes x tile x V in the forward and 20 in the backward, 8 without a cut, however many tokens."""
     states, vocabulary, tile = 8, 4096, 64
     hidden = torch.randn(count, states, requires_grad=True)
     weight = torch.randn(vocabulary, states, requires_grad=True)
@@ -244,9 +245,9 @@ def test_memory_is_that_of_a_tile(cut: Truncation, count: int) -> None:
         out = truncated_log_probs(hidden, weight, targets, truncation=cut, tile=tile)
     with Storages() as backward:
         (out.log_probs.sum() + out.entropies.sum()).backward()
-    most = 28 if cut else 16
-    assert 8 * tile * vocabulary < forward.peak < most * tile * vocabulary + small
-    assert 8 * tile * vocabulary < backward.peak < 20 * tile * vocabulary + small
+    forwards, backwards = (28, 20) if cut else (8, 8)
+    assert 7 * tile * vocabulary < forward.peak < forwards * tile * vocabulary + small
+    assert 7 * tile * vocabulary < backward.peak < backwards * tile * vocabulary + small
     assert forward.largest == backward.largest == tile * vocabulary
 
 

@@ -51,8 +51,7 @@ def prime_rl():
     weights[:6] = 0.0  # a response of another component
 
     def custom(**options):
-        regulariser = {"drift_coef": options.pop("kl_tau", 1e-3)}
-        kwargs = {"framework": "prime-rl", "options": {**options, "kl_tau": 0.0}, "objective": regulariser}
+        kwargs = {"framework": "prime-rl", "options": options}
         where = "trl_offpolicy.integrations.prime_rl.loss"
         return CustomLossConfig(type="custom", import_path=where, kwargs={**kwargs, "run_dir": run})
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import OwnMismatch, Watch, data, module, trainer
 from scripted_agents import Script, ScriptedEngine, add, byte_model, byte_tokenizer, call
 from tiny_models import EOS, VOCABULARY, WORDS, tiny_model, tiny_tokenizer
-from trainer_runs import generation_batches, records
+from trainer_runs import TIMES, generation_batches, records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import trl_offpolicy as op
@@ -300,9 +300,8 @@ def test_a_resumed_run_with_tools_goes_on_exactly(tmp_path: Path) -> None:
     (rank,) = saved["offpolicy"]["ranks"]
     assert not all(part["tool_mask"].all() for part in rank["rollouts"]["micro_batches"])  # in use, with tool output
     for ours, expected in zip(rest.logs, whole.logs[3:], strict=True):
-        drop = {"step_time"}
-        assert {k: v for k, v in ours.items() if k not in drop} == pytest.approx(
-            {k: v for k, v in expected.items() if k not in drop}, abs=1e-12, rel=1e-12, nan_ok=True
+        assert {k: v for k, v in ours.items() if k not in TIMES} == pytest.approx(
+            {k: v for k, v in expected.items() if k not in TIMES}, abs=1e-12, rel=1e-12, nan_ok=True
         )
     for name, value in whole.weights[-1].items():
         assert torch.equal(value, rest.weights[-1][name]), name

@@ -49,6 +49,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
         }, {}, {},
     ),
     "kl_in_the_reward": ({"gradient_accumulation_steps": 1, "offpolicy": IN_REWARD}, {}, {}),
+    "kl_in_the_reward_in_bypass": (  # the sampler is the old policy
+        {"gradient_accumulation_steps": 1, "offpolicy": {**IN_REWARD, "preset": "paper/ppo-is"}}, {}, {},
+    ),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,29 @@ def test_loggers_and_run_folder_receive_the_same_numbers(tmp_path: Path) -> None
     assert "correction: paper/tis" in hparams
 
 
+def test_the_parts_of_a_step_add_up_to_its_time(tmp_path: Path) -> None:
+    """Generation and rewards are made slow; a validation in between is left out."""
+
+    class Slow(OwnMismatch):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            time.sleep(0.2)
+            return super().generate(*args, **options)
+
+    def slow_reward(completions: list[str], **_: Any) -> list[float]:
+        time.sleep(0.1)
+        return [float(len(text)) for text in completions]
+
+    ours = module(Slow(), reward_funcs=slow_reward)
+    sizes = {"num_iterations": 2, "val_dataset": tiny_prompts(6), "val_batch_size": 1}  # six slow validation batches
+    watch = fit(tmp_path, ours, sizes=sizes, max_steps=4, val_check_interval=2)
+    for logs in watch.logs:
+        assert sum(value for key, value in logs.items() if "/time/" in key) == pytest.approx(logs["step_time"])
+    sampled, again, after_validation, _ = watch.logs
+    assert sampled["offpolicy/time/generation"] > 0.2 and sampled["offpolicy/time/rewards"] > 0.1
+    assert again["offpolicy/time/generation"] < 0.2 and again["offpolicy/time/rewards"] < 0.1  # the same generation
+    assert after_validation["step_time"] < 6 * 0.3
+
+
 def test_the_run_folder_lists_every_sync_with_a_checksum(tmp_path: Path) -> None:
     fit(tmp_path, module(OwnMismatch()), callbacks=[RunFolder(str(tmp_path), report=False)], max_steps=3)
     syncs = read_syncs(tmp_path)
@@ -165,6 +189,18 @@ def test_the_run_folder_lists_every_sync_with_a_checksum(tmp_path: Path) -> None
     assert len({sync.checksum for sync in syncs}) == 3 and repeated_syncs(syncs) == ()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("offpolicy/rollout/sync_changed_fraction") for row in rows] == changed
+
+
+@pytest.mark.parametrize("sanity", [-1, 1])
+def test_a_whole_sanity_check_is_the_evaluation_before_training(tmp_path: Path, sanity: int) -> None:
+    folder, sizes = RunFolder(str(tmp_path), report=False), {"val_dataset": tiny_prompts(3), "val_batch_size": 1}
+    ours = module(OwnMismatch(), learning_rate=0.1)
+    fit(tmp_path, ours, sizes=sizes, callbacks=[folder], max_steps=2, num_sanity_val_steps=sanity, val_check_interval=2)
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert found["before"]["step"] == (0 if sanity == -1 else 2)
+    assert (found["after"] or found["before"])["step"] == 2
+    if sanity == -1:  # on the same draws, by other weights
+        assert found["before"]["eval_reward"] != found["after"]["eval_reward"]
 
 
 def test_the_run_folder_holds_what_the_trl_side_writes(tmp_path: Path) -> None:

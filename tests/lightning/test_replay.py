@@ -14,7 +14,7 @@ from both_trainers import PROMPTS, WatchTRL, assert_same_numbers, distance
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import OwnMismatch, Played, Watch, data, module, trainer
 from tiny_models import EOS, FIRST_WORD, score_last_word
-from trainer_runs import GENERATIONS, Engine, records
+from trainer_runs import GENERATIONS, TIMES, Engine, records
 
 from lightning_module import RunFolder
 from lightning_module.replay import own_folder
@@ -115,7 +115,7 @@ def test_a_resumed_run_draws_what_the_whole_one_drew(in_checkpoint: bool, tmp_pa
     same = [torch.equal(value, rest.weights[-1][name]) for name, value in whole.weights[-1].items()]
     assert all(same) == in_checkpoint
     if in_checkpoint:
-        keys = [key for key in whole.logs[-1] if key not in ("step_time", "offpolicy/rollout/sync_seconds")]
+        keys = [key for key in whole.logs[-1] if key not in {*TIMES, "offpolicy/rollout/sync_seconds"}]
         assert {key: rest.logs[-1][key] for key in keys} == pytest.approx(
             {key: whole.logs[-1][key] for key in keys}, abs=1e-12, nan_ok=True
         )

@@ -49,7 +49,7 @@ def test_a_configuration_of_verl_with_kl_entropy_and_advantages():
     assert preset.objective.kl == op.KLPenalty(coef=0.001, estimator="k1+")
     assert (preset.objective.entropy_coef, preset.objective.entropy_aggregation) == (0.01, "loss")
     assert preset.objective.policy_loss == op.losses.PPOClip(low=0.2, high=0.28, dual_clip=3.0)
-    assert preset.advantages == op.advantages.OPO()
+    assert preset.advantages == op.advantages.OPO(alone="return")
     again = resolve(plain(preset))
     assert (again.objective, again.advantages) == (preset.objective, preset.advantages)
 

@@ -102,7 +102,7 @@ def test_a_full_disk_in_the_last_records_gives_the_folder_back(tmp_path: Path, m
     records._writer.begin(0, seed=1)
     records._recorder = RolloutRecorder(tmp_path, str, 0)
     records._recorder.add(1)
-    monkeypatch.setattr(RolloutRecorder, "_rows", lambda self, step, tensors: [])
+    monkeypatch.setattr(RolloutRecorder, "_table", lambda self, step, host: pyarrow.table({}))
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -40,7 +40,7 @@ def spread_of_turns(completions: Any, **_: Any) -> list[float]:
     return spread([str(one) for one in completions])
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lora", action="store_true")
@@ -52,13 +52,18 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--devices", type=int, default=1)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def stay(self: Any, version: int) -> SyncReport:
+    """In place of a sync: nothing is sent."""
+    self.version = version
+    return SyncReport(version=version, kind="memory", bytes=0, seconds=0.0)
+
+
+def main() -> None:
+    options = parse()
     if options.no_sync:
-
-        def stay(self: Any, version: int) -> SyncReport:
-            self.version = version
-            return SyncReport(version=version, kind="memory", bytes=0, seconds=0.0)
-
         engines.ColocateEngine.sync_weights = stay  # type: ignore[method-assign, attr-defined]
     engine = {"type": "vllm", "max_model_len": 64, "seed": 3, "weight_rounding": options.rounding}
     engine |= {"exact": True} if options.exact else {}

@@ -52,7 +52,7 @@ def held_ratio(log_ratio):
 def _of_tokens(tokens):
     rho = [held_ratio(log_ratio) for log_ratio, _ in tokens]
     p = [math.exp(logp) for _, logp in tokens]  # denominator
-    q = [p_t * rho_t for p_t, rho_t in zip(p, rho, strict=True)]  # numerator
+    q = [math.exp(logp + log_ratio) for log_ratio, logp in tokens]  # numerator: its ratio is held, it is not
     gaps = [abs(q_t - p_t) for p_t, q_t in zip(p, q, strict=True)]
     log_ratios = [log_ratio for log_ratio, _ in tokens]
     negligible = 1e-5 * max(np.mean(np.square(p)), np.mean(np.square(q)))
@@ -83,7 +83,7 @@ def _of_rows(rows):
     for row in rows:
         log_ratios = [log_ratio for log_ratio, _ in row]
         products.append(sum(log_ratios))
-        gaps = [abs(math.exp(logp) * (held_ratio(x) - 1)) for x, logp in row]
+        gaps = [abs(math.exp(logp + x) - math.exp(logp)) for x, logp in row]
         top_gaps.append(max(gaps))
         mean_gaps.append(np.mean(gaps))
         tv_rows.append(np.mean([abs(held_ratio(x) - 1) for x in log_ratios]) / 2)

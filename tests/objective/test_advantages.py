@@ -12,11 +12,10 @@ import trl_offpolicy as op
 from trl_offpolicy.functional.advantages import (
     group_advantages,
     optimal_token_baseline,
-    returns_to_go,
     score_energy,
     weighted_baseline,
 )
-from trl_offpolicy.functional.kl import subtract_kl
+from trl_offpolicy.types import WIDE_SCOPES
 
 A = op.advantages
 NAN = float("nan")
@@ -273,38 +272,6 @@ def test_opob_of_a_weight_for_the_response_is_that_of_its_tokens():
 # ---------------------------------------------------------------------------------------------- what they minimise
 
 
-@pytest.mark.parametrize("shift", [-0.05, 0.05])
-def test_the_weighted_baseline_has_the_least_second_moment(shift):
-    """sum_i e_i (r_i - b)^2, in every group."""
-    generator = torch.Generator().manual_seed(2)
-    rewards, energy = torch.randn(8, generator=generator), torch.rand(8, generator=generator)
-    ids = torch.tensor([0, 1] * 4)
-
-    best = weighted_baseline(rewards, ids, torch.ones(8).bool(), energy)
-
-    for group in (0, 1):
-        rows = ids == group
-        assert (energy * (best + shift).square())[rows].sum() > (energy * best.square())[rows].sum()
-        plain = group_advantages(rewards, ids, torch.ones(8).bool(), scale_rewards="none")
-        assert (energy * plain.square())[rows].sum() > (energy * best.square())[rows].sum()
-
-
-def test_score_energy_is_the_squared_norm_of_the_gradient_at_the_logits():
-    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    tokens = torch.tensor([0, 3, 6])
-    logps = logits.log_softmax(-1)
-    chosen = logps.gather(1, tokens[:, None])
-    (gradient,) = torch.autograd.grad(chosen.sum(), logits)
-
-    energy = score_energy(chosen, logps.exp().square().sum(-1, keepdim=True), torch.ones(3, 1).bool())
-    weighted = score_energy(
-        chosen, logps.exp().square().sum(-1, keepdim=True), torch.ones(3, 1).bool(), torch.tensor([[3.0]])
-    )
-
-    torch.testing.assert_close(energy.squeeze(1), gradient.square().sum(-1), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(weighted, 9 * energy)
-
-
 def test_rloo_is_unbiased_and_grpo_is_not():
     """Two-armed bandit, two samples, enumerated: E[A grad log pi] against the gradient of the expected reward."""
     theta = torch.tensor([0.4, -0.3], dtype=torch.float64, requires_grad=True)
@@ -329,19 +296,11 @@ def test_rloo_is_unbiased_and_grpo_is_not():
 # ------------------------------------------------------------------------------------------------- rewards by token
 
 
-def test_returns_to_go():
-    mask = torch.tensor([[True, False, True, False]])
-
-    out = returns_to_go(torch.tensor([2.0]), mask, torch.tensor([[0.5, NAN, -1.0, NAN]]))
-
-    assert out.tolist() == [[1.5, 0.0, 1.0, 0.0]]
-    assert returns_to_go(torch.tensor([2.0]), mask).tolist() == [[2.0, 0.0, 2.0, 0.0]]
-
-
 def test_kl_in_the_reward_reaches_every_estimator():
     x = inputs()
     reference = x.per_token_logps.nan_to_num() - 0.3 * torch.rand(10, 8, generator=torch.Generator().manual_seed(4))
-    cost = subtract_kl(torch.zeros(10), x.per_token_logps, reference, x.mask, coef=0.1)
+    kl = op.KLPenalty(coef=0.1, estimator="k1", place="reward")
+    cost = kl.token_rewards(x.per_token_logps, reference, x.mask)
     shaped = replace(x, rewards=x.rewards + cost.sum(-1))
 
     with_tokens = replace(x, token_rewards=cost)
@@ -548,7 +507,7 @@ def test_what_is_not_required_is_not_read(name):
 
     assert torch.equal(estimator(bare), estimator(x))
     assert estimator(x).dim() == (2 if estimator.by_token else 1)
-    assert estimator.scope in ("group", "generation_batch")
+    assert estimator.scope in WIDE_SCOPES
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from batches import LOGP, policy_batch, to_tensor
 
 import trl_offpolicy as op
-from trl_offpolicy.functional.kl import KL_ESTIMATORS
+from trl_offpolicy.functional.kl import KL_ESTIMATORS, kl_estimate
 from trl_offpolicy.objective import kl as kl_module
 from trl_offpolicy.objective import objective as objectives
 from trl_offpolicy.presets.parsing import parse_objective
@@ -123,6 +123,34 @@ def test_no_pull_where_the_reference_is_not_finite(estimator):
 
     assert out.loss.item() == 0.0
     assert gradient[0, 0].item() == 0.0
+
+
+# --------------------------------------------------------------------------------------------------- in the reward
+
+
+def test_k1_in_the_reward_is_detached():
+    logps = torch.tensor([[-1.0, -2.0, NAN]], requires_grad=True)
+    reference = torch.tensor([[-1.5, -1.0, -1.0]])
+    mask = torch.tensor([[True, True, False]])
+
+    costs = op.KLPenalty(coef=0.1, estimator="k1", place="reward").token_rewards(logps, reference, mask)
+
+    assert costs.tolist() == [pytest.approx([-0.05, 0.1, 0.0])]
+    assert not costs.requires_grad
+
+
+def test_k1_in_the_reward_is_k2_in_the_loss():
+    """-A' log pi with A' = A - beta k1 has the gradient of -A log pi + beta k2."""
+    logps = torch.tensor([[-1.0, -2.0, -0.3]], requires_grad=True)
+    reference, mask = torch.tensor([[-1.5, -1.0, -0.4]]), torch.ones(1, 3).bool()
+    costs = op.KLPenalty(coef=0.2, estimator="k1", place="reward").token_rewards(logps, reference, mask)
+
+    shaped = -((0.7 + costs) * logps).sum()
+    as_loss = (-0.7 * logps + 0.2 * kl_estimate(logps - reference, "k2")).sum()
+
+    torch.testing.assert_close(
+        torch.autograd.grad(shaped, logps), torch.autograd.grad(as_loss, logps), rtol=1e-5, atol=1e-7
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- controllers

@@ -76,6 +76,17 @@ def test_at_ratio_1_the_gradient_is_the_policy_gradient(name):
     torch.testing.assert_close(gradient_of(loss, batch, aggregation), expected, rtol=1e-5, atol=1e-7)
 
 
+def test_gpg_with_a_unit_ratio_has_the_value_of_minus_a_and_the_same_gradient():
+    batch, mean = on_policy_batch(), "token_mean"
+    tokens = batch.mask.sum(-1)
+
+    out = Objective(policy_loss=losses.GPG(unit_ratio=True), aggregation=mean)(batch)
+
+    assert out.loss.item() == pytest.approx(-(batch.advantages * tokens).sum().item() / tokens.sum().item(), rel=1e-5)
+    expected = gradient_of(losses.GPG(), batch, mean)
+    torch.testing.assert_close(gradient_of(losses.GPG(unit_ratio=True), batch, mean), expected, rtol=1e-6, atol=0.0)
+
+
 def test_at_ratio_1_clip_cov_is_the_policy_gradient_without_the_tokens_it_takes():
     batch = on_policy_batch()
     loss = FORMULAS["clip cov"][0]

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from batches import LOGP, policy_batch
+from batches import LOGP, evaluate, policy_batch
 
 from trl_offpolicy import (
     Correction,
@@ -25,13 +25,6 @@ from trl_offpolicy import (
 NAN = float("nan")
 LOSSES = [losses.PPOClip(), losses.CISPO(), losses.SAPO(), losses.VESPO(), losses.GPG()]
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
-
-
-def evaluate(batch, **options):
-    """The objective's output and the gradient of its loss."""
-    out = Objective(**options)(batch)
-    (gradient,) = torch.autograd.grad(out.loss, batch.per_token_logps)
-    return out, gradient
 
 
 def loss_of(batch, **options):

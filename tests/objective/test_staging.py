@@ -83,6 +83,7 @@ def test_in_mode_bypass_the_kl_in_the_reward_is_that_of_the_sampler():
     sampling = torch.tensor([[-1.0, -2.0], [-1.0, torch.nan], [-3.0, -1.0], [-1.0, -1.0]])
     given = batch(ref_per_token_logps=torch.full((4, 2), -1.5), sampling_per_token_logps=sampling)
     stages = stage(op.Objective(kl=kl, mode="bypass"), op.advantages.DrGRPO())
+    assert not stages.needs_old
     # sums over tokens of log mu - log ref: 0, 0.5 (one token without log mu), -1, 1; rewards 1, 0, 4, 2
     totals = torch.tensor([1.0, -0.25, 4.5, 1.5])
     expected = totals - torch.tensor([0.375, 0.375, 3.0, 3.0])

@@ -111,7 +111,7 @@ CASES = {
 }
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
 OWN_LOSS = {
-    "paper/cppo": {"policy_loss": losses.GPG(), "mode": "bypass"},
+    "paper/cppo": {"policy_loss": losses.GPG(unit_ratio=True), "mode": "bypass"},
     "paper/fipo": {"policy_loss": losses.FIPO()},
     "paper/mu-grpo": {"policy_loss": losses.PPOClip(low=1.0, high=4.0), "mode": "bypass"},
     "paper/p3o": {"policy_loss": losses.P3O(), "mode": "bypass"},
@@ -122,7 +122,13 @@ OWN_LOSS = {
         "kl": KLPenalty(coef=0.05, estimator="k1", place="reward"),
         "aggregation": "seq_mean_token_mean",
     },
-    "prime-rl/probability-difference": {"policy_loss": losses.GPG(), "mode": "bypass", "drift_coef": 1e-3},
+    "prime-rl/probability-difference": {
+        "policy_loss": losses.GPG(unit_ratio=True),
+        "mode": "bypass",
+        "drift_coef": 1e-3,
+    },
+    "roll/token-filter": {"kl_on": "kept"},
+    "roll/segment-filter": {"kl_on": "kept"},
 }
 WIDE = {
     "paper/p3o": "micro_batch",

@@ -150,6 +150,6 @@ def test_advantages_and_the_centre_of_the_clip_are_semantics():
     )
     assert rows(preset(), other) == {
         "centre of the clip": ("RecomputedProximal: -", "InterpolatedProximal: lag=1"),
-        "advantages": ("the trainer's", "RLOO: normalize=False"),
+        "advantages": ("the trainer's", "RLOO: normalize=False, alone=zero"),
     }
     assert "proximal" in other.objective_changes

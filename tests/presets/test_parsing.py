@@ -17,7 +17,8 @@ from trl_offpolicy import (
     losses,
     presets,
 )
-from trl_offpolicy.presets.parsing import near, parse_correction, parse_objective, parse_preset
+from trl_offpolicy.checks import near
+from trl_offpolicy.presets.parsing import parse_correction, parse_objective, parse_preset
 
 WHERE = "offpolicy.correction"
 

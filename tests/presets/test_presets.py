@@ -77,7 +77,7 @@ def test_describe():
         assert presets.describe(name).splitlines()[0] == name
     assert "clamp:    log-ratios at +-20 nats here, not in the source" in presets.describe("trl/token-mask")
     assert "clamp:" not in text
-    assert "loss:     policy_loss=GPG(), mode=bypass" in presets.describe("verl/bypass_pg_is")
+    assert "loss:     policy_loss=GPG(unit_ratio=False), mode=bypass" in presets.describe("verl/bypass_pg_is")
     assert "scope:    generation_batch" in presets.describe("paper/m2po")
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 import trl_offpolicy as op
-from trl_offpolicy.presets.text import formula_of, mapping_text, settings_text
+from trl_offpolicy.correction.terms.base import mapping_text, settings_text
+from trl_offpolicy.presets.text import formula_of
 
 
 @pytest.mark.parametrize(

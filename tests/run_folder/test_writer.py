@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.worst import read_worst
 from trl_offpolicy.run_folder.writer import (
     RolloutRecorder,
     RunFolderWriter,
@@ -219,6 +220,26 @@ def test_one_row_a_completion_without_padding(tmp_path):
     assert second["sampling_per_token_logps"].tolist() == [-2.0]
 
 
+def test_micro_batches_of_one_step_share_a_part(tmp_path):
+    """Of other widths, and one with something that the other lacks."""
+    writer = recorder(tmp_path)
+    cut = {name: value[:, :1] for name, value in rollout().items() if name in layout.TOKEN_COLUMNS}
+    lacking = {"attention_mask": torch.ones(2, 1), "weights": None, "reward": torch.tensor([0.5, NAN])}
+
+    writer.add(3, **rollout())
+    writer.add(3, **rollout(**{**cut, **lacking}))
+    writer.flush()
+
+    rows = pd.read_parquet(tmp_path / "rollouts.parquet").to_dict("records")
+    assert [row["completion"] for row in rows] == ["7 8 9", "5", "7", "5"]
+    assert [row["old_per_token_logps"].tolist() for row in rows] == [[-0.25, -1.0, -1.25], [-2.5], [-0.25], [-2.5]]
+    assert rows[0]["weights"].tolist() == [1.5, 0.0, 1.25] and rows[2]["weights"] is None
+    assert rows[2]["reward"] == 0.5 and math.isnan(rows[3]["reward"])
+    (worst, *_) = read_worst(tmp_path / layout.WORST_FOLDER)
+    assert (worst["mean_abs_log_ratio"], worst["completion_mask"]) == (0.5, [True])  # the one of token 5
+    assert [one["mean_abs_log_ratio"] for one in read_worst(tmp_path / layout.WORST_FOLDER)] == [0.5, 0.5, 0.25, 0.25]
+
+
 def test_absent_tensors_are_null(tmp_path):
     writer = recorder(tmp_path)
 
@@ -324,3 +345,32 @@ def test_columns_of_a_part_are_those_of_the_layout(tmp_path):
         *layout.TOKEN_COLUMNS,
         *layout.PROMPT_COLUMNS,
     ]
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation.json
+
+
+def test_the_first_and_the_last_evaluation_are_kept(tmp_path):
+    writer = RunFolderWriter(tmp_path, {})
+    writer.begin(0, seed=1)
+    for step, reward in ((0, 0.125), (2, 0.25), (4, 0.5)):
+        writer.log(step, {"loss": 0.1})
+        writer.log(step, {"eval_reward": reward, "eval_rewards/f/mean": reward, "eval_pass@1": 1.0, "eval_loss": 1.0})
+        found = json.loads((tmp_path / "evaluation.json").read_text())
+        row = {"eval_reward": reward, "eval_rewards/f/mean": reward, "eval_pass@1": 1.0}
+        assert found["after"] == (None if step == 0 else {"step": step, **row})
+        assert found["before"] == {"step": 0, **row, "eval_reward": 0.125, "eval_rewards/f/mean": 0.125}
+    writer.leave()
+
+
+def test_a_run_without_held_out_prompts_has_no_evaluation_and_a_new_run_begins_anew(tmp_path):
+    writer = RunFolderWriter(tmp_path, {})
+    writer.begin(0, seed=1)
+    writer.log(1, {"loss": 0.1})
+    assert not (tmp_path / "evaluation.json").exists()
+    writer.log(1, {"eval_reward": 0.5})
+    writer.begin(0, seed=1)
+    assert not (tmp_path / "evaluation.json").exists()  # it is in _previous
+    writer.log(1, {"eval_reward": 0.25})
+    assert json.loads((tmp_path / "evaluation.json").read_text())["before"]["eval_reward"] == 0.25
+    writer.leave()

@@ -47,7 +47,7 @@ TRAINING = {
     "noise_floor_steps": 2,
     "write_report": False,
 }
-OF_ITS_OWN = ("rollout/sync_seconds", "noise_floor/")
+OF_ITS_OWN = ("rollout/sync_seconds", "offpolicy/time/", "noise_floor/")
 """Not a function of the data: the clock, and the rounding of one micro-batch."""
 LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
 

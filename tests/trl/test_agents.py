@@ -9,7 +9,7 @@ import torch
 from agent_runs import TOOL_WORDS, Agent, lookup, tool_tokenizer
 from datasets import Dataset
 from tiny_models import EOS, WORDS
-from trainer_runs import records, rollouts
+from trainer_runs import TIMES, records, rollouts
 
 import trl_offpolicy as op
 from trl_offpolicy.engines.engine import Call
@@ -115,8 +115,8 @@ def train(build):
 
 
 def numbers(trainer):
-    rows = [{k: v for k, v in row.items() if not k.startswith(("time", "step_time"))} for row in records(trainer)]
-    return pd.DataFrame(rows).drop(columns=["step_time", "time"], errors="ignore").to_dict("list")
+    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in records(trainer)]
+    return pd.DataFrame(rows).to_dict("list")
 
 
 def tables(trainer):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import trl
 from tiny_models import score_last_word, tiny_prompts
-from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, rollouts
+from trainer_runs import Engine, records, rollouts, tiny_options
 
 import trl_offpolicy as op
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
@@ -27,27 +27,10 @@ def stock(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> St
     """``stock(rollout_func, **options)``: TRL's own trainer on the tiny model."""
 
     def trainer(rollout_func: Any = None, folder: str = "run", **options: Any) -> trl.GRPOTrainer:
-        defaults = {
-            "output_dir": str(tmp_path / folder),
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": MICRO_BATCH,
-            "per_device_eval_batch_size": MICRO_BATCH,
-            "gradient_accumulation_steps": 2,
-            "num_generations": GENERATIONS,
-            "max_completion_length": LENGTH,
-            "learning_rate": 1e-2,
-            "max_steps": 3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-        }
         return trl.GRPOTrainer(
             fresh_model(),
             score_last_word,
-            trl.GRPOConfig(**{**defaults, **options}),
+            trl.GRPOConfig(**tiny_options(tmp_path / folder, **{"learning_rate": 1e-2, "max_steps": 3, **options})),
             train_dataset=tiny_prompts(),
             eval_dataset=tiny_prompts(1),
             processing_class=tokenizer,

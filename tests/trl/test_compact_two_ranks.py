@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import two_ranks
-from tiny_models import save_tiny_model
 
 RUNS: dict[str, tuple[bool, Any]] = {"plain": (False, False), "trimmed": (True, False), "shared": (True, True)}
 
@@ -19,25 +15,16 @@ def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
     """Three steps of 2 x 2 x 4 rows under DDP, with a reference model: gradients and metrics of each."""
     from both_trainers import WatchTRL
     from datasets import Dataset
-    from tiny_models import WORDS, score_last_word, tiny_tokenizer
+    from tiny_models import WORDS
     from trainer_runs import Engine, records
-
-    from trl_offpolicy.trl.config import OffPolicyGRPOConfig
-    from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
     engine = Engine(noise=0.3)
     engine.random.manual_seed(rank)  # or both ranks would say the same words
     trim, share = RUNS[name]
-    args = OffPolicyGRPOConfig(
-        str(folder / name), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
-        gradient_checkpointing=False, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4,
-        max_completion_length=6, learning_rate=2e-2, optim="sgd", max_grad_norm=1e9, max_steps=3, logging_steps=1,
-        save_strategy="no", write_report=False, noise_floor_steps=0, beta=0.1, trim_padding=trim, share_prefix=share,
-    )  # fmt: skip
     prompts = Dataset.from_dict({"prompt": [" ".join(WORDS[i : i + 4 + i % 7]) for i in range(24)]})
-    trainer = OffPolicyGRPOTrainer(
-        str(folder / "model"), score_last_word, args, train_dataset=prompts, processing_class=tiny_tokenizer(),
-        rollout_func=engine,
+    trainer = two_ranks.tiny_trainer(
+        folder, name, engine, prompts=prompts, per_device_train_batch_size=4, learning_rate=2e-2, optim="sgd",
+        max_grad_norm=1e9, max_steps=3, beta=0.1, trim_padding=trim, share_prefix=share,
     )  # fmt: skip
     shared = []
     original = trainer._compact._shared.prompts
@@ -52,12 +39,15 @@ def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
     }
 
 
+def train_all(folder: Path, rank: int) -> dict[str, Any]:
+    return {name: train(folder, name, rank) for name in RUNS}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    save_tiny_model(folder / "model")
-    two_ranks.launch_script(__file__, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    """What two processes say, by rank."""
+    said, _ = two_ranks.trained(__file__, tmp_path_factory.mktemp("ranks"))
+    return said
 
 
 @pytest.mark.slow
@@ -78,6 +68,4 @@ def test_the_steps_are_those_of_the_plain_path(ranks: list[dict[str, Any]], name
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    here = int(os.environ["RANK"])
-    torch.save({name: train(Path(sys.argv[1]), name, here) for name in RUNS}, Path(sys.argv[1]) / f"{here}.pt")
+    two_ranks.leave(train_all)

@@ -79,7 +79,7 @@ def test_a_whole_configuration_of_verl_reaches_the_objective(config: Any) -> Non
     assert (objective.entropy_coef, objective.entropy_aggregation, objective.max_length) == (0.01, "loss", 512)
     assert objective.policy_loss == op.losses.CISPO(low=0.8, high=1.2)
     assert objective.correction.weights == (op.TruncateWeight(max_weight=2.0),)
-    assert preset.advantages == op.advantages.RLOO()
+    assert preset.advantages == op.advantages.RLOO(alone="return")
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"^the preset's kl and beta set the same quantity"):
         config(use_vllm=True, beta=0.04, offpolicy={"framework": "verl", "options": options})
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from tiny_models import score_last_word, tiny_prompts
 from torch import Tensor
-from trainer_runs import Engine, records
+from trainer_runs import Engine, records, scoring_calls
 
 from trl_offpolicy.engines.routing import record
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RouteStore
@@ -74,14 +73,7 @@ def test_r2_costs_no_forward_and_steps_without_replay_stay_as_they_were(
 ) -> None:
     """At the first step of a generation routing is that of the old pass: same loss with and without R2."""
     runs = {}
-    calls: list[int] = []
-    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def counted(self: Any, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(len(input_ids))
-        return original(self, model, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    calls = scoring_calls(monkeypatch)
     for mode in ("none", "r2"):
         trainer = build_moe(**TWO_STEPS, routing_replay=mode, trim_padding=False, **LARGE)
         trainer.train()

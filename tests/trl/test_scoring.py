@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +16,25 @@ from tiny_models import FIRST_WORD, PAD, VOCABULARY, tiny_model
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from trainer_runs import Engine, records
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from trl import GRPOTrainer
 from trl.trainer import utils
 
+from trl_offpolicy.functional.truncated_head import truncated_log_probs
 from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation, truncated_support
+from trl_offpolicy.trl import scoring as scoring_module
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
-from trl_offpolicy.trl.scoring import FilteredScoring, filtered_scoring, scores_reference
+from trl_offpolicy.trl.rebinding import rebound
+from trl_offpolicy.trl.scoring import FilteredScoring, filtered_scoring, scores_reference, sum_sq_probs
 
 PROMPT, LENGTH, TEMPERATURE = 3, 6, 0.8
 NOTHING_CUT = Truncation(top_k=100_000)  # takes this kit's head, cuts nothing
@@ -64,6 +78,17 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+SMALL = {
+    "vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3,
+}  # fmt: skip
+CHANGED: dict[str, Callable[[], Any]] = {
+    "softcapped": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=2.0)),
+    "scaled": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
+    "divided": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)),
+}
+
+
 def patched(make: Callable[[], Any] = tiny_model, *, outputs: tuple[str, ...] = ("log_probs", "entropy")) -> Any:
     model = make()
     utils.add_fused_lm_head(model, temperature=TEMPERATURE, outputs=outputs)
@@ -92,14 +117,90 @@ def assert_same(one: Any, two: Any, model: Any, mask: Tensor) -> None:
         torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()) + 1e-7)
 
 
+TRLS = utils._ChunkedLogProbFunction
+UNCUT = {"nothing cut": FilteredScoring(NOTHING_CUT), "tiled": FilteredScoring(Truncation(), tiled=True)}
+
+
+@pytest.mark.parametrize("kind", UNCUT)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_without_a_cut_it_is_trls_scoring(name: str, batch_size: int | None) -> None:
+def test_without_a_cut_it_is_trls_scoring(kind: str, name: str, batch_size: int | None) -> None:
     model, (ids, mask) = patched(MODELS[name]), text()
     wanted = {"compute_entropy": True, "compute_aux_loss": name == "qwen3_moe"}
     theirs = Scorer()(model, ids, mask, LENGTH, batch_size, **wanted)
-    ours = FilteredScoring(NOTHING_CUT)(Scorer(), None, model, ids, mask, LENGTH, batch_size, **wanted)
+    with tokens_projected() as seen:
+        ours = UNCUT[kind](Scorer(), None, model, ids, mask, LENGTH, batch_size, **wanted)
+    assert sum(seen) == mask[:, PROMPT:].sum()  # neither prompts nor padding
     assert_same(ours, theirs, model, mask[:, PROMPT:])
+
+
+@contextmanager
+def tokens_projected() -> Iterator[list[int]]:
+    """How many tokens each call of this kit's head gets."""
+    seen: list[int] = []
+
+    def counted(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(hidden))
+        return truncated_log_probs(hidden, *args, **kwargs)
+
+    with rebound(scoring_module, truncated_log_probs=counted):
+        yield seen
+
+
+@pytest.mark.parametrize("name", ["softcapped", "scaled", "divided"])
+def test_models_that_change_their_logits(name: str) -> None:
+    """As TRL, and as the logits of the model's own forward."""
+    model, (ids, mask) = patched(CHANGED[name]), text()
+    theirs = Scorer()(model, ids, mask, LENGTH, compute_entropy=True)
+    ours = UNCUT["tiled"](Scorer(), None, model, ids, mask, LENGTH, compute_entropy=True)
+    assert_same(ours, theirs, model, mask[:, PROMPT:])
+    logps, entropies, _ = by_full_logits(model, ids, mask, Truncation())
+    ours = UNCUT["tiled"](Scorer(), None, model, ids, mask, LENGTH, compute_entropy=True)
+    assert_same(ours, (logps, entropies, None), model, mask[:, PROMPT:])
+
+
+def test_the_reference_is_tiled_as_well_but_not_images_nor_prompt_learning() -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    model, (ids, mask) = patched(), text()
+    theirs = Scorer()(model, ids, mask, LENGTH)[0]
+    with tokens_projected() as seen:
+        ours = UNCUT["tiled"](Scorer(), model, model, ids, mask, LENGTH)[0]
+    assert len(seen) == 1 and not UNCUT["tiled"].stats(mask[:, PROMPT:].bool())
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    adapted = get_peft_model(patched(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    heads: list[Any] = []
+    for which, more in ((adapted, {}), (model, {"pixel_values": torch.zeros(1)}), (model, {})):
+        UNCUT["tiled"](
+            lambda *_, **__: heads.append(utils._ChunkedLogProbFunction), None, which, ids, mask, LENGTH, **more
+        )
+    assert [head is TRLS for head in heads] == [True, True, False]
+
+
+def test_tiled_head_is_an_option(make_args: Callable[..., OffPolicyGRPOConfig]) -> None:
+    """On "auto" this kit's head scores where TRL has no Triton kernels, except where bits are compared."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    exact = {"use_vllm": True, "engine": {"exact": True}}
+    for options, on_cpu in [({}, True), (exact, False)]:
+        assert filtered_scoring(make_args(tiled_head="auto", **options))._takes(cpu) is on_cpu
+    assert not filtered_scoring(make_args())._takes(cpu)
+    assert filtered_scoring(make_args(tiled_head="true"))._takes(gpu)
+    with rebound(utils, _use_triton=lambda device: device.type == "cuda"):
+        assert not filtered_scoring(make_args(tiled_head="auto"))._takes(gpu)
+        assert filtered_scoring(make_args(tiled_head="auto", top_p=0.9))._takes(cpu)
+    with pytest.raises(ValueError, match=r"^tiled_head must be true, false or one of \['auto'\], but got 'yes'"):
+        make_args(tiled_head="yes")
+
+
+def test_squared_probabilities_are_trls() -> None:
+    model, (ids, mask) = patched(), text()
+    found = []
+    for score in (Scorer(), partial(UNCUT["tiled"], Scorer(), None)):
+        with sum_sq_probs(model, wanted=True, temperature=TEMPERATURE, cast_lm_head_to_fp32=False) as sums:
+            score(model, ids, mask, LENGTH, 2)
+        found.append(sums.completions(LENGTH))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+    assert ((found[0] > 0) & (found[0] < 1)).any()
 
 
 def test_lora_and_gradient_checkpointing_change_nothing() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import two_ranks
-from tiny_models import save_tiny_model
-from trainer_runs import Engine
+from trainer_runs import Engine, generation_batches
 
 
 class Broken(Engine):
@@ -31,22 +28,9 @@ class Broken(Engine):
 
 def train(folder: Path, mode: str, rank: int) -> dict[str, Any]:
     """Two steps of 2 x 2 x 2 rows; a group of four lies half on each rank."""
-    from tiny_models import score_last_word, tiny_prompts, tiny_tokenizer
-    from trainer_runs import generation_batches
-
-    from trl_offpolicy.trl.config import OffPolicyGRPOConfig
-    from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
-
-    args = OffPolicyGRPOConfig(
-        str(folder / mode), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
-        gradient_checkpointing=False, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_generations=4,
-        max_completion_length=6, max_steps=2, logging_steps=1, save_strategy="no", write_report=False,
-        noise_floor_steps=0, offpolicy="paper/tis", on_bad_rollout=mode,
-    )  # fmt: skip
-    trainer = OffPolicyGRPOTrainer(
-        str(folder / "model"), score_last_word, args, train_dataset=tiny_prompts(), processing_class=tiny_tokenizer(),
-        rollout_func=Broken(rank),
-    )  # fmt: skip
+    trainer = two_ranks.tiny_trainer(
+        folder, mode, Broken(rank), max_steps=2, offpolicy="paper/tis", on_bad_rollout=mode
+    )
     outputs = generation_batches(trainer)
     try:
         trainer.train()
@@ -63,11 +47,13 @@ def train(folder: Path, mode: str, rank: int) -> dict[str, Any]:
     }
 
 
+def train_both(folder: Path, rank: int) -> dict[str, Any]:
+    return {mode: train(folder, mode, rank) for mode in ("drop", "raise")}
+
+
 @pytest.mark.integration
 def test_one_rank_sees_it_and_both_go_on_or_both_stop(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "model")
-    printed = two_ranks.launch_script(__file__, tmp_path)
-    first, second = (json.loads(text.strip().splitlines()[-1]) for text in printed)
+    (first, second), _ = two_ranks.trained(__file__, tmp_path)
 
     dropped = [first["drop"], second["drop"]]
     assert [one["steps"] for one in dropped] == [2, 2]
@@ -89,8 +75,4 @@ def test_one_rank_sees_it_and_both_go_on_or_both_stop(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    import os
-
-    own = int(os.environ["RANK"])
-    done = {mode: train(Path(sys.argv[1]), mode, own) for mode in ("drop", "raise")}
-    print(json.dumps(done))
+    two_ranks.leave(train_both)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 import torch
 import trl
 from tiny_models import score_last_word
-from trainer_runs import GENERATIONS, Engine, records, rollouts
+from trainer_runs import GENERATIONS, Engine, records, rollouts, scoring_calls
 
 from trl_offpolicy import PolicyBatch
 from trl_offpolicy.control import CONTROL_METRICS
 from trl_offpolicy.objective import objective as objectives
 from trl_offpolicy.objective.measure import GRADIENT_METRICS
+from trl_offpolicy.rollouts.clock import TIME_METRICS
 from trl_offpolicy.rollouts.duplicates import DUPLICATE_METRICS
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
@@ -49,14 +51,7 @@ def test_forward_passes(
     expected: dict[int, int],
 ) -> None:
     """Log-probs are computed once per micro-batch; ``expected`` counts calls by their number of rows."""
-    calls: dict[int, int] = {}
-    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def counted(self: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls[len(input_ids)] = calls.get(len(input_ids), 0) + 1
-        return original(self, model, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    calls = scoring_calls(monkeypatch)
     trainer = build(
         Engine(noise=0.3),
         offpolicy="paper/tis",
@@ -65,7 +60,7 @@ def test_forward_passes(
     )
     trainer.train()
     assert trainer.state.global_step == 2
-    assert calls == expected
+    assert Counter(calls) == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- metrics
@@ -80,7 +75,7 @@ def test_sampling_from_the_trainer_itself_leaves_no_mismatch_metrics(
     for row in records(trainer):
         keys = {key for key in row if key.startswith("offpolicy/")}
         groups = {key.split("/")[1] for key in keys}
-        assert groups == {"loss", "rollout", "gradient", "control", "lag"}
+        assert groups == {"loss", "rollout", "gradient", "control", "lag", "time"}
         assert {key for key in keys if "/lag/" in key} == {"offpolicy/lag/0/clip_fraction"}
         assert row["entropy"] == row["offpolicy/loss/entropy"] > 0
 
@@ -111,6 +106,7 @@ def test_every_diagnostic_reaches_metrics_jsonl(
     expected = {key for key in trainer.objective(batch).stats if "/lag/" not in key}
     expected |= {f"offpolicy/gradient/{name}" for name in GRADIENT_METRICS}
     expected |= {f"offpolicy/control/{name}" for name in CONTROL_METRICS[:-3]}  # no controller runs
+    expected |= {f"offpolicy/time/{name}" for name in TIME_METRICS}
     assert len(expected) > 90 + 20 * (old is not None)
     rows = records(trainer)
     assert [row["step"] for row in rows] == [1, 2]

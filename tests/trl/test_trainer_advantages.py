@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import trl
 from peft import LoraConfig
 from tiny_models import score_last_word, tiny_prompts
-from trainer_runs import GENERATIONS, Engine, generation_batches, records, rollouts
+from trainer_runs import GENERATIONS, Engine, generation_batches, records, rollouts, scoring_calls
 
 import trl_offpolicy as op
 from trl_offpolicy.objective.advantages import AdvantageInputs
@@ -30,6 +30,7 @@ SPECS: dict[str, Any] = {name: name for name in ADVANTAGE_TYPES} | {
     "otb, by turn": {"type": "optimal_token_baseline", "multi_turn": True, "alone": "return"},
 }
 CORRECTED = "paper/tis"
+MISALIGNED = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 2}
 
 
 def softmax_sums(trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,21 +105,34 @@ def test_forward_passes(
     build: Build, monkeypatch: pytest.MonkeyPatch, spec: str, forwards: dict[int, int], misaligned: bool
 ) -> None:
     """Estimators of rewards alone cost none; those that read the policy one, which is TRL's where it makes one."""
-    calls: dict[int, int] = {}
-    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def counted(self: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls[len(input_ids)] = calls.get(len(input_ids), 0) + 1
-        return original(self, model, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
-    options = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 2} if misaligned else {}
+    calls = scoring_calls(monkeypatch)
+    options = MISALIGNED if misaligned else {}
     trainer = build(Engine(noise=0.3), offpolicy={"advantages": spec}, **{"max_steps": 1, **options})
     trainer.train()
     # TRL's pass for the old log-probs scores rows of like length together, a micro-batch at a time
     old = {8: 1} if 8 in forwards else {4: 4}
-    assert calls == ({**forwards, **old} if misaligned else forwards)
+    assert Counter(calls) == ({**forwards, **old} if misaligned else forwards)
     assert trainer.args.gradient_accumulation_steps == (1 if misaligned else 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "passes"),
+    [
+        ("decoupled", {}, 3),  # loss, reference, old policy
+        ("bypass", {}, 2),  # the sampler is the old policy
+        ("decoupled", MISALIGNED, 3),
+        ("bypass", MISALIGNED, 3),  # TRL scores the old policy, which `mismatch/` and `staleness/` read
+    ],
+)
+def test_forward_passes_with_the_kl_in_the_reward(
+    build: Build, monkeypatch: pytest.MonkeyPatch, mode: str, options: dict[str, Any], passes: int
+) -> None:
+    calls = scoring_calls(monkeypatch)
+    kl = {"coef": 0.1, "estimator": "k1", "place": "reward"}
+    spec = {"preset": "measure", "objective": {"mode": mode, "kl": kl}}
+    trainer = build(Engine(noise=0.3), offpolicy=spec, **{"max_steps": 1, **options})
+    trainer.train()
+    assert calls == [4, 4] * passes  # each over 8 rows, a micro-batch at a time
 
 
 def trainer_of(make_args: Any, model: Any, tokenizer: Any, *, rewards: Any = score_last_word, **options: Any) -> Any:

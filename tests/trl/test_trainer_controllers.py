@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trl
 from tiny_models import score_last_word
-from trainer_runs import Engine, records, rollouts
+from trainer_runs import Engine, records, rollouts, scoring_calls
 
 import trl_offpolicy as op
 from trl_offpolicy.functional.kl import adaptive_kl_coef
@@ -149,14 +148,7 @@ def test_every_centre_learns(build: Build, spec: Any, expected: Any) -> None:
 
 def test_interpolation_has_no_forward_of_its_own(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four optimizer steps on a generation. Centre at lag n: (n - 1) / n of the way from the sampler to the policy."""
-    forwards: list[int] = []
-    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def counted(self: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        forwards.append(len(input_ids))
-        return original(self, model, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    forwards = scoring_calls(monkeypatch)
     calls = seen_by_the_objective(monkeypatch)
     trainer = build(
         Engine(noise=0.1),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import two_ranks
-from tiny_models import save_tiny_model
 
 from trl_offpolicy.functional.kl import adaptive_kl_coef
 from trl_offpolicy.objective.advantages import AdvantageInputs
@@ -30,37 +27,11 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
     """Three steps of 2 x 2 x 2 rows; groups of four lie half on each rank."""
-    from tiny_models import score_last_word, tiny_prompts, tiny_tokenizer
     from trainer_runs import Engine, generation_batches, records
-
-    from trl_offpolicy.trl.config import OffPolicyGRPOConfig
-    from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
     engine = Engine(noise=0.3)
     engine.random.manual_seed(rank)  # or both ranks would say the same words
-    args = OffPolicyGRPOConfig(
-        str(folder / name),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        disable_tqdm=True,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        num_generations=4,
-        max_completion_length=6,
-        learning_rate=2e-2,
-        max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        write_report=False,
-        noise_floor_steps=0,
-        offpolicy=RUNS[name],
-    )
-    trainer = OffPolicyGRPOTrainer(
-        str(folder / "model"), score_last_word, args, train_dataset=tiny_prompts(), processing_class=tiny_tokenizer(),
-        rollout_func=engine,
-    )  # fmt: skip
+    trainer = two_ranks.tiny_trainer(folder, name, engine, learning_rate=2e-2, max_steps=3, offpolicy=RUNS[name])
     seen: list[Any] = []
     stages = trainer._stages
     if stages is not None and stages.needs_old:
@@ -80,13 +51,15 @@ def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
     }
 
 
+def train_all(folder: Path, rank: int) -> dict[str, Any]:
+    return {name: train(folder, name, rank) for name in RUNS}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes say, by rank."""
-    folder = tmp_path_factory.mktemp("ranks")
-    save_tiny_model(folder / "model")
-    two_ranks.launch_script(__file__, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    said, _ = two_ranks.trained(__file__, tmp_path_factory.mktemp("ranks"))
+    return said
 
 
 def whole(ranks: list[dict[str, Any]], name: str, key: str) -> torch.Tensor:
@@ -150,6 +123,4 @@ def test_one_coefficient_from_the_tokens_of_both_ranks(ranks: list[dict[str, Any
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    here = int(os.environ["RANK"])
-    torch.save({name: train(Path(sys.argv[1]), name, here) for name in RUNS}, Path(sys.argv[1]) / f"{here}.pt")
+    two_ranks.leave(train_all)

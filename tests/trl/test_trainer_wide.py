@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from tiny_models import score_last_word
-from trainer_runs import GENERATIONS, Engine, generation_batches, records, rollouts
+from trainer_runs import GENERATIONS, Engine, generation_batches, records, rollouts, scoring_calls
 
 import trl_offpolicy as op
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
+from trl_offpolicy.types import WIDE_SCOPES
 
 Build = Callable[..., OffPolicyGRPOTrainer]
 
@@ -42,7 +42,7 @@ def test_micro_batches_get_what_the_whole_batch_decides(build: Build, name: str)
     seen = generation_batches(trainer)
     trainer.train()
     correction = trainer.objective.correction
-    assert correction is not None and correction.is_wide
+    assert correction is not None and correction.scope in WIDE_SCOPES
     assert len(seen) == 2
     frame = rollouts(trainer)
     for step, output in enumerate(seen):
@@ -67,14 +67,7 @@ def test_micro_batches_get_what_the_whole_batch_decides(build: Build, name: str)
 def test_what_wide_scope_costs_is_one_forward_a_generation_and_said(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls: list[int] = []
-    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def counted(self: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(len(input_ids))
-        return original(self, model, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    calls = scoring_calls(monkeypatch)
     trainer = build(Engine(noise=0.3), offpolicy=WIDE["budget"])
     assert "one more forward" in caplog.text and "generation_batch" in caplog.text
     trainer.train()

@@ -207,16 +207,7 @@ def probe(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument(
         "--weight-rounding", metavar="TYPE", help="round the engine's weights: int8, int4, fp8, bf16, ..."
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the engine (default: 1)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="top-p of the engine (default: 1, off)")
-    parser.add_argument("--top-k", type=int, default=0, help="top-k of the engine (default: 0, off)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="min-p of the engine (default: 0, off)")
-    parser.add_argument(
-        "--mirror", action="store_true", help="the trainer scores at the same temperature and truncation"
-    )
-    parser.add_argument("--samples", type=int, default=4, help="completions per prompt (default: 4)")
-    parser.add_argument("--max-tokens", type=int, default=32, help="longest completion (default: 32)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the engine (default: 0)")
+    _add_sampling(parser)
     parser.add_argument("--no-hypotheses", action="store_true", help="do not test causes with the model (faster)")
     parser.add_argument("--no-ask", action="store_true", help="do not compare weights and settings of both sides")
     parser.add_argument(
@@ -313,6 +304,20 @@ def _print_thresholds() -> None:
 
     for one in fields(Thresholds):
         print(f"{one.name:<20} {one.default:<6g} {one.metadata['meaning']} [{one.metadata['source']}]")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """What the engine of a probe samples, and how."""
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the engine (default: 1)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="top-p of the engine (default: 1, off)")
+    parser.add_argument("--top-k", type=int, default=0, help="top-k of the engine (default: 0, off)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="min-p of the engine (default: 0, off)")
+    parser.add_argument(
+        "--mirror", action="store_true", help="the trainer scores at the same temperature and truncation"
+    )
+    parser.add_argument("--samples", type=int, default=4, help="completions per prompt (default: 4)")
+    parser.add_argument("--max-tokens", type=int, default=32, help="longest completion (default: 32)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the engine (default: 0)")
 
 
 def _probe_options(args: argparse.Namespace) -> ProbeOptions:

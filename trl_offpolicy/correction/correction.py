@@ -152,11 +152,6 @@ class Correction:
             scopes.add("group")
         return max(scopes, key=SCOPES.index, default="row")
 
-    @property
-    def is_wide(self) -> bool:
-        """True if some part has to see more than a micro-batch."""
-        return self.scope in ("group", "generation_batch")
-
     def split(self) -> tuple[Correction, Correction]:
         """The early and the late part of the correction.
 

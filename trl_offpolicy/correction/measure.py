@@ -38,7 +38,7 @@ from trl_offpolicy.functional.moments import (
     ratio_rows,
 )
 from trl_offpolicy.functional.sequence_ess import PRODUCT_DIAGNOSTICS, PRODUCT_LAYOUT, product_moments
-from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, fold_weight_rows, weight_rows
+from trl_offpolicy.functional.weight_moments import WEIGHT_LAYOUT, cut_rows, fold_weight_rows, weight_rows
 from trl_offpolicy.functional.weights import ess_fraction
 from trl_offpolicy.stats import Group, Stats
 from trl_offpolicy.types import PolicyBatch
@@ -151,8 +151,9 @@ def _mismatch_groups(
     groups = {}
     fresh = _sampled_by_current_weights(batch)
     rows = ratios.rows("old/sampling")
+    by_row = _row_moments(rows)
     if "mismatch" in wanted:
-        groups["mismatch"] = _ratio_group(rows, batch, fresh)
+        groups["mismatch"] = _ratio_group(rows, batch, fresh, by_row)
         groups["mismatch#products"] = _product_group(rows, fresh)
         if batch.turn_ids is not None:
             groups["post_tool"] = _post_tool_group(ratios["old/sampling"], batch.mask, batch.turn_ids, fresh)
@@ -161,12 +162,13 @@ def _mismatch_groups(
         kept = evidence.kept_rows
         if kept is None:
             rows = _kept_rows(ratios["old/sampling"], batch, evidence.keep_mask, core=is_core(rows))
+            by_row = _row_moments(rows)
         else:  # whole rows were dropped: leave them out of the sums by row, without a second pass over the tokens
             keep_rows = kept if fresh is None else kept & fresh
         if is_core(rows):
-            groups["kept"] = Group(_core_moments(_core_values(rows, keep_rows)), CORE_DIAGNOSTICS)
+            groups["kept"] = Group(_core_moments(_of_rows(by_row, keep_rows)), CORE_DIAGNOSTICS)
         else:
-            groups["kept"] = Group(fold_ratio_rows(rows, keep_rows), RATIO_DIAGNOSTICS)
+            groups["kept"] = Group(fold_ratio_rows(rows, keep_rows, by_row), RATIO_DIAGNOSTICS)
         groups["kept#products"] = _product_group(rows, keep_rows)
     return groups
 
@@ -183,22 +185,27 @@ WEIGHT_INTERVALS = ("ess_token", "ess_sequence")
 """Diagnostics that get a confidence interval."""
 
 
-def _ratio_group(rows: RatioRows, batch: PolicyBatch, keep_rows: Tensor | None = None) -> Group:
+def _ratio_group(
+    rows: RatioRows, batch: PolicyBatch, keep_rows: Tensor | None = None, by_row: Tensor | None = None
+) -> Group:
+    """The diagnostics of one ratio; ``by_row`` are the moments of each response, where they are known."""
+    by_row = _row_moments(rows) if by_row is None else by_row
+    values = _of_rows(by_row, keep_rows)
     if is_core(rows):
-        values = _core_values(rows, keep_rows)
         named = tuple(name for name in RATIO_INTERVALS if name in CORE_DIAGNOSTICS)
         return Group(_core_moments(values), CORE_DIAGNOSTICS, ClusterRows(CORE_LAYOUT, values, batch.group_ids), named)
-    values = ratio_row_moments(rows)
-    moments = fold_ratio_rows(rows, keep_rows, values)
-    if keep_rows is not None:
-        values = torch.where(keep_rows.unsqueeze(-1), values, 0.0)
     clusters = ClusterRows(ROW_LAYOUT, values, batch.group_ids)
-    return Group(moments, RATIO_DIAGNOSTICS, clusters, RATIO_INTERVALS)
+    return Group(fold_ratio_rows(rows, keep_rows, by_row), RATIO_DIAGNOSTICS, clusters, RATIO_INTERVALS)
 
 
-def _core_values(rows: RatioRows, keep_rows: Tensor | None) -> Tensor:
-    values = core_row_moments(rows)
-    return values if keep_rows is None else torch.where(keep_rows.unsqueeze(-1), values, 0.0)
+def _row_moments(rows: RatioRows) -> Tensor:
+    """Moments of each single response, of a full pass or of a core pass."""
+    return core_row_moments(rows) if is_core(rows) else ratio_row_moments(rows)
+
+
+def _of_rows(by_row: Tensor, keep_rows: Tensor | None) -> Tensor:
+    """The moments of the responses that count, 0 for the others."""
+    return by_row if keep_rows is None else torch.where(keep_rows.unsqueeze(-1), by_row, 0.0)
 
 
 def _core_moments(values: Tensor) -> Moments:
@@ -333,7 +340,7 @@ _TRUNCATION_DIAGNOSTICS: Mapping[str, Finalizer] = {
 def _weight_groups(batch: PolicyBatch, evidence: Evidence, used: WeightsUsed) -> dict[str, Group]:
     mask, kept = batch.mask, evidence.kept_rows
     # Counted before the sums: in the other order torch.compile makes one more pass (a fifth of a compiled call).
-    truncation = _truncation_moments(batch, used)
+    changed, cut = _cut(batch, used)
     if kept is None:
         (before,) = weight_rows(mask, used.raw, lengths=batch.lengths)
         (rows,) = weight_rows(evidence.keep_mask, used.applied)
@@ -342,31 +349,40 @@ def _weight_groups(batch: PolicyBatch, evidence: Evidence, used: WeightsUsed) ->
         before, rows = weight_rows(mask, used.raw, used.applied, lengths=batch.lengths)
         values = torch.where(kept.unsqueeze(-1), rows.sums, 0.0)
     clusters = ClusterRows(Layout(WEIGHT_LAYOUT.sums), values, batch.group_ids)
-    after = fold_weight_rows(rows, kept)
+    raw, after = fold_weight_rows(before), fold_weight_rows(rows, kept)
+    by_row = _is_by_row(batch, used)
+    one = torch.ones((), device=mask.device)
+    bounds = [
+        raw["rows" if by_row else "tokens"],
+        changed,
+        one if used.normalizer is None else used.normalizer,
+        one,
+        raw["row_weight" if by_row else "weight"],
+        cut,
+    ]
     return {
-        "weight": Group(fold_weight_rows(before), WEIGHT_DIAGNOSTICS),
+        "weight": Group(raw, WEIGHT_DIAGNOSTICS),
         "weight_applied": Group(after, WEIGHT_DIAGNOSTICS, clusters, WEIGHT_INTERVALS),
-        "weight#bounds": Group(truncation, _TRUNCATION_DIAGNOSTICS),
+        "weight#bounds": Group(moments(_TRUNCATION, bounds), _TRUNCATION_DIAGNOSTICS),
     }
 
 
-def _truncation_moments(batch: PolicyBatch, used: WeightsUsed) -> Moments:
-    """How many weights differ from their ratio and by how much, in the unit of the weights: tokens, or sequences."""
-    by_row = used.raw.shape[-1] == 1 and batch.mask.shape[-1] > 1
-    units = (batch.lengths > 0).float() if by_row else batch.lengths
-    changed = torch.zeros_like(used.raw, dtype=torch.bool) if used.shaped else used.raw != used.bounded
-    truncated = changed.squeeze(-1) * units if by_row else count_true(both(changed, batch.mask))
-    # The mass that caps and bands take away. A floor adds mass to other units, which makes up for none of it.
-    counted = (batch.lengths > 0).unsqueeze(-1) if by_row else batch.mask
-    raw, cut = (torch.where(counted, part, 0.0).sum() for part in (used.raw, _cut(used)))
-    one = torch.ones((), device=batch.mask.device)
-    normalizer = one if used.normalizer is None else used.normalizer
-    return moments(_TRUNCATION, [units.sum(), truncated.sum(), normalizer, one, raw, cut])
+def _is_by_row(batch: PolicyBatch, used: WeightsUsed) -> bool:
+    """True if the unit of the weights is the sequence, not the token."""
+    return used.raw.shape[-1] == 1 and batch.mask.shape[-1] > 1
 
 
-def _cut(used: WeightsUsed) -> Tensor:
-    """How much each weight is below its ratio, at least 0; 0 for shapes, which differ from it by design."""
-    return torch.zeros_like(used.raw) if used.shaped else (used.raw - used.bounded).clamp(min=0.0)
+def _cut(batch: PolicyBatch, used: WeightsUsed) -> tuple[Tensor, Tensor]:
+    """How many weights differ from their ratio, and the mass that caps and bands take away, in units of the weights.
+
+    A floor adds mass to other units, which makes up for none of it. Shapes differ from their ratio by design: 0.
+    """
+    if used.shaped or used.raw is used.bounded:
+        zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
+        return zero, zero
+    mask = (batch.lengths > 0).unsqueeze(-1) if _is_by_row(batch, used) else batch.mask
+    changed, cut = cut_rows(mask, used.raw, used.bounded).double().sum(-1).unbind()
+    return changed, cut
 
 
 # ------------------------------------------------------------------------------------------------- what was dropped

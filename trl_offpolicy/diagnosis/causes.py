@@ -117,10 +117,11 @@ CAUSES: dict[str, Cause] = {
     "engine_logprobs_missing": Cause(
         "no log-probs from the engine",
         "A",
-        "The engine gives no finite log-prob of what it sampled. Every ratio is then taken as 1: nothing is corrected, "
-        "and numbers that compare engine and trainer are of no token.",
-        "mismatch/nonfinite_fraction at 1; sampling_per_token_logps in the recorded rollouts is NaN. The trainers of "
-        "this kit end such a run after its first generation.",
+        "The engine gives no finite log-prob of what it sampled, or the trainer none of what it scores. Every ratio is "
+        "then taken as 1: nothing is corrected, and numbers that compare engine and trainer are of no token.",
+        "mismatch/nonfinite_fraction at 1; sampling_per_token_logps in the recorded rollouts is NaN. If these are "
+        "finite and old_per_token_logps are NaN, it is the trainer's forward that overflows. The trainers of this kit "
+        "end a run without the engine's log-probs after its first generation.",
         "Have the engine return the log-prob of each sampled token. If it does and they are NaN, look at its logits: "
         "float16 overflows, or weights that did not arrive whole.",
         "engine: {dtype: bfloat16}   # if its float16 overflows\n",
@@ -239,9 +240,11 @@ CAUSES: dict[str, Cause] = {
     "dropout": Cause(
         "dropout left on",
         "A",
-        "The trainer scores with dropout: its own log-probs differ from one forward to the next.",
-        "The noise floor (the same text scored twice) is as large as the mismatch.",
-        "Switch dropout off, also the adapter's.",
+        "The trainer scores with dropout: its own log-probs differ from one forward to the next. Padding that it "
+        "attends to, or experts chosen at random, look alike.",
+        "The noise floor (the same text scored twice) is as large as the mismatch. Score one batch twice in the same "
+        "layout: if it differs, the trainer is random; if it is equal, its padding decides.",
+        "Switch dropout off, also the adapter's. If it is off, look at the attention mask and the positions.",
         "disable_dropout: true\nlora_dropout: 0.0\n",
     ),
     "misalignment": Cause(
@@ -274,8 +277,10 @@ CAUSES: dict[str, Cause] = {
     "tool_tokens": Cause(
         "tool tokens in the loss",
         "A",
-        "Text that no policy sampled (tool output) counts as trainable. Its sampling log-prob is a placeholder, 0.",
-        "Runs of tokens whose sampling log-prob is exactly 0.",
+        "Text that no policy sampled (tool output, or what a grammar or a budget forced) counts as trainable. Its "
+        "sampling log-prob is a placeholder, 0.",
+        "Runs of tokens whose sampling log-prob is exactly 0. Decode one: the policy's own words there are lost "
+        "log-probs.",
         "Leave tool output out of completion_mask (TRL: tool_mask).",
     ),
     "model_config": Cause(

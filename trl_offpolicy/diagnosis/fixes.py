@@ -14,7 +14,6 @@ from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.run_folder.layout import SETTINGS
 
 ROUNDED = ("weight_rounding", "quantization")
-LOW = ("bfloat16", "float16", "half", "auto")
 
 
 @dataclass(frozen=True)

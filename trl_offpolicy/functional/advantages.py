@@ -4,9 +4,9 @@ The first half works by response: GRPO's baseline and others. The second half wo
 and its ingredients.
 
 The baselines take ``counted`` (B,) bool: the responses that belong to the baseline. The others get 0, and so do groups
-of one, which have nothing to compare (verl leaves them their whole reward). A function that normalises over the batch
-says what a group of one gets. A NaN reward is not counted. Nothing carries gradient. Each rank makes the same calls and
-has the same number of rows.
+of one, which have nothing to compare (:func:`reward_if_alone` leaves them their whole reward, as verl does). A function
+that normalises over the batch says what a group of one gets. A NaN reward is not counted. Nothing carries gradient.
+Each rank makes the same calls and has the same number of rows.
 """
 
 from __future__ import annotations
@@ -67,18 +67,14 @@ def group_advantages(
     values = torch.where(here, rewards.float(), 0.0).double()  # so that equal rewards are equal to their mean
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
-    count = member.sum(-1)
-    mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
-    advantages = torch.where(here & (count > 1), values - mean, 0.0)
+    mean, std = _mean_and_std(everyone, member)
+    advantages = torch.where(here & (member.sum(-1) > 1), values - mean, 0.0)
     if scale_rewards == "none":
         return advantages.float()
     if scale_rewards == "batch":
         # The spread is that of all counted responses, as if they were one group.
-        member = gather_rows(here).expand(len(rewards), -1)
-        count = member.sum(-1)
-        mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
-    squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
-    return (advantages / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)).float()
+        _, std = _mean_and_std(everyone, gather_rows(here).expand(len(rewards), -1))
+    return (advantages / (std + epsilon)).float()
 
 
 @torch.no_grad()
@@ -122,6 +118,32 @@ def in_company(group_ids: Tensor, counted: Tensor) -> Tensor:
         [True, True, False]
     """
     return counted & (group_members(group_ids, counted, across_ranks=True).sum(-1) > 1)
+
+
+@torch.no_grad()
+def reward_if_alone(advantages: Tensor, rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
+    """The advantages, and the whole reward for a counted response whose group has no other one.
+
+    As if the baseline of a group of one were 0. Biased towards prompts with high rewards if groups differ in size.
+
+    Args:
+        advantages: (B,) float32.
+        rewards: (B,) float.
+        group_ids: (B,) integer.
+        counted: (B,) bool.
+
+    Returns:
+        (B,) float32.
+
+    Reference: verl's outcome estimators (grpo, rloo, opo, reinforce_plus_plus_baseline, gpg).
+
+    Example:
+        >>> reward_if_alone(torch.zeros(2), torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), torch.ones(2).bool())
+        tensor([0.5000, 0.2500])
+    """
+    check_rows(len(rewards), rewards=rewards, advantages=advantages, group_ids=group_ids, counted=counted)
+    here = counted & ~rewards.isnan()
+    return torch.where(here & ~in_company(group_ids, here), rewards.float(), advantages)
 
 
 @torch.no_grad()
@@ -244,19 +266,17 @@ def best_of_group(
     values = torch.where(here, rewards.float(), 0.0).double()
     everyone = gather_rows(values)
     member = group_members(group_ids, here, across_ranks=True)
-    count = member.sum(-1)
     ranked = torch.where(member, everyone, -torch.inf).topk(min(2, len(everyone)), dim=-1).values
     # The largest of the others is the second largest of all, seen from the largest; all others get 0 anyway.
-    lead = torch.where(here & (count > 1), values - ranked[:, -1], 0.0).clamp(min=0.0)
+    lead = torch.where(here & (member.sum(-1) > 1), values - ranked[:, -1], 0.0).clamp(min=0.0)
     if scale_rewards == "none":
         return lead.float()
-    mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
-    squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
-    return (lead / ((squares / (count - 1).clamp(min=1)).sqrt() + epsilon)).float()
+    _, std = _mean_and_std(everyone, member)
+    return (lead / (std + epsilon)).float()
 
 
 @torch.no_grad()
-def scaled_by_rewarded(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
+def scaled_by_rewarded(rewards: Tensor, group_ids: Tensor, counted: Tensor, *, alone: Alone = "zero") -> Tensor:
     """GPG: the reward minus the group's mean, larger where few responses of the batch have a reward other than 0.
 
         A_i = B / m (r_i - mean)
@@ -268,9 +288,10 @@ def scaled_by_rewarded(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> T
         rewards: (B,) float; NaN = no reward, not counted.
         group_ids: (B,) integer.
         counted: (B,) bool.
+        alone: what a group of one has before the factor: "zero", or its reward ("return", as in verl).
 
     Returns:
-        (B,) float32, no gradient; 0 for responses that are not counted and for groups of one.
+        (B,) float32, no gradient; 0 for responses that are not counted.
 
     Reference: Chu et al. 2025, GPG (arXiv:2504.02546), as verl computes it. The paper counts the groups whose rewards
     are not all equal.
@@ -280,6 +301,8 @@ def scaled_by_rewarded(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> T
         tensor([ 1., -1.])
     """
     centred = group_advantages(rewards, group_ids, counted, scale_rewards="none")
+    if alone == "return":
+        centred = reward_if_alone(centred, rewards, group_ids, counted)
     here = counted & ~rewards.isnan()
     counts = sum_ranks(torch.stack([here.sum(), (here & (rewards != 0)).sum()]))
     return centred * (counts[0] / counts[1].clamp(min=1))
@@ -335,6 +358,14 @@ def normalised_by_response(advantages: Tensor, counted: Tensor) -> Tensor:
     check_rows(len(advantages), advantages=advantages, counted=counted)
     mean, variance = _batch_moments(torch.where(counted, advantages, 0.0), counted.float())
     return torch.where(counted, (advantages - mean) / (variance.sqrt() + STD_EPSILON), 0.0)
+
+
+def _mean_and_std(everyone: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (n - 1), (B,) each, of the values (N,) of all ranks that ``member`` (B, N) picks."""
+    count = member.sum(-1)
+    mean = torch.where(member, everyone, 0.0).sum(-1) / count.clamp(min=1)
+    squares = torch.where(member, everyone - mean.unsqueeze(1), 0.0).square().sum(-1)
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def _batch_moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

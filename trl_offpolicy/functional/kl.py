@@ -1,7 +1,7 @@
 """KL divergences from sampled tokens.
 
 First comes k3 of any two policies, in both directions: everything in this kit that says k3 means :func:`k3`. Then comes
-KL(pi || ref) during training: estimators for the loss, the term in the reward and the adaptive coefficient.
+KL(pi || ref) during training: estimators and the adaptive coefficient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_tokens
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, exp_of, expm1_of, ratio_of
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
@@ -184,41 +184,6 @@ def ratio_weighted_kl(
     if ratio_clip is not None:
         ratio = torch.where(estimate >= 0, ratio.clamp(max=1 + ratio_clip), ratio.clamp(min=1 - ratio_clip))
     return estimate * ratio
-
-
-@torch.no_grad()
-def subtract_kl(values: Tensor, logps: Tensor, reference: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """KL in the reward, by token (k1, detached).
-
-        r_t = values_t - coef log(pi(y_t) / ref(y_t))
-
-    The score function of the policy loss multiplies k1, which gives the gradient of the KL. The loss's own clip and
-    weights then apply to the KL as well. Unbiased on-policy. Subtract it from rewards by token and sum these to go for
-    the KL of the whole response. Subtract it from advantages for the KL of each token given its prefix, which has the
-    gradient of k2 as a loss.
-
-    Args:
-        values: rewards by token (B, T), or advantages (B,) or (B, T).
-        logps: (B, T) log pi of the policy that the rewards are given for (old), nats.
-        reference: (B, T) log ref; where it is not finite nothing is subtracted.
-        mask: (B, T) bool, True = trainable token.
-        coef: beta.
-
-    Returns:
-        (B, T) float32, 0 outside ``mask``; no gradient.
-
-    Reference: Ziegler et al. 2019 (arXiv:1909.08593), Eq. 2; verl's ``use_kl_in_reward``.
-
-    Example:
-        >>> subtract_kl(torch.ones(1), torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]),
-        ...             torch.ones(1, 2).bool(), coef=0.1)
-        tensor([[0.9500, 1.0000]])
-    """
-    if values.dim() == 1:
-        values = values.unsqueeze(1)
-    check_tokens_or_rows(mask.shape, values=values)
-    by_token = values.float()
-    return torch.where(mask, by_token - coef * reference_log_ratio(logps, reference, mask), 0.0)
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, samples: int, horizon: float) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from trl_offpolicy.functional._shapes import check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.collective import gather_flat
 from trl_offpolicy.functional.kl import k3
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, expm1_of
+from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, expm1_of, probability_difference
 from trl_offpolicy.functional.quantiles import quantile
 
 Statistic = Literal["k1", "k2", "k3", "abs", "prob_diff", "binary_tv", "binary_kl", "binary_kl_both"]
@@ -208,7 +208,8 @@ PROBABILITY_STATISTICS: tuple[Statistic, ...] = ("prob_diff", "binary_tv", "bina
 def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | None = None) -> Tensor:
     r"""Per-token divergence statistic of two policies.
 
-    With l = log(p / q) clamped to +-20 nats (as verl does), q the denominator (the policy that sampled):
+    With l = log(p / q) clamped to +-20 nats (as verl does), q the denominator (the policy that sampled). p itself is
+    taken from the unclamped l, so that a token that q finds impossible has p - q = p, not 0:
 
     - k1 = -l (unbiased, signed), k2 = l^2 / 2 (biased, never negative), k3 = exp(l) - 1 - l (unbiased, never negative,
       :func:`~.kl.k3`); all estimate KL(q || p), nats.
@@ -231,7 +232,7 @@ def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | N
     Reference: Schulman 2020, "Approximating KL divergence"; Qi et al. 2026, DPPO (arXiv:2602.04879), binary TV and KL;
     Guo et al. 2026, KPop (ringtech.notion.site/kpop), both directions, clamped as in prime-rl pull request 3283.
     """
-    log_ratios = log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    unclamped, log_ratios = log_ratios, log_ratios.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     if statistic == "k1":
         return -log_ratios
     if statistic == "k2":
@@ -246,7 +247,7 @@ def divergence(log_ratios: Tensor, statistic: str, denominator_logps: Tensor | N
         raise ValueError(f"denominator_logps must be given for statistic {statistic!r}, but got None.")
     check_tokens(log_ratios.shape, denominator_logps=denominator_logps)
     q = denominator_logps.float().exp()
-    difference = q * expm1_of(log_ratios)
+    difference = probability_difference(denominator_logps.float(), q, unclamped, expm1_of(log_ratios))
     if statistic == "prob_diff":
         return difference
     if statistic == "binary_kl_both":

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from trl_offpolicy.functional._fast import as_float, row_blocks
 from trl_offpolicy.functional._shapes import check_rows, check_tokens
-from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LogRatio, excess_of, exp_of, finite_or_zero, log_ratio
+from trl_offpolicy.functional.log_ratios import (
+    LOG_RATIO_CLAMP,
+    LogRatio,
+    excess_of,
+    exp_of,
+    finite_or_zero,
+    log_ratio,
+    probability_difference,
+)
 
 HISTOGRAM_BINS = 240
 HISTOGRAM_DECADES = (-8.0, 4.0)
@@ -171,23 +179,29 @@ def ratio_rows(
             here = log_ratio(ratio[block], below, inside)
         trainable = as_float(inside).sum(-1) if lengths is None else lengths[block]
         parts.append(_core_rows(here, trainable) if core else _block_rows(here, below, trainable))
-    if len(parts) == 1:
-        return parts[0]
-    return RatioRows(torch.cat([part.sums for part in parts]), torch.cat([part.maxima for part in parts]))
+    sums, maxima = (torch.cat(columns, dim=1).double().t() for columns in zip(*parts, strict=True))
+    return RatioRows(sums, maxima)
 
 
-def _core_rows(ratio: LogRatio, trainable: Tensor) -> RatioRows:
-    """:data:`CORE_SUMS` of one block."""
+def _core_rows(ratio: LogRatio, trainable: Tensor) -> tuple[Tensor, Tensor]:
+    """:data:`CORE_SUMS` of one block, as :func:`_block_rows`."""
     log_ratios, observed = ratio
     excess, tokens = excess_of(log_ratios), as_float(observed).sum(-1)
     magnitudes = (log_ratios.abs().sum(-1), excess.abs().sum(-1))
     sums = [tokens, trainable - tokens, log_ratios.sum(-1), magnitudes[0], excess.sum(-1), magnitudes[1]]
     sums.append(dot(excess, excess))
-    return RatioRows(torch.stack(sums, -1).double(), log_ratios.new_empty(len(log_ratios), 0, dtype=torch.float64))
+    return _columns(sums), log_ratios.new_empty(0, len(log_ratios))
 
 
-def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> RatioRows:
-    """The sums of one block. Everything is 0 outside the observed tokens, so no sum needs a mask.
+def _columns(parts: list[Tensor]) -> Tensor:
+    """(K, rows) of K row sums, with one operation instead of the K + 1 of a stack."""
+    return torch.cat(parts).view(len(parts), len(parts[0]))
+
+
+def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums (S, rows) and maxima (3, rows) of one block, float32.
+
+    Everything is 0 outside the observed tokens, so no sum needs a mask.
 
     Products are taken by :func:`dot`, which holds no tensor of products. KL k3 and its reverse are not computed by
     token (:func:`~.kl.k3`): ``excess`` and ``log_ratios``, which other diagnostics need as well, add up to both.
@@ -198,7 +212,9 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> Rati
     prob = exp_of(logp).mul_(here)
     excess = excess_of(log_ratios)  # rho - 1
     abs_excess, abs_log_ratio = excess.abs(), log_ratios.abs()
-    prob_diff, abs_diff = prob * excess, prob * abs_excess
+    highest = log_ratios.amax(-1)
+    prob_diff = probability_difference(logp, prob, log_ratios, excess, largest=highest)
+    abs_diff = prob_diff.abs()
     tokens = here.sum(-1)
     sums = [
         tokens,
@@ -220,8 +236,8 @@ def _block_rows(ratio: LogRatio, denominator: Tensor, trainable: Tensor) -> Rati
     ]
     # Last and in place, because nothing else reads these two any more. Outside the observed tokens rho - 1 is 0.
     sums.append(dot(excess.lt_(_DISAGREEING_EXCESS), logp.ge_(CONFIDENT_LOGP)))
-    maxima = [log_ratios.amax(-1), -log_ratios.amin(-1), abs_diff.amax(-1)]
-    return RatioRows(torch.stack(sums, -1).double(), torch.stack(maxima, -1).double())
+    maxima = [highest, -log_ratios.amin(-1), abs_diff.amax(-1)]
+    return _columns(sums), _columns(maxima)
 
 
 def dot(left: Tensor, right: Tensor) -> Tensor:
@@ -239,9 +255,11 @@ def ratio_row_moments(rows: RatioRows) -> Tensor:
     """Moments of each single response: (B, S) float64 in the order of :data:`ROW_LAYOUT`, 0 for an empty row."""
     tokens = rows.sums[:, :1]
     # Each sum by token becomes the response's mean; the log of its product of ratios stays a sum.
-    mean = dict(zip(_TOKEN_SUMS, (rows.sums / tokens.clamp(min=1.0)).unbind(-1), strict=True))
-    log_ratio, log_product = mean["log_ratio"], rows.sums[:, _TOKEN_SUMS.index("log_ratio")]
-    surprise = -mean["logp"]
+    means = rows.sums / tokens.clamp(min=1.0)
+    log_ratio, abs_log_ratio, logp, abs_prob_diff = (
+        means[:, _TOKEN_SUMS.index(name)] for name in ("log_ratio", "abs_log_ratio", "logp", "abs_prob_diff")
+    )
+    log_product, surprise = rows.sums[:, _TOKEN_SUMS.index("log_ratio")], -logp
     # Four exponentials in one call: both perplexities, their ratio, and the squared product (for the chi-square).
     squared = 2 * log_product.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     exponents = torch.stack([surprise, surprise - log_ratio, -log_ratio, squared], dim=-1)
@@ -257,9 +275,9 @@ def ratio_row_moments(rows: RatioRows) -> Tensor:
             log_ratio.abs(),
             square - 1,
             rows.maxima[:, :2].amax(-1),
-            mean["abs_log_ratio"],
+            abs_log_ratio,
             rows.maxima[:, 2],
-            mean["abs_prob_diff"],
+            abs_prob_diff,
             (rows.maxima[:, 2] > HIGH_PROB_DIFF).double(),
             product,
             product.square(),
@@ -294,8 +312,11 @@ def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moment
     """
     check_rows(len(rows.sums), keep_rows=keep_rows)
     row_moments = ratio_row_moments(rows) if row_moments is None else row_moments
-    column = dict(zip(ROW_LAYOUT.sums, row_moments.unbind(-1), strict=True))
-    active = column["tokens"] > 0  # a response without an observed token has no extremes and no place in a histogram
+    tokens, excess, abs_excess, excess_sq, difference = (
+        row_moments[:, ROW_LAYOUT.sums.index(name)]
+        for name in ("tokens", "excess", "abs_excess", "excess_sq", "log_ppl_diff")
+    )
+    active = tokens > 0  # a response without an observed token has no extremes and no place in a histogram
     kept = row_moments
     if keep_rows is not None:
         active = active & keep_rows
@@ -303,13 +324,11 @@ def fold_ratio_rows(rows: RatioRows, keep_rows: Tensor | None = None, row_moment
 
     # The additive moments, then the histograms of two numbers by response: chi-square E[rho^2] - 1 (from rho - 1, see
     # diagnostics.chi2_token) and total variation.
-    chi2, variation = column["excess_sq"] + 2 * column["excess"], column["abs_excess"] / 2
-    by_response = torch.stack([chi2, variation]) / column["tokens"].clamp(min=1.0)
+    by_response = torch.stack([excess_sq + 2 * excess, abs_excess / 2]) / tokens.clamp(min=1.0)
     sums = torch.cat([kept.sum(0), _log_histograms(by_response, active)])
 
     # Extremes: those over tokens, and the largest and smallest difference of perplexities. A minimum is kept as the
     # maximum of the negative value, so that all merge alike.
-    difference = column["log_ppl_diff"]
     tops = torch.cat([rows.maxima, torch.stack([difference, -difference], -1)], dim=-1)
     tops = torch.where(active.unsqueeze(-1), tops, -torch.inf)
     maxima = tops.amax(0) if len(tops) else tops.new_full((len(RATIO_LAYOUT.maxima),), -torch.inf)

@@ -18,55 +18,33 @@ def expert_layout(layers: int, experts: int) -> Layout:
     return Layout(sums=ROUTING_LAYOUT.sums, maxima=("layers",), bins=layers * experts)
 
 
-def shared_experts(first: Tensor, second: Tensor) -> Tensor:
-    """Share of the k experts that two choices have in common; their order does not count.
-
-        |A and B| / k
-
-    where A and B are the sets of experts of one token in one layer.
-
-    Args:
-        first: (..., k) expert ids, each at most once.
-        second: likewise, of the same shape.
-
-    Returns:
-        (...) float32.
-
-    Example:
-        >>> shared_experts(torch.tensor([[0, 3], [1, 2]]), torch.tensor([[3, 0], [1, 5]]))
-        tensor([1.0000, 0.5000])
-    """
-    _check_alike(first, second)
-    return _same(first, second).any(-1).float().mean(-1)
-
-
-def _check_alike(first: Tensor, second: Tensor) -> None:
-    if first.shape != second.shape:
-        raise ValueError(f"second must have shape {tuple(first.shape)} as first, but got {tuple(second.shape)}.")
-
-
-def _same(first: Tensor, second: Tensor) -> Tensor:
-    """(..., k, k) bool: entry (i, j) is True where the first's i-th expert is the second's j-th."""
-    return first.unsqueeze(-1) == second.unsqueeze(-2)
-
-
 def routing_moments(
     first: Tensor, second: Tensor, mask: Tensor | None = None, *, experts: int | None = None
 ) -> Moments:
     """The moments from which the diagnostics of the routing are computed.
+
+    Of each token and layer, |A and B| / k: the share of the k experts that both sides chose, in whatever order.
 
     Args:
         first: (B, L, layers, k) expert ids, negative where there is no record.
         second: likewise.
         mask: (B, L) bool, the tokens to compare; None = all.
         experts: number of experts of a layer, to count by expert as well (:data:`EXPERT_DIAGNOSTICS`); None = do not.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Example:
+        >>> first, second = torch.tensor([[[[0, 3]]], [[[1, 2]]]]), torch.tensor([[[[3, 0]]], [[[1, 5]]]])
+        >>> routing_agreement(routing_moments(first, second)).item()
+        0.75
     """
-    _check_alike(first, second)
+    if first.shape != second.shape:
+        raise ValueError(f"second must have shape {tuple(first.shape)} as first, but got {tuple(second.shape)}.")
     known = (first >= 0).all(-1) & (second >= 0).all(-1)
     if mask is not None:
         known = known & mask.unsqueeze(-1)
-    same = _same(first, second)
-    # The same as :func:`shared_experts`, but from the comparison that the counts by expert below need as well.
+    same = first.unsqueeze(-1) == second.unsqueeze(-2)  # (i, j): the first's i-th expert is the second's j-th
     shared = torch.where(known, same.any(-1).float().mean(-1), 0.0).double()
     flips = known & (shared < 1.0)
     total = moments(ROUTING_LAYOUT, [known.sum(), shared.sum(), flips.sum()])

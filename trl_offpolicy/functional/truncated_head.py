@@ -1,4 +1,4 @@
-"""Log-probs under a truncated distribution, from hidden states and the LM head, without the (N, V) logits."""
+"""Log-probs of a whole or a truncated distribution, from hidden states and the LM head, without the (N, V) logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from trl_offpolicy.functional.truncated_sampling import KeptIds, Support, Truncation, listed_weights, truncated_support
 
 TILE = 128
-"""Tokens per tile, by default."""
+"""Tokens per tile, by default. With a vocabulary of 150,000 a tile and its exponentials are 154 MB."""
 
 
 class TruncatedLogProbs(NamedTuple):
@@ -68,11 +68,11 @@ def truncated_log_probs(
     A target outside of S is added to it: the engine did sample it. S carries no gradient (it is piecewise constant), so
     tokens outside of it get none.
 
-    Memory: nothing has the size N x V. In float32 the forward holds at most ``28 bytes x tile x V`` above its inputs
-    (16 without a cut; top-p sorts, with positions in int64). The backward holds ``20 bytes x tile x V`` and float32
-    gradients of hidden and weight. The inputs and four numbers per token are kept for the backward, and under autocast
-    one copy of the weight in that dtype. Time: the backward projects again, as TRL's head does, and top-p sorts the
-    vocabulary at each token.
+    Memory: nothing has the size N x V. In float32 forward and backward hold at most ``8 bytes x tile x V`` above their
+    inputs if nothing is cut; with a cut the forward holds 28 (top-p sorts, with positions in int64), the backward 20. A
+    softcap adds 4 to the backward, which also holds float32 gradients of hidden and weight. The inputs and four numbers
+    per token are kept for the backward, and under autocast one copy of the weight in that dtype. Time: the backward
+    projects again, as TRL's head does, and top-p sorts the vocabulary at each token.
 
     Args:
         hidden: (N, H) last hidden states.
@@ -146,12 +146,13 @@ class _TiledHead(torch.autograd.Function):
             head, shift = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
             for rows in _tiles(len(hidden), ctx.options.tile):
                 states = hidden[rows].to(ctx.dtype)
-                logits, slope = _logits(states, head, shift, ctx.options, with_slope=True)
-                listed = None if kept_ids is None else kept_ids[rows]
-                weights = _weights(logits, Support(lowest[rows], share[rows]), listed, targets[rows])[0]
-                grad = _logit_gradient(logits, weights, targets[rows], log_z[rows], entropy[rows],
-                                       _rows(grad_logp, rows), _rows(grad_entropy, rows))  # fmt: skip
-                _accumulate(sums, rows, grad.mul_(slope), states, head)
+                grad = _backward_tile(
+                    states, head, shift, targets[rows], None if kept_ids is None else kept_ids[rows], ctx.options,
+                    Support(lowest[rows], share[rows]), log_z[rows], entropy[rows],
+                    _rows(grad_logp, rows), _rows(grad_entropy, rows),
+                )  # fmt: skip
+                _accumulate(sums, rows, grad, states, head)
+                del grad  # before the next tile is made
         dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         grads = (None if total is None else total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True))
         return *grads, None, None, None
@@ -182,13 +183,18 @@ def _logits(
 ) -> tuple[Tensor, Tensor | float]:
     """(n, V) logits over temperature, and their derivative by the projection."""
     projected = states @ head.t() if shift is None else torch.addmm(shift, states, head.t())
-    scaled = projected.to(_wide(projected.dtype)).mul_(options.logit_scale)
+    scaled = _times(projected.to(_wide(projected.dtype)), options.logit_scale)
     slope: Tensor | float = options.logit_scale / options.temperature
     if options.softcap is not None:
-        bent = (scaled / options.softcap).tanh_()
-        slope = (1 - bent * bent).mul_(slope) if with_slope else slope
+        bent = scaled.div_(options.softcap).tanh_()
+        slope = bent.square().neg_().add_(1.0).mul_(slope) if with_slope else slope
         scaled = bent.mul_(options.softcap)
-    return scaled.div_(options.temperature), slope
+    return scaled if options.temperature == 1.0 else scaled.div_(options.temperature), slope
+
+
+def _times(values: Tensor, factor: Tensor | float) -> Tensor:
+    """``values * factor`` in place; no pass over them if the factor is 1."""
+    return values if isinstance(factor, float) and factor == 1.0 else values.mul_(factor)
 
 
 def _support(logits: Tensor, listed: KeptIds | None, truncation: Truncation) -> Support:
@@ -225,36 +231,55 @@ def _forward_tile(
     """One tile, as columns (n,): log-prob, log of the normaliser, entropy, sum p^2, lowest, share, outside."""
     logits, _ = _logits(states, head, shift, options)
     support = _support(logits, listed, options.truncation)
-    mass, outside = _weights(logits, support, listed, targets)
-    # a reported set may lack the most likely tokens: the largest logit is that of the set, and nothing may overflow
-    top = logits.amax(dim=1) if listed is None else torch.where(mass > 0, logits, -torch.inf).amax(dim=1)
-    exp = (logits - top.unsqueeze(1)).clamp_(max=0.0).exp_()
-    mass.mul_(exp)
+    weights, outside = None, torch.zeros_like(targets, dtype=torch.bool)
+    if options.truncation or listed is not None:
+        weights, outside = _weights(logits, support, listed, targets)
+    # A reported set may lack the most likely tokens: the largest logit is that of the set, and nothing may overflow.
+    top = (logits if weights is None or listed is None else torch.where(weights > 0, logits, -torch.inf)).amax(dim=1)
+    exp = logits - top.unsqueeze(1)
+    exp = (exp if listed is None else exp.clamp_(max=0.0)).exp_()
+    mass = exp if weights is None else weights.mul_(exp)
     total = mass.sum(dim=1)
     log_z = top + total.log()
     log_probs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - log_z
-    entropy = log_z - torch.linalg.vecdot(mass, logits) / total
-    sum_sq = torch.linalg.vecdot(mass, exp) / total.square()
+    # Last and in place: nothing reads the logits and the exponentials any more.
+    entropy = log_z - logits.mul_(mass).sum(dim=1) / total
+    sum_sq = exp.mul_(mass).sum(dim=1) / total.square()
     return log_probs, log_z, entropy, sum_sq, support.lowest, support.share, outside
 
 
-def _logit_gradient(
-    logits: Tensor,
-    weights: Tensor,
+def _backward_tile(
+    states: Tensor,
+    head: Tensor,
+    shift: Tensor | None,
     targets: Tensor,
+    listed: KeptIds | None,
+    options: _Options,
+    support: Support,
     log_z: Tensor,
     entropy: Tensor,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """(n, V): ``g (1[j = y] - p_j) - h p_j (log p_j + H)``; overwrites ``logits`` and ``weights``."""
-    log_p = logits.sub_(log_z.unsqueeze(1)).clamp_(max=0.0)  # outside a reported set it may be anything
-    probs = weights.mul_(log_p.exp())
-    factor = torch.zeros_like(log_p) if grad_entropy is None else log_p.add_(entropy.unsqueeze(1)).mul_(-grad_entropy)
-    if grad_logp is None:
-        return probs.mul_(factor)
-    grad = probs.mul_(factor.sub_(grad_logp))
-    return grad.scatter_add_(1, targets.unsqueeze(1), grad_logp.to(grad.dtype))
+    """One tile's gradient of the projection, (n, V): ``g (1[j = y] - p_j) - h p_j (log p_j + H)`` times the slope."""
+    logits, slope = _logits(states, head, shift, options, with_slope=True)
+    weights = None
+    if options.truncation or listed is not None:
+        weights = _weights(logits, support, listed, targets)[0]
+    log_p = logits.sub_(log_z.unsqueeze(1))
+    if listed is not None:
+        log_p.clamp_(max=0.0)  # outside a reported set it may be anything
+    if grad_entropy is None:
+        grad = log_p.zero_() if grad_logp is None else log_p.exp_().mul_(-grad_logp)
+    else:
+        probs = log_p.exp()
+        factor = log_p.add_(entropy.unsqueeze(1)).mul_(-grad_entropy)
+        grad = probs.mul_(factor if grad_logp is None else factor.sub_(grad_logp))
+    if weights is not None:
+        grad.mul_(weights)
+    if grad_logp is not None:
+        grad.scatter_add_(1, targets.unsqueeze(1), grad_logp.to(grad.dtype))
+    return _times(grad, slope)
 
 
 def _accumulate(sums: list[Tensor | None], rows: slice, grad: Tensor, states: Tensor, head: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.functional._fast import as_float, count_true, row_blocks
-from trl_offpolicy.functional._shapes import check_rows, check_tokens_or_rows
+from trl_offpolicy.functional._shapes import check_rows, check_tokens, check_tokens_or_rows
 from trl_offpolicy.functional.moments import Layout, Moments, dot
 
 WEIGHT_LAYOUT = Layout(
@@ -54,6 +54,23 @@ def weight_rows(mask: Tensor, *weights: Tensor, lengths: Tensor | None = None) -
     ]
 
 
+def cut_rows(mask: Tensor, raw: Tensor, bounded: Tensor) -> Tensor:
+    """How many weights of each row differ from their ratio, and the mass that is cut off them: (2, B) float32.
+
+    Args:
+        mask: (B, T) bool.
+        raw: (B, T) ratios, finite.
+        bounded: (B, T) the same after caps and bands. Where it is larger than the ratio (a floor) no mass is cut.
+    """
+    check_tokens(mask.shape, raw=raw, bounded=bounded)
+    parts = []
+    for block in row_blocks(mask.shape, mask.device):
+        gap = (raw[block] - bounded[block]).mul_(as_float(mask[block]))
+        cut = gap.clamp(min=0.0).sum(-1)
+        parts.append(torch.stack([gap.ne_(0.0).sum(-1), cut]))
+    return torch.cat(parts, dim=1)
+
+
 def _is_by_token(weight: Tensor, mask: Tensor) -> bool:
     return weight.shape[-1] > 1 or mask.shape[-1] == 1
 
@@ -65,9 +82,8 @@ def _block_weights(mask: Tensor, weights: list[Tensor]) -> Tensor:
     parts = []
     for weight in weights:
         inside = weight * here
-        smallest = (inside + outside).amin(-1)
-        parts.append(torch.stack([inside.sum(-1), dot(inside, inside), inside.amax(-1), smallest], -1))
-    return torch.stack(parts)
+        parts += [inside.sum(-1), dot(inside, inside), inside.amax(-1), inside.add_(outside).amin(-1)]
+    return torch.cat(parts).view(len(weights), 4, len(mask)).mT
 
 
 _LARGE = 1e38

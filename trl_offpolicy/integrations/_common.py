@@ -20,6 +20,7 @@ from trl_offpolicy.presets.parsing import parse_correction, parse_objective, par
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.run_folder.writer import RunFolderWriter
 from trl_offpolicy.stats import PREFIX, Stats
+from trl_offpolicy.types import WIDE_SCOPES
 
 RUN_DIR = "run_dir"
 """Key beside those of ``offpolicy``: the folder for ``run.json`` and ``metrics.jsonl``; without it none is written."""
@@ -122,10 +123,10 @@ def _read(spec: Any, where: str, framework: str, base: Objective) -> Method:
 def _refuse_wide(preset: Preset, objective: Objective, where: str, framework: str) -> None:
     """Raise for what needs the whole generation batch, or what travels with its rows: a hook sees a micro-batch."""
     why = f"{framework} hands its hook one micro-batch at a time"
-    if preset.objective.denominator == "kept" or objective.scope in ("group", "generation_batch"):
+    if preset.objective.denominator == "kept" or objective.scope in WIDE_SCOPES:
         correction = objective.correction
         parts: list[Any] = [] if correction is None else [*correction.weights, *correction.keep]
-        wide = [type(part).__name__ for part in parts if part.scope in ("group", "generation_batch")]
+        wide = [type(part).__name__ for part in parts if part.scope in WIDE_SCOPES]
         if correction is not None and correction.normalize != "none":
             wide.append(f"normalize={correction.normalize!r}")
         if preset.objective.denominator == "kept":

@@ -97,7 +97,7 @@ def apply_overrides(flat: Mapping[str, Any], overrides: Sequence[str]) -> Flat:
     return found
 
 
-def resolve(flat: Mapping[str, Any], resolvers: Mapping[str, Any] | None = None) -> Flat:
+def resolve(flat: Mapping[str, Any]) -> Flat:
     """``flat`` with its interpolations filled in: ``${a.b}``, ``${.a}``, ``${oc.select:a,0}``, ``${oc.env:A,0}``.
 
     What cannot be filled in becomes an :class:`Unresolved` text.

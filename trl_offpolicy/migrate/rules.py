@@ -373,20 +373,6 @@ def one_of(*allowed: str) -> Convert:
     return read
 
 
-def mapped(names: Mapping[str, Any]) -> Convert:
-    """A choice by another name here.
-
-    Raises:
-        ValueError: another value.
-    """
-
-    def read(key: str, value: Any) -> Any:
-        check_choice(key, value, names)
-        return names[value]
-
-    return read
-
-
 def top_k(key: str, value: Any) -> int:
     """TRL's 0 for the -1 (or null) by which others mean "no top-k"."""
     return max(whole(key, value), 0) if value is not None else 0

@@ -181,6 +181,21 @@ def lora(
     yield Carried(keys, fields)
 
 
+def steps_per_generation(source: Source, prompts: str, mini: str, epochs: str) -> int:
+    """Optimizer steps that a generation batch serves; 1 if its sizes are not known. TRL counts these steps.
+
+    Args:
+        source: the configuration.
+        prompts: key of the prompts of a generation batch.
+        mini: key of the prompts of an optimizer step.
+        epochs: key of the passes over the batch.
+    """
+    sizes = (source.get(prompts), source.get(mini), source.get(epochs, 1))
+    if not all(isinstance(one, int) and one > 0 for one in sizes):
+        return 1
+    return int(max(sizes[0] // sizes[1], 1) * sizes[2])
+
+
 def saving(source: Source, key: str, per_step: int, what: str = "save_steps") -> Iterable[Found]:
     """Checkpoints every so many generations there, every so many optimizer steps here."""
     if not source.has(key):

@@ -3,8 +3,8 @@
 They read whole prompt groups, so they run before a trainer shuffles and splits the batch, and all ranks call them
 together. Each names what it ``requires`` of :class:`AdvantageInputs`. A response that is not ``counted`` (rejected, or
 without a reward) gets 0 and does not move the others. A group of one has nothing to compare: its reward minus its own
-mean is 0 (verl compares with 0 instead and leaves it its whole reward). That stays 0 and moves no other response, with
-these exceptions:
+mean is 0. (verl compares with 0 and leaves it its whole reward: ``alone="return"``.) That stays 0 and moves no other
+response, with these exceptions:
 
 - ``GRPO(scale="batch")``: it gets 0, and its reward counts in the batch's standard deviation.
 - ``GDPO``: it gets 0 up to rounding, and this 0 counts in the batch's standard deviation.
@@ -40,6 +40,7 @@ from trl_offpolicy.functional.advantages import (
     normalised_by_response,
     optimal_token_baseline,
     returns_to_go,
+    reward_if_alone,
     scaled_by_rewarded,
     score_energy,
     weighted_baseline,
@@ -69,8 +70,7 @@ class AdvantageInputs:
         reward_weights: (K,), the weight of each function in the sum; None = ones.
         counted: (B,) bool, responses that belong to the baseline; None = all.
         mask: bool, True = trainable token.
-        token_rewards: rewards by token besides the outcome, e.g. :func:`~trl_offpolicy.functional.kl.subtract_kl` of
-            zeros.
+        token_rewards: rewards by token besides the outcome, e.g. those of :class:`~trl_offpolicy.KLPenalty`.
         per_token_logps: log-probs of the policy at rollout weights (old), nats.
         sum_sq_probs: sum over the vocabulary of its probabilities squared.
         weights: (B, 1) or (B, T) importance weights.
@@ -194,6 +194,7 @@ class GRPO(AdvantageEstimator):
     Args:
         scale: standard deviation of the "group" or of the whole "batch" (groups of one count in it, too), or "none".
         epsilon: added to the standard deviation; TRL 1e-4, verl 1e-6.
+        alone: what a group of one gets, "zero" or its reward ("return", verl; not with scale "batch").
 
     Reference: Shao et al. 2024 (arXiv:2402.03300). See :func:`~trl_offpolicy.functional.advantages.group_advantages`.
 
@@ -208,10 +209,14 @@ class GRPO(AdvantageEstimator):
     bias: ClassVar[str] = "towards prompts of small spread"
     scale: ScaleRewards = "group"
     epsilon: float = STD_EPSILON
+    alone: Alone = "zero"
 
     def __post_init__(self) -> None:
         check_choice("scale", self.scale, get_args(ScaleRewards))
         check_positive(epsilon=self.epsilon)
+        check_choice("alone", self.alone, get_args(Alone))
+        if self.scale == "batch" and self.alone != "zero":
+            raise ValueError(f"alone must be 'zero' with scale 'batch', but got {self.alone!r}.")
 
     @property
     def scope(self) -> Scope:
@@ -220,9 +225,17 @@ class GRPO(AdvantageEstimator):
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(r - mean) / (std + epsilon), or r - mean with ``scale="none"``; (B,) float32."""
-        return group_advantages(
+        advantages = group_advantages(
             inputs.total, inputs.group_ids, inputs.present, scale_rewards=self.scale, epsilon=self.epsilon
         )
+        return _with_alone(self.alone, advantages, inputs)
+
+
+def _with_alone(alone: Alone, advantages: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """The advantages as they are (groups of one have 0), or with the reward of groups of one."""
+    if alone == "zero":
+        return advantages
+    return reward_if_alone(advantages, inputs.total, inputs.group_ids, inputs.present)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +258,7 @@ class RLOO(AdvantageEstimator):
     Args:
         normalize: then (A - mean) / (std + 1e-4) over the responses of the batch that were compared, as TRL's
             ``normalize_advantages`` does. This scales all of them by one number, up to a small mean.
+        alone: what a group of one gets, "zero" or its reward ("return", verl; not with ``normalize``).
 
     Example:
         >>> inputs = AdvantageInputs(rewards=torch.tensor([1.0, 0.0]), group_ids=torch.tensor([0, 0]))
@@ -256,9 +270,13 @@ class RLOO(AdvantageEstimator):
     formula: ClassVar[str] = "r - mean of the others"
     bias: ClassVar[str] = "none"
     normalize: bool = False
+    alone: Alone = "zero"
 
     def __post_init__(self) -> None:
         check_bool(normalize=self.normalize)
+        check_choice("alone", self.alone, get_args(Alone))
+        if self.normalize and self.alone != "zero":
+            raise ValueError(f"alone must be 'zero' with normalize, but got {self.alone!r}.")
 
     @property
     def scope(self) -> Scope:
@@ -269,23 +287,32 @@ class RLOO(AdvantageEstimator):
         """(B,) float32: r - mean of the other responses of the group."""
         advantages = leave_one_out(inputs.total, inputs.group_ids, inputs.present)
         if not self.normalize:
-            return advantages
+            return _with_alone(self.alone, advantages, inputs)
         return normalised_by_response(advantages, in_company(inputs.group_ids, inputs.present))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OPO(AdvantageEstimator):
-    """r - length-weighted mean: see :func:`~trl_offpolicy.functional.advantages.weighted_baseline`."""
+    """r - length-weighted mean: see :func:`~trl_offpolicy.functional.advantages.weighted_baseline`.
+
+    Args:
+        alone: what a group of one gets, "zero" or its reward ("return", verl).
+    """
 
     type_name: ClassVar[str] = "opo"
     formula: ClassVar[str] = "r - mean weighted by length"
     bias: ClassVar[str] = "order 1 / n"
     requires: ClassVar[tuple[str, ...]] = ("mask",)
+    alone: Alone = "zero"
+
+    def __post_init__(self) -> None:
+        check_choice("alone", self.alone, get_args(Alone))
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32: r - mean of the group weighted by length."""
         lengths = inputs.need("mask", "OPO").sum(-1)
-        return weighted_baseline(inputs.total, inputs.group_ids, inputs.present, lengths)
+        advantages = weighted_baseline(inputs.total, inputs.group_ids, inputs.present, lengths)
+        return _with_alone(self.alone, advantages, inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +343,9 @@ class REINFORCEPlusPlusBaseline(AdvantageEstimator):
     A group of one enters as 0 and leaves as - mean / std of the batch's tokens, as in the paper's formula. That is 0
     only if the mean is 0, e.g. with responses of equal length. See
     :func:`~trl_offpolicy.functional.advantages.whitened_by_token`.
+
+    Args:
+        alone: what a group of one has before it is normalised, "zero" or its reward ("return", verl).
     """
 
     type_name: ClassVar[str] = "reinforce_plus_plus_baseline"
@@ -323,11 +353,16 @@ class REINFORCEPlusPlusBaseline(AdvantageEstimator):
     bias: ClassVar[str] = "little: one scale for all"
     requires: ClassVar[tuple[str, ...]] = ("mask",)
     scope: ClassVar[Scope] = "generation_batch"
+    alone: Alone = "zero"
+
+    def __post_init__(self) -> None:
+        check_choice("alone", self.alone, get_args(Alone))
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """(B,) float32: r - mean of the group, normalised over the tokens of the batch."""
         mask = inputs.need("mask", "REINFORCEPlusPlusBaseline")
         centred = group_advantages(inputs.total, inputs.group_ids, inputs.present, scale_rewards="none")
+        centred = _with_alone(self.alone, centred, inputs)
         return whitened_by_token(centred, torch.where(inputs.present, mask.sum(-1), 0))
 
 
@@ -407,6 +442,9 @@ class PassK(AdvantageEstimator):
 class GPG(AdvantageEstimator):
     """B / m (r - mean): see :func:`~trl_offpolicy.functional.advantages.scaled_by_rewarded`.
 
+    Args:
+        alone: what a group of one has before the factor B / m, "zero" or its reward ("return", verl).
+
     Example:
         >>> rewards, ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1])
         >>> GPG()(AdvantageInputs(rewards=rewards, group_ids=ids))
@@ -417,10 +455,14 @@ class GPG(AdvantageEstimator):
     formula: ClassVar[str] = "(r - mean) / share of the batch's rewards that are not 0"
     bias: ClassVar[str] = "a factor that is one for the whole batch"
     scope: ClassVar[Scope] = "generation_batch"
+    alone: Alone = "zero"
+
+    def __post_init__(self) -> None:
+        check_choice("alone", self.alone, get_args(Alone))
 
     def __call__(self, inputs: AdvantageInputs) -> Tensor:
         """The reward less the mean of its group, divided by the share of rewards that are not 0; (B,) float32."""
-        return scaled_by_rewarded(inputs.total, inputs.group_ids, inputs.present)
+        return scaled_by_rewarded(inputs.total, inputs.group_ids, inputs.present, alone=self.alone)
 
 
 @dataclass(frozen=True, kw_only=True)

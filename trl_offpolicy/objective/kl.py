@@ -110,7 +110,7 @@ class KLPenalty(Part):
         place: "loss", or "reward": each token of the old policy then costs coef times its estimate, before the
             advantages are made (Ziegler et al. 2019, arXiv:1909.08593, Eq. 2; verl's ``use_kl_in_reward``). The policy
             loss with its clip and weights then acts on the KL too. With k1 this is unbiased on-policy. The old policy
-            and the reference are scored once a generation, and the coefficient is fixed.
+            (not in mode "bypass") and the reference are scored once a generation, and the coefficient is fixed.
     """
 
     example: ClassVar[Mapping[str, Any]] = {"coef": 0.1}
@@ -158,6 +158,9 @@ class KLPenalty(Part):
     @torch.no_grad()
     def token_rewards(self, logps: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
         """What each token costs, -coef times its estimate; (B, T) float32, 0 outside ``mask``.
+
+        Added to rewards by token, which are then summed to go, it gives the KL of the whole response. Added to
+        advantages, it gives the KL of each token given its prefix: k1 then has the gradient of k2 as a loss.
 
         Args:
             logps: (B, T) log-probs of the old policy, nats.

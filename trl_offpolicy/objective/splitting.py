@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trl_offpolicy.objective.objective import Objective
+from trl_offpolicy.types import WIDE_SCOPES
 
 
 def split_dependence(
@@ -29,7 +30,7 @@ def split_dependence(
         >>> split_dependence(op.Objective(aggregation="seq_mean_token_mean"), **options) is None
         True
     """
-    kept_of_step = objective.denominator == "kept" and objective.scope in ("group", "generation_batch")
+    kept_of_step = objective.denominator == "kept" and objective.scope in WIDE_SCOPES
     if objective.aggregation == "token_mean" and not by_token and not kept_of_step:
         return "aggregation token_mean divides by the tokens of its own micro-batch (bnpo)"
     if objective.policy_loss.scope == "micro_batch":

@@ -18,7 +18,7 @@ from trl_offpolicy.objective.advantages import GDPO, GRPO, AdvantageEstimator, A
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.stats import Stats
-from trl_offpolicy.types import CorrectionOutput, PolicyBatch
+from trl_offpolicy.types import WIDE_SCOPES, CorrectionOutput, PolicyBatch
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Stages:
     @property
     def needs_old(self) -> bool:
         """True if the old policy must be scored on the generation batch, which costs one forward."""
-        if self.early is not None or self.kl_in_reward is not None:
+        if self.early is not None or (self.kl_in_reward is not None and not self._old_is_sampler):
             return True
         return self.advantages is not None and "per_token_logps" in self.advantages.requires
 
@@ -65,6 +65,11 @@ class Stages:
         """The KL penalty that is taken from the rewards before the advantages are made; None = there is none."""
         kl = self.late.kl
         return kl if kl is not None and kl.in_reward else None
+
+    @property
+    def _old_is_sampler(self) -> bool:
+        """True if the loss has no pi_old of its own: mu takes its place, as in verl."""
+        return self.late.mode == "bypass"
 
     @property
     def needs_sum_sq_probs(self) -> bool:
@@ -121,7 +126,7 @@ class Stages:
         if batch.ref_per_token_logps is None:
             raise ValueError("ref_per_token_logps must be given for a KL penalty in the reward, but got None.")
         logps, mask = batch.logps("old"), batch.mask
-        if self.late.mode == "bypass":  # there mu is the old policy, as in verl; a token without log mu costs nothing
+        if self._old_is_sampler:  # a token without log mu costs nothing
             logps = batch.logps("sampling")
             mask = mask & (logps.abs() < torch.inf)
         costs = self.kl_in_reward.token_rewards(logps, batch.ref_per_token_logps, mask)
@@ -159,7 +164,7 @@ def stage(objective: Objective, advantages: AdvantageEstimator | None = None) ->
         NotImplementedError: the KL is in the reward of GDPO.
     """
     correction = objective.correction or Correction()
-    wide = objective.scope in ("group", "generation_batch")
+    wide = objective.scope in WIDE_SCOPES
     reads_weights = advantages is not None and "weights" in advantages.requires
     in_reward = objective.kl is not None and objective.kl.in_reward
     if in_reward and isinstance(advantages, GDPO):

@@ -14,6 +14,7 @@ from typing import Any
 from trl_offpolicy.checks import near
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, Weight
+from trl_offpolicy.correction.terms.base import mapping_text, settings_text
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.parts import as_mapping, parse_tagged
 from trl_offpolicy.presets.auto import AUTO
@@ -30,7 +31,6 @@ from trl_offpolicy.presets.frameworks.slime import from_slime
 from trl_offpolicy.presets.frameworks.trl import from_trl
 from trl_offpolicy.presets.frameworks.verl.translate import from_verl
 from trl_offpolicy.presets.preset import Preset, auto_preset
-from trl_offpolicy.presets.text import mapping_text, settings_text
 
 __all__ = [
     "FRAMEWORKS",

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, Weight
+from trl_offpolicy.correction.terms.base import number, settings_text
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.catalog import get
 from trl_offpolicy.presets.preset import Preset
-from trl_offpolicy.presets.text import RATIO_TEXT, number, settings_text
+from trl_offpolicy.presets.text import RATIO_TEXT
 
 ABSENT = "-"
 _MODES = {"bypass": "bypass (two policies, pi / mu)", "decoupled": "decoupled (three policies, pi / pi_old)"}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from trl_offpolicy import presets
-from trl_offpolicy.checks import near as near  # its old home
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import KeepTerm, Weight
 from trl_offpolicy.objective.advantages import AdvantageEstimator
@@ -26,7 +25,6 @@ from trl_offpolicy.presets.preset import Preset, make_preset, own_preset
 WEIGHT_TYPES = types_of(Weight)
 KEEP_TYPES = types_of(KeepTerm)
 LOSS_TYPES = types_of(PolicyLoss)
-KL_CONTROLLERS = types_of(KLController)
 PROXIMAL_TYPES = types_of(Proximal)
 ADVANTAGE_TYPES = types_of(AdvantageEstimator)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trl_offpolicy.correction.terms import KeepTerm, Weight
-from trl_offpolicy.correction.terms.base import mapping_text as mapping_text
-from trl_offpolicy.correction.terms.base import number as number
-from trl_offpolicy.correction.terms.base import settings_text as settings_text
+from trl_offpolicy.correction.terms.base import number
 from trl_offpolicy.objective.objective import Objective
 
 RATIO_TEXT = {"old/sampling": "pi_old / mu", "current/old": "pi / pi_old", "current/sampling": "pi / mu"}

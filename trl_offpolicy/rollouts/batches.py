@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trl_offpolicy.functional.levels import turn_index
 from trl_offpolicy.objective.advantages import AdvantageInputs
+from trl_offpolicy.objective.objective import NO_SAMPLING
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
@@ -186,6 +187,11 @@ def decide(
         if keep_as is not None:
             rows.setdefault(keep_as, old)
         decided = stages.decide(policy_batch(rows, old, version=version, sum_sq_probs=sums), inputs)
+    elif stages.kl_in_reward is not None:  # that of the sampler, which nothing has to score
+        sampling = rows.get("sampling_per_token_logps")
+        if sampling is None:
+            raise ValueError(NO_SAMPLING)
+        decided = stages.decide(policy_batch(rows, sampling, version=version), inputs)
     else:
         assert inputs is not None  # with neither an early part nor an estimator there is nothing to decide
         decided = stages.estimate(inputs)

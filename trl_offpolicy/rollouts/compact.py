@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.rollouts.micro_batches import in_first_order, lengths_of, scoring_chunks, used_columns
+from trl_offpolicy.rollouts.micro_batches import (
+    Splitting,
+    TrimPadding,
+    in_first_order,
+    lengths_of,
+    scoring_chunks,
+    used_columns,
+)
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
 
 Columns = tuple[Tensor | None, ...]
@@ -20,6 +27,33 @@ their numbers among all rows, for what belongs to them besides; None = some rows
 
 NOT_TRIMMED = "trim_padding keeps every column: %s."
 """The warning where a cut would change log-probs; its argument is the reason."""
+NOT_SORTED = "trim_padding cuts micro-batches, but does not sort rows by length: %s."
+"""The warning where rows must stay in their micro-batch; its argument is the reason."""
+BIT_BY_BIT = "engine.exact compares log-probs bit by bit, which no other order of sums keeps"
+"""Why prompts are not computed once for an exact engine."""
+
+
+def splitting_of(
+    shared: SharedPrefix, model: Any, *, trim: TrimPadding, free: bool, window: int, multiple: int | None = None
+) -> Splitting:
+    """How a generation batch becomes micro-batches.
+
+    Args:
+        shared: decides where prompts are computed once; their rows then meet.
+        model: the policy.
+        trim: the option of this name.
+        free: whether rows may leave the micro-batch that they are drawn into.
+        window: see :class:`~trl_offpolicy.rollouts.micro_batches.Splitting`, as ``multiple``.
+        multiple: widths are multiples of it; None = any.
+    """
+    groups = shared.mode if free and shared.possible(model) else False
+    return Splitting(
+        window=window,
+        trim=trim is not False,
+        sort=free and (trim is True or groups is True),
+        whole_groups=groups,
+        multiple=multiple,
+    )
 
 
 class CompactScoring:

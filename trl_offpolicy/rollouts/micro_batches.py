@@ -19,7 +19,6 @@ from trl_offpolicy.rollouts.batches import MODEL_INPUTS
 
 TrimPadding = Literal[True, False, "columns"]
 """True: sort and cut; "columns": only cut; False: as TRL does."""
-TRIM_PADDING = (True, False, "columns")
 
 _PROMPT = {"prompt_ids", "prompt_mask"}
 _WHOLE = {"routed_experts"}
@@ -103,13 +102,13 @@ def split_rows(rows: Mapping[str, Any], parts: int, how: Splitting) -> list[dict
     count = len(rows["completion_ids"])
     size = count // parts
     order = torch.arange(count)
-    if how.sort and count == size * parts and not has_images(rows):
+    if how.sort and count == size * parts and not has_image_inputs(rows):
         order = _ordered(lengths_of(rows), size, how)
     micro_batches = [taken(rows, order[start : start + size]) for start in range(0, size * parts, size)]
     return [trimmed(part, multiple=how.multiple) for part in micro_batches] if how.trim else micro_batches
 
 
-def has_images(rows: Mapping[str, Any]) -> bool:
+def has_image_inputs(rows: Mapping[str, Any]) -> bool:
     """True if rows have what a vision-language model needs besides text; they are then left as they are."""
     return any(rows.get(name) is not None for name in (*MODEL_INPUTS, "images"))
 
@@ -237,7 +236,7 @@ def trimmed(rows: Mapping[str, Any], *, multiple: int | None = None) -> dict[str
     """
     prompt, completion = rows["prompt_mask"], rows["completion_mask"]
     old = prompt.shape[1], completion.shape[1]
-    if has_images(rows) or any(_unknown(name, value, old) for name, value in rows.items()):
+    if has_image_inputs(rows) or any(_unknown(name, value, old) for name, value in rows.items()):
         return dict(rows)
     used = int(_used(prompt.flip(-1)).max()), int(_used(completion).max())
     new = tuple(_rounded(width, multiple, limit) for width, limit in zip(used, old, strict=True))

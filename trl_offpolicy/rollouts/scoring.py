@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,9 @@ class Scorer:
                 **further,
             )
         head, output = found[0], whole.logits
+        if model not in _CHECKED:
+            _check_way_out(model, head, output.detach())
+            _CHECKED.add(model)
         logps, entropies, sums, outside = (column.view(len(ids), length) for column in head)
         if output.shape[-1] == 2:  # unchanged on its way out, and known to the hooks of sharded models
             logps, entropies = output.unbind(-1)
@@ -227,7 +231,7 @@ def _head_in_place(
     model: Any, scorer: Scorer, targets: Tensor, kept: KeptIds | None
 ) -> Iterator[list[TruncatedLogProbs]]:
     """While open, the output embedding of ``model`` scores ``targets`` and keeps the result in the list it yields."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     head = base.get_output_embeddings()
     if not isinstance(head, nn.Linear) or hasattr(head, "base_layer"):
         raise NotImplementedError(
@@ -267,13 +271,46 @@ _AS_THEY_ARE = CompactScoring(trim=False, shared=SharedPrefix(False, counted=Tru
 _NO_CHANGE = {"softcap": None, "logit_scale": 1.0}
 
 
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _head_options(config: Any) -> dict[str, Any]:
     """How the model changes its logits after the projection, as options of the head."""
-    text = getattr(config, "text_config", config)
+    text = config.get_text_config()
+    scale: float | None = None
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse; Falcon-H1
+        scale = getattr(text, name, None) if scale is None else scale
+    divisor = getattr(text, "logits_scaling", None)  # Granite, MiniCPM3; HyperCLOVA X multiplies by it
+    if scale is None and divisor is not None:
+        scale = divisor if text.model_type == "hyperclovax" else 1 / divisor
     return {
         "softcap": getattr(text, "final_logit_softcapping", None),
-        "logit_scale": float(getattr(text, "logit_scale", None) or 1.0),
+        "logit_scale": 1.0 if scale is None else float(scale),
     }
+
+
+_CHECKED: WeakSet[nn.Module] = WeakSet()
+"""The models that :func:`_check_way_out` has passed."""
+
+
+def _check_way_out(model: Any, found: TruncatedLogProbs, output: Tensor) -> None:
+    """Raise if the model does something else to its logits than its configuration says.
+
+    What took the place of the logits must have left the model as :func:`_head_options` predicts. Read once per model,
+    because it waits for the device.
+    """
+    options = _head_options(_base_of(model).config)
+    sent = found.log_probs.detach()
+    if options != _NO_CHANGE:
+        sent = sent * options["logit_scale"]
+        sent = sent if options["softcap"] is None else options["softcap"] * torch.tanh(sent / options["softcap"])
+    came = output[..., 0].flatten()
+    if not torch.allclose(came.float(), sent.to(came.dtype).float(), rtol=1e-2, atol=1e-6, equal_nan=True):
+        raise NotImplementedError(
+            f"{type(_base_of(model)).__name__} must change its logits by nothing but "
+            f"{' and '.join(options)} of its configuration, but got another change: its log-probs would be wrong."
+        )
 
 
 def _gathered(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 SharePrefix = Literal["auto", True, False]
 """True: wherever rows share a prompt, an error where it is refused; "auto": where it pays; False: never."""
-SHARE_PREFIX = ("auto", True, False)
 
 PROVED = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` of the models whose loss and gradient are tested equal."""

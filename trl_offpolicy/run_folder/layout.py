@@ -20,9 +20,12 @@ WORST_FOLDER = "worst_responses"
 """A file for each rank: the few responses on which engine and trainer disagree most, with the text of each token."""
 RECIPE_FILE = "recipe.yaml"
 """The options that reproduce the run, if the script that started it wrote them."""
+EVALUATION_FILE = "evaluation.json"
+"""The held-out numbers of the first and of the last evaluation of the run, each with its step."""
 REPORT_FILE = "report.html"
 CARD_FILE = "README.md"
-RECORDS = (RUN_FILE, RECIPE_FILE, METRICS_FILE, ACTIONS_FILE, SYNCS_FILE, ROLLOUTS_FILE, WORST_FOLDER, REPORT_FILE)
+RECORDS = (RUN_FILE, RECIPE_FILE, METRICS_FILE, EVALUATION_FILE, ACTIONS_FILE, SYNCS_FILE, ROLLOUTS_FILE, WORST_FOLDER,
+           REPORT_FILE)  # fmt: skip
 """What belongs to one run: a new run in the same folder moves these out of its way."""
 PREVIOUS_FOLDER = "_previous"
 """The folder to which it moves them, in a subfolder named by the time."""

@@ -1,4 +1,4 @@
-"""What leaves a machine: JSON that every reader takes, and texts without the machine's own paths."""
+"""What leaves a machine: whole files, JSON that every reader takes, and texts without the machine's own paths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _PATH = r"/(?:[\w.@+=%-]+/)+[\w.@+=%-]*"
@@ -42,6 +43,13 @@ def dump_json(value: Any, *, indent: int | None = None) -> str:
     """
     # what `default` makes is text, so nothing that is not finite can come in behind `strict_json`
     return json.dumps(strict_json(value), indent=indent, default=str, allow_nan=False)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one move: a reader, and a run that was killed meanwhile, finds the old or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")  # hidden, so readers of the folder skip it
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def without_paths(text: str, *, every: bool = False) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_offpolicy.run_folder import layout
+from trl_offpolicy.run_folder.strict import write_whole
 
 Decode = Callable[[list[int]], str]
 
@@ -40,17 +41,25 @@ class WorstResponses:
         self._path, self._decode = Path(folder) / layout.WORST_FOLDER / layout.worst_file(rank), decode
         self._kept: list[dict[str, Any]] | None = None
 
-    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take those rows of ``rollouts.parquet`` that are worse than the kept ones, and write the file anew."""
+    def among(self, sizes: Sequence[float]) -> list[int]:
+        """The places of those that are worse than the kept ones, worst first, :data:`MOST_RESPONSES` at most.
+
+        Args:
+            sizes: the :func:`disagreement` of each response.
+        """
         if self._kept is None:  # what the run had before it was resumed
             self._kept = read_worst(self._path)
         least = self._kept[-1][DISAGREEMENT] if len(self._kept) == MOST_RESPONSES else 0.0
-        sizes = [(disagreement(row), row) for row in rows]
-        worse = sorted((pair for pair in sizes if pair[0] > least), key=lambda pair: -pair[0])[:MOST_RESPONSES]
+        worse = [at for at, size in enumerate(sizes) if size > least]
+        return sorted(worse, key=lambda at: -sizes[at])[:MOST_RESPONSES]
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take those rows of ``rollouts.parquet`` that are worse than the kept ones, and write the file anew."""
+        worse = self.among([disagreement(row) for row in rows])
         if not worse:
             return
-        new = [worst_response(row, self._decode) for _, row in worse]
-        self._kept = sorted([*self._kept, *new], key=lambda one: -one[DISAGREEMENT])[:MOST_RESPONSES]
+        new = [worst_response(rows[at], self._decode) for at in worse]
+        self._kept = sorted([*(self._kept or []), *new], key=lambda one: -one[DISAGREEMENT])[:MOST_RESPONSES]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_worst(self._path, self._kept)
 
@@ -120,9 +129,7 @@ def _finite(value: Any) -> Any:
 
 def write_worst(path: Path, responses: Sequence[Mapping[str, Any]]) -> None:
     """Replace the file in one move, so a reader finds the old or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(list(responses), ensure_ascii=False, allow_nan=False), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(list(responses), ensure_ascii=False, allow_nan=False))
 
 
 def read_worst(path: Path) -> list[dict[str, Any]]:

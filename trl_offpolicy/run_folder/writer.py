@@ -22,7 +22,7 @@ from torch import Tensor
 from trl_offpolicy.run_folder import layout
 from trl_offpolicy.run_folder.checkpoints import remove_unfinished, said_if_full
 from trl_offpolicy.run_folder.lock import RunLock
-from trl_offpolicy.run_folder.strict import dump_json
+from trl_offpolicy.run_folder.strict import dump_json, write_whole
 from trl_offpolicy.run_folder.worst import WorstResponses, cut_worst
 
 
@@ -56,13 +56,14 @@ class RunFolderWriter:
         (self.folder / layout.RUN_FILE).write_text(dump_json(info, indent=2) + "\n")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a row to ``metrics.jsonl``.
+        """Append a row to ``metrics.jsonl``; held-out numbers also go into ``evaluation.json``.
 
         Raises:
             RunFolderError: the disk is full.
         """
         with said_if_full(self.folder, what=f"the numbers of step {step}"):
             append_metrics(self.folder / layout.METRICS_FILE, step, values)
+            keep_evaluation(self.folder, step, values)
 
     def end(self) -> None:
         """Call the report, if there is one, and give the folder back."""
@@ -127,9 +128,7 @@ def _cut_lines(path: Path, step: int) -> None:
             continue
         if row.get(layout.STEP, 0) <= step:
             kept.append(line)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
-    temporary.replace(path)
+    write_whole(path, "".join(f"{line}\n" for line in kept))
 
 
 def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
@@ -141,6 +140,25 @@ def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
     }
     with path.open("a") as file:
         file.write(json.dumps(clean, allow_nan=False) + "\n")
+
+
+_HELD_OUT = tuple(layout.EVAL_PREFIX + name for name in ("reward", "pass@1"))
+"""Beginnings of the keys that :func:`keep_evaluation` keeps."""
+
+
+def keep_evaluation(folder: Path, step: int, values: Mapping[str, Any]) -> None:
+    """Write the held-out numbers of the first and of the last evaluation; nothing if ``values`` are no evaluation.
+
+    ``after`` is null until there is a second one.
+    """
+    row = {key: value for key, value in values.items() if key.startswith(_HELD_OUT)}
+    if not row:
+        return
+    path = folder / layout.EVALUATION_FILE
+    before = json.loads(path.read_text())["before"] if path.exists() else None
+    found = {layout.STEP: step, **row}
+    both = {"before": found, "after": None} if before is None else {"before": before, "after": found}
+    write_whole(path, dump_json(both, indent=1) + "\n")
 
 
 class RolloutRecorder:
@@ -166,38 +184,71 @@ class RolloutRecorder:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        steps = sorted({step for step, _ in self._pending})
-        for step in steps:
-            rows = [row for at, tensors in self._pending if at == step for row in self._rows(step, tensors)]
+        for step in sorted({step for step, _ in self._pending}):
+            mine = [_on_host(tensors) for at, tensors in self._pending if at == step]
+            table = pa.concat_tables([self._table(step, host) for host in mine])
             self.folder.mkdir(parents=True, exist_ok=True)
             target = self.folder / layout.rollout_part(step, self._rank)
             temporary = target.with_name(f".{target.stem}.tmp")  # hidden, so readers of the folder skip it
             with said_if_full(self.folder.parent, what=f"the rollouts of step {step}"):
-                pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
+                pq.write_table(table, temporary)
             temporary.replace(target)
-            self._worst.add(rows)
+            if worse := self._worst.among(torch.cat([_disagreements(host) for host in mine]).tolist()):
+                self._worst.add(table.take(worse).to_pylist())
         self._pending.clear()
 
-    def _rows(self, step: int, tensors: Mapping[str, Tensor | None]) -> list[dict[str, Any]]:
-        """One record per completion, without padding, with its text; null for what was not measured."""
-        host = {name: None if value is None else value.cpu() for name, value in tensors.items()}
-        attended, prompt_ids, prompt_mask = host["attention_mask"], host["prompt_ids"], host["prompt_mask"]
-        assert attended is not None and prompt_ids is not None and prompt_mask is not None
-        rows = []
-        for i in range(len(attended)):
-            row: dict[str, Any] = {layout.STEP: step}
-            for name in (layout.REWARD, layout.ADVANTAGE, layout.GROUP_ID, layout.POLICY_VERSION):
-                value = host.get(name)
-                row[name] = None if value is None else value[i].item()
-            inside = attended[i].bool()
-            for name in layout.TOKEN_COLUMNS:
-                value = host.get(name)
-                row[name] = None if value is None else value[i][inside].tolist()
-            row[layout.PROMPT_IDS] = prompt_ids[i][prompt_mask[i].bool()].tolist()
-            row[layout.PROMPT] = self._decode(row[layout.PROMPT_IDS])
-            row[layout.COMPLETION] = self._decode(row[layout.COMPLETION_IDS])
-            rows.append(row)
-        return rows
+    def _table(self, step: int, host: Mapping[str, Tensor | None]) -> Any:
+        """One record per completion, without padding, with its text; null for what was not measured.
+
+        Tokens go from tensors to columns as whole arrays, not as Python numbers.
+        """
+        import pyarrow as pa
+
+        attended, prompts, prompt_mask = host["attention_mask"], host["prompt_ids"], host["prompt_mask"]
+        completions = host[layout.COMPLETION_IDS]
+        assert attended is not None and completions is not None and prompts is not None and prompt_mask is not None
+        inside, inside_prompt = attended.bool(), prompt_mask.bool()
+        columns: dict[str, Any] = {layout.STEP: [step] * len(inside)}
+        for name in (layout.REWARD, layout.ADVANTAGE, layout.GROUP_ID, layout.POLICY_VERSION):
+            value = host.get(name)
+            columns[name] = [None] * len(inside) if value is None else value.tolist()
+        for name, ids, mask in (
+            (layout.PROMPT, prompts, inside_prompt),
+            (layout.COMPLETION, completions, inside),
+        ):
+            columns[name] = [self._decode(row[here].tolist()) for row, here in zip(ids, mask, strict=True)]
+        columns[layout.PROMPT_IDS] = _lists(prompts, inside_prompt, layout.PROMPT_COLUMNS[layout.PROMPT_IDS])
+        for name, kind in layout.TOKEN_COLUMNS.items():
+            columns[name] = _lists(host.get(name), inside, kind)
+        return pa.table(columns, schema=_schema())
+
+
+def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if value is None else value.cpu() for name, value in tensors.items()}
+
+
+def _lists(values: Tensor | None, inside: Tensor, kind: str) -> Any:
+    """An Arrow column of lists: of each row of (B, T) ``values`` those ``inside``; null if there are none."""
+    import pyarrow as pa
+
+    entry = pa.type_for_alias(kind)
+    if values is None:
+        return pa.nulls(len(inside), pa.list_(entry))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), inside.sum(1).cumsum(0)]).int()
+    flat = values[inside].to(getattr(torch, kind))  # the names of the types are the same
+    return pa.ListArray.from_arrays(pa.array(offsets.numpy()), pa.array(flat.numpy(), entry))
+
+
+def _disagreements(host: Mapping[str, Tensor | None]) -> Tensor:
+    """(B,) mean |old - sampling|, as :func:`~.worst.disagreement` of each row."""
+    mask, sampling, old = (host.get(name) for name in (layout.COMPLETION_MASK, layout.SAMPLING_LOGPS, layout.OLD_LOGPS))
+    if mask is None or sampling is None or old is None:
+        attended = host["attention_mask"]
+        assert attended is not None
+        return torch.zeros(len(attended), dtype=torch.float64)
+    gaps = (old.double() - sampling.double()).abs()
+    both = mask.bool() & (gaps < torch.inf)
+    return torch.where(both, gaps, 0.0).sum(1) / both.sum(1).clamp(min=1)
 
 
 def _schema() -> Any:

@@ -12,8 +12,8 @@ from torch import Tensor
 from trl_offpolicy.functional.truncated_sampling import KeptIds
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
-from trl_offpolicy.rollouts.compact import NOT_TRIMMED, Columns, CompactScoring
-from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, has_images, split_rows
+from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, Columns, CompactScoring, splitting_of
+from trl_offpolicy.rollouts.micro_batches import TrimPadding, has_image_inputs, split_rows
 from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix, varying_rope
 from trl_offpolicy.trl.exact import wants_exact
 
@@ -38,9 +38,8 @@ class CompactRows:
             logger.warning(NOT_TRIMMED, reason)
             self._trim = False
         self._shared = SharedPrefix(cast("SharePrefix", args.share_prefix), counted=False)
-        exact = "engine.exact compares log-probs bit by bit, which no other order of sums keeps"
         sharded = "weights are sharded (FSDP, DeepSpeed), where a second forward in one step is not proved equal"
-        refused = exact if wants_exact(args.engine) else self._why_whole()
+        refused = BIT_BY_BIT if wants_exact(args.engine) else self._why_whole()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             refused = sharded
         if args.torch_compile:
@@ -49,7 +48,7 @@ class CompactRows:
             refused = "pad_to_multiple_of wants widths that a forward of the completions alone does not have"
         self._shared.prepare(trainer.model, refused=refused, checkpointing=args.gradient_checkpointing)
         if self._trim is True and (reason := self._why_whole()) is not None:
-            logger.warning("trim_padding cuts micro-batches, but does not sort rows by length: %s.", reason)
+            logger.warning(NOT_SORTED, reason)
 
     def _why_whole(self) -> str | None:
         """Why rows must stay in the micro-batch that they are drawn into."""
@@ -68,13 +67,12 @@ class CompactRows:
         An optimizer step may begin within a generation batch, but only at a multiple of the greatest common divisor.
         """
         args = self._trainer.args
-        free = self._why_whole() is None
-        groups = self._shared.mode if free and self._shared.possible(self._trainer.model) else False
-        how = Splitting(
+        how = splitting_of(
+            self._shared,
+            self._trainer.model,
+            trim=self._trim,
+            free=self._why_whole() is None,
             window=math.gcd(parts, args.gradient_accumulation_steps),
-            trim=self._trim is not False,
-            sort=free and (self._trim is True or groups is True),
-            whole_groups=groups,
             multiple=args.pad_to_multiple_of,
         )
         return split_rows(rows, parts, how)
@@ -108,7 +106,7 @@ class CompactRows:
         multiple = self._trainer.args.pad_to_multiple_of
         scoring = CompactScoring(trim=self._trim is not False, shared=self._shared, multiple=multiple)
         in_order = batch_size is None or not scoring.trim or bool(kwargs.get("compute_aux_loss"))
-        whole = not compact or has_images(kwargs)
+        whole = not compact or has_image_inputs(kwargs)
         if whole or (in_order and not self._shared.possible(model)):
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, kept_ids=kept_ids, **kwargs)
 

@@ -101,6 +101,10 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             ``columns`` only cuts; ``false`` leaves TRL's padding.
         share_prefix: ``true`` computes a prompt once for its completions in a micro-batch, ``auto`` where that pays and
             is proved equal, ``false`` never. It needs ``gradient_checkpointing: false`` (``docs/speed.md``).
+        tiled_head: ``true`` computes log-probs and entropies of the completions with this kit's head, in tiles of 128
+            tokens; ``false`` with TRL's, in tiles of 4096 x 32768 logits, which on a CPU projects prompts as well;
+            ``auto`` takes TRL's only where it has Triton kernels, or with ``engine: {exact: true}``. Less memory
+            (``docs/speed.md``). A truncated distribution takes the kit's, images and prompt learning TRL's.
         correct_threshold: a reward of at least this is a correct answer. Evaluation then logs ``eval_pass@1``, the
             share of correct completions. None = not logged.
     """
@@ -200,6 +204,13 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "Needs gradient_checkpointing false."
         },
     )
+    tiled_head: str = field(
+        default="false",
+        metadata={
+            "help": "Log-probs in tiles of 128 tokens, of completions alone: auto (where TRL has no Triton kernels), "
+            "true, false (TRL's head)."
+        },
+    )
     correct_threshold: float | None = field(
         default=None,
         metadata={
@@ -243,6 +254,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         check_bool(freeze_router=self.freeze_router, freeze_router_bias=self.freeze_router_bias)
         self.trim_padding = cast("str", read_switch("trim_padding", self.trim_padding, ["columns"]))
         self.share_prefix = cast("str", read_switch("share_prefix", self.share_prefix, ["auto"]))
+        self.tiled_head = cast("str", read_switch("tiled_head", self.tiled_head, ["auto"]))
         check_choice("check_token_ids", self.check_token_ids, get_args(CheckTokenIds))
         check_on_bad_rollout(self.on_bad_rollout)
         self.tool_timeout = read_numbers(self.tool_timeout)

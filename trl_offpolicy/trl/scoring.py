@@ -1,9 +1,10 @@
-"""Scores with TRL's forward and fused LM head, which this kit changes to truncate the distribution.
+"""Scores with TRL's forward and, in the place of its fused LM head, this kit's.
 
 TRL's head gives log-probs of the whole distribution. Under top-p, top-k or min-p the engine's log-probs are of the kept
 tokens alone, so old/sampling would be off by the kept mass. Here the trainer truncates its distribution by the engine's
-rules. Everything around the projection remains TRL's: the wrapped model's forward, gathering of a sharded head,
-autocast. The same head scores the probe of a sync at temperature 1. TRL's head also gives the sum of squared
+rules. Without a truncation this kit's head gives TRL's numbers with less memory, and projects no prompt
+(``tiled_head``). Everything around the projection remains TRL's: the wrapped model's forward, gathering of a sharded
+head, autocast. The same head scores the probe of a sync at temperature 1. Both heads also give the sum of squared
 probabilities if it is read.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,13 +27,12 @@ from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation
 from trl_offpolicy.objective.measure import support_stats
 from trl_offpolicy.rollouts.kept import placed
 from trl_offpolicy.stats import Stats
+from trl_offpolicy.trl.exact import wants_exact
 from trl_offpolicy.trl.rebinding import rebound
-
-_NO_IMAGES = "must be neutral with images (their scoring under a truncated distribution is not implemented)"
 
 
 class FilteredScoring:
-    """Wraps TRL's ``_get_per_token_logps_and_entropies``; without a truncation it does nothing.
+    """Wraps TRL's ``_get_per_token_logps_and_entropies``.
 
     The current and the old policy are scored on the truncated distribution. The reference model stays whole: with ref
     over all tokens and pi over the kept ones S, E[log pi - log ref] is KL(pi || ref_S) - log ref(S), whose gradient is
@@ -41,10 +41,12 @@ class FilteredScoring:
 
     Args:
         truncation: the engine's truncation.
+        tiled: whether this kit's head also scores what is not truncated; "auto": where TRL has no Triton kernels.
     """
 
-    def __init__(self, truncation: Truncation) -> None:
+    def __init__(self, truncation: Truncation, *, tiled: bool | Literal["auto"] = False) -> None:
         self.truncation = truncation
+        self._tiled = tiled
         self._outside: Tensor | None = None
 
     def __call__(
@@ -78,17 +80,27 @@ class FilteredScoring:
             RuntimeError: TRL's forward did not use the head.
         """
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size)
-        if (not self.truncation and kept_ids is None) or scores_reference(model, reference):
+        truncation = self.truncation
+        if scores_reference(model, reference):
+            truncation, kept_ids = Truncation(), None
+        cuts = bool(truncation) or kept_ids is not None
+        if cuts and (reason := _not_text(model, kwargs)) is not None:
+            raise NotImplementedError(f"top_p, top_k and min_p must be neutral {reason}.")
+        if not cuts and (not self._takes(input_ids.device) or _not_text(model, kwargs) is not None):
             return score(*arguments, **kwargs)
-        _require_text(model, kwargs)
         valid = _scored_positions(attention_mask, logits_to_keep)
         size = batch_size or len(input_ids)
         kept = None if kept_ids is None else _kept_in_parts(kept_ids, valid[:, -logits_to_keep:], size)
-        head = _Head(self.truncation, valid, kept, size)
+        head = _Head(truncation, valid, kept, size)
         with _head_of_trl(head):
             result = score(*arguments, **kwargs)
-        self._outside = head.outside()[:, -logits_to_keep:]
+        if cuts:
+            self._outside = head.outside()[:, -logits_to_keep:]
         return result
+
+    def _takes(self, device: torch.device) -> bool:
+        """True if this kit's head scores a distribution that is not truncated."""
+        return self._tiled if isinstance(self._tiled, bool) else not utils._use_triton(device)
 
     def stats(self, mask: Tensor) -> Stats:
         """``rollout/outside_fraction``: share of the sampled tokens that the trainer, scoring last, would have cut.
@@ -121,8 +133,11 @@ def filtered_scoring(args: Any, *, sampled_elsewhere: bool = False) -> FilteredS
         raise ValueError(
             f"engine.logprobs_mode must be 'processed_logprobs' (of the distribution sampled from), but got {mode!r}."
         )
+    tiled = args.tiled_head
+    if tiled == "auto" and wants_exact(args.engine):
+        tiled = False  # log-probs are compared with the engine's bit by bit
     known = not sampled_elsewhere or args.use_vllm
-    return FilteredScoring(truncation if known else Truncation())
+    return FilteredScoring(truncation if known else Truncation(), tiled=tiled)
 
 
 def scores_reference(model: Any, reference: Any) -> bool:
@@ -142,12 +157,12 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-def _require_text(model: Any, kwargs: Mapping[str, Any]) -> None:
+def _not_text(model: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """What besides text a forward sees, so that the positions of the head are not those of the mask; None = nothing."""
     if kwargs.get("pixel_values") is not None:
-        raise NotImplementedError(f"top_p, top_k and min_p {_NO_IMAGES}.")
+        return "with images (their scoring under a truncated distribution is not implemented)"
     config = getattr(_unwrapped(model), "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
-        raise NotImplementedError("top_p, top_k and min_p must be neutral with a prompt-learning adapter.")
+    return "with a prompt-learning adapter" if getattr(config, "is_prompt_learning", False) else None
 
 
 def _scored_positions(attention_mask: Tensor, logits_to_keep: int) -> Tensor:
@@ -236,7 +251,7 @@ def _as_trl(
     out: TruncatedLogProbs, outputs: tuple[str, ...], count: int, rows: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if unknown := {"mean_logits", "is_top1"} & set(outputs):
-        raise NotImplementedError(f"outputs must not hold {sorted(unknown)} under a truncated distribution.")
+        raise NotImplementedError(f"outputs must not hold {sorted(unknown)} with this kit's head.")
 
     def placed(column: Tensor) -> Tensor:
         """On all positions that TRL passed, 0 where there is no label."""

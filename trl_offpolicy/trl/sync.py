@@ -33,6 +33,8 @@ def prove_syncs(trainer: GRPOTrainer) -> None:
 
     def log(report: SyncReport) -> None:
         metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        if trainer.model.training:
+            trainer._clock.spend("sync", report.seconds)
         for name, value in report.metrics().items():
             metrics[f"offpolicy/rollout/{name}"].append(value)
         if trainer.accelerator.is_main_process and Path(trainer.args.output_dir).is_dir():

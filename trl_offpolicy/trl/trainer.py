@@ -41,11 +41,12 @@ from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches, kept
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
+from trl_offpolicy.rollouts.clock import StepClock
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
-from trl_offpolicy.stats import Stats
+from trl_offpolicy.stats import PREFIX, Stats
 from trl_offpolicy.trl.ahead import sample_ahead
 from trl_offpolicy.trl.auto import choose_correction, judge_first
 from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
@@ -99,6 +100,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
         if wants_exact(args.engine):
             prepare(args, model, given)
+        self._clock = StepClock()
         folder, rows = Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER, args.per_device_train_batch_size
         self._guard = ToolGuard(timeout=args.tool_timeout)
         with trl_engine(engine_options(args), folder=folder, rows=rows):
@@ -157,7 +159,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.tools:
             for tools in (*self._sync_tool_dicts, *self._async_tool_dicts):
                 tools.update({name: self._guard.wrap(tool) for name, tool in tools.items()})
-        generated = super()._generate(prompts)
+        with self._clock.part("generation", counted=self.model.training):
+            generated = super()._generate(prompts)
         _, completions, tool_mask, _, logps, *_ = generated
         self._screen.agree(completions, tool_mask, logps)
         return generated
@@ -168,7 +171,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
-        by_function: Tensor = self._screen.rewards(super()._calculate_rewards(*args, **kwargs))
+        with self._clock.part("rewards", counted=self.model.training):
+            by_function: Tensor = self._screen.rewards(super()._calculate_rewards(*args, **kwargs))
         self._rewards = by_function
         return by_function
 
@@ -179,7 +183,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """TRL's method; rows of like length or of one prompt meet in a micro-batch, which is cut to its own width."""
-        with rebound(grpo_trainer, split_tensor_dict=self._compact.split):
+        scoring = self._clock.part("scoring", counted=self.model.training)  # next to nothing without a new generation
+        with scoring, rebound(grpo_trainer, split_tensor_dict=self._compact.split):
             return super()._prepare_inputs(generation_batch)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -390,6 +395,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             chosen = self._auto.metrics() if self._auto is not None and mode == "train" else {}
             for key, value in {**values, **trl_names(self.objective, values), **chosen}.items():
                 self._metrics[mode][key].append(value)
+        if mode == "train" and (times := self._metrics[mode].get("step_time")):
+            for part, seconds in self._clock.close(sum(times), steps=len(times)).items():
+                self._metrics[mode][f"{PREFIX}time/{part}"].append(seconds)
         if self._recorder is not None:
             self._recorder.flush()
         super().log(logs, start_time)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_policy import ROWS, make
+from toy_policy import ROWS, SAME, make
 
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute, coarse_of
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Seen, TokenEvidence, differences, excluded, padded
@@ -19,10 +19,6 @@ CAUSES = (
 )  # fmt: skip
 SHARED = ("precision", "other_weights", "routing", "prompt_difference")
 """Causes that leave a trace which others leave as well: from log-probs alone they are only the closest guess."""
-SAME = Declared(
-    dtype="float32", quantization="none", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, adapter="a", weight_version=3,
-    prompt_hash="p", dropout=0.0, experts=0, tools=False,
-)  # fmt: skip
 
 
 def numbers(evidence: TokenEvidence) -> dict[str, float]:
@@ -46,10 +42,11 @@ def test_twenty_clean_batches_raise_no_alarm() -> None:
     assert {attribute(make("none", seed=seed)).cause for seed in range(20, 40)} == {"none"}
 
 
-def test_temperature_is_found_without_entropies_and_its_size_is_told() -> None:
+def test_the_size_of_a_temperature_is_told_and_without_entropies_it_is_the_closest_guess() -> None:
     evidence = make("temperature")
     assert "0.9" in attribute(evidence).detail
-    assert attribute(replace(evidence, entropies=None)).cause == "temperature"
+    found = attribute(replace(evidence, entropies=None))
+    assert (found.cause, found.runner_up) == ("unknown", "temperature")
 
 
 @pytest.mark.parametrize("cause", ["none", "truncated_sampling", "other_weights", "routing", "misalignment"])

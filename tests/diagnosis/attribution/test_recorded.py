@@ -124,7 +124,8 @@ def test_a_setting_that_changed_in_the_run_is_named_and_its_step_is_told(write_r
 def drifted(share: float, seed: int = 5) -> Any:
     """The trainer's logits after ``share`` of an update that depends on the token and the context."""
     generator = np.random.default_rng(seed)
-    return lambda x: x + share * generator.normal(0, 0.6, 30) + share * generator.normal(0, 0.8, x.shape)
+    token = generator.normal(0, 0.6, 30)  # the same in every context
+    return lambda x: x + share * token + share * generator.normal(0, 0.8, x.shape)
 
 
 def test_weights_that_stop_arriving_show_as_a_mismatch_that_grows(write_run: Any) -> None:
@@ -152,6 +153,42 @@ def test_syncs_that_fail_now_and_then_come_and_go(write_run: Any) -> None:
     assert rollouts is not None
     found = attribute_run(rollouts, {"declared": {"engine": SAME | {"weight_version": 0}, "trainer": SAME}})
     assert found is not None and found.cause == "stale_weights" and "comes and goes" in found.reasons[0]
+
+
+def scattered(size: float, seed: int, *, late: bool = False) -> Any:
+    """The trainer's logits after something that depends on the context alone; if ``late``, on the second half of it."""
+    generator = np.random.default_rng(seed)
+    return lambda x: x + size * generator.normal(0, 0.8, x.shape) * (np.arange(len(x)) >= 10 * late)[:, None]
+
+
+def course_answer(write_run: Any, sizes: list[float], *, late: bool = False) -> tuple[Any, Any]:
+    parts = [rows(range(s, s + 1), scattered(size, s, late=late), seed=s) for s, size in enumerate(sizes)]
+    rollouts = read_rollouts(write_run(metrics(len(sizes)), parts))
+    assert rollouts is not None
+    info = {"declared": {"engine": SAME | {"weight_version": 0}, "trainer": SAME}}
+    return course_of(rollouts), attribute_run(rollouts, info)
+
+
+def test_a_replica_with_other_settings_comes_and_goes_as_well(write_run: Any) -> None:
+    """Nothing tells it from a sync that fails now and then, so no cause is named, and the test that decides is."""
+    course, found = course_answer(write_run, [0.0, 0.3] * 5)
+    assert course.comes_and_goes and not course.gathers
+    assert (found.cause, found.confidence) == ("unknown", 0.0)
+    assert "precision" in found.alternatives and "every engine" in found.next_test
+
+
+def test_what_gathers_until_the_next_sync_is_weights(write_run: Any) -> None:
+    course, found = course_answer(write_run, [0.0, 0.2, 0.4, 0.6] * 3)
+    assert course.comes_and_goes and course.gathers
+    assert found.cause == "stale_weights" and "precision" in found.alternatives
+
+
+def test_what_grows_and_begins_late_in_responses_is_not_weights(write_run: Any) -> None:
+    sizes = [0.0] * 4 + [0.1 * step for step in range(1, 9)]
+    course, found = course_answer(write_run, sizes, late=True)
+    assert course.grows and found.cause == "unknown" and any("begins later" in text for text in found.reasons)
+    _, everywhere = course_answer(write_run, sizes)
+    assert everywhere.cause == "stale_weights"
 
 
 def test_one_bad_row_from_half_way_on_is_not_blamed_on_weights(write_run: Any) -> None:

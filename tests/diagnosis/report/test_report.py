@@ -103,7 +103,7 @@ def test_report_says_what_is_wrong_and_shows_the_length_trap(write_run: Any) -> 
     info = {"correction": "Correction(weight=None, keep=(RatioBand(low=0.5, high=2.0, level='sequence'),))"}
     html = write_report(write_run(rows, [tokens], info)).read_text(encoding="utf-8")
     assert '<strong class="critical">critical</strong> Engine mismatch' in html and "Judged: steps 1 to 4;" in html
-    assert "misaligned log-probs" in html and "a constant factor" in html  # -1.1 for every -1.0
+    assert "misaligned log-probs" in html and "differ by the same number" in html  # -1.1 for every -1.0
     assert "length trap" in html and "grows with its length" in html and "Dropped responses by length" in html
     assert "Shaded: 95 % interval" in html
 

@@ -77,6 +77,36 @@ def test_only_one_request_sends_the_weights_and_none_goes_before_it(monkeypatch,
     assert (server.loads, server.label, server.asked_before_loading) == (1, "mine:4", 0)
 
 
+class KilledBeforeTheLabel(RestartedServer):
+    """Is killed and started anew after its first load, so that the request for the label is repeated."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.left = times
+
+    def post(self, path: str, body: dict[str, Any], *, recover: Any = None, **_: Any) -> Any:
+        if path == "/update_weight_version" and body["new_version"] == "mine:4" and self.left:
+            self.left -= 1
+            self.label = "default"
+            recover()  # before the next try
+        super().post(path, body)
+        return {"success": True}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_server_started_anew_before_its_label_is_loaded_again(monkeypatch, tmp_path, times):
+    server = KilledBeforeTheLabel(times)
+    engine = engine_of(server, monkeypatch, tmp_path)
+    engine._load(tmp_path)
+    assert (server.label, server.loads) == ("mine:4", times + 1)
+
+
+def test_a_server_that_is_always_started_anew_is_an_error(monkeypatch, tmp_path):
+    engine = engine_of(KilledBeforeTheLabel(99), monkeypatch, tmp_path)
+    with pytest.raises(SyncError, match="started anew at each of 3 loads"):
+        engine._load(tmp_path)
+
+
 def test_of_two_ranks_that_meet_a_fresh_server_one_sends(monkeypatch, tmp_path):
     """A rank that sends nothing at a sync checks as well: else it would sample from the old weights, unseen."""
     server = RestartedServer()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.weights import files as weight_files
 from trl_offpolicy.engines.weights.files import (
-    RunFolder,
+    WeightVersions,
     require_writable,
     safe_child,
     verify,
@@ -81,7 +81,7 @@ def version(folder, name):
 
 
 def test_only_the_named_versions_of_this_run_and_nothing_of_dead_ones_are_kept(tmp_path):
-    mine, theirs = RunFolder(tmp_path, "mine"), RunFolder(tmp_path, "theirs")
+    mine, theirs = WeightVersions(tmp_path, "mine"), WeightVersions(tmp_path, "theirs")
     mine.claim()
     theirs.claim()
     for name in ("mine-1", "mine-2", "mine-3", "theirs-1", "killed-7"):
@@ -98,7 +98,7 @@ def test_only_the_named_versions_of_this_run_and_nothing_of_dead_ones_are_kept(t
 
 def test_nothing_is_left_at_the_end_and_the_run_can_go_on(tmp_path):
     folder = tmp_path / "weights"
-    run = RunFolder(folder, "mine")
+    run = WeightVersions(folder, "mine")
     run.close()  # nothing was written
     assert not run.removed
     for number in range(2):
@@ -110,7 +110,7 @@ def test_nothing_is_left_at_the_end_and_the_run_can_go_on(tmp_path):
 
 
 def test_two_processes_cannot_be_the_same_run(tmp_path):
-    one, other = RunFolder(tmp_path, "mine"), RunFolder(tmp_path, "mine")
+    one, other = WeightVersions(tmp_path, "mine"), WeightVersions(tmp_path, "mine")
     one.claim()
     one.claim()
     with pytest.raises(EngineError, match="run must be the name of one run alone"):
@@ -118,7 +118,7 @@ def test_two_processes_cannot_be_the_same_run(tmp_path):
 
 
 def test_what_a_process_wrote_goes_with_it(tmp_path):
-    run = RunFolder(tmp_path / "weights", "mine")
+    run = WeightVersions(tmp_path / "weights", "mine")
     run.claim()
     version(run.folder, "mine-0")
     folder = run.folder

@@ -121,6 +121,7 @@ def run_advantages(options, batch):
 
     options = dict(options)
     name, mask = options.pop("adv_estimator"), batch[options.pop("mask")]
+    groups = batch[options.pop("groups", "groups")]
     if "token_baseline" in name:
         options["old_log_probs"], options["sum_pi_squared"] = batch["filled_old"], batch["squares"]
         options["rollout_is_weights"] = batch["weights"] if options.pop("weighted") else None
@@ -130,7 +131,7 @@ def run_advantages(options, batch):
     found, _ = core_algos.get_adv_estimator_fn(name)(
         token_level_rewards=batch["token_rewards"].clone(),
         response_mask=mask,
-        index=batch["groups"].long().numpy(),
+        index=groups.long().numpy(),
         config=AlgoConfig(**of_config),
         **options,
     )

@@ -173,3 +173,11 @@ def test_formula_names_the_mode():
 def test_bad_options_are_named(options, error, message):
     with pytest.raises(error, match=message):
         presets.from_trl(**options)
+
+
+def test_the_older_name_of_the_cap_wins_as_in_trl():
+    with pytest.warns(UserWarning, match="^vllm_importance_sampling_cap is read as vllm_importance_sampling_clip_max"):
+        preset = presets.from_trl(vllm_importance_sampling_cap=2.5, vllm_importance_sampling_clip_max=9.0)
+
+    assert preset.correction == presets.from_trl(vllm_importance_sampling_clip_max=2.5).correction
+    assert presets.from_trl(vllm_importance_sampling_cap=None).correction == presets.from_trl().correction

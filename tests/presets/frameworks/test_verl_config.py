@@ -154,7 +154,7 @@ def test_all_of_the_configuration_or_its_parts_say_the_same():
     assert objective.kl == KLPenalty(coef=0.001, estimator="k3+", max_value=10.0)
     assert (objective.entropy_coef, objective.entropy_aggregation) == (0.01, "loss")
     assert (objective.aggregation, objective.max_length) == ("seq_mean_token_sum_norm", 2048)
-    assert built[0].advantages == advantages.GRPO(scale="none", epsilon=1e-6)
+    assert built[0].advantages == advantages.GRPO(scale="none", epsilon=1e-6, alone="return")
 
 
 def test_the_rest_of_a_section_that_is_not_about_the_loss_is_named_once():
@@ -204,14 +204,20 @@ def test_what_verls_trainer_overwrites_is_not_read():
     ("options", "estimator"),
     [
         ({}, None),
-        ({"adv_estimator": "grpo"}, advantages.GRPO(epsilon=1e-6)),
-        ({"adv_estimator": "grpo_vectorized"}, advantages.GRPO(epsilon=1e-6)),
-        ({"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, advantages.GRPO(scale="none", epsilon=1e-6)),
-        ({"adv_estimator": "rloo"}, advantages.RLOO()),
+        ({"adv_estimator": "grpo"}, advantages.GRPO(epsilon=1e-6, alone="return")),
+        ({"adv_estimator": "grpo_vectorized"}, advantages.GRPO(epsilon=1e-6, alone="return")),
+        (
+            {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
+            advantages.GRPO(scale="none", epsilon=1e-6, alone="return"),
+        ),
+        ({"adv_estimator": "rloo"}, advantages.RLOO(alone="return")),
         ({"adv_estimator": "rloo_vectorized"}, advantages.RLOO()),
-        ({"adv_estimator": "opo"}, advantages.OPO()),
-        ({"adv_estimator": "reinforce_plus_plus_baseline"}, advantages.REINFORCEPlusPlusBaseline()),
-        ({"adv_estimator": "gpg"}, advantages.GPG()),
+        ({"adv_estimator": "opo"}, advantages.OPO(alone="return")),
+        (
+            {"adv_estimator": "reinforce_plus_plus_baseline"},
+            advantages.REINFORCEPlusPlusBaseline(alone="return"),
+        ),
+        ({"adv_estimator": "gpg"}, advantages.GPG(alone="return")),
         ({"adv_estimator": "grpo_passk"}, advantages.PassK(epsilon=1e-6)),
         (
             {"adv_estimator": "grpo_passk", "norm_adv_by_std_in_grpo": False},

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from trl_offpolicy.diagnosis.attribution.alternatives import against, alternatives
 from trl_offpolicy.diagnosis.attribution.evidence import Declared, Level, Seen, TokenEvidence, differences, excluded
 from trl_offpolicy.diagnosis.attribution.features import Features, extract
 from trl_offpolicy.diagnosis.attribution.hypotheses import FLEXIBLE
@@ -59,6 +60,7 @@ class Attribution:
         explained: share of the mismatch that the cause explains, 0 to 1; NaN if it was not tested.
         parts: (cause, share of the mismatch) of each part where two causes were found together.
         next_test: what to run or look at next; empty if the cause was seen.
+        alternatives: causes that leave the same evidence and that nothing rules out; ``next_test`` tells them apart.
     """
 
     cause: str
@@ -73,6 +75,7 @@ class Attribution:
     explained: float = math.nan
     parts: tuple[tuple[str, float], ...] = ()
     next_test: str = ""
+    alternatives: tuple[str, ...] = ()
 
 
 def coarse_of(cause: str) -> str:
@@ -108,7 +111,7 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     features = extract(evidence)
     signatures = [s for s in read_signatures(features, limits) if not _impossible(evidence, s.cause)]
     answers = [
-        *_seen(evidence),
+        *_seen(evidence, features),
         *_tested(evidence),
         *_by_trace(evidence, features, signatures),
     ]
@@ -118,7 +121,10 @@ def attribute(evidence: TokenEvidence, limits: Limits | None = None) -> Attribut
     first = {s.cause: s for s in reversed(signatures)}
     for cause in ("dropout", "unreported_sampling", "none"):
         if first[cause].score >= 0.5 and not (cause == "dropout" and certain):
-            chosen = _Answer(cause, CONFIDENCE[cause], first[cause].reason, "log-probs")
+            sure = CONFIDENCE[cause]
+            if cause == "dropout" and evidence.trainer is not None and evidence.trainer.dropout == 0.0:
+                sure *= DECLARED_EQUAL
+            chosen = _Answer(cause, sure, first[cause].reason, "log-probs")
             return _report(evidence, features, chosen, [])
     named = [one for one in answers if one.confidence >= NAMED]
     chosen = named[0] if named else _unknown(answers)
@@ -134,6 +140,7 @@ def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others
         side = at_fault(evidence, evidence.tested[REFERENCE])
         reasons.append(f"scored plainly, the same tokens disagree with the {side}: its side is at fault")
     reasons += [one.text for one in evidence.seen if one.text not in chosen.reason]
+    alike = alternatives(evidence, chosen.cause) if chosen.basis in ("log-probs", "declared") else None
     return Attribution(
         cause=chosen.cause,
         coarse=coarse_of(chosen.cause),
@@ -146,7 +153,8 @@ def _report(evidence: TokenEvidence, features: Features, chosen: _Answer, others
         basis=chosen.basis,
         explained=chosen.explained,
         parts=chosen.parts,
-        next_test=_next_test(evidence, chosen, runner),
+        next_test=" ".join(filter(None, (_next_test(evidence, chosen, runner), "" if alike is None else alike.text))),
+        alternatives=() if alike is None else alike.causes,
     )
 
 
@@ -161,7 +169,7 @@ def _unknown(answers: Sequence[_Answer]) -> _Answer:
 
 
 def _next_test(evidence: TokenEvidence, chosen: _Answer, runner: _Answer | None) -> str:
-    if chosen.cause == "none" or chosen.basis == "seen":
+    if chosen.cause == "none" or (chosen.basis == "seen" and chosen.cause != "unknown"):
         return ""
     if chosen.cause in CAUSES:
         return CAUSES[chosen.cause].confirm
@@ -181,9 +189,9 @@ def _next_test(evidence: TokenEvidence, chosen: _Answer, runner: _Answer | None)
 
 CONFIDENCE = {
     "none": 0.95,
-    "unreported_sampling": 0.9,
+    "unreported_sampling": 0.8,
     # Traces in log-probs that hardly any other cause leaves.
-    "tool_tokens": 0.98,
+    "tool_tokens": 0.85,
     "misalignment": 0.9,
     "temperature": 0.85,
     "truncated_sampling": 0.85,
@@ -199,6 +207,8 @@ SEEN = {"precision": 0.8, "parallelism": 0.4}
 """The same for a difference that was seen: these two are there in many healthy runs, any other is the cause."""
 DECLARED_EQUAL = 0.7
 """Factor for a cause of which both sides declare that it is equal: a declaration may be wrong."""
+CONTRADICTED = 0.5
+"""Factor for a cause that something in the log-probs speaks against: it is then below what is named."""
 DECLARED = 0.75
 """The same where both sides declare a difference and the log-probs do not contradict it."""
 
@@ -209,7 +219,9 @@ sampling has other forms than those that are tested."""
 IN_PART = 0.8
 """The same for weights that are like a part of those at hand."""
 RIVAL, EXACTLY, AMBIGUOUS = 1.5, 1e-4, 0.6
-"""Times the share left that a rival may leave, the share at which both fit exactly, and the factor that rivals cost."""
+"""Times the share left that a rival may leave, the share at which both fit exactly, and the factor that this costs."""
+UNDECIDED = 0.5
+"""The factor where a rival fits as well: neither is named."""
 
 
 def _of_left(cause: str, left: float, *, exact: bool = False) -> float:
@@ -250,15 +262,29 @@ def _impossible(evidence: TokenEvidence, cause: str) -> bool:
     )
 
 
-def _seen(evidence: TokenEvidence) -> list[_Answer]:
-    """One answer per cause that was seen, with all its differences."""
+def _seen(evidence: TokenEvidence, features: Features) -> list[_Answer]:
+    """One answer per cause that was seen, with all its differences.
+
+    Formats differ in many healthy runs: if the tokens contradict them, something else is wrong as well.
+    """
     grouped: dict[str, list[Seen]] = {}
     for one in evidence.seen:
         grouped.setdefault(one.cause, []).append(one)
     return [
-        _Answer(cause, SEEN.get(cause, 0.95), "; ".join(one.text for one in found), "seen", detail=found[0].what)
+        _held_against(
+            evidence, features,
+            _Answer(cause, SEEN.get(cause, 0.95), "; ".join(one.text for one in found), "seen", detail=found[0].what),
+        )
         for cause, found in grouped.items()
-    ]
+    ]  # fmt: skip
+
+
+def _held_against(evidence: TokenEvidence, features: Features, answer: _Answer) -> _Answer:
+    """The answer, less sure if something speaks against it."""
+    but = "" if answer.cause not in SEEN and answer.basis == "seen" else against(evidence, features, answer.cause)
+    if not but:
+        return answer
+    return replace(answer, confidence=CONTRADICTED * answer.confidence, reason=f"{answer.reason}; but {but}")
 
 
 # --------------------------------------------------------------------------------------------------- what was tested
@@ -313,7 +339,14 @@ def _less_sure(answers: list[_Answer]) -> list[_Answer]:
         ]  # fmt: skip
         flexible = f"{one.cause}:".startswith(FLEXIBLE)
         beaten = [other for other in rivals if flexible or not f"{other.cause}:".startswith(FLEXIBLE)]
-        found.append(replace(one, confidence=AMBIGUOUS * one.confidence) if beaten and not one.parts else one)
+        if not beaten or one.parts:
+            found.append(one)
+            continue
+        best = max(beaten, key=lambda other: other.explained)
+        as_well = 1 - best.explained <= RIVAL * left
+        factor = UNDECIDED if as_well else AMBIGUOUS
+        text = f"; {best.cause.replace('_', ' ')} {best.detail} leaves {1 - best.explained:.1%}".rstrip()
+        found.append(replace(one, confidence=factor * one.confidence, reason=one.reason + text))
     return found
 
 
@@ -359,14 +392,16 @@ def _by_trace(evidence: TokenEvidence, features: Features, signatures: Sequence[
         if trace.cause in DIFFUSE and trace.cause in ruled_out:
             confidence *= DECLARED_EQUAL
         detail = _temperature(features) if trace.cause == "temperature" else ""
-        answers.append(_Answer(trace.cause, confidence, trace.reason, "log-probs", detail))
+        answer = _Answer(trace.cause, confidence, trace.reason, "log-probs", detail)
+        answers.append(_held_against(evidence, features, answer))
     # Later tests assume that the earlier ones failed: a trace counts only up to the first one that is clear.
     clear = next((n for n, s in enumerate(passed) if s.cause not in DIFFUSE), None)
     if clear is not None:
         return answers[: clear + 1]
     if evidence.engine is None or evidence.trainer is None:
         return answers[:1]
-    return answers[:1] + _declared(evidence.engine, evidence.trainer, signatures, passed)
+    declared = _declared(evidence.engine, evidence.trainer, signatures, passed)
+    return answers[:1] + [_held_against(evidence, features, one) for one in declared]
 
 
 def _denied(evidence: TokenEvidence, cause: str) -> bool:

@@ -37,6 +37,8 @@ LEAST_TOKENS = 50
 FLOORS = {"float32": 1e-6, "fp32": 1e-6, "float16": 5e-5, "fp16": 5e-5, "half": 5e-5}
 LARGEST_FLOOR = 5e-3
 """Largest KL k3 between two scorings that arithmetic explains, nats per token: float32, float16, and bfloat16."""
+SAME_TOKEN = 0.02
+"""|d| in nats up to which a log-prob that may be the most likely token's is that of the sampled one."""
 FORCED = -1e-3
 """log(old / mu) below which a token that the engine was certain of is not one that the trainer was certain of, too."""
 
@@ -59,9 +61,13 @@ class Features:
         temperature_slope: s; 1 - 1 / T at small mismatch.
         surprise_fit: R^2 of d on a and a^2: the part of d that follows from the token's log-prob.
         unit_fit: R^2 of d = s a.
-        clipped: share of tokens (a count) at the smallest a.
+        clipped: share of tokens (a count) at the smallest a whose b is lower, and not the same for all of them.
         forced: share of the k3 at tokens whose a is exactly 0 although the trainer gives them a probability below 1.
         forced_alone: share of these tokens without another one beside them.
+        forced_last: share of these tokens in runs up to the end of their row.
+        all_zero: every a is exactly 0.
+        scatter: what d spreads beyond the noise, between its 5 % and 95 % quantiles / |median d|; infinite where the
+            median is noise.
         shift: distance between a[t] and b[t + s] of the best s in -3..3 / distance in place, in the rows that disagree.
         onset: share of disagreeing rows that agree up to a token and hardly ever after it.
         disagreeing_rows: share of rows (a count) that hold disagreement well above the noise.
@@ -71,6 +77,9 @@ class Features:
         elsewhere: share of the disagreeing tokens (a count) whose a is another token's b, beyond chance.
         above_entropy: share of tokens (a count) whose -a is above the entropy; 0 = a is never that of a rare token.
         deep: share of tokens (a count) to which the trainer gives less than a tenth of the engine's probability.
+        top_z: tokens that agree, less the sum of e^a, in standard errors: if a is the most likely token's log-prob, a
+            token agrees where it is that one, and that has the probability e^a.
+        missing_tail: nats by which -b - H must fall short at least if d is the log of a kept mass.
         exact_rows: share of rows (a count) that agree at every token although others do not.
         rewritten: distance between a and the best simple function of b (running sum, probability, other base) /
             distance in place.
@@ -113,6 +122,11 @@ class Features:
     trusted_floor: float = float("inf")
     both_low: bool = False
     forced_alone: float = 0.0
+    forced_last: float = 0.0
+    all_zero: bool = False
+    scatter: float = float("inf")
+    top_z: float = float("nan")
+    missing_tail: float = float("nan")
 
 
 def kl_k3(log_ratio: Array) -> float:
@@ -158,7 +172,7 @@ def extract(evidence: TokenEvidence) -> Features:
         temperature_slope=slope,
         surprise_fit=_r_squared(flat, np.stack([np.ones_like(log_mu), log_mu, log_mu**2], 1)),
         unit_fit=_r_squared(flat, log_mu[:, None], centred=False),
-        clipped=float(np.mean(log_mu <= log_mu.min() + 1e-9)),
+        clipped=_clipped(log_mu, flat, noise),
         forced=float(size[(log_mu == 0.0) & (flat < FORCED)].sum() / max(size.sum(), 1e-60)),
         shift=_shift(a[rows], b[rows], d[rows], noise),
         onset=_onset(d[rows], noise),
@@ -177,7 +191,50 @@ def extract(evidence: TokenEvidence) -> Features:
         trusted_floor=trusted_floor(evidence),
         both_low=_both_low(evidence),
         forced_alone=_alone(seen & (a == 0.0) & (d < FORCED)),
+        forced_last=_last(seen & (a == 0.0) & (d < FORCED), seen),
+        all_zero=not np.any(log_mu),
+        scatter=_scatter(flat, noise),
+        top_z=_top_z(log_mu, flat),
+        missing_tail=_missing_tail(flat),
     )
+
+
+def _clipped(log_mu: Array, d: Array, noise: float) -> float:
+    """Share of tokens at the lowest log-prob that the trainer finds lower still, each by its own amount.
+
+    Short answers repeat one log-prob as well: that of a rare answer. There the trainer's repeat, too.
+    """
+    cut = (log_mu <= log_mu.min() + 1e-9) & (d < -4 * noise)
+    values = np.unique(np.round(d[cut], 4))
+    return float(np.mean(cut)) if 2 * len(values) > cut.sum() else 0.0
+
+
+def _scatter(d: Array, noise: float) -> float:
+    low, middle, high = np.quantile(d, (0.05, 0.5, 0.95))
+    return float(max(high - low - 4 * noise, 0.0) / abs(middle)) if abs(middle) > 20 * noise else float("inf")
+
+
+def _top_z(log_mu: Array, d: Array) -> float:
+    chance = np.exp(np.minimum(log_mu, 0.0))
+    spread = float(np.sqrt(np.sum(chance * (1 - chance))))
+    return float(np.sum((np.abs(d) < SAME_TOKEN) - chance)) / spread if spread else float("nan")
+
+
+def _missing_tail(d: Array) -> float:
+    """Mean of t (-log t), t = 1 - e^d.
+
+    To first order, tokens of a total probability t that are never drawn lower the mean of -log p by this below the
+    entropy, and by more if they are many.
+    """
+    missing = np.clip(-np.expm1(np.minimum(d, 0.0)), 0.0, 1.0)
+    return float(np.mean(np.where(missing > 0, -missing * np.log(np.where(missing > 0, missing, 1.0)), 0.0)))
+
+
+def _last(marked: Array, seen: Array) -> float:
+    """Share of the marked tokens (B, T) after which no token of their row is unmarked."""
+    other = seen & ~marked
+    later = np.flip(np.cumsum(np.flip(other, 1), 1), 1) > 0
+    return float((marked & ~later).sum()) / max(1, int(marked.sum()))
 
 
 def _alone(marked: Array) -> float:
@@ -209,16 +266,30 @@ def _surprise(evidence: TokenEvidence, b: Array) -> tuple[float, float]:
     """Mean of -b - H and its z value.
 
     The expected value of -log p of a drawn token is the entropy, whatever came before. So the sum is a martingale, and
-    tokens of one row count as independent.
+    tokens of one row count as independent. Copies of a row count once. Entropies that no distribution with these
+    log-probs has say nothing.
     """
-    if evidence.entropies is None:
+    if evidence.entropies is None or _impossible_entropies(evidence.entropies, b):
         return float("nan"), float("nan")
-    excess = -b - evidence.entropies
+    rows = np.unique(np.nan_to_num(b, nan=1.0).round(3), axis=0, return_index=True)[1]
+    excess = (-b - evidence.entropies)[rows]
     values = excess[np.isfinite(excess)]
     if values.size < LEAST_TOKENS or not values.std():
         return float("nan"), float("nan")
     mean = float(values.mean())
     return mean, mean * float(np.sqrt(values.size)) / float(values.std())
+
+
+def _impossible_entropies(entropies: Array, b: Array) -> bool:
+    """Whether they are lower than a distribution allows that gives a token the probability e^b.
+
+    The least entropy is that of two tokens, p and 1 - p.
+    """
+    p = np.exp(np.minimum(b, 0.0))
+    rest = np.clip(1 - p, 1e-12, 1.0)
+    least = -p * np.minimum(b, 0.0) - rest * np.log(rest)
+    known = np.isfinite(least) & np.isfinite(entropies)
+    return bool(known.any()) and float(np.mean(entropies[known] < 0.98 * least[known] - 1e-3)) > 0.01
 
 
 def fitting_rows(a: Array, b: Array, rows: Array) -> dict[int, tuple[int, float]]:

@@ -242,7 +242,7 @@ def _common(search: _Search) -> Iterator[Intervention]:
         "misalignment", lambda count: f"the first {count:.0f} of the response's tokens lost",
         lambda count, rows: bench.score_without(rows, int(count), width=search.width), (1.0, 2.0),
     )  # fmt: skip
-    for name, layout in layouts(bench.prompt_ids, bench.completion_ids, search.rows, pad_ids=bench.pads).items():
+    for name, layout in layouts(bench.prompt_ids, search.rows, pad_ids=bench.pads).items():
         yield _of_change(search, name, _Change(layout=layout))
 
 

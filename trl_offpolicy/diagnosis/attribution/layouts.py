@@ -90,9 +90,7 @@ def _allowed(length: int, padding: int, layout: Layout) -> Tensor:
     return seen
 
 
-def layouts(
-    prompt_ids: Ids, completion_ids: Ids, rows: Sequence[int], *, pad_ids: Sequence[int]
-) -> dict[str, tuple[Layout, int]]:
+def layouts(prompt_ids: Ids, rows: Sequence[int], *, pad_ids: Sequence[int]) -> dict[str, tuple[Layout, int]]:
     """What may be tested on these rows, by ``cause:detail``: the layout, and the width of the prompts."""
     widest = max(len(ids) for ids in prompt_ids)
     found: dict[str, tuple[Layout, int]] = {}

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.alternatives import LOOK_ALIKES, against
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
 from trl_offpolicy.diagnosis.attribution.by_lag import recorded_shares
 from trl_offpolicy.diagnosis.attribution.evidence import Compared, Declared, Seen, TokenEvidence, padded
 from trl_offpolicy.diagnosis.attribution.features import rank_correlation
-from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS
+from trl_offpolicy.diagnosis.attribution.signatures import DIFFUSE, OTHER_WEIGHTS, Limits
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.run_folder.layout import (
     COMPLETION_IDS,
@@ -38,10 +39,14 @@ GROWING, GROWING_RANK = 1.5, 0.5
 it grows."""
 COMES_AND_GOES = (0.15, 0.85)
 """Share of steps without a mismatch, after the first one with it."""
+GATHERED, LEAST_STRETCHES = 1.3, 2
+"""The last step of a stretch with a mismatch over the first, from which it gathers, and the stretches that show it."""
 LEAST_STEPS = 4
 """Steps with a mismatch from which its course is judged."""
 ALL_ROWS = 0.7
 """Least share of rows that disagree: other weights change every row."""
+EVEN = (0.5, 2.0)
+"""First tokens over all within which a mismatch that grows with the steps has no place in the response."""
 COURSE_CONFIDENCE = 0.8
 """Confidence in such an answer, set by hand."""
 LEAST_STALENESS = 0.1
@@ -165,14 +170,46 @@ def _with_course(found: Attribution, course: Course, evidence: TokenEvidence) ->
         return replace(found, reasons=(*found.reasons, course.text))
     if not (course.grows or course.comes_and_goes):
         return replace(found, reasons=(*found.reasons, course.text + ": look at what changed there"))
+    if but := _not_weights(course, found, evidence):
+        reasons = (*found.reasons, f"{course.text}, as weights that do not arrive now and then would; but {but}")
+        return replace(
+            found, cause="unknown", coarse="unknown", confidence=0.0, reasons=reasons,
+            runner_up=(found.runner_up or OTHER_WEIGHTS) if found.cause == "unknown" else found.cause,
+            next_test=LOOK_ALIKES["stale_weights"].text, alternatives=LOOK_ALIKES["stale_weights"].causes,
+        )  # fmt: skip
     synced = evidence.engine is not None and evidence.engine.weight_version is not None
     says = " although both sides declare the same weights" if synced else ""
     return replace(
         found, cause="stale_weights" if synced else OTHER_WEIGHTS, coarse=OTHER_WEIGHTS, confidence=COURSE_CONFIDENCE,
         runner_up=found.cause if found.cause != "unknown" else found.runner_up, detail="", basis="log-probs",
         reasons=(course.text + says + ": weights that do not arrive do that", *found.reasons),
-        next_test=CAUSES["stale_weights"].confirm,
+        next_test=f"{CAUSES['stale_weights'].confirm} {LOOK_ALIKES['stale_weights'].text}",
+        alternatives=LOOK_ALIKES["stale_weights"].causes,
     )  # fmt: skip
+
+
+def _not_weights(course: Course, found: Attribution, evidence: TokenEvidence) -> str:
+    """What speaks against weights that do not arrive; empty if nothing does.
+
+    A replica with other settings, or other prompts in some steps, come and go as well. Only weights that change make
+    equal tokens differ alike. From nothing, and then more with each step, is what only they do.
+    """
+    if but := against(evidence, found.features, "stale_weights"):
+        return but
+    alike, early = found.features.by_token, found.features.early
+    if alike >= Limits().by_token:
+        return ""
+    if course.comes_and_goes and not course.grows and not course.gathers:
+        return (
+            f"equal tokens do not differ alike (correlation {alike:.2f}), and it does not grow until it goes: engines "
+            "with other settings, or other prompts in these steps, are as likely"
+        )
+    if not EVEN[0] <= early <= EVEN[1]:
+        return (
+            f"the first tokens differ {early:.2g} times as much as the average token, so something that grows with the "
+            "length is as likely (a window, scaled positions)"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
@@ -186,6 +223,7 @@ class Course:
         since: first step with it.
         grows: from then on it grows with the steps.
         comes_and_goes: from then on some steps do not have it.
+        gathers: where it comes and goes, it is larger at the end of a stretch of steps than at its beginning.
         differing: the recorded steps with it.
     """
 
@@ -195,6 +233,7 @@ class Course:
     grows: bool
     comes_and_goes: bool
     differing: tuple[int, ...]
+    gathers: bool = False
 
     @property
     def text(self) -> str:
@@ -241,7 +280,16 @@ def course_of(rollouts: RecordedRollouts, steps: tuple[int, int] | None = None) 
     ranks = rank_correlation(np.arange(len(grown)), grown)
     grows = len(grown) >= LEAST_STEPS and ranks > GROWING_RANK
     grows = grows and grown[-third:].mean() > GROWING * grown[:third].mean()
-    return Course(low, high, int(known[begin]), bool(grows), bool(comes_and_goes), tuple(known[differs].tolist()))
+    differing = tuple(known[differs].tolist())
+    return Course(low, high, int(known[begin]), bool(grows), bool(comes_and_goes), differing, _gathers(sizes, differs))
+
+
+def _gathers(sizes: Any, differs: Any) -> bool:
+    """Whether the mismatch grows from step to step while it lasts: each update that is missed adds to it."""
+    places = np.flatnonzero(differs)
+    stretches = [one for one in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(one) > 1]
+    ratios = [float(sizes[one[-1]] / sizes[one[0]]) for one in stretches]
+    return len(ratios) >= LEAST_STRETCHES and float(np.median(ratios)) > GATHERED
 
 
 def _seen(info: Mapping[str, Any]) -> tuple[Seen, ...]:

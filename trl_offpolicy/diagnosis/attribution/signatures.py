@@ -25,7 +25,10 @@ class Limits:
         exact_rows: share of rows that agree at every token up to which noise in the trainer is in every token.
         forced: share of the mismatch at tokens that the engine was certain of.
         forced_alone: share of these tokens that stand alone, above which they are no tool's output.
+        forced_last: share of these tokens in runs to the end of their row, above which they are none either.
+        top_z: standard errors by which the tokens that agree may miss the number that are the most likely ones.
         unit_fit: R^2 above which log-probs differ by a factor.
+        constant: spread of d / its mean up to which all tokens differ by the same number.
         clipped: share of tokens at the smallest log-prob.
         positive: share of positive d up to which the support is truncated.
         drift: mean / root mean square of d below which it is.
@@ -53,7 +56,10 @@ class Limits:
     exact_rows: float = 0.05
     forced: float = 0.5
     forced_alone: float = 0.5
+    forced_last: float = 0.5
+    top_z: float = 4.0
     unit_fit: float = 0.98
+    constant: float = 0.01
     clipped: float = 0.05
     positive: float = 0.02
     drift: float = -0.3
@@ -150,8 +156,13 @@ def _dropout(f: Features, limits: Limits) -> Signature:
 
 
 def _top_token(f: Features, limits: Limits) -> Signature:
-    """The engine's log-probs are never those of a rare token, although the trainer finds rare ones."""
-    score = min(below(f.above_entropy, limits.above_entropy), above(f.deep, limits.deep))
+    """The engine's log-probs are never those of a rare token, although the trainer finds rare ones.
+
+    A low temperature and a narrow truncation do that, too. But there the most likely tokens do not agree.
+    """
+    score = min(
+        below(f.above_entropy, limits.above_entropy), above(f.deep, limits.deep), below(abs(f.top_z), limits.top_z)
+    )
     text = (
         f"{f.above_entropy:.1%} of the engine's log-probs are below minus the entropy: they are those of the most "
         "likely token"
@@ -170,18 +181,26 @@ def _swapped(f: Features, limits: Limits) -> Signature:
 
 
 def _tool_tokens(f: Features, limits: Limits) -> Signature:
-    """A tool's output is a run of tokens. Zeros at single tokens are log-probs that were filled in."""
+    """A tool's output is a run of tokens, and an answer follows. Other zeros are log-probs that were filled in.
+
+    A greedy engine gives zeros alone; of these nothing is known.
+    """
     text = f"{f.forced:.0%} of the mismatch at tokens whose sampling log-prob is exactly 0"
     if f.forced_alone > limits.forced_alone:
         return Signature("misalignment", above(f.forced, limits.forced), text + ", one here and one there: filled in")
+    if f.forced_last > limits.forced_last and not f.all_zero:
+        text += f", {f.forced_last:.0%} of them in runs to the end of their row: filled up"
+        return Signature("misalignment", above(f.forced, limits.forced), text)
     return Signature("tool_tokens", above(f.forced, limits.forced), text)
 
 
 def _arithmetic(f: Features, limits: Limits) -> Signature:
-    """Log-probs in another unit, or clipped."""
+    """Log-probs in another unit, moved by a constant, or clipped."""
     if f.rewritten < limits.exact:
         text = f"the engine's numbers are {f.rewritten_as}, not log-probs of the tokens in nats"
         return Signature("misalignment", 1.0, text)
+    if f.scatter < limits.constant and not f.surprise_z < -limits.surprise_z:  # nor are rare tokens missing
+        return Signature("misalignment", 1.0, "all log-probs differ by the same number (another normaliser?)")
     if f.unit_fit > limits.unit_fit:
         return Signature("misalignment", 1.0, "the log-probs differ by a constant factor (another unit?)")
     return Signature(

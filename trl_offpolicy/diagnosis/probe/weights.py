@@ -140,7 +140,7 @@ def compare(interview: Interview, answers: list[dict[str, Any]], model: Any, *, 
     closer = interview.weights(names, sample=SAMPLE)
     if closer is not None:
         _sample(found, closer, stream, {} if hot else unadapted(model), set(names))
-        found.rounding = _rounding(found, closer, stream, set(names))
+        found.rounding = _rounding(closer, stream, set(names))
     return found
 
 
@@ -284,7 +284,7 @@ def _sample(
 
 
 @torch.no_grad()
-def _rounding(found: Comparison, answers: list[dict[str, Any]], stream: Stream, names: set[str]) -> str | None:
+def _rounding(answers: list[dict[str, Any]], stream: Stream, names: set[str]) -> str | None:
     """A rounding of the trainer's weights that gives the engine's, on the first few matrices that differ."""
     candidates = dict(ROUNDINGS)
     tried = 0

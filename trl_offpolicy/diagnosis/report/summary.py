@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trl_offpolicy.diagnosis.numbers import format_number
+from trl_offpolicy.rollouts.clock import TIME_METRICS
 from trl_offpolicy.run_folder.run_data import MetricsLog, read_metrics
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("noise floor", "KL k3", "", ("offpolicy/noise_floor/kl_k3",), optional=True),
     Quantity("staleness KL k3", "nats/token", "", ("offpolicy/staleness/kl_k3",), optional=True),
     Quantity("version lag", "versions", "", ("offpolicy/rollout/version_lag_mean",), optional=True),
+    *(Quantity(f"{part} time", "s/step", "", (f"offpolicy/time/{part}",), optional=True) for part in TIME_METRICS),
 )
 
 

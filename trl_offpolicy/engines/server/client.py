@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import requests
 
 from trl_offpolicy.checks import check_positive, check_whole
-from trl_offpolicy.engines.engine import EngineError, EngineUnreachable
+from trl_offpolicy.engines.engine import EngineUnreachable
 from trl_offpolicy.engines.server.contact import Refused, check_base_url, knock, one_line
 
 logger = logging.getLogger(__name__)
@@ -124,13 +124,6 @@ class ServerClient:
         if response.status_code != 200:
             raise Refused(response.status_code, _message(response))
         return _json(response)
-
-    def is_up(self) -> bool:
-        """True if the server's health check succeeds."""
-        try:
-            return knock(self._session, self.base_url) is None
-        except EngineError:
-            return False
 
     def wait_until_up(self, seconds: float | None = None) -> None:
         """Wait for a server that is starting.

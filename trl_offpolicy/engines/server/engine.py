@@ -48,7 +48,7 @@ from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.truncation import is_truncated
 from trl_offpolicy.engines.weights.broadcast import Sender, own_address
 from trl_offpolicy.engines.weights.files import (
-    RunFolder,
+    WeightVersions,
     require_writable,
     safe_child,
     write_adapter,
@@ -63,7 +63,13 @@ logger = logging.getLogger(__name__)
 Transfer = Literal["auto", "folder", "adapter", "broadcast"]
 MAIN_PATIENCE = 60.0
 """Seconds that another rank waits for the main one to send the weights to a server that was started anew."""
+_LOADS = 3
+"""Times that weights are sent to a server that is started anew while it loads them."""
 _RECOVERIES = 2  # vLLM's first load after a failed one can meet what that one left
+
+
+class _StartedAnew(Exception):
+    """The server was started anew between a load and its label."""
 
 
 class ServerEngine:
@@ -116,7 +122,7 @@ class ServerEngine:
         self._sent: Path | None = None
         self._adapter: str | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
-        self._versions = RunFolder(self.folder, self.run)
+        self._versions = WeightVersions(self.folder, self.run)
         self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
         base, self._routes = meet(self.client)
         self.model = str(base["id"])
@@ -369,7 +375,8 @@ class ServerEngine:
             self._broadcast.close()  # a group in which a transfer broke off is of no further use
             self._broadcast = None
             raise SyncError(f"{error} {self._recover(before, str(error))}") from error
-        self._set_label(self._label)
+        if not self._labelled():
+            raise SyncError(f"The vLLM server at {self.client.base_url} was started anew while it took the weights.")
         return size
 
     def _sender(self) -> Sender:
@@ -404,7 +411,20 @@ class ServerEngine:
             SyncError: it did not load them; the message says which weights it has then.
         """
         self._require_fit()
-        before = self._server_label()
+        for _ in range(_LOADS):
+            before = self._server_label()
+            self._take(target, before)
+            # before its first adapter a server has the label of a fresh one, and a new start cannot be told
+            if self._labelled(looks=self._adapter is None or before != FRESH):
+                break
+            logger.warning("The server was started anew while it loaded version %s: loading it again.", self.version)
+        else:
+            raise SyncError(f"The vLLM server at {self.client.base_url} was started anew at each of {_LOADS} loads.")
+        if self._adapter is None:
+            self._held = str(target), self._label
+
+    def _take(self, target: Path, before: str) -> None:
+        """Have the server, whose label is ``before``, load a folder; it is not labelled yet."""
         try:
             if self._adapter is None:
                 self._set_label(loading(self._label))
@@ -419,9 +439,26 @@ class ServerEngine:
         except SyncError as error:
             self._set_label(unusable(str(error)))
             raise
-        self._set_label(self._label)
-        if self._adapter is None:
-            self._held = str(target), self._label
+
+    def _labelled(self, *, looks: bool = True) -> bool:
+        """Give the weights that were loaded their label; False if the server was started anew since and lacks them.
+
+        A request that is repeated would otherwise put the label on the weights with which the server was started.
+
+        Args:
+            looks: whether the label that it has until then tells a new start.
+        """
+
+        def require_same_server() -> None:
+            if looks and self._server_label() == FRESH:
+                raise _StartedAnew
+
+        try:
+            require_same_server()
+            self._set_label(self._label, recover=require_same_server)
+        except _StartedAnew:
+            return False
+        return True
 
     def _require_fit(self) -> None:
         """Raise if names or shapes of the weights are not those of the server's model. Nothing has been sent then.
@@ -504,8 +541,8 @@ class ServerEngine:
     def _label(self) -> str:
         return f"{self.run}:{self.version}{'' if self._adapter is None else ADAPTER}"
 
-    def _set_label(self, label: str) -> None:
-        self.client.post("/update_weight_version", {"new_version": label})
+    def _set_label(self, label: str, **kwargs: Any) -> None:
+        self.client.post("/update_weight_version", {"new_version": label}, **kwargs)
 
     def _require_own_base(self) -> None:
         """Raise unless the server has the base weights that it was started with, on which an adapter belongs."""

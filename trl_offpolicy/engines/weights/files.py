@@ -65,7 +65,7 @@ def verify(folder: Path) -> None:
             raise SyncError(f"{path} does not have the checksum of what was written: the file was changed or damaged.")
 
 
-class RunFolder:
+class WeightVersions:
     """The weight versions of one run in a folder that other runs may share.
 
     A run holds a lock there while it lives. What a run left that was killed is deleted by the next one.
@@ -82,7 +82,7 @@ class RunFolder:
         self.removed = False
         """True after :meth:`close`, until the next :meth:`claim`."""
         self._claim: FileLock | None = None
-        self._at_exit: weakref.finalize[[Path, str, FileLock], RunFolder] | None = None
+        self._at_exit: weakref.finalize[[Path, str, FileLock], WeightVersions] | None = None
 
     def claim(self) -> None:
         """Say that the run lives; on the rank that writes. What it writes is deleted when this process ends.

@@ -13,6 +13,8 @@ from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, ratio_of
 from trl_offpolicy.functional.policy_losses.common import LossTerms
 from trl_offpolicy.functional.policy_losses.tokens import ppo_clip
 
+GSPO_LOG_LIMIT = 10.0
+"""Nats at which a response's mean log-ratio is held in GSPO-token, and its gradient ends, as in verl and SkyRL."""
 GMPO_WEIGHT_FLOOR = math.log(1e-10)
 """An importance weight of 0 enters GMPO's geometric mean as 1e-10, as in verl."""
 
@@ -22,9 +24,10 @@ def gspo_token(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, low: flo
 
         -min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t), s_t = sg[s] pi_t / sg[pi_t]
 
-    where s is the geometric mean ratio of the response and sg stops the gradient. What carries gradient: pi_t alone, on
-    its own token, with weight s A_t; s itself is detached. With one advantage for the response and the mean over its
-    tokens the gradient is GSPO's. Biased: the geometric mean is not the importance weight of the response.
+    where s is the geometric mean ratio of the response, at most e^10, and sg stops the gradient. What carries gradient:
+    pi_t alone, on its own token, with weight s A_t; s itself is detached. With one advantage for the response and the
+    mean over its tokens the gradient is GSPO's. Biased: the geometric mean is not the importance weight of the
+    response.
 
     Args:
         log_ratios: (B, T) log(pi / pi_old), carries gradient.
@@ -37,7 +40,8 @@ def gspo_token(log_ratios: Tensor, advantages: Tensor, mask: Tensor, *, low: flo
     """
     check_tokens(mask.shape, log_ratios=log_ratios)
     mean = aggregate(log_ratios.detach(), mask, "sequence_mean")
-    return ppo_clip(mean + (log_ratios - log_ratios.detach()), advantages, low=low, high=high)
+    by_token = mean + (log_ratios - log_ratios.detach())
+    return ppo_clip(by_token.clamp(max=GSPO_LOG_LIMIT), advantages, low=low, high=high)
 
 
 def gmpo(

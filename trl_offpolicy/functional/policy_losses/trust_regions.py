@@ -54,7 +54,7 @@ def dppo(
     check_broadcast(log_ratios=log_ratios, logps=logps, advantages=advantages)
     here = log_ratios.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     statistic = "binary_tv" if divergence == "tv" else "binary_kl"
-    distance = divergence_of(here, statistic, logps.detach() - log_ratios.detach())
+    distance = divergence_of(log_ratios.detach(), statistic, logps.detach() - log_ratios.detach())
     clipped_high = (advantages > 0) & (here > 0) & (distance > high)
     clipped_low = (advantages <= 0) & (here < 0) & (distance > low)
     loss = -here.exp().clamp(max=max_ratio) * advantages * logps

@@ -249,10 +249,8 @@ def _batch(source: Source) -> Iterable[Found]:
 
 
 def _counted(source: Source) -> Iterable[Found]:
-    prompts, mini = source.get("trainer.train_batch_size"), source.get("trainer.policy_mini_batch_size")
-    epochs = source.get("trainer.update_epochs_per_batch", 1)
-    known = all(isinstance(one, int) and one > 0 for one in (prompts, mini, epochs))
-    per_step = max(prompts // mini, 1) * epochs if known else 1
+    sizes = ("trainer.train_batch_size", "trainer.policy_mini_batch_size", "trainer.update_epochs_per_batch")
+    per_step = shared.steps_per_generation(source, *sizes)
     yield from shared.saving(source, "trainer.ckpt_interval", per_step)
     yield from shared.last_step(source, "trainer.max_training_steps", per_step)
 

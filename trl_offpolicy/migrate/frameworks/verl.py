@@ -117,16 +117,9 @@ def _batch(source: Source) -> Iterable[Found]:
     )
 
 
-def steps_per_generation(source: Source) -> int:
-    """Optimizer steps that a generation batch serves: verl counts generations, TRL optimizer steps."""
-    prompts, mini = source.get("data.train_batch_size"), source.get(f"{ACTOR}.ppo_mini_batch_size")
-    epochs = source.get(f"{ACTOR}.ppo_epochs", 1)
-    known = all(isinstance(one, int) and one > 0 for one in (prompts, mini, epochs))
-    return max(prompts // mini, 1) * epochs if known else 1
-
-
 def _counted(source: Source) -> Iterable[Found]:
-    per_step = steps_per_generation(source)
+    sizes = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
+    per_step = shared.steps_per_generation(source, *sizes)
     yield from shared.saving(source, "trainer.save_freq", per_step)
     yield from shared.last_step(source, "trainer.total_training_steps", per_step)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trl_offpolicy.checks import check_number, check_positive, check_positive_or_none
+from trl_offpolicy.checks import check_bool, check_number, check_positive, check_positive_or_none
 from trl_offpolicy.functional import policy_losses
 from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.policy_losses import LossTerms
@@ -133,7 +133,8 @@ class GPG(PolicyLoss):
     """Plain policy gradient (REINFORCE): -A log pi. It contains no ratio, so weights may hold any ratio.
 
     What carries gradient: log pi. Unbiased on-policy, and off-policy with ``RawWeight(level="sequence",
-    ratio="current/sampling")``.
+    ratio="current/sampling")``. With ``unit_ratio`` the loss is -A pi / sg[pi], of the same gradient: its value is -A,
+    and under a weight on pi / mu it is -A pi / mu (prime-rl, NeMo-RL's ``force_on_policy_ratio``).
 
     Reference: Chu et al. 2025, GPG (arXiv:2504.02546); verl's ``gpg`` and the ``reinforce`` of its bypass mode.
     """
@@ -142,10 +143,15 @@ class GPG(PolicyLoss):
     trust_region: ClassVar[str] = "none"
     purpose: ClassVar[str] = "a baseline: weights may contain any ratio"
     uses_ratio: ClassVar[bool] = False
+    unit_ratio: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool(unit_ratio=self.unit_ratio)
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """-A log pi, (B, T)."""
-        return LossTerms(-inputs.advantages * own_logps(inputs))
+        """-A log pi, or -A pi / sg[pi]; (B, T)."""
+        factor = policy_losses.unit_ratio(own_logps(inputs)) if self.unit_ratio else own_logps(inputs)
+        return LossTerms(-inputs.advantages * factor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,9 +77,9 @@ def band(level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling") -
     return BandWeight(level=level, low=_closed(low), high=_closed(high), ratio=ratio)
 
 
-def ratio_band(level: Level, low: Bound, high: Bound) -> tuple[KeepTerm, ...]:
+def ratio_band(level: Level, low: Bound, high: Bound, ratio: Ratio = "old/sampling") -> tuple[KeepTerm, ...]:
     """The term that keeps ratios in [low, high]; none if both sides were opened."""
-    return () if _opened(low, high) else (RatioBand(level=level, low=_closed(low), high=_closed(high)),)
+    return () if _opened(low, high) else (RatioBand(level=level, low=_closed(low), high=_closed(high), ratio=ratio),)
 
 
 def veto(low: Bound, high: Bound) -> tuple[KeepTerm, ...]:

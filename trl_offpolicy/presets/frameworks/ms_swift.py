@@ -36,8 +36,8 @@ def from_ms_swift(**arguments: object) -> Preset:
     - beta: coefficient of the KL term (k3, at most 10 nats), which the weight multiplies too; None = 0.04.
 
     "Sequence" is the geometric mean in ms-swift, the product in TRL. A dropped response loses its KL term and stays in
-    the denominator (not those of off_policy_sequence_mask_delta with loss_type bnpo, which leave it there). Log-ratios
-    are held within +-20 nats, token by token, as here.
+    the denominator (not those of off_policy_sequence_mask_delta with loss_type bnpo, which leave it there). ms-swift
+    holds the log-ratio of each token within +-20 nats before the geometric mean; here the mean itself is held.
 
     Raises:
         UnknownOptionError: an argument that ms-swift does not have.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from trl_offpolicy.checks import check_number
+from trl_offpolicy.checks import check_not_negative, check_number
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.correction.terms import DivergenceBand, KeepTerm, ProbabilityDifferenceMask, RawWeight
+from trl_offpolicy.correction.terms import KeepTerm, ProbabilityDifferenceMask, RawWeight
 from trl_offpolicy.objective.losses import GPG
+from trl_offpolicy.presets.frameworks import bounds
 from trl_offpolicy.presets.frameworks.options import check_choice, read_options, tell, warn_no_effect
 from trl_offpolicy.presets.preset import Preset, make_preset
 
@@ -34,12 +36,14 @@ def from_prime_rl(**loss: object) -> Preset:
     - type: "default" (DPPO) drops a token whose probability has moved beyond ``dppo_mask_high`` upwards with a
       positive advantage, or beyond ``dppo_mask_low`` downwards with one that is not positive; "ipo" drops one that has
       moved by more than ``ipo_threshold`` in either direction.
-    - adv_tau must be 1; kl_tau is not reproduced: the regulariser kl_tau log^2(pi / mu) has no counterpart here, and a
-      warning says so unless it is 0.
+    - kl_tau: the regulariser kl_tau log^2(pi / mu) on every trainable token, also on dropped ones.
+    - adv_tau must be 1.
 
-    Dropped tokens stay in the denominator, which counts the tokens of the whole step.
+    Dropped tokens stay in the denominator, which counts the tokens of the whole step. A bound of 1 or more, which no
+    difference of probabilities reaches, is left open with a warning. prime-rl does not clamp log-ratios.
 
-    Not reproduced: with an advantage of 0 the default mask drops nothing here; that token has no gradient in either.
+    Not reproduced: with an advantage of 0 the default mask drops nothing here; that token has no gradient of the policy
+    term in either.
 
     Raises:
         UnknownOptionError: an option that prime-rl does not have.
@@ -47,10 +51,8 @@ def from_prime_rl(**loss: object) -> Preset:
         NotImplementedError: type "custom", or adv_tau other than 1.
 
     Example:
-        >>> import warnings
-        >>> warnings.simplefilter("ignore")
-        >>> from_prime_rl(type="ipo", ipo_threshold=0.1).correction.keep[0].statistic
-        'binary_tv'
+        >>> from_prime_rl(type="ipo", ipo_threshold=0.1, kl_tau=0.0).formula
+        'w = rho_t; keep if |p - q|_t <= 0.1; GPG on pi / mu; rho = pi / mu'
 
     Reference: prime-rl 559b44772, ``src/prime_rl/trainer/rl/loss.py``.
     """
@@ -59,26 +61,46 @@ def from_prime_rl(**loss: object) -> Preset:
     options = read_options(PrimeRLOptions, loss, framework="prime-rl's trainer.loss")
     check_choice("type", options.type, TYPES)
     check_number("adv_tau", options.adv_tau)
+    check_not_negative(kl_tau=options.kl_tau)
     if options.adv_tau != 1:
-        raise NotImplementedError(f"adv_tau must be 1: scale the learning rate instead, but got {options.adv_tau}.")
+        raise NotImplementedError(
+            "adv_tau must be 1: multiply the learning rate by it and divide kl_tau by it instead, but got "
+            f"{options.adv_tau}."
+        )
     unread = ("ipo_threshold",) if options.type == "default" else ("dppo_mask_low", "dppo_mask_high")
     warn_no_effect(options, unread, f"with type {options.type!r}", framework="prime-rl")
-    if options.kl_tau != 0:
-        tell(f"kl_tau={options.kl_tau:g} is left out: the regulariser kl_tau log^2(pi / mu) has no counterpart here.")
     return make_preset(
         "prime-rl",
-        Correction(weight=RawWeight(ratio="current/sampling"), keep=(_keep(options),)),
+        Correction(weight=RawWeight(ratio="current/sampling"), keep=_keep(options)),
         citation="prime-rl 559b44772, trainer.loss",
-        notes="What prime-rl computes with these options, without its regulariser.",
+        notes="What prime-rl computes with these options.",
         source_clamp=None,
-        policy_loss=GPG(),
+        policy_loss=GPG(unit_ratio=True),
         mode="bypass",
+        drift_coef=options.kl_tau,
     )
 
 
-def _keep(options: PrimeRLOptions) -> KeepTerm:
+def _keep(options: PrimeRLOptions) -> tuple[KeepTerm, ...]:
     if options.type == "ipo":
-        return DivergenceBand(
-            statistic="binary_tv", level="token", high=options.ipo_threshold, ratio="current/sampling"
-        )
-    return ProbabilityDifferenceMask(low=-options.dppo_mask_low, high=options.dppo_mask_high, ratio="current/sampling")
+        high = _threshold("ipo_threshold", options.ipo_threshold)
+        return bounds.divergence_band("binary_tv", "token", None, high, "current/sampling")
+    low, high = (_threshold(name, getattr(options, name)) for name in ("dppo_mask_low", "dppo_mask_high"))
+    if low == high == math.inf:
+        return ()
+    # The term wants both bounds below 1: the largest number below it acts as seldom as 1.
+    low, high = (min(value, _NEVER) for value in (low, high))
+    return (ProbabilityDifferenceMask(low=-low, high=high, ratio="current/sampling"),)
+
+
+_NEVER = math.nextafter(1.0, 0.0)
+
+
+def _threshold(name: str, value: float) -> float:
+    """The threshold, or infinity with a warning where a difference of probabilities cannot reach it."""
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, but got {value}.")
+    if value >= 1:
+        tell(f"{name}={value:g} is taken as no bound: probabilities differ by less than 1.")
+        return math.inf
+    return value

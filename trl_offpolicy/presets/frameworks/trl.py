@@ -10,7 +10,7 @@ from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.losses import CISPO, SAPO, VESPO, PolicyLoss, PPOClip, RatioLevel
 from trl_offpolicy.presets.frameworks import bounds
-from trl_offpolicy.presets.frameworks.options import read_options
+from trl_offpolicy.presets.frameworks.options import read_options, tell
 from trl_offpolicy.presets.preset import Preset, make_preset
 from trl_offpolicy.types import Ratio
 
@@ -61,6 +61,9 @@ def from_trl(**grpo_options: object) -> Preset:
     As in TRL, the IS weight multiplies the policy term before the KL term is added, masked tokens stay in every
     denominator, non-finite sampling log-probs are neutral, and VESPO takes the weight inside its kernel.
 
+    ``vllm_importance_sampling_cap``, the name of ``vllm_importance_sampling_clip_max`` before TRL 1.6, is read with a
+    warning, as TRL does, and wins over it.
+
     TRL does not clamp log-ratios. Here they are clamped to +-20 nats, and a bound that no ratio can then reach (1e9) is
     left open with a warning.
 
@@ -68,7 +71,7 @@ def from_trl(**grpo_options: object) -> Preset:
         UnknownOptionError: an option TRL does not have (a TypeError and a ValueError).
         ValueError: an unknown loss type, level or mode.
     """
-    options = read_options(TRLOptions, grpo_options, framework="GRPOConfig's loss")
+    options = read_options(TRLOptions, _renamed(grpo_options), framework="GRPOConfig's loss")
     if options.loss_type not in AGGREGATION:
         raise ValueError(f"loss_type must be one of {sorted(AGGREGATION)}, but got {options.loss_type!r}.")
     weight = _weight(options) if options.use_vllm and options.vllm_importance_sampling_correction else None
@@ -84,6 +87,16 @@ def from_trl(**grpo_options: object) -> Preset:
         entropy_coef=options.entropy_coef,
         aggregation=AGGREGATION[options.loss_type],
     )
+
+
+def _renamed(given: dict[str, object]) -> dict[str, object]:
+    """``given`` with the present name of what TRL renamed."""
+    options = dict(given)
+    cap = options.pop("vllm_importance_sampling_cap", None)
+    if cap is not None:
+        tell("vllm_importance_sampling_cap is read as vllm_importance_sampling_clip_max, its name since TRL 1.6.")
+        options["vllm_importance_sampling_clip_max"] = cap
+    return options
 
 
 def _kl(options: TRLOptions) -> KLPenalty | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trl_offpolicy.checks import check_number
 from trl_offpolicy.objective import advantages
@@ -24,6 +24,7 @@ class VerlAdvantageOptions:
     """The part of verl's ``AlgoConfig`` that makes the advantages. ``adv_estimator=None`` means the trainer's own.
 
     ``handle_zero_tail`` is an argument of verl's optimal token baselines that its configuration cannot set. It is True.
+    If it is False, a group of one gets 0 here, and its return in verl.
     """
 
     adv_estimator: str | None = None
@@ -39,12 +40,12 @@ class VerlAdvantageOptions:
 _GRPO = ("grpo", "grpo_vectorized")
 _TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 _BUILD: dict[str, Callable[[], AdvantageEstimator]] = {
-    "rloo": advantages.RLOO,
-    "rloo_vectorized": advantages.RLOO,
-    "opo": advantages.OPO,
-    "reinforce_plus_plus_baseline": advantages.REINFORCEPlusPlusBaseline,
+    "rloo": lambda: advantages.RLOO(alone="return"),
+    "rloo_vectorized": advantages.RLOO,  # a group of one gets 0 here alone
+    "opo": lambda: advantages.OPO(alone="return"),
+    "reinforce_plus_plus_baseline": lambda: advantages.REINFORCEPlusPlusBaseline(alone="return"),
     "gdpo": advantages.GDPO,
-    "gpg": advantages.GPG,
+    "gpg": lambda: advantages.GPG(alone="return"),
 }
 _MISSING = {
     "gae": "needs a critic, which the trainers here do not have; take 'grpo', 'rloo' or 'reinforce_plus_plus'",
@@ -120,7 +121,8 @@ def _estimator(name: str | None, options: VerlAdvantageOptions, weighted: bool) 
     if name is None:
         return None
     if name in _GRPO:
-        return advantages.GRPO(scale="group" if options.norm_adv_by_std_in_grpo else "none", epsilon=EPSILON)
+        scale: Literal["group", "none"] = "group" if options.norm_adv_by_std_in_grpo else "none"
+        return advantages.GRPO(scale=scale, epsilon=EPSILON, alone="return")
     if name == "grpo_passk":
         return advantages.PassK(scale="group" if options.norm_adv_by_std_in_grpo else "none", epsilon=EPSILON)
     if name == "reinforce_plus_plus":

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trl_offpolicy.checks import check_number, check_positive
 from trl_offpolicy.functional.aggregation import Aggregation
 from trl_offpolicy.functional.kl import KLEstimator
 from trl_offpolicy.objective.kl import KLPenalty
@@ -23,7 +24,6 @@ from trl_offpolicy.objective.losses import (
     PPOClip,
 )
 from trl_offpolicy.presets.frameworks.options import check_choice, tell, warn_no_effect
-from trl_offpolicy.types import check_number, check_positive
 
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token_mean",

@@ -125,8 +125,9 @@ def from_verl(**options_given: Any) -> Preset:
     (verl: 0/0). The seq-mean aggregations count empty responses, as verl's trainers do. Means are over all trainable
     tokens, in verl over the kept ones. A warning says where that differs: gspo, geo_mean, sapo and
     "seq-mean-token-mean" if single tokens are rejected, the covariance of clip_cov and kl_cov if anything is.
-    geo_mean's mean over the responses is that of the whole step (verl: of each micro-batch, whatever their number). A
-    group of one response has advantage 0 (verl: its reward).
+    geo_mean's mean over the responses is that of the whole step (verl: of each micro-batch, whatever their number).
+    Advantages are made in float64, so that equal rewards have none (verl: float32, whose rounding is divided by 1e-6).
+    The log-ratio of clip_cov, kl_cov and geo_mean is held within +-20 nats, as that of the others (verl: not theirs).
 
     Raises:
         UnknownOptionError: an option that verl does not have.

@@ -1,0 +1,225 @@
+"""What else leaves the same evidence, and what speaks against a cause: only what excludes the others is a name.
+
+Some faults look alike in log-probs, and a declared difference may be there without being the fault. So every cause that
+is named from such evidence is first held against what it would have to show. What does not show it is no longer named,
+but stays the closest guess. What cannot be excluded is told beside the name, with the test that decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, excluded
+from trl_offpolicy.diagnosis.attribution.features import Features
+from trl_offpolicy.diagnosis.attribution.shares import left_share
+from trl_offpolicy.diagnosis.causes import CAUSES
+
+LARGEST_ROUNDING: Mapping[str, float] = {
+    "float16": 2e-3, "fp16": 2e-3, "half": 2e-3, "bfloat16": 0.02, "bf16": 0.02, "int8": 0.1, "fp8": 0.1, "int4": 1.0,
+}  # fmt: skip
+"""Largest KL k3 that a format explains, nats per token: bf16 has 3 bits less than fp16 (up to 64 times)."""
+LARGEST_OTHER = 1.0
+"""The same for formats that are not listed."""
+WITH_EXPERTS = 4.0
+"""Times that with a mixture of experts, where rounding sends some tokens to other experts."""
+LATE = 0.05
+"""First tokens over all, below which other weights are not it: they change a token wherever it stands."""
+LEAN, EARLY, BY_TOKEN = 0.3, 4.0, 0.5
+"""|mean| / root mean square of d, first tokens over all, and correlation of equal tokens, from which on differences are
+not rounding. The last one is a sign of other weights. A mean of -KL beside a root mean square of sqrt(2 KL) is no
+direction: every noise has it."""
+UNLIKE = 0.97
+"""Share of the mismatch that the best simulated rounding leaves, above which it is no rounding."""
+AT_THE_END = 0.5
+"""Share of the zeros in runs to the end of their row, above which log-probs were filled up and no tool answered."""
+LARGEST_STEP = 0.05
+"""KL k3 in nats per token that an update of the weights explains; two explain four times that."""
+
+
+@dataclass(frozen=True)
+class LookAlikes:
+    """Causes that leave the same evidence.
+
+    Args:
+        causes: names in :data:`~trl_offpolicy.diagnosis.causes.CAUSES`.
+        test: the one test that tells them apart.
+    """
+
+    causes: tuple[str, ...]
+    test: str
+
+    @property
+    def text(self) -> str:
+        """Both in words."""
+        names = " or ".join(CAUSES[one].title if one in CAUSES else one.replace("_", " ") for one in self.causes)
+        return f"Not ruled out: {names}. {self.test}" if names else self.test
+
+
+LOOK_ALIKES: Mapping[str, LookAlikes] = {
+    "temperature": LookAlikes(
+        ("model_config", "logit_processors"),
+        "Ask the engine for one token with the log-probs of its 20 most likely ones: under another temperature all "
+        "their differences are the trainer's times one factor, under a soft-cap or a penalty they are not.",
+    ),
+    "truncated_sampling": LookAlikes(
+        ("logit_processors", "model_config"),
+        "Print the parameters of a request as the engine holds them: top_p, top_k and min_p, but also banned tokens, a "
+        "grammar and min_tokens. If all are off, the trainer's softmax counts something more (padding of the "
+        "vocabulary).",
+    ),
+    "tool_tokens": LookAlikes(
+        ("logit_processors", "misalignment"),
+        "Decode a run of tokens whose log-prob is 0: a tool's output, text that a grammar forces, or the policy's own "
+        "words, whose log-probs were lost and filled with 0.",
+    ),
+    "dropout": LookAlikes(
+        ("padding", "routing"),
+        "Score one batch twice in the same layout. If it differs, the trainer is random (dropout, jitter of routers). "
+        "If it is equal, the layout decides: padding that is attended or counted.",
+    ),
+    "unreported_sampling": LookAlikes(
+        (),
+        "Compare all that was sampled, with entropies of the same logits: dropping completions by reward, length or "
+        "likelihood, and entropies at another temperature, look the same.",
+    ),
+    "precision": LookAlikes(
+        ("other_weights", "model_config", "prompt_difference"),
+        "Run both sides in float32 once. What is left is not precision.",
+    ),
+    "policy_staleness": LookAlikes(
+        ("stale_weights", "model_config", "prompt_difference"),
+        "Sync, and score fresh rollouts. What differs at version lag 0 is not staleness.",
+    ),
+    "stale_weights": LookAlikes(
+        ("precision", "model_config", "wrong_adapter"),
+        "Sync, and score fresh rollouts of every engine. What still differs is not staleness.",
+    ),
+}
+
+
+def alternatives(evidence: TokenEvidence, cause: str) -> LookAlikes | None:
+    """What else would look like a cause that was named from log-probs or declarations; None = nothing known.
+
+    Causes that the declarations or a comparison rule out are left out.
+    """
+    found = LOOK_ALIKES.get(cause)
+    if found is None:
+        return None
+    out: frozenset[str] = frozenset()
+    if evidence.engine is not None and evidence.trainer is not None:
+        out = excluded(evidence.engine, evidence.trainer)
+    topics = {"model_config": "model_config", "other_weights": "weights", "prompt_difference": "prompts"}
+    kept = tuple(one for one in found.causes if one not in out and topics.get(one) not in evidence.compared)
+    return LookAlikes(kept, found.test)
+
+
+def against(evidence: TokenEvidence, features: Features, cause: str) -> str:
+    """What speaks against a cause that traces or declarations support; empty if nothing does."""
+    rule = _RULES.get(cause)
+    return "" if rule is None else rule(evidence, features)
+
+
+def _tool_tokens(evidence: TokenEvidence, features: Features) -> str:
+    if features.forced_last > AT_THE_END:
+        return f"{features.forced_last:.0%} of these zeros go on to the end of their row: no answer follows"
+    sides = (evidence.engine, evidence.trainer)
+    if any(side is not None and side.tools is not None for side in sides) and not any(
+        side is not None and side.tools for side in sides
+    ):
+        return "no tools are declared: a grammar that forces tokens gives zeros, too"
+    return ""
+
+
+def _temperature(evidence: TokenEvidence, _features: Features) -> str:
+    if evidence.entropies is None:
+        return f"{_NO_ENTROPIES}: whatever flattens or sharpens the distribution looks like this"
+    return ""
+
+
+_NO_ENTROPIES = "no entropies were recorded, with which it could be told apart"
+
+
+def _weights(_evidence: TokenEvidence, features: Features) -> str:
+    """Other weights change a token wherever it stands, and equal tokens alike; other prompts and windows do neither."""
+    if features.by_token > BY_TOKEN:
+        return ""
+    if features.early > EARLY:
+        return (
+            f"the first tokens differ {features.early:.2g} times as much as the average token, as after other prompts"
+        )
+    if features.early < LATE:
+        return f"the first tokens hardly differ ({features.early:.2g} times the average token): it begins later"
+    return ""
+
+
+def _lagging(evidence: TokenEvidence, features: Features) -> str:
+    """A declared lag has the size of its updates. It is there in every asynchronous run."""
+    sides = (evidence.engine, evidence.trainer)
+    versions = [side.weight_version for side in sides if side is not None and side.weight_version is not None]
+    lag = abs(versions[0] - versions[1]) if len(versions) == 2 else 0
+    if lag and features.k3 > LARGEST_STEP * lag**2:
+        return (
+            f"KL {features.k3:.2g} nats per token is more than {lag} update{'s' * (lag > 1)} of the weights should make"
+        )
+    return _weights(evidence, features)
+
+
+def _truncated(evidence: TokenEvidence, features: Features) -> str:
+    """Tokens that are never drawn lower the mean of -log p below the entropy."""
+    missing, surprise = features.missing_tail, features.surprise
+    if evidence.entropies is None:
+        return f"{_NO_ENTROPIES}: a softmax over more tokens, or a ban, gives such ratios, too"
+    if math.isnan(surprise):
+        return "too few tokens, or no entropies of this distribution, to see whether the rare ones are missing"
+    if surprise > -missing / 2:
+        return (
+            f"tokens are as rare as without truncation: the mean of -log p is {surprise:+.2g} nats from the entropy, "
+            f"and such a kept mass would make it {-missing:.2g} or less"
+        )
+    return ""
+
+
+def _precision(evidence: TokenEvidence, features: Features) -> str:
+    """Rounding has a size, no direction and no place, and a simulation is like it at least in part."""
+    lefts = [left_share(evidence, name) for name in evidence.tested if name.split(":")[1:2] == ["precision"]]
+    if lefts and min(lefts) > UNLIKE:
+        return f"of the roundings that were simulated none is like it (the best leaves {min(lefts):.0%})"
+    limit = _largest_rounding(evidence)
+    if features.k3 > limit:
+        return f"KL {features.k3:.2g} nats per token, and the declared formats explain {limit:.2g} at most"
+    # noise of any kind costs -KL on average
+    if abs(features.drift + math.sqrt(features.k3 / 2)) > LEAN:
+        return f"the differences lean to one side (mean / root mean square {features.drift:.2g})"
+    if features.early > EARLY:
+        return f"the first tokens differ {features.early:.2g} times as much as the average token"
+    if features.by_token > BY_TOKEN:
+        return f"equal tokens differ alike in different prompts (correlation {features.by_token:.2f})"
+    return ""
+
+
+def _largest_rounding(evidence: TokenEvidence) -> float:
+    """The largest KL k3 that the declared or seen formats of both sides explain."""
+    known = [name for side in (evidence.engine, evidence.trainer) if side is not None
+             for name in (side.dtype, side.quantization, side.kv_cache)]  # fmt: skip
+    known += [f"{one.what} {one.engine} {one.trainer}" for one in evidence.seen if one.cause == "precision"]
+    sizes = [_size_of(name) for name in known if name and name not in ("none", "auto", "float32")]
+    experts = any(side is not None and side.experts for side in (evidence.engine, evidence.trainer))
+    return max(sizes, default=LARGEST_OTHER) * (WITH_EXPERTS if experts else 1.0)
+
+
+def _size_of(text: str) -> float:
+    named = [size for name, size in LARGEST_ROUNDING.items() if name in text]
+    return max(named, default=LARGEST_OTHER)
+
+
+_RULES = {
+    "tool_tokens": _tool_tokens,
+    "temperature": _temperature,
+    "truncated_sampling": _truncated,
+    "precision": _precision,
+    "policy_staleness": _lagging,
+    "stale_weights": _weights,
+    "wrong_adapter": _weights,
+}
