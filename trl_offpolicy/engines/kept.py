@@ -164,7 +164,9 @@ class MaskedLLM:
         several = isinstance(sampling_params, Sequence)
         given = [_with_top_k(one) for one in (sampling_params if several else [sampling_params])]
         outputs = self._llm.generate(prompts, given if several else given[0], **kwargs)
-        for request in outputs if self.kept is not None else ():
+        if self.kept is None:
+            return outputs
+        for request in outputs:
             for output in request.outputs if request.prompt_logprobs is None else ():
                 self.kept.add(request.prompt_token_ids, output.token_ids, kept_of(output))
         return outputs
