@@ -82,6 +82,7 @@ def build_engine(
     folder: Path,
     rank: int = 0,
     rows: int | None = None,
+    truncated: bool = False,
 ) -> Engine:
     """The engine that ``spec`` names. Its further keys are the engine's arguments.
 
@@ -97,6 +98,8 @@ def build_engine(
         folder: where a server finds the weights, unless ``spec`` names another folder.
         rank: number of this process, which a seed of vLLM in this process is moved by.
         rows: rows of one forward of the trainer, for ``exact``; None = any.
+        truncated: whether it will sample from a part of the distribution; vLLM in this process then says from which,
+            where it can.
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
@@ -124,7 +127,9 @@ def build_engine(
     if model_name is None and "model" not in options:
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
     seed = seed_of_rank(options.get("seed", 0), rank, tensor_parallel_size=options.get("tensor_parallel_size", 1))
-    return _colocated({"model": model_name, **options, "seed": seed}, policy(), rows=rows, exact=wants_exact(spec))
+    cut = {"truncated": True} if truncated else {}
+    given = {"model": model_name, **cut, **options, "seed": seed}
+    return _colocated(given, policy(), rows=rows, exact=wants_exact(spec))
 
 
 def _colocated(options: Mapping[str, Any], policy: nn.Module, *, rows: int | None, exact: bool) -> ColocateEngine:

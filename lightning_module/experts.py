@@ -40,7 +40,7 @@ class Experts:
         self._kind = engine_type(settings["engine"])
         check_r3(options, reports=self._kind != "transformers", setting="engine vllm or server")
         if settings["async_rollouts"] is not None:
-            check_in_turn(options, compares=self._compares)
+            check_in_turn(options)
         self.routing = Routing(options)
         self.aux_loss_coef = 0.0
         """Coefficient of the load-balancing loss; 0 = the model does not compute it."""

@@ -22,12 +22,13 @@ from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
 from lightning_module.state import of_all_ranks, seed_random, set_random_state
 from lightning_module.streams import BatchPlan, HeldOut, MicroStep
-from trl_offpolicy.engines.engine import Engine, SyncReport
+from trl_offpolicy.engines.engine import Engine, Rollouts, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.images import image_token
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.sync import WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
+from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.coefficients import ShapingControl
@@ -35,6 +36,7 @@ from trl_offpolicy.rollouts.agents import Completions, Request
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.images import check_completions
+from trl_offpolicy.rollouts.kept import announce, collated
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
 from trl_offpolicy.rollouts.screening import Screened
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER
@@ -81,6 +83,7 @@ class Generation:
         self._sync_weights: WeightSync | None = None
         self._prompts: Prompts | None = None
         self._requested: Request | None = None  # for the batch that begins
+        self._announced = False  # how the trainer's distribution is cut
 
     # --------------------------------------------------------------------------------------------------------- engine
 
@@ -124,6 +127,7 @@ class Generation:
                 folder=Path(module.trainer.default_root_dir) / ENGINE_WEIGHTS_FOLDER,
                 rank=module.trainer.global_rank,
                 rows=getattr(getattr(module.trainer, "datamodule", None), "micro_batch_size", None),
+                truncated=module.sampling.truncated,
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):
@@ -250,6 +254,7 @@ class Generation:
         if ahead is not None:
             ahead.versions = rollouts.policy_versions
         rows: dict[str, Any] = collate(rollouts, pad=self.prompts.pad, device=module.device)
+        rows |= self._kept_ids(rollouts)
         if request.images is not None:
             check_completions(rollouts.completion_ids, module.policy.config)
             rows["images"] = [one.inputs for one in request.images for _ in range(request.n)]
@@ -280,6 +285,17 @@ class Generation:
             [row["prompt"] for row in request.rows],
             screened,
         )
+
+    def _kept_ids(self, rollouts: Rollouts) -> dict[str, Any]:
+        """The field of the rows with the tokens that truncated sampling kept; the first time it says which they are."""
+        if not self._module.sampling.truncated:
+            return {}
+        found = collated(rollouts.sampling_mask, rollouts.completion_ids)
+        if not self._announced:
+            why = None if found else getattr(self.engine, "no_mask", None) or "the engine does not report them"
+            announce(truncation_of(self._module.sampling.vllm_options()), reason=why)
+            self._announced = True
+        return found
 
     def _trainer_state(self) -> SimpleNamespace:
         """The fields of ``transformers.TrainerState`` that TRL's reward functions read."""
@@ -333,7 +349,11 @@ class Generation:
         self._decide(rows, sampled, step)
         module.exact.check(rows, step.plan.micro_batch_size)
         module.auto.judge_first(module, rows, step.plan.micro_batch_size)
-        return rows if module.replay is None else module.replay.mixed(rows, step, pad=self.prompts.pad)
+        if module.replay is None:
+            return rows
+        by_reference = partial(self._score_reference, size=step.plan.micro_batch_size)
+        mixed: dict[str, Any] = module.replay.mixed(rows, step, pad=self.prompts.pad, score_reference=by_reference)
+        return mixed
 
     def _count_tokens(self, rows: dict[str, Any], lengths: Tensor) -> None:
         counts = torch.stack([trainable(rows).sum(), lengths.sum() + rows["prompt_mask"].sum()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,22 @@ class ModuleReplay:
             names=("replay.groups", "accumulate_grad_batches", bound),
         )
 
-    def mixed(self, rows: dict[str, Tensor], step: MicroStep, *, pad: int) -> dict[str, Tensor]:
-        """A generation batch followed by drawn groups; its own groups are then stored."""
+    def mixed(
+        self,
+        rows: dict[str, Any],
+        step: MicroStep,
+        *,
+        pad: int,
+        score_reference: Callable[[dict[str, Any]], Tensor],
+    ) -> dict[str, Any]:
+        """A generation batch followed by drawn groups; its own groups are then stored.
+
+        Args:
+            rows: the batch.
+            step: the micro-step that it is made for.
+            pad: id that pads shorter rows.
+            score_reference: as in :func:`~trl_offpolicy.rollouts.replay.mixing.mixed`.
+        """
         assert self.buffer is not None
         return mixed(
             rows,
@@ -88,6 +102,7 @@ class ModuleReplay:
             max_lag=self._settings.max_lag,
             generations=step.plan.num_generations,
             pad_token_id=pad,
+            score_reference=score_reference,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +156,7 @@ def replayed(module: Host) -> ModuleReplay | None:
     if settings is None:
         return None
     stages = module.stages
-    whole = stages.early is not None or stages.advantages != GRPO()
+    whole = stages.early is not None or stages.kl_in_reward is not None or stages.advantages != GRPO()
     refused = {
         "async_rollouts": given["async_rollouts"] is not None,
         "tools": bool(given["tools"]),
@@ -149,7 +164,6 @@ def replayed(module: Host) -> ModuleReplay | None:
         "a rollout function": given["rollout"] is not None,
         "routing_replay": RoutingReplay.parse(given["routing_replay"]).mode != "none",
         "engine.return_routing": isinstance(given["engine"], Mapping) and bool(given["engine"].get("return_routing")),
-        "a KL term": module.objective.kl is not None,
         "an objective that must see the whole generation batch": whole,
         "an engine without log-probs": engine_type(given["engine"]) == "transformers",
     }

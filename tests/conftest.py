@@ -40,9 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         environment = interpreter_environment(Path(mkdtemp(prefix="triton-interpreter-")))
         os.environ.update(environment)
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-        from triton_interpreter.ranges import make_ranges_of_tensors
+        from triton_interpreter.gaps import close_gaps
 
-        make_ranges_of_tensors()
+        close_gaps()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -114,6 +114,7 @@ def emitted():
     objective = op.Objective(correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01, shaping=shaping)
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
     of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *TOKEN_ID_METRICS, *DUPLICATE_METRICS, "outside_fraction")
+    of_rollouts += ("kept_ids_mean", "recomputed_cut_fraction")
     of_rollouts += (*SCREEN_METRICS, *GUARD_METRICS)
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
@@ -135,6 +136,7 @@ def test_every_key_on_the_page_is_emitted():
     weights += len(OF_AUTO)
     rest = 6 + 2 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4 + 5 + len(TIME_METRICS)
     rest += 2 + len(SESSION_METRICS)  # loss/discrepancy and its price
+    rest += 2  # of the replayed sampling mask
     assert len(table()) == 5 * len(RATIO_METRICS) + 5 + rest + len(ROUTING_METRICS)
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
-from trl_offpolicy.functional.truncated_sampling import Truncation, listed_weights, truncated_support
+from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation, truncated_support
 
 N, H, V = 13, 5, 31
 CUTS = [
@@ -38,7 +38,7 @@ def on_full_logits(
     targets: Tensor,
     *,
     truncation: Truncation,
-    kept_ids: Tensor | None = None,
+    kept_ids: KeptIds | None = None,
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -46,10 +46,10 @@ def on_full_logits(
     """Formula by autograd: set the dropped logits to -inf, log_softmax."""
     logits = (hidden @ weight.T + bias) * logit_scale
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
-    if kept_ids is None:
-        kept = truncated_support(logits, truncation).weights(logits) > 0
-    else:
-        kept = listed_weights(kept_ids, len(weight)) > 0
+    kept = truncated_support(logits, truncation).weights(logits) > 0
+    for row, ids in enumerate([] if kept_ids is None else kept_ids.tolist()):
+        if ids:
+            kept[row] = torch.tensor([token in ids for token in range(len(weight))])
     outside = ~kept.gather(1, targets[:, None])
     kept = kept.scatter(1, targets[:, None], True)
     logps = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
@@ -93,23 +93,55 @@ def test_gradcheck(cut: Truncation, only: str) -> None:
     assert torch.autograd.gradcheck(output, (hidden, weight, bias))
 
 
-def test_a_reported_kept_set_is_replayed() -> None:
+def reported(*unknown: int) -> KeptIds:
+    """Sets of one to five ids, drawn without regard for the logits, with the target or without; none where unknown."""
+    generator = torch.Generator().manual_seed(3)
+    sets = [torch.randperm(V, generator=generator)[: 1 + row % 5].tolist() for row in range(N)]
+    return KeptIds.of([[] if row in unknown else ids for row, ids in enumerate(sets)])
+
+
+@pytest.mark.parametrize("unknown", [(), (0, 7), tuple(range(N))], ids=["all known", "two unknown", "none known"])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("tile", [5, 128])
+def test_a_reported_kept_set_is_replayed(cut: Truncation, unknown: tuple[int, ...], tile: int) -> None:
+    """Log-softmax over the listed ids and the target; the rule of the truncation where nothing is listed."""
     hidden, weight, bias, targets = inputs()
-    logits = hidden @ weight.T + bias
-    kept = truncated_support(logits, Truncation(top_k=6)).weights(logits).bool()
-    kept_ids = torch.stack([row.nonzero()[:, 0] for row in kept])
-    kept_ids = torch.cat([kept_ids, torch.full((N, 2), -1)], dim=1)
-    kept_ids[0] = -1  # nothing was cut there
-    replayed = truncated_log_probs(hidden, weight, targets, bias=bias, kept_ids=kept_ids, tile=5)
-    again = on_full_logits(hidden, weight, bias, targets, truncation=Truncation(), kept_ids=kept_ids)
-    filtered = truncated_log_probs(hidden, weight, targets, bias=bias, truncation=Truncation(top_k=6))
-    for one, two, three in zip(replayed, again, filtered, strict=True):
-        torch.testing.assert_close(one, two)
-        torch.testing.assert_close(one[1:], three[1:])
-    mine = torch.autograd.grad(replayed.log_probs.sum() + replayed.entropies.sum(), (hidden, weight, bias))
-    theirs = torch.autograd.grad(again.log_probs.sum() + again.entropies.sum(), (hidden, weight, bias))
+    kept = reported(*unknown)
+    ours = truncated_log_probs(hidden, weight, targets, bias=bias, truncation=cut, kept_ids=kept, tile=tile)
+    expected = on_full_logits(hidden, weight, bias, targets, truncation=cut, kept_ids=kept)
+    for name, value in expected._asdict().items():
+        torch.testing.assert_close(getattr(ours, name), value, rtol=1e-12, atol=1e-12)
+    up = torch.randn(2, N, dtype=torch.float64)
+    leaves = (hidden, weight, bias)
+    mine = torch.autograd.grad((up[0] * ours.log_probs + up[1] * ours.entropies).sum(), leaves)
+    theirs = torch.autograd.grad((up[0] * expected.log_probs + up[1] * expected.entropies).sum(), leaves)
     for value, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(value, other)
+        torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_set_far_below_the_most_likely_token_does_not_overflow() -> None:
+    """The sampler may be another policy by far: its tokens lie 200 nats below the trainer's first choice."""
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[200.0], [1.0], [0.0], [-300.0]], requires_grad=True)
+    kept = KeptIds.of([[1, 2]])
+    out = truncated_log_probs(hidden, weight, torch.tensor([2]), kept_ids=kept)
+    expected = torch.tensor([1.0, 0.0]).log_softmax(0)
+    torch.testing.assert_close(out.log_probs.detach(), expected[1:])
+    torch.testing.assert_close(out.entropies.detach(), -(expected.exp() * expected).sum(0, keepdim=True))
+    (out.log_probs + out.entropies).sum().backward()
+    assert weight.grad is not None and hidden.grad is not None
+    assert weight.grad[[0, 3]].abs().max() == 0 and weight.grad[[1, 2]].abs().min() > 0
+    assert hidden.grad.isfinite().all()
+
+
+def test_the_masks_of_other_positions_give_other_numbers() -> None:
+    hidden, weight, bias, targets = inputs()
+    kept = reported()
+    shifted = KeptIds.joined([kept[1:], kept[:1]])
+    right, wrong = (
+        truncated_log_probs(hidden, weight, targets, bias=bias, kept_ids=ids).log_probs for ids in (kept, shifted)
+    )
+    assert float((right - wrong).abs().mean()) > 0.1
 
 
 def test_probabilities_sum_to_one_over_the_kept_set_also_with_ties() -> None:
@@ -245,7 +277,7 @@ def test_a_sharded_head_is_gathered_in_the_backward() -> None:
         ({"hidden": torch.zeros(2, 3, 5)}, r"^hidden and weight must be \(N, H\) and \(V, H\)"),
         ({"weight": torch.zeros(V, H + 1)}, r"^hidden and weight must be"),
         ({"targets": torch.zeros(N + 1).long()}, r"^targets must be \(13,\) as hidden, but got \(14,\)\.$"),
-        ({"kept_ids": torch.zeros(N).long()}, r"^kept_ids must be \(13, K\)"),
+        ({"kept_ids": KeptIds.of([[1]])}, r"^kept_ids must have 13 positions as hidden, but got 1\.$"),
         ({"temperature": 0.0}, r"^temperature and tile must be positive, but got 0\.0 and 128\.$"),
         ({"tile": 0}, r"^temperature and tile must be positive"),
     ],

@@ -13,7 +13,7 @@ from torch import Tensor
 from trl_offpolicy.engines import truncation as engine_truncation
 from trl_offpolicy.engines.environment import engine_has_triton
 from trl_offpolicy.engines.truncation import as_vllm_keeps
-from trl_offpolicy.functional.truncated_sampling import Truncation, listed_weights, truncated_support
+from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation, listed_weights, truncated_support
 
 OPTIONS = [
     Truncation(top_p=0.8),
@@ -178,9 +178,28 @@ def test_the_most_likely_token_always_stays() -> None:
         assert weights[0, 0] == 1 and weights.sum(1).min() > 0.99, truncation
 
 
+SETS = [[3, 0], [], [2], [1, 2, 3], [0]]
+
+
 def test_listed_ids() -> None:
-    ids = torch.tensor([[3, 0, -1], [-1, -1, -1]])
-    assert listed_weights(ids, 4).tolist() == [[1, 0, 0, 1], [1, 1, 1, 1]]
+    assert listed_weights(KeptIds.of(SETS[:3]), 4).tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 1, 0]]
+    assert listed_weights(KeptIds.of([]), 4).shape == (0, 4)
+
+
+def test_kept_ids_are_cut_joined_and_picked_as_lists_are() -> None:
+    kept = KeptIds.of(SETS)
+    assert kept.ids.dtype == kept.counts.dtype == torch.int32 and len(kept) == 5
+    assert kept.tolist() == SETS and kept.unknown.tolist() == [1]
+    for cut in (slice(0, 0), slice(1, 4), slice(3, None), slice(None, 2), slice(-2, None), slice(4, 9)):
+        assert kept[cut].tolist() == SETS[cut]
+    assert KeptIds.joined([kept[3:], kept[:3]]).tolist() == SETS[3:] + SETS[:3]
+    assert KeptIds.joined([]).tolist() == []
+    places = torch.tensor([True, True, False, False, True])
+    assert kept.at(places).tolist() == [SETS[0], SETS[1], SETS[4]]
+    with pytest.raises(ValueError, match=r"^counts must be \(N,\) and add up to the \(2,\) ids, but got"):
+        KeptIds(torch.tensor([1, 2]), torch.tensor([3]))
+    with pytest.raises(ValueError, match=r"^positions must follow each other, but got a step of 2\.$"):
+        kept[::2]
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,23 @@ def test_a_resumed_run_draws_what_the_whole_one_drew(in_checkpoint: bool, tmp_pa
         )
 
 
+@pytest.mark.integration
+def test_replayed_rows_are_scored_by_the_reference(tmp_path: Path) -> None:
+    ours = module(
+        OwnMismatch(noise=0.1), correction="paper/tis", objective={"kl": {"coef": 0.1}}, replay=REPLAY,
+        optimizer=partial(torch.optim.SGD, lr=RATE),
+    )  # fmt: skip
+    seen: list[dict[str, Any]] = []
+    mixed = ours.replay.mixed
+    ours.replay.mixed = lambda rows, *rest, **named: seen.append(mixed(rows, *rest, **named)) or {**seen[-1]}
+    trainer(tmp_path, max_steps=3, accumulate_grad_batches=2).fit(ours, data(PROMPTS, **HALVES))
+    assert [len(rows["ref_per_token_logps"]) for rows in seen] == [8, 16, 16]
+    for rows in seen:
+        again, mask = ours.generation._score_reference(rows, 3), rows["completion_mask"].bool()
+        torch.testing.assert_close(rows["ref_per_token_logps"][mask], again[mask], rtol=1e-4, atol=2e-5)
+        assert float(again[mask].abs().min()) > 0
+
+
 BAND = {"preset": "paper/tis", "correction": {"normalize": "original"}}
 
 
@@ -132,7 +149,11 @@ BAND = {"preset": "paper/tis", "correction": {"normalize": "original"}}
         ({"replay": {"max_rows": 9}}, ValueError, r"^replay.groups must be given"),
         ({"replay": {"groups": 1, "rows": 9}}, ValueError, r"^replay.rows is not an option of replay"),
         ({"replay": 3}, ValueError, r"^replay must be a mapping with 'groups' and a buffer, but got 3"),
-        ({"objective": {"kl": {"coef": 0.1}}}, NotImplementedError, "^replay does not work with a KL term"),
+        (
+            {"objective": {"kl": {"coef": 0.1, "estimator": "k1", "place": "reward"}}},
+            NotImplementedError,
+            "must see the whole generation batch",
+        ),
         ({"routing_replay": "r3"}, NotImplementedError, "^replay does not work with routing_replay"),
         ({"correction": BAND}, NotImplementedError, "must see the whole generation batch"),
         ({"advantages": "rloo"}, NotImplementedError, "must see the whole generation batch"),

@@ -16,7 +16,7 @@ from trl_offpolicy.metrics import (
     TermDroppedFraction,
 )
 from trl_offpolicy.metrics.groups import LagMetric, TermMetric
-from trl_offpolicy.objective.measure import support_stats
+from trl_offpolicy.objective.measure import kept_ids_stats, support_stats
 
 BAND = op.RatioBand(level="token", low=0.9, high=1.1)
 
@@ -46,7 +46,9 @@ def stats(seed):
         correction=correction, kl=op.KLPenalty(coef=0.1), entropy_coef=0.01, shaping=(op.shaping.DiscrepancyPenalty(),)
     )
     outside = torch.rand(4, 6, generator=torch.Generator().manual_seed(seed)) > 0.5
-    return objective(batch(seed)).stats.union(support_stats(outside, batch(seed).mask))
+    counts = torch.randint(0, 5, (4, 6), generator=torch.Generator().manual_seed(seed))
+    of_sampler = support_stats(outside, batch(seed).mask).union(kept_ids_stats(counts, batch(seed).mask))
+    return objective(batch(seed)).stats.union(of_sampler)
 
 
 LAG = 2

@@ -164,7 +164,7 @@ def test_what_an_engine_reports_per_token_is_that_of_the_turn() -> None:
     assert routes[: len(prompt) + first - 1] == [1] * (len(prompt) + first - 1)
     assert routes[len(prompt) + first - 1] == 2  # the last token of the first turn is fed by the second request
     kept = (found.sampling_mask or [])[row]
-    assert kept[:first] == [[1]] * first and kept[first] == [ids[first]]
+    assert kept[:first].tolist() == [[1]] * first and kept[first : first + 1].tolist() == [[ids[first]]]
 
 
 @pytest.mark.parametrize(

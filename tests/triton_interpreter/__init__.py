@@ -17,7 +17,7 @@ _ENTRY_POINTS = """
 cpu = triton_interpreter
 
 [vllm.general_plugins]
-triton_interpreter = triton_interpreter.ranges:make_ranges_of_tensors
+triton_interpreter = triton_interpreter.gaps:close_gaps
 """
 
 

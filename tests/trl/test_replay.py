@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from tiny_models import score_last_word, tiny_prompts
 from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, rollouts
 
@@ -30,6 +31,7 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
         max_lag: int | None = None,
         engine: Engine | None = None,
         max_rows: int = 1000,
+        peft_config: Any = None,
         **options: Any,
     ) -> Any:
         given: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "offpolicy": "paper/tis"}
@@ -43,7 +45,7 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
         data, sampler = tiny_prompts(), engine or Engine(noise=0.1)
         return ReplayGRPOTrainer(
             fresh_model(), score_last_word, args, train_dataset=data, processing_class=tokenizer, rollout_func=sampler,
-            **extra,
+            peft_config=peft_config, **extra,
         )  # fmt: skip
 
     return build
@@ -100,6 +102,21 @@ def test_replayed_rows_are_what_was_sampled(make: Make, monkeypatch: Any) -> Non
         torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_replayed_rows_are_scored_by_the_reference(make: Make, monkeypatch: Any, adapted: bool) -> None:
+    trainer = make(beta=0.1, peft_config=LoraConfig(r=2, target_modules=["q_proj"]) if adapted else None)
+    seen: list[dict[str, Any]] = []
+    original = type(trainer)._compute_loss
+    monkeypatch.setattr(type(trainer), "_compute_loss", lambda self, m, i: seen.append(i) or original(self, m, i))
+    trainer.train()
+    assert [len(part["ref_per_token_logps"]) for part in seen] == [4, 4, 8, 8, 8, 8]
+    assert (trainer.ref_model is None) == adapted
+    for part in seen:
+        again, mask = trainer._score_reference(part), part["completion_mask"].bool()
+        torch.testing.assert_close(part["ref_per_token_logps"][mask], again[mask], rtol=1e-4, atol=2e-5)
+    assert all(row["kl"] > 0 for row in records(trainer)[1:])
+
+
 def test_stored_groups_are_whole(make: Make) -> None:
     trainer = make(max_lag=1)
     assert not trainer.replay.available(current_version=0)
@@ -117,7 +134,6 @@ def test_stored_groups_are_whole(make: Make) -> None:
     [
         ({"replay_groups": 0}, ValueError, "replay_groups must be at least 1, but got 0"),
         ({"steps_per_generation": 4}, ValueError, "one optimizer step a generation batch"),
-        ({"beta": 0.1}, NotImplementedError, "a KL term"),
         ({"max_rows": 7}, ValueError, r"^replay\.max_rows must be at least 8, .* but got 7"),
         ({"max_rows": 15, "replay_groups": 4}, ValueError, r"^replay\.max_rows must be at least 16, .* but got 15"),
         (

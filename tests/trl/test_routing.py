@@ -197,10 +197,11 @@ def test_what_cannot_work_is_refused(build_moe: Callable[..., Any], make_args: C
         make_args(routing_replay="r2")
     with pytest.raises(ValueError, match="routing_replay r3 must have an engine that reports"):
         make_args(routing_replay="r3")
-    with pytest.raises(ValueError, match=r"must be none and engine\.return_routing False with async_rollouts"):
-        make_args(routing_replay="r3", use_vllm=True, vllm_mode="server", async_rollouts=1)
-    with pytest.raises(ValueError, match="but got 'none' and True"):
-        make_args(engine={"return_routing": True}, use_vllm=True, vllm_mode="server", async_rollouts=1)
+    ahead = {"use_vllm": True, "vllm_mode": "server", "async_rollouts": 1}
+    with pytest.raises(ValueError, match=r"routing_replay must be none or r3 with async_rollouts: .* but got 'r2'"):
+        make_args(**TWO_STEPS, routing_replay="r2", **ahead)
+    make_args(routing_replay="r3", **ahead)
+    make_args(engine={"return_routing": True}, **ahead)
     with pytest.raises(ValueError, match=r"routing_replay\.mode must be one of .*'r4'"):
         make_args(routing_replay="r4")
     with pytest.raises(ValueError, match=r"routing_replay\.limit must be one of"):

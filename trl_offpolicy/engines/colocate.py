@@ -15,6 +15,7 @@ from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.exact import Exact
 from trl_offpolicy.engines.images import PromptImages, image_token
 from trl_offpolicy.engines.interview import Interview, interview_llm
+from trl_offpolicy.engines.kept import built_with_mask, kept_of
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
 from trl_offpolicy.engines.screen import quiet_start
@@ -34,6 +35,8 @@ class ColocateEngine:
         adapter_rank: adapters up to this rank are synced alone; 0 = they are merged into the weights.
         weight_rounding: see :func:`~trl_offpolicy.engines.rounding.round_weights`; adapters are then merged.
         return_routing: for a mixture of experts: rollouts say to which experts each token was sent.
+        truncated: whether it will sample from a part of the distribution. Rollouts then say which tokens it kept, where
+            vLLM can report that (:attr:`no_mask` says why not).
         seed: seed of the engine (a seed per request stops vLLM's CPU engine).
         **arguments: further arguments of ``vllm.LLM``.
     """
@@ -41,6 +44,8 @@ class ColocateEngine:
     version: int | None = None
     exact: Exact | None = None
     """What ``exact`` has set in its arguments; whoever built the engine fills it in."""
+    no_mask: str | None
+    """Why rollouts do not say which tokens truncated sampling kept; None = they do."""
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class ColocateEngine:
         adapter_rank: int = 0,
         weight_rounding: Any = None,
         return_routing: bool = False,
+        truncated: bool = False,
         seed: int = 0,
         **arguments: Any,
     ) -> None:
@@ -63,8 +69,9 @@ class ColocateEngine:
         own = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "seed": seed, "dtype": dtype}
         lora = lora_arguments(adapter_rank) if self.adapters is not None else {}
         routing = routing_arguments() if return_routing else {}
+        whole = {"model": model, **own, **lora, **cpu_arguments(), **routing, **arguments}
         with quiet_start():
-            llm = LLM(model=model, **{**own, **lora, **cpu_arguments(), **routing, **arguments})
+            llm, self.no_mask = built_with_mask(LLM, whole, truncated=truncated)
         self.llm: Any = RoutedLLM(llm) if return_routing else llm
 
     def bind(self, source: WeightSource) -> None:
@@ -107,7 +114,7 @@ class ColocateEngine:
             policy_versions=[[version] * len(ids) for ids in completions],
             finish_reasons=[str(output.finish_reason) for output in outputs],
             routed_experts=self._routing(answers),
-            sampling_mask=_reported(outputs, "sampling_mask"),
+            sampling_mask=[kept_of(one) for one in outputs] if sampling.truncated and self.no_mask is None else None,
         )
 
     def _routing(self, answers: list[Any]) -> list[Any] | None:
@@ -234,8 +241,3 @@ def score_in_process(llm: Any, ids: Sequence[Sequence[int]], *, adapter: Any = N
         [float(place[token].logprob) for token, place in zip(row[1:], answer.prompt_logprobs[1:], strict=True)]
         for row, answer in zip(ids, answers, strict=True)
     ]
-
-
-def _reported(outputs: Sequence[Any], name: str) -> list[Any] | None:
-    values = [getattr(output, name, None) for output in outputs]
-    return None if all(value is None for value in values) else values

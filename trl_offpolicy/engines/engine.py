@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from trl_offpolicy.checks import check_number, check_positive, check_whole
 from trl_offpolicy.engines.weights.source import WeightSource
+from trl_offpolicy.functional.truncated_sampling import KeptIds
 
 
 class EngineError(RuntimeError):
@@ -90,7 +91,9 @@ class Rollouts:
         finish_reasons: "stop", "length" or another name that the engine uses.
         routed_experts: (tokens, layers with experts, k) expert ids of each prompt and completion without its last
             token, which the engine was never fed; None if the engine does not report them.
-        sampling_mask: ids that truncated sampling kept at each token; None if the engine does not report them.
+        sampling_mask: what truncated sampling kept at each token: the ids in a
+            :class:`~trl_offpolicy.functional.truncated_sampling.KeptIds`, or a list of ids for each token, which
+            becomes one; None for a completion of which it is not known, and if the engine does not report it.
         tool_mask: 1 = sampled by the engine, 0 = tool output between two turns (its log-probs are placeholders, 0.0);
             None = the engine sampled every token.
     """
@@ -117,6 +120,11 @@ class Rollouts:
         for name, rows in per_token.items():
             if rows is not None and [len(row) for row in rows] != lengths:
                 raise ValueError(f"{name} must have one entry for each token of completion_ids.")
+        if self.sampling_mask is not None:
+            masks = [one if one is None or isinstance(one, KeptIds) else KeptIds.of(one) for one in self.sampling_mask]
+            if [length if one is None else len(one) for one, length in zip(masks, lengths, strict=True)] != lengths:
+                raise ValueError("sampling_mask must have one entry for each token of completion_ids.")
+            object.__setattr__(self, "sampling_mask", masks)
 
 
 class Engine(Protocol):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
 from trl_offpolicy.engines.images import PromptImages, image_token, model_inputs
+from trl_offpolicy.engines.kept import KeptRecorder, recorded_kept
 from trl_offpolicy.engines.weights.source import WeightSource
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 
@@ -75,7 +76,10 @@ class TransformersEngine:
         seen = {} if images is None else _seen(model, [one for one in images for _ in range(n)], ids.shape[1], device)
         was_training = model.training
         model.eval()
-        with self._unsharded():
+        noted: AbstractContextManager[KeptRecorder | None] = nullcontext()
+        if sampling.truncated:
+            noted = recorded_kept(model)
+        with self._unsharded(), noted as recorder:
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
@@ -93,12 +97,14 @@ class TransformersEngine:
         model.train(was_training)
         completions = [self._cut(row) for row in out[:, ids.shape[1] :].tolist()]
         version = -1 if self.version is None else self.version
+        kept = None if recorder is None else [recorder.row(i, len(row)) for i, row in enumerate(completions)]
         return Rollouts(
             prompt_ids=rows,
             completion_ids=completions,
             sampling_per_token_logps=None,
             policy_versions=[[version] * len(row) for row in completions],
             finish_reasons=["stop" if row and row[-1] in self._eos else "length" for row in completions],
+            sampling_mask=kept,
         )
 
     def _cut(self, row: list[int]) -> list[int]:

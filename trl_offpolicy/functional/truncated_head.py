@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trl_offpolicy.functional.truncated_sampling import Support, Truncation, listed_weights, truncated_support
+from trl_offpolicy.functional.truncated_sampling import KeptIds, Support, Truncation, listed_weights, truncated_support
 
 TILE = 128
 """Tokens per tile, by default. With a vocabulary of 150,000 a tile and its exponentials are 154 MB."""
@@ -26,7 +26,7 @@ class TruncatedLogProbs(NamedTuple):
     sum_sq_probs: Tensor
     """(N,) sum of squared probabilities of the truncated distribution; no gradient."""
     outside: Tensor
-    """(N,) bool: the trainer alone would have cut this target."""
+    """(N,) bool: the kept set lacked this target, and it was added."""
 
 
 Gather = Callable[[Tensor, Tensor | None], AbstractContextManager[Any]]
@@ -54,7 +54,7 @@ def truncated_log_probs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     truncation: Truncation = Truncation(),  # noqa: B008 - frozen
-    kept_ids: Tensor | None = None,
+    kept_ids: KeptIds | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     tile: int = TILE,
@@ -80,8 +80,8 @@ def truncated_log_probs(
         targets: (N,) int64 token ids.
         bias: (V,) or None.
         temperature: the engine's, > 0.
-        truncation: the engine's top_p, top_k, min_p. Ignored where ``kept_ids`` is given.
-        kept_ids: (N, K) ids that the engine kept, padded with -1; a row of padding alone means that nothing was cut.
+        truncation: the engine's top_p, top_k, min_p; for the positions of which it is not known what the engine kept.
+        kept_ids: what the engine kept at the N positions; None = it is known of none.
         logit_scale: the model's factor on the logits.
         softcap: the model's ``c * tanh(logits / c)``, or None.
         tile: tokens computed at a time.
@@ -102,8 +102,8 @@ def truncated_log_probs(
         )
     if targets.shape != hidden.shape[:1]:
         raise ValueError(f"targets must be ({len(hidden)},) as hidden, but got {tuple(targets.shape)}.")
-    if kept_ids is not None and (kept_ids.dim() != 2 or len(kept_ids) != len(hidden)):
-        raise ValueError(f"kept_ids must be ({len(hidden)}, K), but got {tuple(kept_ids.shape)}.")
+    if kept_ids is not None and len(kept_ids) != len(hidden):
+        raise ValueError(f"kept_ids must have {len(hidden)} positions as hidden, but got {len(kept_ids)}.")
     if temperature <= 0.0 or tile < 1:
         raise ValueError(f"temperature and tile must be positive, but got {temperature} and {tile}.")
     options = _Options(temperature, truncation, logit_scale, softcap, tile, gather)
@@ -119,11 +119,11 @@ class _TiledHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        kept_ids: Tensor | None,
+        kept_ids: KeptIds | None,
         options: _Options,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.dtype = options, _compute_dtype(hidden)
+        ctx.options, ctx.dtype, ctx.kept_ids = options, _compute_dtype(hidden), kept_ids
         head, shift = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
         columns = [_forward_tile(hidden[rows].to(ctx.dtype), head, shift, targets[rows],
                                  None if kept_ids is None else kept_ids[rows], options)
@@ -131,14 +131,15 @@ class _TiledHead(torch.autograd.Function):
         log_probs, log_z, entropy, sum_sq, lowest, share, outside = (
             torch.cat(parts) for parts in zip(*columns, strict=True)
         )
-        ctx.save_for_backward(hidden, weight, bias, targets, kept_ids, log_z, entropy, lowest, share)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy, lowest, share)
         ctx.mark_non_differentiable(sum_sq, outside)
         return log_probs, entropy, sum_sq, outside
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: object) -> Any:
-        hidden, weight, bias, targets, kept_ids, log_z, entropy, lowest, share = ctx.saved_tensors
+        hidden, weight, bias, targets, log_z, entropy, lowest, share = ctx.saved_tensors
+        kept_ids = ctx.kept_ids
         with ctx.options.gather(weight, bias):
             sums = [torch.zeros_like(value, dtype=_wide(value.dtype)) if value is not None and needed else None
                     for value, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)]  # fmt: skip
@@ -196,29 +197,47 @@ def _times(values: Tensor, factor: Tensor | float) -> Tensor:
     return values if isinstance(factor, float) and factor == 1.0 else values.mul_(factor)
 
 
-def _weights(logits: Tensor, support: Support | None, listed: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _support(logits: Tensor, listed: KeptIds | None, truncation: Truncation) -> Support:
+    """What the truncation keeps; where it is known what the engine kept, the rule is not applied."""
+    if listed is None:
+        return truncated_support(logits, truncation)
+    lowest = torch.full_like(logits[:, 0], -torch.inf)
+    share = torch.ones_like(lowest)
+    if truncation and len(listed.unknown):
+        places = listed.unknown.to(logits.device)
+        found = truncated_support(logits[places], truncation)
+        lowest, share = lowest.index_copy(0, places, found.lowest), share.index_copy(0, places, found.share)
+    return Support(lowest, share)
+
+
+def _weights(logits: Tensor, support: Support, listed: KeptIds | None, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(n, V) weights of the kept tokens, the target among them; (n,) whether it had to be added."""
-    if listed is not None:
-        weights = listed_weights(listed, logits.shape[1]).to(logits.dtype)
-    else:
-        assert support is not None
+    if listed is None:
         weights = support.weights(logits)
+    else:
+        weights = listed_weights(listed, logits.shape[1], device=logits.device).to(logits.dtype)
+        if len(listed.unknown):
+            places = listed.unknown.to(logits.device)
+            by_rule = Support(support.lowest[places], support.share[places]).weights(logits[places])
+            weights.index_copy_(0, places, by_rule)
     at_target = weights.gather(1, targets.unsqueeze(1))
     outside = at_target == 0
     return weights.scatter_(1, targets.unsqueeze(1), torch.where(outside, 1.0, at_target)), outside.squeeze(1)
 
 
 def _forward_tile(
-    states: Tensor, head: Tensor, shift: Tensor | None, targets: Tensor, listed: Tensor | None, options: _Options
+    states: Tensor, head: Tensor, shift: Tensor | None, targets: Tensor, listed: KeptIds | None, options: _Options
 ) -> tuple[Tensor, ...]:
     """One tile, as columns (n,): log-prob, log of the normaliser, entropy, sum p^2, lowest, share, outside."""
     logits, _ = _logits(states, head, shift, options)
-    support = truncated_support(logits, options.truncation if listed is None else Truncation())
+    support = _support(logits, listed, options.truncation)
     weights, outside = None, torch.zeros_like(targets, dtype=torch.bool)
     if options.truncation or listed is not None:
         weights, outside = _weights(logits, support, listed, targets)
-    top = logits.amax(dim=1)
-    exp = (logits - top.unsqueeze(1)).exp_()
+    # A reported set may lack the most likely tokens: the largest logit is that of the set, and nothing may overflow.
+    top = (logits if weights is None or listed is None else torch.where(weights > 0, logits, -torch.inf)).amax(dim=1)
+    exp = logits - top.unsqueeze(1)
+    exp = (exp if listed is None else exp.clamp_(max=0.0)).exp_()
     mass = exp if weights is None else weights.mul_(exp)
     total = mass.sum(dim=1)
     log_z = top + total.log()
@@ -234,7 +253,7 @@ def _backward_tile(
     head: Tensor,
     shift: Tensor | None,
     targets: Tensor,
-    listed: Tensor | None,
+    listed: KeptIds | None,
     options: _Options,
     support: Support,
     log_z: Tensor,
@@ -248,6 +267,8 @@ def _backward_tile(
     if options.truncation or listed is not None:
         weights = _weights(logits, support, listed, targets)[0]
     log_p = logits.sub_(log_z.unsqueeze(1))
+    if listed is not None:
+        log_p.clamp_(max=0.0)  # outside a reported set it may be anything
     if grad_entropy is None:
         grad = log_p.zero_() if grad_logp is None else log_p.exp_().mul_(-grad_logp)
     else:

@@ -1,7 +1,8 @@
-"""Which tokens top-p, top-k and min-p leave to the sampler: vLLM's rules, as two numbers per token."""
+"""Which tokens top-p, top-k and min-p leave to the sampler: vLLM's rules, or the ids that an engine reported."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -123,20 +124,89 @@ def _top_p_support(logits: Tensor, lowest: Tensor, truncation: Truncation) -> Su
     return Support(lowest, (kept - above).to(logits.dtype) / tied)
 
 
-def listed_weights(kept_ids: Tensor, vocabulary: int) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class KeptIds:
+    """The tokens that an engine kept at each of N positions: all ids in one row, and how many each position has.
+
+    Both are on the host, so that the positions of a tile are found without a wait for the device.
+
+    Args:
+        ids: (M,) int32 token ids, those of the first position first.
+        counts: (N,) int32, the number of ids of each position, M in all; 0 = the engine did not say.
+
+    Raises:
+        ValueError: the counts do not add up to M.
+
+    Example:
+        >>> kept = KeptIds.of([[4, 7], [], [7]])
+        >>> kept.counts.tolist(), kept[1:].ids.tolist(), kept.unknown.tolist()
+        ([2, 0, 1], [7], [1])
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+    def __post_init__(self) -> None:
+        if self.ids.dim() != 1 or self.counts.dim() != 1 or int(self.counts.sum()) != len(self.ids):
+            raise ValueError(
+                f"counts must be (N,) and add up to the {tuple(self.ids.shape)} ids, but got shape "
+                f"{tuple(self.counts.shape)} and {int(self.counts.sum())}."
+            )
+
+    @classmethod
+    def of(cls, positions: Sequence[Sequence[int]]) -> KeptIds:
+        """From one list of ids for each position."""
+        flat = [token for ids in positions for token in ids]
+        counts = [len(ids) for ids in positions]
+        return cls(torch.tensor(flat, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptIds]) -> KeptIds:
+        """The positions of all parts, in their order."""
+        none = torch.zeros(0, dtype=torch.int32)
+        columns = ([none, *(part.ids for part in parts)], [none, *(part.counts for part in parts)])
+        return cls(*map(torch.cat, columns))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, positions: slice) -> KeptIds:
+        start, stop, step = positions.indices(len(self))
+        if step != 1:
+            raise ValueError(f"positions must follow each other, but got a step of {step}.")
+        first = int(self.counts[:start].sum())
+        counts = self.counts[start:stop]
+        return KeptIds(self.ids[first : first + int(counts.sum())], counts)
+
+    def at(self, places: Tensor) -> KeptIds:
+        """The positions where ``places``, (N,) bool on the host, is True."""
+        return KeptIds(self.ids[torch.repeat_interleave(places, self.counts)], self.counts[places])
+
+    @property
+    def unknown(self) -> Tensor:
+        """(U,) the positions of which the engine did not say what it kept."""
+        return (self.counts == 0).nonzero().squeeze(1)
+
+    def tolist(self) -> list[list[int]]:
+        """One list of ids for each position."""
+        return [part.tolist() for part in torch.split(self.ids, self.counts.tolist())]
+
+
+def listed_weights(kept: KeptIds, vocabulary: int, *, device: torch.device | None = None) -> Tensor:
     """(N, V) float32, 1 for the listed tokens: the kept set that an engine reported (vLLM's ``return_sampling_mask``).
 
     Args:
-        kept_ids: (N, K) token ids, padded with -1. A row of padding alone means that nothing was cut.
+        kept: the ids of N positions; one that lists none has zeros only.
         vocabulary: V.
+        device: where the result is; None = the host.
 
     Example:
-        >>> listed_weights(torch.tensor([[2, 0], [1, -1], [-1, -1]]), 3)
+        >>> listed_weights(KeptIds.of([[2, 0], [1]]), 3)
         tensor([[1., 0., 1.],
-                [0., 1., 0.],
-                [1., 1., 1.]])
+                [0., 1., 0.]])
     """
-    listed = kept_ids >= 0
-    weights = torch.zeros(len(kept_ids), vocabulary + 1, device=kept_ids.device)
-    weights.scatter_(1, torch.where(listed, kept_ids, vocabulary), 1.0)  # padding goes to an extra column
-    return weights[:, :-1].masked_fill(~listed.any(dim=1, keepdim=True), 1.0)
+    weights = torch.zeros(len(kept), vocabulary, device=device)
+    counts = kept.counts.to(weights.device)
+    rows = torch.repeat_interleave(torch.arange(len(kept), device=weights.device), counts, output_size=len(kept.ids))
+    weights[rows, kept.ids.to(weights.device, torch.long)] = 1.0
+    return weights

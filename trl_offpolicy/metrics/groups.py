@@ -123,6 +123,8 @@ VersionLagMax = _of("rollout#lag", "VersionLagMax", "version_lag_max", better=Fa
 CrossVersionFraction = _of("rollout#versions", "CrossVersionFraction", "cross_version_fraction", better=False)
 RewardReweighted = _of("rollout#reward", "RewardReweighted", "reward_reweighted", better=True)
 OutsideFraction = _of("rollout#support", "OutsideFraction", "outside_fraction", better=False)
+KeptIdsMean = _of("rollout#kept", "KeptIdsMean", "kept_ids_mean")
+RecomputedCutFraction = _of("rollout#kept", "RecomputedCutFraction", "recomputed_cut_fraction", better=False)
 
 LagTokens = _of("lag/<lag>", "LagTokens", "tokens")
 LagLogRatioMean = _of("lag/<lag>", "LagLogRatioMean", "log_ratio_mean")

@@ -78,10 +78,14 @@ GROUPS: Mapping[str, tuple[Layout, Mapping[str, Finalizer]]] = {
         {"reward_reweighted": fraction("weighted_reward", "weight")},
     ),
     "rollout#support": (Layout(sums=("tokens", "outside")), {"outside_fraction": fraction("outside", "tokens")}),
+    "rollout#kept": (
+        Layout(sums=("tokens", "known", "unknown", "ids")),
+        {"kept_ids_mean": fraction("ids", "known"), "recomputed_cut_fraction": fraction("unknown", "tokens")},
+    ),
     "gradient": (Layout(sums=("responses", "power")), {"power": fraction("power", "responses")}),
     "estimator": (ESTIMATOR_LAYOUT, ESTIMATOR_DIAGNOSTICS),
 }  # fmt: skip
-"""Names of the moments and finalisers, by group; ``rollout#support`` is made by :func:`support_stats`."""
+"""Names of the moments and finalisers, by group; :func:`support_stats` and :func:`kept_ids_stats` make theirs."""
 
 
 def _group(name: str, sums: list[Tensor], maxima: list[Tensor] | None = None) -> Group:
@@ -197,6 +201,18 @@ def support_stats(outside: Tensor, mask: Tensor) -> Stats:
         mask: (B, T) bool, trainable tokens.
     """
     return Stats({"rollout#support": _group("rollout#support", [mask.sum(), (outside & mask).sum()])})
+
+
+def kept_ids_stats(counts: Tensor, mask: Tensor) -> Stats:
+    """How many tokens the engine kept, where it reports that, and where the trainer had to cut by its own rule.
+
+    Args:
+        counts: (B, T) integer, kept ids of each token; 0 = not known.
+        mask: (B, T) bool, trainable tokens.
+    """
+    known = mask & (counts > 0)
+    sums = [mask.sum(), known.sum(), (mask & ~known).sum(), torch.where(known, counts, 0).sum()]
+    return Stats({"rollout#kept": _group("rollout#kept", sums)})
 
 
 @torch.no_grad()

@@ -258,7 +258,7 @@ def in_other_batches(inputs: dict[str, Any]) -> tuple[dict[str, Any], int]:
     rows = len(inputs["prompt_ids"])
     if rows > 1:
         return inputs, rows // 2
-    names = (*_TEXT_INPUTS, "tool_mask", "routed_experts", "images", *MODEL_INPUTS)
+    names = (*_TEXT_INPUTS, "tool_mask", "routed_experts", "kept_ids", "images", *MODEL_INPUTS)
     present = {name: inputs[name] for name in names if inputs.get(name) is not None}
     return {name: torch.cat([v] * 2) if isinstance(v, Tensor) else v * 2 for name, v in present.items()}, 2
 

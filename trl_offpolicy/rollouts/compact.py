@@ -21,8 +21,9 @@ from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
 
 Columns = tuple[Tensor | None, ...]
 """Scores of rows: (B, T) each, the log-probs first; 0-d for a number of the whole forward."""
-Forward = Callable[[Any, Tensor, Tensor, int], Columns]
-"""``forward(model, ids, mask, T)``: scores of the last T tokens of (B, L) ids."""
+Forward = Callable[[Any, Tensor, Tensor, int, Tensor | None], Columns]
+"""``forward(model, ids, mask, T, rows)``: scores of the last T tokens of (B, L) ids. ``rows`` (B,), on the host, are
+their numbers among all rows, for what belongs to them besides; None = some rows, for a comparison."""
 
 NOT_TRIMMED = "trim_padding keeps every column: %s."
 """The warning where a cut would change log-probs; its argument is the reason."""
@@ -102,26 +103,27 @@ class CompactScoring:
         for rows_here in chunks:
             own_ids, own_mask = (ids, mask) if len(chunks) == 1 else (ids[rows_here], mask[rows_here])
             kept = used_columns(own_mask, width, multiple=self.multiple) if cut else slice(0, ids.shape[1])
-            parts.append(self._forward(forward, model, own_ids[:, kept], own_mask[:, kept], width - kept.start))
+            own = own_ids[:, kept], own_mask[:, kept]
+            parts.append(self._forward(forward, model, *own, width - kept.start, rows_here))
         return parts[0] if len(parts) == 1 and not cut else _joined(parts, chunks, length)
 
-    def _forward(self, forward: Forward, model: Any, ids: Tensor, mask: Tensor, width: int) -> Columns:
+    def _forward(self, forward: Forward, model: Any, ids: Tensor, mask: Tensor, width: int, rows: Tensor) -> Columns:
         """One forward, in which prompts are computed once if that pays."""
         length = ids.shape[1] - width
         prompts = self.shared.prompts(model, ids[:, :width], mask[:, :width], length) if width else None
         if prompts is None:
-            return forward(model, ids, mask, length)
+            return forward(model, ids, mask, length, rows)
 
         def logps(ids: Tensor, mask: Tensor, context: AbstractContextManager[None] | None) -> Tensor:
             with context or nullcontext():
-                found = forward(innermost(model), ids, mask, length)[0]
+                found = forward(innermost(model), ids, mask, length, None)[0]
             assert found is not None
             return found
 
         if not self.shared.proved(model, prompts, ids, mask, logps):
-            return forward(model, ids, mask, length)
+            return forward(model, ids, mask, length, rows)
         with self.shared.context(model, prompts):
-            return forward(model, ids[:, width - 1 :], mask[:, width - 1 :], length)
+            return forward(model, ids[:, width - 1 :], mask[:, width - 1 :], length, rows)
 
 
 def innermost(model: Any) -> Any:

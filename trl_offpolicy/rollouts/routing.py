@@ -63,20 +63,19 @@ def check_r3(options: RoutingReplay, *, reports: bool, setting: str) -> None:
         )
 
 
-def check_in_turn(options: RoutingReplay, *, compares: bool) -> None:
-    """Raise for routing with rollouts that are sampled ahead.
+def check_in_turn(options: RoutingReplay) -> None:
+    """Raise for R2 with rollouts that are sampled ahead. What the engine itself reports is of the weights that sampled.
 
     Args:
         options: the parsed option.
-        compares: whether the engine reports its routing (``engine.return_routing``).
 
     Raises:
-        ValueError: routing is replayed or compared.
+        ValueError: the trainer's routing is replayed.
     """
-    if compares or options.mode != "none":
+    if options.mode == "r2":
         raise ValueError(
-            "routing_replay must be none and engine.return_routing False with async_rollouts: routing is recorded at "
-            f"other weights than those that sampled; but got {options.mode!r} and {compares}."
+            "routing_replay must be none or r3 with async_rollouts: r2 records the routing of the trainer at other "
+            "weights than those that sampled; but got 'r2'."
         )
 
 

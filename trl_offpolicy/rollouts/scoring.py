@@ -20,10 +20,11 @@ from trl_offpolicy.engines.engine import Sampling
 from trl_offpolicy.engines.images import model_inputs
 from trl_offpolicy.engines.truncation import as_vllm_keeps
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
-from trl_offpolicy.functional.truncated_sampling import Truncation
+from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation
 from trl_offpolicy.objective.measure import support_stats
 from trl_offpolicy.rollouts.batches import in_other_batches
 from trl_offpolicy.rollouts.compact import CompactScoring
+from trl_offpolicy.rollouts.kept import KEY, placed
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
@@ -83,7 +84,8 @@ class Scorer:
         Args:
             model: the policy.
             rows: ``prompt_ids``, ``prompt_mask``, ``completion_ids``, ``completion_mask``: prompts padded on the left,
-                completions on the right; and ``images``, one mapping of model inputs per row, if prompts have images.
+                completions on the right; ``images``, one mapping of model inputs per row, if prompts have images; and
+                ``kept_ids`` of each row, if the engine reports which tokens it kept.
             batch_size: rows per forward; None = all.
             aux_loss: whether to return the load-balancing loss of a mixture of experts, the mean over the forwards.
             in_order: something reads the forwards row by row: rows meet as they come, in full width, prompts included.
@@ -91,10 +93,12 @@ class Scorer:
         ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
         mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
         length = rows["completion_ids"].shape[1]
+        kept = rows.get(KEY) if self.truncation else None
         if images := rows.get("images"):
-            return self._with_images(model, ids, mask, length, batch_size or len(ids), images, aux_loss=aux_loss)
+            size = batch_size or len(ids)
+            return self._with_images(model, ids, mask, length, size, images, aux_loss=aux_loss, kept=kept)
         compact = _AS_THEY_ARE if self.compact is None or in_order else self.compact
-        forward = partial(self._forward, aux_loss=aux_loss)
+        forward = partial(self._forward, aux_loss=aux_loss, kept=kept)
         return Scores(*compact(forward, model, ids, mask, length, batch_size, in_order=aux_loss))  # type: ignore[arg-type]
 
     def support_stats(self, scores: Scores, mask: Tensor) -> Stats:
@@ -113,11 +117,13 @@ class Scorer:
         images: Sequence[Mapping[str, Tensor]],
         *,
         aux_loss: bool,
+        kept: Sequence[KeptIds] | None,
     ) -> Scores:
         """Rows with images are scored as they come, in full width: their image inputs go with them."""
+        forward = partial(self._forward, aux_loss=aux_loss, kept=kept)
         parts = [
-            self._forward(model, ids[some], mask[some], length, aux_loss=aux_loss, images=images[some])
-            for some in (slice(first, first + size) for first in range(0, len(ids), size))
+            forward(model, ids[some], mask[some], length, some, images=[images[row] for row in some.tolist()])
+            for some in torch.split(torch.arange(len(ids)), size)
         ]
         losses = [part.aux_loss for part in parts if part.aux_loss is not None]
         logps, entropies, sums, outside = (
@@ -131,16 +137,20 @@ class Scorer:
         ids: Tensor,
         mask: Tensor,
         length: int,
+        rows: Tensor | None,
         *,
         aux_loss: bool,
+        kept: Sequence[KeptIds] | None,
         images: Sequence[Mapping[str, Tensor]] = (),
     ) -> Scores:
+        """One forward of the rows with these numbers; None = some rows, which are cut by the rule."""
         # with images the model makes the positions, which may have several dimensions
         positions = None if images else (mask.cumsum(-1) - 1).clamp(min=0)
         further: dict[str, Any] = {"output_router_logits": True} if aux_loss else {}
         further |= model_inputs(images, width=ids.shape[1] - length, length=length, device=ids.device)
         # The position before a token predicts it: length + 1 of them reach the head, which drops the last one.
-        with _head_in_place(model, self, ids[:, -length:]) as found:
+        listed = None if kept is None or rows is None else placed([kept[row] for row in rows.tolist()], length)
+        with _head_in_place(model, self, ids[:, -length:], listed) as found:
             whole = model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -217,7 +227,9 @@ def measured_noise_floor(
 
 
 @contextmanager
-def _head_in_place(model: Any, scorer: Scorer, targets: Tensor) -> Iterator[list[TruncatedLogProbs]]:
+def _head_in_place(
+    model: Any, scorer: Scorer, targets: Tensor, kept: KeptIds | None
+) -> Iterator[list[TruncatedLogProbs]]:
     """While open, the output embedding of ``model`` scores ``targets`` and keeps the result in the list it yields."""
     base = _base_of(model)
     head = base.get_output_embeddings()
@@ -238,6 +250,7 @@ def _head_in_place(model: Any, scorer: Scorer, targets: Tensor) -> Iterator[list
             bias=head.bias,
             temperature=scorer.temperature,
             truncation=scorer.truncation,
+            kept_ids=kept,
             gather=_gathered,
             **options,
         )

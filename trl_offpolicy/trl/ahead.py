@@ -102,6 +102,8 @@ class TrainerAhead:
         rollouts, waited = self._queue.take(prompts, upcoming=self._upcoming, options=options, n=num_generations)
         self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(waited)
         self.versions, ids = rollouts.policy_versions, rollouts.completion_ids
+        routes, kept = rollouts.routed_experts or [None] * len(ids), rollouts.sampling_mask or []
+        self._engine.add_reports(prompts, ids, routes=routes, kept=kept)
         logps = [[[value] for value in row] for row in rollouts.sampling_per_token_logps or []]
         return prompts, ids, logps, [[[token] for token in row] for row in ids]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
 
+from trl_offpolicy.functional.truncated_sampling import KeptIds
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, Columns, CompactScoring, splitting_of
@@ -86,18 +87,20 @@ class CompactRows:
         batch_size: int | None = None,
         *,
         compact: bool = True,
+        kept_ids: Sequence[KeptIds] | None = None,
         **kwargs: Any,
     ) -> Columns:
         """What ``score`` returns: (B, T) log-probs, (B, T) entropies or None, a 0-d load-balancing loss or None.
 
         Args:
-            score: TRL's scoring ``score(model, ids, mask, T, batch_size, **kwargs)``.
+            score: TRL's scoring ``score(model, ids, mask, T, batch_size, kept_ids=..., **kwargs)``.
             model: the model to score, wrapped or not.
             input_ids: (B, P + T).
             attention_mask: (B, P + T).
             logits_to_keep: T.
             batch_size: rows per forward; None = all, as the loss step wants, in their own columns.
             compact: False where something reads the forwards row by row, in order and in full width.
+            kept_ids: what the engine kept at each token of each row; None = not known.
             **kwargs: TRL's.
         """
         multiple = self._trainer.args.pad_to_multiple_of
@@ -105,9 +108,10 @@ class CompactRows:
         in_order = batch_size is None or not scoring.trim or bool(kwargs.get("compute_aux_loss"))
         whole = not compact or has_image_inputs(kwargs)
         if whole or (in_order and not self._shared.possible(model)):
-            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, kept_ids=kept_ids, **kwargs)
 
-        def forward(model: Any, ids: Tensor, mask: Tensor, length: int) -> Columns:
-            return score(model, ids, mask, length, None, **kwargs)
+        def forward(model: Any, ids: Tensor, mask: Tensor, length: int, rows: Tensor | None) -> Columns:
+            theirs = None if rows is None or kept_ids is None else [kept_ids[i] for i in rows.tolist()]
+            return score(model, ids, mask, length, None, kept_ids=theirs, **kwargs)
 
         return scoring(forward, model, input_ids, attention_mask, logits_to_keep, batch_size, in_order=in_order)

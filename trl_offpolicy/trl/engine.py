@@ -26,6 +26,7 @@ from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.exact import Exact, exact_engine
 from trl_offpolicy.engines.interview import Interview, interview_llm
+from trl_offpolicy.engines.kept import KeptStore, MaskedLLM, built_with_mask
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
 from trl_offpolicy.engines.screen import quiet_start, say
@@ -34,8 +35,10 @@ from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.sync import Gate, WeightSync, raised_on_all_ranks
 from trl_offpolicy.engines.sync_watch import Precision
+from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
+from trl_offpolicy.functional.truncated_sampling import Truncation
 from trl_offpolicy.rollouts.screening import Columns, Screen, Unusable
 from trl_offpolicy.trl.rebinding import rebound
 
@@ -62,6 +65,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """What ``engine.exact`` has set, in colocate mode."""
     routes: RouteStore | None = None
     """The routing of this rank's rollouts, with ``engine.return_routing``."""
+    kept: KeptStore | None = None
+    """What truncated sampling kept at each token of this rank's rollouts, if the engine reports it."""
+    no_mask: str | None = "TRL's client does not report them"
+    """Why it does not; None = it does."""
     screen: Screen | None = None
     """Checks every reply, once a trainer has set it."""
 
@@ -138,7 +145,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         arguments = {**self._default_arguments(), **self.settings.arguments, **self._seed()}
         if self.settings.exact:
             arguments = self._exact_arguments(arguments)
-        with rebound(vllm_generation, LLM=partial(_build_llm, vllm_generation.LLM, arguments)):
+        with rebound(vllm_generation, LLM=partial(self._build_llm, vllm_generation.LLM, arguments)):
             super()._init_vllm()
         if self.settings.return_routing:
             self.llm = RoutedLLM(self.llm)
@@ -146,6 +153,20 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if self._uses_adapter:
             self._adapters = AdapterFolder()
             self.llm = WithAdapter(self.llm, self._adapters)
+
+    def _build_llm(self, llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
+        say("starting vLLM in this process")
+        truncated = bool(self._truncation)
+        with quiet_start():
+            llm, self.no_mask = built_with_mask(llm_class, {**kwargs, **overrides}, truncated=truncated)
+        if truncated and isinstance(llm, MaskedLLM):
+            self.kept = llm.kept = KeptStore()
+        return llm
+
+    @property
+    def _truncation(self) -> Truncation:
+        options = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return truncation_of({**options, "generation_kwargs": self.generation_kwargs})
 
     def _exact_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """TRL makes room for a whole generation; an exact engine runs as many rows as the trainer's forward has."""
@@ -194,6 +215,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             )
             self._server.bind(self.source)
         self.accelerator.wait_for_everyone()
+        reason = [None if self._server is None else self._server.no_mask]
+        broadcast_object_list(reason, from_process=0)
+        self.no_mask = reason[0]
+        self.kept = KeptStore() if self.no_mask is None and self._truncation else None
 
     # ----------------------------------------------------------------------------------------------------- weights
 
@@ -339,14 +364,29 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def _now(self, prompts: list[list[int]], n: int) -> Any:
         """:meth:`generate` of the server, at the weights that it has. All ranks call it."""
-        ids, logps, routes = self._sampled(gather_object([prompts]), n)
-        if self.routes is not None:
-            for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
-                self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
+        ids, logps, routes, kept = self._sampled(gather_object([prompts]), n)
+        self.add_reports(prompts, ids, routes=routes, kept=kept)
         return prompts, ids, [[[value] for value in row] for row in logps], [[[token] for token in row] for row in ids]
 
+    def add_reports(
+        self,
+        prompts: Sequence[Sequence[int]],
+        ids: Sequence[Sequence[int]],
+        *,
+        routes: Sequence[Any],
+        kept: Sequence[Any],
+    ) -> None:
+        """Keep what a server said of its routing, and of the tokens that it kept; empty where it said nothing."""
+        if self.routes is not None:
+            for prompt, completion, reported in zip(prompts, ids, routes, strict=True):
+                if reported is not None:
+                    self.routes.add(EngineRoutes((*prompt, *completion)[: len(reported)], reported))
+        if self.kept is not None and kept:
+            for prompt, completion, mask in zip(prompts, ids, kept, strict=True):
+                self.kept.add(prompt, completion, mask)
+
     def _sampled(self, prompts: list[list[list[int]]], n: int) -> Any:
-        """(ids, log-probs, routes) that the server sampled for the prompts of this rank.
+        """(ids, log-probs, routes, kept ids) that the server sampled for the prompts of this rank.
 
         Args:
             prompts: prompts by rank; the main rank sends the requests.
@@ -360,10 +400,11 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             if self._server is not None:
                 asked = [row for rank in prompts for row in rank][::n]
                 rollouts = self._server.generate(asked, self._sampling(), n=n)
-                logps, routes = rollouts.sampling_per_token_logps or [], rollouts.routed_experts or []
+                columns = (rollouts.completion_ids, rollouts.sampling_per_token_logps or [],
+                           rollouts.routed_experts or [], rollouts.sampling_mask or [])  # fmt: skip
                 # back to the ranks, each of which may have asked for another number of rows
                 ends = accumulate(map(len, prompts), initial=0)
-                parts = [(rollouts.completion_ids[i:j], logps[i:j], routes[i:j]) for i, j in pairwise(ends)]
+                parts = [tuple(column[i:j] for column in columns) for i, j in pairwise(ends)]
         return scattered(parts)
 
     def _sampling(self) -> Sampling:
@@ -435,12 +476,6 @@ def _reply(ids: list[int], logps: Any, tokens: Any, version: int) -> dict[str, A
         "logps": _first_each([logps])[0],
         "policy_versions": [version] * len(ids),
     }
-
-
-def _build_llm(llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
-    say("starting vLLM in this process")
-    with quiet_start():
-        return llm_class(**{**kwargs, **overrides})
 
 
 def scattered(parts: Sequence[Any]) -> Any:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
 from trl_offpolicy.rollouts.replay.mixing import check_sizes, fresh_groups, mixed, refuse, with_replayed
@@ -31,8 +36,8 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
 
     Raises:
         ValueError: the sizes do not fit, a generation serves several optimizer steps, or the buffer is too small.
-        NotImplementedError: several processes, sampling ahead, tools, a KL term, images, or an objective that must see
-            the whole generation batch.
+        NotImplementedError: several processes, sampling ahead, tools, images, or an objective that must see the whole
+            generation batch.
     """
 
     def __init__(
@@ -56,7 +61,19 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
             max_lag=self.max_lag,
             generations=self.num_generations,
             pad_token_id=self._tokenizer.pad_token_id,
+            score_reference=self._score_reference,
         )
+
+    def _score_reference(self, rows: dict[str, Any]) -> Tensor:
+        """(B, T) log-probs of the reference model, or of the policy without its adapter, as TRL scores fresh rows."""
+        scored, alone = self.ref_model, nullcontext()
+        if scored is None:
+            model = self.accelerator.unwrap_model(self.model)
+            scored, alone = self.model, use_adapter(model, "ref" if "ref" in model.peft_config else None)
+        whole = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), whole, alone:
+            logps: Tensor = self._score(scored, rows, batch_size=self.args.per_device_train_batch_size)[0]
+        return logps
 
 
 def _check(trainer: Any, replay: ReplayBuffer, replay_groups: int) -> None:
@@ -74,7 +91,6 @@ def _check(trainer: Any, replay: ReplayBuffer, replay_groups: int) -> None:
         "several processes": trainer.accelerator.num_processes > 1,
         "async_rollouts": trainer._ahead is not None,
         "tools": bool(trainer.tools),
-        "a KL term": trainer.beta != 0.0,
         "an objective that must see the whole generation batch": trainer._stages is not None,
         "an engine without log-probs": not (trainer.use_vllm or trainer.rollout_func),
     }

@@ -35,11 +35,11 @@ def check_replay(args: Any) -> RoutingReplay:
     """Parse ``routing_replay`` and raise if it cannot work.
 
     Raises:
-        ValueError: R2 although a generation serves one step, R3 without vLLM, or either with sampling ahead.
+        ValueError: R2 although a generation serves one step or with sampling ahead, or R3 without vLLM.
     """
     options = RoutingReplay.parse(args.routing_replay)
     if AsyncSettings.parse(args.async_rollouts) is not None:
-        check_in_turn(options, compares=(args.engine or {}).get("return_routing", False))
+        check_in_turn(options)
     check_r2(options, optimizer_steps(args), accumulation="gradient_accumulation_steps")
     check_r3(options, reports=args.use_vllm, setting="use_vllm true")
     return options

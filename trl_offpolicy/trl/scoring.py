@@ -10,7 +10,6 @@ probabilities if it is read.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
@@ -24,13 +23,12 @@ from trl.trainer.utils import add_fused_lm_head, maybe_gather_lm_head_ctx
 
 from trl_offpolicy.engines.truncation import as_vllm_keeps, truncation_of
 from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated_log_probs
-from trl_offpolicy.functional.truncated_sampling import Truncation
+from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation
 from trl_offpolicy.objective.measure import support_stats
+from trl_offpolicy.rollouts.kept import placed
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.exact import wants_exact
 from trl_offpolicy.trl.rebinding import rebound
-
-logger = logging.getLogger(__name__)
 
 
 class FilteredScoring:
@@ -61,7 +59,7 @@ class FilteredScoring:
         logits_to_keep: int,
         batch_size: int | None = None,
         *,
-        kept_ids: Tensor | None = None,
+        kept_ids: Sequence[KeptIds] | None = None,
         **kwargs: Any,
     ) -> Any:
         """What ``score`` returns: (log-probs (B, T), entropies, auxiliary loss).
@@ -74,7 +72,7 @@ class FilteredScoring:
             attention_mask: (B, L).
             logits_to_keep: T.
             batch_size: rows per forward; None = all.
-            kept_ids: (B, T, K) ids that the engine kept, padded with -1; they replace the filter.
+            kept_ids: what the engine kept at each token of each row; where it is known it replaces the filter.
             **kwargs: TRL's keyword arguments.
 
         Raises:
@@ -91,7 +89,9 @@ class FilteredScoring:
         if not cuts and (not self._takes(input_ids.device) or _not_text(model, kwargs) is not None):
             return score(*arguments, **kwargs)
         valid = _scored_positions(attention_mask, logits_to_keep)
-        head = _Head(truncation, valid, kept_ids, batch_size or len(input_ids))
+        size = batch_size or len(input_ids)
+        kept = None if kept_ids is None else _kept_in_parts(kept_ids, valid[:, -logits_to_keep:], size)
+        head = _Head(truncation, valid, kept, size)
         with _head_of_trl(head):
             result = score(*arguments, **kwargs)
         if cuts:
@@ -114,7 +114,7 @@ class FilteredScoring:
 
 
 def filtered_scoring(args: Any, *, sampled_elsewhere: bool = False) -> FilteredScoring:
-    """The scoring that fits the sampling options of a ``GRPOConfig``; logs once if it truncates.
+    """The scoring that fits the sampling options of a ``GRPOConfig``.
 
     Args:
         args: the configuration.
@@ -136,14 +136,8 @@ def filtered_scoring(args: Any, *, sampled_elsewhere: bool = False) -> FilteredS
     tiled = args.tiled_head
     if tiled == "auto" and wants_exact(args.engine):
         tiled = False  # log-probs are compared with the engine's bit by bit
-    if not truncation or (sampled_elsewhere and not args.use_vllm):
-        return FilteredScoring(Truncation(), tiled=tiled)
-    logger.warning(
-        "The sampler truncates its distribution (%s): the trainer cuts its own alike. Log-probs, ratios and entropies "
-        "are of the kept tokens; the reference model stays whole.",
-        truncation,
-    )
-    return FilteredScoring(truncation, tiled=tiled)
+    known = not sampled_elsewhere or args.use_vllm
+    return FilteredScoring(truncation if known else Truncation(), tiled=tiled)
 
 
 def scores_reference(model: Any, reference: Any) -> bool:
@@ -178,6 +172,14 @@ def _scored_positions(attention_mask: Tensor, logits_to_keep: int) -> Tensor:
     return valid & scored
 
 
+def _kept_in_parts(rows: Sequence[KeptIds], valid: Tensor, size: int) -> list[KeptIds]:
+    """The kept ids at the scored positions, (B, T) bool, of each forward of ``size`` rows."""
+    return [
+        placed(rows[start : start + size], valid.shape[1]).at(part.flatten())
+        for start, part in zip(range(0, len(rows), size), torch.split(valid.cpu(), size), strict=True)
+    ]
+
+
 class _Head:
     """Replaces TRL's ``_ChunkedLogProbFunction`` during one scoring; called once per forward, in row order."""
 
@@ -185,15 +187,14 @@ class _Head:
         self,
         truncation: Truncation,
         valid: Tensor,
-        kept_ids: Tensor | None,
+        kept_ids: Sequence[KeptIds] | None,
         batch_size: int,
         temperature: float | None = None,
     ) -> None:
         self.truncation = truncation
         self.temperature = temperature  # None = the one that TRL passes
         self._valid = torch.split(valid, batch_size)
-        kept = None if kept_ids is None else torch.split(kept_ids, batch_size)
-        self._kept = [None] * len(self._valid) if kept is None else kept
+        self._kept = [None] * len(self._valid) if kept_ids is None else kept_ids
         self._outside: list[Tensor] = []
 
     def apply(
@@ -217,8 +218,6 @@ class _Head:
         valid, kept = self._valid[call], self._kept[call]
         # Without Triton TRL passes all positions, with it only those with a label.
         rows = valid.flatten().nonzero().squeeze(1) if len(targets) == valid.numel() else None
-        if kept is not None:  # (b, T, K) of the completion to one row for each position that is scored
-            kept = kept[valid[:, -kept.shape[1] :]]
         count = len(targets)
         if rows is not None:
             hidden, targets = hidden[rows], targets[rows]

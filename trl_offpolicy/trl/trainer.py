@@ -40,7 +40,7 @@ from trl_offpolicy.objective.coefficients import (
 from trl_offpolicy.objective.objective import NO_SAMPLING, NONFINITE_CURRENT, Objective
 from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
-from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts import batches, kept
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.clock import StepClock
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
@@ -58,6 +58,7 @@ from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
 from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
+from trl_offpolicy.trl.kept import TrainerKept
 from trl_offpolicy.trl.positions import counted_positions, learns_positions
 from trl_offpolicy.trl.rebinding import as_if_aligned, rebound
 from trl_offpolicy.trl.routing import KEY, TrainerRouting, engine_options, scores_old
@@ -97,7 +98,6 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._stages = stages_of(args, starting)
         has_sampler = args.use_vllm or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
-        self._old_here = scores_old(args, self._stages, reads_old=not self._leave_out_old)
         self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
         if wants_exact(args.engine):
             prepare(args, model, given)
@@ -110,6 +110,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
+        self._kept = TrainerKept(self, self._filtered.truncation)
+        reads_old = not self._leave_out_old
+        self._old_here = scores_old(args, self._stages, reads_old=reads_old)
+        self._old_here |= self._kept.scores_old(self._stages, reads_old=reads_old)
         self._screen = TrainerScreen(self, args.on_bad_rollout)
         self._guard.know(self._tokenizer, max_tokens=args.max_completion_length)
         self._screen.bound_environments(self, self._guard)
@@ -163,6 +167,10 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._screen.agree(completions, tool_mask, logps)
         return generated
 
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's method; what transformers' ``generate`` keeps of a truncated distribution is noted."""
+        return self._kept.turn(super()._generate_single_turn, prompt_ids, *args, **kwargs)
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
         with self._clock.part("rewards", counted=self.model.training):
@@ -200,6 +208,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._metrics["eval"]["pass@1"].append(float(correct.nanmean()))
         output |= self._row_counter.fields(self, output, self._rewards)
         output |= self._routing.engine_fields(output)
+        output |= self._kept.fields(output)
         if self._old_here:
             output["old_per_token_logps"] = self._score_old(output, self._mode, with_sums=False)[0]
         if self._ahead is not None and self.model.training:
@@ -269,6 +278,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 inputs["completion_ids"].size(1),
                 batch_size,
                 compact=compact and KEY not in inputs,  # routing is replayed row by row
+                kept_ids=inputs.get(kept.KEY),
                 **wanted,
                 **{name: inputs.get(name) for name in batches.MODEL_INPUTS},
             )
@@ -293,7 +303,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         result = self._current_objective()(batch, reduction)
         if result.average is not None:
             inputs["past_average"] = result.average  # the dict is TRL's buffer: it comes back with its rows
-        self._add_stats(mode, result.stats.union(self._filtered.stats(batch.mask)).union(self._routing.stats()))
+        of_cut = self._filtered.stats(batch.mask).union(kept.kept_stats(inputs, batch.mask))
+        self._add_stats(mode, result.stats.union(of_cut).union(self._routing.stats()))
         if mode == "train":
             self._window.add(batch, result.stats)
             if self.accelerator.sync_gradients:

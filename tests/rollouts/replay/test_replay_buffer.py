@@ -54,6 +54,7 @@ FULL = Response(
     policy_versions=(3, 4),
     completion_mask=(True, False),
     old_logps=(-0.25, -3.0),
+    kept_ids=((5, 7), ()),
     reward=0.75,
 )
 BARE = Response(completion_ids=(9,), sampling_logps=(-1.0,), policy_versions=(4,), reward=1.0)

@@ -21,6 +21,7 @@ from trl_offpolicy.engines.effective import (
 )
 from trl_offpolicy.engines.hf import Head
 from trl_offpolicy.engines.interview import Interview
+from trl_offpolicy.engines.kept import EVERY
 
 _UNIMPORTANT = (
     "architectures", "transformers_version", "use_cache", "dtype", "torch_dtype", "initializer_range", "pretraining_tp",
@@ -36,7 +37,7 @@ _NEUTRAL: dict[str, Any] = {
     "structured_outputs": None, "ignore_eos": False, "thinking_token_budget": None, "extra_args": None,
 }  # fmt: skip
 """Options of a request that change the distribution, and their values without effect."""
-_OFF: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "bad_words": ([],), "logit_bias": ({},)}
+_OFF: dict[str, tuple[Any, ...]] = {"top_k": (0, -1, EVERY), "bad_words": ([],), "logit_bias": ({},)}
 _LABELS = {
     "norm_eps": "epsilon of the norm", "attention_scale": "scale of attention", "attention_window": "attention window",
     "attention_soft_cap": "soft-cap of attention",

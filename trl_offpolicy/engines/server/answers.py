@@ -5,23 +5,42 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from trl_offpolicy.engines.engine import EngineError
+from trl_offpolicy.engines.kept import read_mask
 from trl_offpolicy.engines.routing.reported import routes_of
 from trl_offpolicy.engines.server.contact import excerpt
+from trl_offpolicy.functional.truncated_sampling import KeptIds
 
 
-def choices_of(answer: Any, base_url: str, *, needs: str = "token_ids") -> list[dict[str, Any]]:
-    """The choices of an answer of /v1/completions.
+class Answer(NamedTuple):
+    """One completion: ids, log-probs (nats), vLLM's finish reason, what was kept at each token (None = not known).
+
+    ``routes`` (tokens, all layers, k) are the experts of prompt and completion without its last token; None = not asked
+    for, or the request was ended before its first token.
+    """
+
+    token_ids: list[int]
+    logps: list[float]
+    finish_reason: str
+    kept: KeptIds | None = None
+    routes: Tensor | None = None
+
+
+def choices_of(
+    answer: Any, base_url: str, *, needs: str = "token_ids", route: str = "/v1/completions"
+) -> list[dict[str, Any]]:
+    """The choices of an answer of a route that samples.
 
     Args:
         answer: the server's JSON.
         base_url: its address, for the message.
         needs: a field that each of them must have.
+        route: the route.
 
     Raises:
         EngineError: it is no such answer.
@@ -29,7 +48,7 @@ def choices_of(answer: Any, base_url: str, *, needs: str = "token_ids") -> list[
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) and needs in choice for choice in choices):
         raise EngineError(
-            f"The server at {base_url} must answer /v1/completions with choices that have {needs}, but got "
+            f"The server at {base_url} must answer {route} with choices that have {needs}, but got "
             f"{excerpt(answer)}. A proxy, or a server other than vLLM, stands in between."
         )
     return choices
@@ -89,6 +108,18 @@ def sampled_logps(choice: dict[str, Any]) -> list[float]:
             f"{None if values is None else len(values)} for {len(choice['token_ids'])} tokens."
         )
     return [float("nan") if value is None else float(value) for value in values]
+
+
+def as_completion(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice of the route that reports the sampling mask, with log-probs in the form of /v1/completions."""
+    content = (choice.get("logprobs") or {}).get("content")
+    values = None if content is None else [place.get("logprob") for place in content]
+    return {**choice, "logprobs": {"token_logprobs": values}}
+
+
+def sampled_mask(choice: dict[str, Any]) -> KeptIds | None:
+    """The kept ids at each token; None if the server does not report them, or not of every token."""
+    return read_mask(choice.get("sampling_mask"), len(choice["token_ids"]))
 
 
 def sampled_routes(prompt: list[int], choice: dict[str, Any]) -> Tensor:

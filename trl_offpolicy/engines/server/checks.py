@@ -7,11 +7,14 @@ from collections.abc import Collection
 from typing import Any
 
 from trl_offpolicy.engines.engine import EngineError, SyncError
+from trl_offpolicy.engines.kept import ARGUMENT
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, server_arguments
 from trl_offpolicy.engines.server.client import ServerClient
 from trl_offpolicy.engines.weights.broadcast import Backend
 from trl_offpolicy.engines.worker import EXTENSION, WorkerExtension
 
+COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
+"""Routes that sample; the second one reports the sampling mask."""
 RESET_PATIENCE, RESET_PAUSE = 60.0, 0.25  # seconds for all tries together, and between two tries
 
 
@@ -55,6 +58,18 @@ def require_ready(
         raise EngineError(f"The vLLM server at {client.base_url} cannot be corrected for: {'; '.join(refused)}.")
     judge(findings, needs_sampling=True)
     return findings
+
+
+def why_no_mask(config: dict[str, Any], routes: Collection[str]) -> str | None:
+    """Why a vLLM server does not say which tokens truncated sampling kept; None if it does.
+
+    Args:
+        config: its configuration.
+        routes: paths that it serves.
+    """
+    if not (config.get("model_config") or {}).get(ARGUMENT):
+        return "the server was started without --return-sampling-mask"
+    return None if GENERATE in routes else f"the server was started without --enable-scale-out, which adds {GENERATE}"
 
 
 def reload_method(config: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,14 +17,27 @@ from torch import Tensor
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
+from trl_offpolicy.engines.kept import ARGUMENT, EVERY
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
-from trl_offpolicy.engines.server.answers import choices_of, require_room, sampled_logps, sampled_routes, scored
+from trl_offpolicy.engines.server.answers import (
+    Answer,
+    as_completion,
+    choices_of,
+    require_room,
+    sampled_logps,
+    sampled_mask,
+    sampled_routes,
+    scored,
+)
 from trl_offpolicy.engines.server.checks import (
+    COMPLETIONS,
+    GENERATE,
     broadcast_ends,
     reload_method,
     require_ready,
     reset_prefix_cache,
     server_config,
+    why_no_mask,
 )
 from trl_offpolicy.engines.server.client import Patience, ServerClient
 from trl_offpolicy.engines.server.contact import Refused, meet
@@ -32,6 +45,7 @@ from trl_offpolicy.engines.server.interview import interview_server
 from trl_offpolicy.engines.server.labels import ADAPTER, FRESH, is_loading, loading, refusal, unusable
 from trl_offpolicy.engines.server.parallel import at_once
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
+from trl_offpolicy.engines.truncation import is_truncated
 from trl_offpolicy.engines.weights.broadcast import Sender, own_address
 from trl_offpolicy.engines.weights.files import (
     WeightVersions,
@@ -122,6 +136,10 @@ class ServerEngine:
         if transfer == "broadcast":
             self._ends = broadcast_ends(self.client, config, has_gpu=torch.cuda.is_available())
         model = config.get("model_config") or {}
+        self.no_mask = why_no_mask(config, self._routes)
+        """Why its rollouts do not say which tokens truncated sampling kept; None = they do."""
+        self._needs_top_k = bool(model.get(ARGUMENT))
+        self._most = int((config.get("scheduler_config") or {}).get("max_num_seqs") or 1)
         self._started_with: str | None = model.get("model")
         self._dtype = torch_dtype(model.get("dtype")) if model.get("quantization") is None else None
 
@@ -158,18 +176,28 @@ class ServerEngine:
             policy_versions=[[version] * len(ids) for ids in completions],
             finish_reasons=[str(choice["finish_reason"]) for choice in choices],
             routed_experts=list(map(sampled_routes, prompts, choices)) if self.return_routing else None,
+            sampling_mask=[sampled_mask(choice) for choice in choices] if self._reports(options) else None,
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
         require_room(ids, self.context_length, f"the vLLM server at {self.client.base_url}")
         body = {"prompt": [list(row) for row in ids], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        return scored(ids, self._post_completion(body), self.client.base_url)
+        return scored(ids, self._post_completion(self._with_top_k(body)), self.client.base_url)
 
-    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
-        """(token ids, log-probs, finish reason) of ``n`` completions; "abort" where :meth:`cut` ended one early."""
+    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[Answer]:
+        """``n`` completions; their finish reason is "abort" where :meth:`cut` ended one early."""
         choices = self._complete(prompt, {**options, "return_token_ids": True}, n)
-        return [(list(choice["token_ids"]), sampled_logps(choice), str(choice["finish_reason"])) for choice in choices]
+        return [
+            Answer(
+                list(choice["token_ids"]),
+                sampled_logps(choice),
+                str(choice["finish_reason"]),
+                sampled_mask(choice),
+                sampled_routes(prompt, choice) if self.return_routing and choice["token_ids"] else None,
+            )
+            for choice in choices
+        ]
 
     @property
     def can_cut(self) -> bool:
@@ -185,19 +213,41 @@ class ServerEngine:
 
     def _complete(self, prompt: list[int], options: dict[str, Any], n: int) -> list[dict[str, Any]]:
         """The ``n`` completions of a prompt; if the server returns fewer, the rest is requested again."""
+        if self._reports(options):
+            return self._complete_with_masks(prompt, options, n)
         found: list[dict[str, Any]] = []
         for _ in range(self.client.patience.retries + 1):
-            answer = self._post_completion({**options, "prompt": prompt, "n": n - len(found)})
+            answer = self._post_completion({**self._with_top_k(options), "prompt": prompt, "n": n - len(found)})
             found += choices_of(answer, self.client.base_url)
             if len(found) >= n:
                 return found[:n]
             logger.warning("The server returned %d of %d completions; asking for the rest.", len(found), n)
         raise EngineError(f"The vLLM server returned {len(found)} completions, but {n} were asked for.")
 
-    def _post_completion(self, body: dict[str, Any]) -> Any:
+    def _complete_with_masks(self, prompt: list[int], options: dict[str, Any], n: int) -> list[dict[str, Any]]:
+        """The same from the route that reports the sampling mask, which takes few completions at a time."""
+        sampling = {name: value for name, value in self._with_top_k(options).items() if name != "return_token_ids"}
+        found: list[dict[str, Any]] = []
+        while len(found) < n:
+            body = {"token_ids": prompt, "sampling_params": {**sampling, "n": min(n - len(found), self._most)}}
+            choices = choices_of(self._post_completion(body, GENERATE), self.client.base_url, route=GENERATE)
+            if not choices:
+                raise EngineError(f"The vLLM server returned {len(found)} completions, but {n} were asked for.")
+            found += map(as_completion, choices)
+        return found[:n]
+
+    def _reports(self, options: Mapping[str, Any]) -> bool:
+        """True if the answers to requests with these options say which tokens were kept."""
+        return self.no_mask is None and is_truncated(options)
+
+    def _with_top_k(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A request with a ``top_k``, which cuts nothing where it has none: a server that reports masks wants one."""
+        return {**body, "top_k": EVERY} if self._needs_top_k and body.get("top_k", 0) <= 0 else body
+
+    def _post_completion(self, body: dict[str, Any], route: str = COMPLETIONS) -> Any:
         def send() -> Any:
             named = {**body, "model": self._adapter or self.model}
-            return self.client.post("/v1/completions", named, recover=self._ensure_current)
+            return self.client.post(route, named, recover=self._ensure_current)
 
         self._ensure_current()  # a server that came back between two requests has old weights
         try:

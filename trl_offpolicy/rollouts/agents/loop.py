@@ -12,6 +12,7 @@ from typing import Any
 
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
 from trl_offpolicy.engines.routing.reported import turn_unreported
+from trl_offpolicy.functional.truncated_sampling import KeptIds
 from trl_offpolicy.rollouts.agents.chat import Chat
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.agents.recorded import WrappedEngine
@@ -159,7 +160,9 @@ class _Episode:
         self.mask: list[int] = []
         self.logps: list[float] | None = None if rollouts.sampling_per_token_logps is None else []
         self.versions: list[int] = []
-        self.kept: list[Any] | None = None if rollouts.sampling_mask is None else []
+        self.kept: list[KeptIds] = []
+        self.reports = False
+        """Whether the engine said of a turn which tokens it kept."""
         self.routes: Any = None
         self.number, self.turns = index, 0
         self.finish_reason = ""
@@ -186,8 +189,9 @@ class _Episode:
         self.versions += rollouts.policy_versions[index][:most]
         if self.logps is not None and rollouts.sampling_per_token_logps is not None:
             self.logps += rollouts.sampling_per_token_logps[index][:most]
-        if self.kept is not None and rollouts.sampling_mask is not None:
-            self.kept += list(rollouts.sampling_mask[index][:most])
+        kept = None if rollouts.sampling_mask is None else rollouts.sampling_mask[index]
+        self.reports |= kept is not None
+        self.kept.append(KeptIds.of([[]] * len(sampled)) if kept is None else kept[:most])
         self._add_routes(None if rollouts.routed_experts is None else rollouts.routed_experts[index], sampled)
         was_cut = most < len(rollouts.completion_ids[index])
         self.finish_reason = "length" if was_cut else rollouts.finish_reasons[index]
@@ -224,13 +228,12 @@ class _Episode:
         self.versions += [self.versions[-1] if self.versions else -1] * len(ids)
         if self.logps is not None:
             self.logps += [0.0] * len(ids)
-        if self.kept is not None:
-            self.kept += [[token] for token in ids]
+        self.kept.append(KeptIds.of([[token] for token in ids]))
 
 
 def _gathered(episodes: Sequence[_Episode]) -> Episodes:
     logps = [episode.logps for episode in episodes]
-    kept = [episode.kept for episode in episodes]
+    kept = [KeptIds.joined(episode.kept) if episode.reports else None for episode in episodes]
     routes = [episode.routes for episode in episodes]
     rollouts = Rollouts(
         prompt_ids=[episode.prompt for episode in episodes],

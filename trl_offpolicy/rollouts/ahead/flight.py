@@ -11,6 +11,7 @@ from queue import PriorityQueue
 from typing import Any, Protocol
 
 from trl_offpolicy.engines.engine import EngineError
+from trl_offpolicy.engines.server.answers import Answer
 from trl_offpolicy.rollouts.ahead.parts import Part, ResponseInParts
 
 WORKERS = 256
@@ -28,8 +29,8 @@ class Server(Protocol):
 
     version: int | None
 
-    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[tuple[list[int], list[float], str]]:
-        """Sample ``n`` completions; returns token ids, log-probs and finish reason of each."""
+    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> Sequence[Answer | tuple[Any, ...]]:
+        """Sample ``n`` completions; returns the fields of an :class:`Answer` for each, at least the first three."""
 
     def cut(self) -> None:
         """End every request at once. Each returns the tokens that it has."""
@@ -204,6 +205,13 @@ class Flight:
                 self._requests -= 1
                 self._gate.notify_all()
         return [
-            Part(token_ids=tuple(ids), logps=tuple(logps), version=version, finish_reason=reason)
-            for ids, logps, reason in answers
+            Part(
+                token_ids=tuple(one.token_ids),
+                logps=tuple(one.logps),
+                version=version,
+                finish_reason=one.finish_reason,
+                kept=one.kept,
+                routes=one.routes,
+            )
+            for one in (Answer(*answer) for answer in answers)
         ]

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+import torch
+from torch import Tensor
+
+from trl_offpolicy.functional.truncated_sampling import KeptIds
+
 CUT = "abort"
 """vLLM's finish reason of a request that was cut."""
 
@@ -19,20 +24,29 @@ class Part:
         logps: log-prob of each token under the distribution that it was drawn from, nats.
         version: version of the weights that sampled them.
         finish_reason: vLLM's; ``abort`` if the request was cut.
+        kept: what truncated sampling kept at each token; None = not known.
+        routes: (tokens, layers, k) experts of everything that the request was fed: prompt, earlier parts, and these
+            tokens without the last one. None = not known.
 
     Raises:
-        ValueError: the number of log-probs differs from that of tokens.
+        ValueError: the number of log-probs, or of kept positions, differs from that of tokens.
     """
 
     token_ids: tuple[int, ...]
     logps: tuple[float, ...]
     version: int
     finish_reason: str
+    kept: KeptIds | None = None
+    routes: Tensor | None = None
 
     def __post_init__(self) -> None:
         if len(self.logps) != len(self.token_ids):
             raise ValueError(
                 f"logps must have one entry for each of {len(self.token_ids)} tokens, but got {len(self.logps)}."
+            )
+        if self.kept is not None and len(self.kept) != len(self.token_ids):
+            raise ValueError(
+                f"kept must have one position for each of {len(self.token_ids)} tokens, but got {len(self.kept)}."
             )
 
 
@@ -56,6 +70,30 @@ class ResponseInParts:
     def versions(self) -> list[int]:
         """The version that sampled each token."""
         return [part.version for part in self.parts for _ in part.token_ids]
+
+    @property
+    def kept(self) -> KeptIds | None:
+        """What was kept at each token, nothing listed in parts that do not know it; None if none does."""
+        if all(part.kept is None for part in self.parts):
+            return None
+        unknown = (KeptIds.of([[]] * len(part.token_ids)) for part in self.parts)
+        return KeptIds.joined([part.kept or none for part, none in zip(self.parts, unknown, strict=True)])
+
+    @property
+    def routes(self) -> Tensor | None:
+        """The experts of prompt and response without its last token: each token as it was routed when it was sampled.
+
+        A later request feeds the earlier tokens again, under new weights; what it reports of them is left out. None if
+        a part with tokens does not know.
+        """
+        found: Tensor | None = None
+        for part in self.parts:
+            if not part.token_ids:
+                continue
+            if part.routes is None:
+                return None
+            found = part.routes if found is None else torch.cat([found, part.routes[len(found) :]])
+        return found
 
     @property
     def finish_reason(self) -> str:

@@ -186,12 +186,15 @@ def _landed(responses: Sequence[Future[list[ResponseInParts]]]) -> Rollouts | En
         return error
     except Exception as error:  # an error on the main rank alone would leave the others waiting
         return EngineError(f"A rollout could not be sampled: {type(error).__name__}: {error}")
+    kept, routes = [row.kept for row in rows], [row.routes for row in rows]
     return Rollouts(
         prompt_ids=[],
         completion_ids=[row.token_ids for row in rows],
         sampling_per_token_logps=[row.logps for row in rows],
         policy_versions=[row.versions for row in rows],
         finish_reasons=[row.finish_reason for row in rows],
+        routed_experts=None if all(one is None for one in routes) else routes,
+        sampling_mask=None if all(one is None for one in kept) else kept,
     )
 
 
@@ -204,4 +207,6 @@ def _rows(all_rows: Rollouts, prompts: Prompts, here: slice) -> Rollouts:
         sampling_per_token_logps=all_rows.sampling_per_token_logps[here],
         policy_versions=all_rows.policy_versions[here],
         finish_reasons=all_rows.finish_reasons[here],
+        routed_experts=None if all_rows.routed_experts is None else all_rows.routed_experts[here],
+        sampling_mask=None if all_rows.sampling_mask is None else all_rows.sampling_mask[here],
     )

@@ -29,6 +29,7 @@ class PaddedGroups:
         policy_versions: (B, T) int64; padding repeats the version of the response's last token.
         rewards: (B,) float32.
         group_ids: (B,) int64, 0, 1, ... in the order of the groups.
+        kept_ids: the ids that truncated sampling kept at each token of each response, none where that is not known.
     """
 
     prompt_ids: Tensor
@@ -41,6 +42,7 @@ class PaddedGroups:
     policy_versions: Tensor
     rewards: Tensor
     group_ids: Tensor
+    kept_ids: list[tuple[tuple[int, ...], ...]]
 
 
 Score = Callable[[PaddedGroups], Tensor]
@@ -74,6 +76,7 @@ def pad_groups(groups: Sequence[ReplayGroup], *, pad_token_id: int) -> PaddedGro
         policy_versions=torch.stack([_extended(one.policy_versions, longest) for _, _, one in rows]),
         rewards=torch.tensor([one.reward for _, _, one in rows], dtype=torch.float32),
         group_ids=torch.tensor([place for place, _, _ in rows]),
+        kept_ids=[one.kept_ids or ((),) * len(one.completion_ids) for _, _, one in rows],
     )
 
 

@@ -6,7 +6,7 @@ A generation batch is a dict of tensors under TRL's names, with those of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trl_offpolicy.functional.advantages import group_advantages
+from trl_offpolicy.functional.truncated_sampling import KeptIds
+from trl_offpolicy.rollouts.kept import KEY
+from trl_offpolicy.rollouts.micro_batches import taken
 from trl_offpolicy.rollouts.replay.batch import PaddedGroups, pad_groups
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
 from trl_offpolicy.rollouts.replay.records import ReplayGroup, Response
 
 _LEFT = ("prompt_ids", "prompt_mask")
+_REFERENCE = "ref_per_token_logps"
 _KNOWN = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "sampling_per_token_logps",
-    "num_items_in_batch", "group_ids", "policy_versions", "rewards", "group_rewards",
+    "num_items_in_batch", "group_ids", "policy_versions", "rewards", "group_rewards", KEY,
 }  # fmt: skip
 
 
@@ -36,6 +40,7 @@ def mixed(
     max_lag: int | None,
     generations: int,
     pad_token_id: int,
+    score_reference: Callable[[dict[str, Any]], Tensor] | None = None,
 ) -> dict[str, Any]:
     """A generation batch followed by ``count`` drawn groups; its own groups are then stored.
 
@@ -50,18 +55,26 @@ def mixed(
         max_lag: largest age of a drawn group, in optimizer steps; None = age only lowers priority.
         generations: rows per group.
         pad_token_id: id that pads shorter rows.
+        score_reference: returns (B, T) log-probs of the reference for rows, for those that are replayed if the fresh
+            ones have them. The reference does not change, but the buffer outlives its run.
 
     Raises:
         NotImplementedError: the batch holds something that replayed rows lack, or lacks the engine's log-probs.
     """
-    if unknown := sorted(set(output) - _KNOWN):
+    known = _KNOWN if score_reference is None else {*_KNOWN, _REFERENCE}
+    if unknown := sorted(set(output) - known):
         raise NotImplementedError(f"a generation batch must hold nothing that replayed rows lack, but got {unknown}.")
     if "sampling_per_token_logps" not in output:
         raise NotImplementedError("replay does not work with an engine without log-probs.")
     groups = fresh_groups(output, generations)
     if buffer.available(current_version=version, max_lag=max_lag) >= count:
         drawn = buffer.sample(count, current_version=version, rng=rng, max_lag=max_lag)
+        reference = output.pop(_REFERENCE, None)
+        fresh = len(output["prompt_ids"])
         output = with_replayed(output, pad_groups(drawn.groups, pad_token_id=pad_token_id), ids=drawn.ids.tolist())
+        if reference is not None and score_reference is not None:
+            replayed = taken(output, torch.arange(fresh, len(output["prompt_ids"])))
+            output[_REFERENCE] = _joined(_REFERENCE, reference, score_reference(replayed))
     buffer.add(groups)
     return output
 
@@ -76,19 +89,21 @@ def fresh_groups(output: Mapping[str, Any], generations: int) -> list[ReplayGrou
     for start in range(0, len(host["prompt_ids"]), generations):
         if not host["completion_mask"][start : start + generations].bool().any(dim=1).all():
             continue
-        responses = [_response(host, versions, row) for row in range(start, start + generations)]
+        kept = output.get(KEY) or [None] * len(host["prompt_ids"])
+        responses = [_response(host, versions, kept[row], row) for row in range(start, start + generations)]
         prompt = host["prompt_ids"][start][host["prompt_mask"][start].bool()].tolist()
         identity = int(host["group_ids"][start])
         groups.append(ReplayGroup(prompt_ids=tuple(prompt), responses=tuple(responses), group_id=identity))
     return groups
 
 
-def _response(host: dict[str, Tensor], versions: Tensor, row: int) -> Response:
+def _response(host: dict[str, Tensor], versions: Tensor, kept: KeptIds | None, row: int) -> Response:
     inside = host["completion_mask"][row].bool()
     return Response(
         completion_ids=tuple(host["completion_ids"][row][inside].tolist()),
         sampling_logps=tuple(host["sampling_per_token_logps"][row][inside].tolist()),
         policy_versions=tuple(versions[row][inside].tolist()),
+        kept_ids=None if kept is None else tuple(map(tuple, kept[: int(inside.sum())].tolist())),
         reward=float(host["rewards"][row]),
     )
 
@@ -123,7 +138,9 @@ def with_replayed(output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequenc
     if "group_rewards" in output:
         generations = output["group_rewards"].shape[1]
         replayed["group_rewards"] = rows.rewards.view(-1, generations).repeat_interleave(generations, dim=0)
-    mixed = {name: _joined(name, fresh[name], one.to(device)) for name, one in replayed.items()}
+    mixed: dict[str, Any] = {name: _joined(name, fresh[name], one.to(device)) for name, one in replayed.items()}
+    if KEY in output:
+        mixed[KEY] = [*output[KEY], *map(KeptIds.of, rows.kept_ids)]
     tokens = output["num_items_in_batch"] + rows.attention_mask.sum().to(device)
     return {**output, **mixed, "num_items_in_batch": tokens}
 

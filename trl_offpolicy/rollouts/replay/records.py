@@ -23,6 +23,7 @@ class Response:
         policy_versions: T weight versions that sampled the tokens; a rollout across a weight sync has several.
         completion_mask: T, True = trainable token; None = all are trainable.
         old_logps: T log-probs of the trainer at the weights that sampled (pi_old), nats; None = not computed.
+        kept_ids: T sets of the ids that truncated sampling kept, an empty one where that is not known; None = of none.
         reward: reward of the response; NaN = none.
 
     Raises:
@@ -34,13 +35,14 @@ class Response:
     policy_versions: tuple[int, ...]
     completion_mask: tuple[bool, ...] | None = None
     old_logps: tuple[float, ...] | None = None
+    kept_ids: tuple[tuple[int, ...], ...] | None = None
     reward: float
 
     def __post_init__(self) -> None:
         length = len(self.completion_ids)
         if not length:
             raise ValueError("completion_ids must have at least one token, but got none.")
-        for name in ("sampling_logps", "policy_versions", "completion_mask", "old_logps"):
+        for name in ("sampling_logps", "policy_versions", "completion_mask", "old_logps", "kept_ids"):
             value = getattr(self, name)
             if value is not None and len(value) != length:
                 raise ValueError(f"{name} must have {length} entries, one a token, but got {len(value)}.")
@@ -152,6 +154,7 @@ def _rows(group: ReplayGroup) -> list[dict[str, Any]]:
             "completion_mask": one.completion_mask,
             "sampling_per_token_logps": one.sampling_logps,
             "old_per_token_logps": one.old_logps,
+            "kept_ids": one.kept_ids,
             "policy_versions": one.policy_versions,
             "reward": one.reward,
         }
@@ -161,11 +164,13 @@ def _rows(group: ReplayGroup) -> list[dict[str, Any]]:
 
 def _response(row: dict[str, Any]) -> Response:
     mask, old, reward = row["completion_mask"], row["old_per_token_logps"], row["reward"]
+    kept = row.get("kept_ids")  # parts of earlier versions lack it
     return Response(
         completion_ids=tuple(row["completion_ids"]),
         completion_mask=None if mask is None else tuple(mask),
         sampling_logps=tuple(row["sampling_per_token_logps"]),
         old_logps=None if old is None else tuple(old),
+        kept_ids=None if kept is None else tuple(map(tuple, kept)),
         policy_versions=tuple(row["policy_versions"]),
         reward=math.nan if reward is None else reward,
     )
@@ -185,6 +190,7 @@ def _schema() -> pa.Schema:
             "completion_mask": pa.list_(pa.bool_()),
             "sampling_per_token_logps": floats,
             "old_per_token_logps": floats,
+            "kept_ids": pa.list_(pa.list_(pa.int32())),
             "policy_versions": ids,
             "reward": pa.float64(),
         }
