@@ -120,5 +120,7 @@ def test_a_trainer_learns_the_same(build: Callable[..., Any]) -> None:
 
     for plain, compiled in zip(*runs, strict=True):
         for key, value in plain.items():
+            if key.startswith("offpolicy/time/"):
+                continue
             if key.startswith("offpolicy/") or key in ("loss", "grad_norm"):
                 assert compiled[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
