@@ -16,7 +16,7 @@ import pytest
 import torch
 from both_trainers import PROMPTS
 from lightning_runs import Watch, data, module, trainer
-from rollouts.ahead.fake_server import FakeServer
+from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer
 from tiny_models import score_last_word
 from trainer_runs import records
 
@@ -84,9 +84,7 @@ def test_trl(
     server = RoutedServer(fresh_model("qwen3_moe"))
     monkeypatch.setattr(trl_engines, "ServerEngine", lambda *_, **__: server)
     args = make_args(
-        use_vllm=True, vllm_mode="server", vllm_server_base_url="http://127.0.0.1:1", async_rollouts=AHEAD,
-        engine={"check_sync": False, "transfer": "folder"}, offpolicy="paper/tis", routing_replay="r3",
-        learning_rate=0.02, optim="sgd", max_steps=STEPS, control=None,
+        **BEHIND_SERVER, async_rollouts=AHEAD, routing_replay="r3", learning_rate=0.02, optim="sgd", max_steps=STEPS,
     )  # fmt: skip
     theirs = OffPolicyGRPOTrainer(
         fresh_model("qwen3_moe"), score_last_word, args, train_dataset=PROMPTS, processing_class=tokenizer
