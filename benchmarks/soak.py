@@ -9,7 +9,8 @@ One sequence runs at a time (``--max-num-seqs 1``, one prompt a step), so that t
 the same order. In the second half every fault of the list may come: a server or a trainer that is killed and started
 again. Then no step may be lost or doubled, and the server must agree with the trainer after every sync.
 
-Writes ``soak.json`` and ``soak.svg`` (loss, faults, memory) into the folder; exits with 1 if a promise is broken.
+Writes ``soak.json`` and ``soak.svg`` (reward, gradient, faults, memory) into the folder; exits with 1 if a promise is
+broken.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,6 +40,9 @@ START = Patience(start_timeout=600.0)
 GROWTH = 1.1
 """Largest ratio of the medians of the last and the first third of a process's memory, files and threads."""
 AGREES = 0.999
+RATE = 1e-6
+MOVES = 0.9
+"""Least share of the steps whose gradient is not 0: where the weights stand still, a lost sync would not be seen."""
 GROUP = 4
 
 
@@ -64,15 +69,19 @@ def train(options: argparse.Namespace) -> None:
         report_to="none", use_vllm=True, vllm_mode="server", vllm_server_base_url=options.url,
         vllm_server_timeout=600.0, engine={"transfer": "folder", "retries": 8, "timeout": 60.0}, offpolicy="paper/tis",
         per_device_train_batch_size=GROUP, num_generations=GROUP, max_completion_length=8, max_steps=options.steps,
-        logging_steps=1, learning_rate=1e-4, lr_scheduler_type="constant", save_steps=5, save_total_limit=2,
+        logging_steps=1, learning_rate=RATE, lr_scheduler_type="constant", save_steps=5, save_total_limit=2,
         write_report=False, noise_floor_steps=0, control=None, disable_tqdm=True, seed=options.seed,
     )  # fmt: skip
     trainer = OffPolicyGRPOTrainer(
-        options.model, lambda completions, **_: [float(sum(map(ord, text)) % 7) for text in completions], args,
-        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Watch()],
-    )  # fmt: skip
+        options.model, arbitrary, args, train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Watch()]
+    )
     saved = list((options.folder / "run").glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=True if saved else None)
+
+
+def arbitrary(completions: list[str], **_: Any) -> list[float]:
+    """A reward without a pattern, so that the run does not learn it by heart and stand still."""
+    return [float(zlib.crc32(text.encode()) % 7) for text in completions]
 
 
 def rows_of(folder: Path) -> dict[int, dict[str, float]]:
@@ -349,7 +358,7 @@ def soak(options: argparse.Namespace) -> Result:
 
 
 def broken_promises(rows: dict[int, dict[str, float]], calm: dict[int, dict[str, float]], compared: int) -> list[str]:
-    """Steps that differ from the undisturbed run, are missing, or had a sync that did not agree."""
+    """Steps that differ from the undisturbed run, are missing, had no gradient, or a sync that did not agree."""
     broken = []
     different = [
         step
@@ -358,6 +367,9 @@ def broken_promises(rows: dict[int, dict[str, float]], calm: dict[int, dict[str,
     ]
     if different or not compared:
         broken.append(f"of {compared} steps {len(different)} differ from the undisturbed run, first {different[:1]}")
+    moving = sum(row["grad_norm"] > 0 for row in rows.values())
+    if moving < MOVES * len(rows):
+        broken.append(f"the weights moved in {moving} of {len(rows)} steps only, so that their syncs prove little")
     if missing := set(range(1, max(rows, default=0) + 1)) - rows.keys():
         broken.append(f"{len(missing)} steps are missing, first {min(missing)}")
     worst = min((row.get("offpolicy/rollout/sync_agreement", 1.0) for row in rows.values()), default=0.0)
@@ -379,22 +391,23 @@ def grown(seen: dict[str, list[dict[str, float]]]) -> list[str]:
 
 
 def draw(path: Path, rows: Any, calm: Any, faults: list[dict[str, Any]], seen: Any) -> None:
-    """Loss of both runs with the faults, and the memory of both processes."""
+    """Reward and gradient norm of both runs with the faults, and the memory of all processes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    above, below = figure.subplots(2, 1)
-    above.plot(list(rows), [row["loss"] for row in rows.values()], label="with faults")
-    above.plot(list(calm), [row["loss"] for row in calm.values()], "--", label="without")
-    for fault in faults:
-        above.axvline(fault["step"], color="grey" if fault["same"] else "firebrick", lw=0.5)
-    above.set(xlabel="step", ylabel="loss")
-    above.legend()
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    *curves, below = figure.subplots(3, 1)
+    for axes, key, name in zip(curves, ("reward", "grad_norm"), ("reward", "gradient norm"), strict=True):
+        axes.plot(list(rows), [row[key] for row in rows.values()], lw=0.8, label="with faults")
+        axes.plot(list(calm), [row[key] for row in calm.values()], "--", lw=0.8, label="without")
+        for fault in faults:
+            axes.axvline(fault["step"], color="grey" if fault["same"] else "firebrick", lw=0.5)
+        axes.set(xlabel="step", ylabel=name)
+    curves[0].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     begin = min((look["time"] for looks in seen.values() for look in looks), default=0.0)
     for name, looks in seen.items():
         below.plot([(look["time"] - begin) / 60 for look in looks], [look["megabytes"] for look in looks], label=name)
     below.set(xlabel="minutes", ylabel="memory (MB)", ylim=(0, None))
-    below.legend(fontsize="small")
+    below.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     figure.savefig(path)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_module.streams import BatchPlan
 from trl_offpolicy.engines.engine import Rollouts
 from trl_offpolicy.functional.truncated_sampling import KeptIds
-from trl_offpolicy.rollouts import kept
+from trl_offpolicy.rollouts.kept import KEY
 from trl_offpolicy.rollouts.micro_batches import Splitting, split_rows, taken
 from trl_offpolicy.types import Average
 
@@ -55,7 +55,6 @@ def without_truncated(rows: dict[str, Tensor], terminated: Tensor) -> None:
 
 _IMAGES = "images"
 """A list with one mapping of image inputs per row, on the host until they are scored; rows of a group share them."""
-_KEPT = kept.KEY
 
 
 class RolloutBuffer:
@@ -106,8 +105,8 @@ def _stored(part: Mapping[str, Any]) -> dict[str, Any]:
     tensors: dict[str, Any] = {name: value.cpu() for name, value in part.items() if isinstance(value, Tensor)}
     if _IMAGES in part:
         tensors[_IMAGES] = part[_IMAGES]
-    if _KEPT in part:
-        tensors[_KEPT] = [(row.ids, row.counts) for row in part[_KEPT]]
+    if KEY in part:
+        tensors[KEY] = [(row.ids, row.counts) for row in part[KEY]]
     return tensors if average is None else {**tensors, "past_average": vars(average)}
 
 
@@ -116,6 +115,6 @@ def _restored(part: Mapping[str, Any], device: torch.device, on_host: Sequence[s
     moved: dict[str, Any] = {name: value if name in on_host else value.to(device) for name, value in tensors.items()}
     if _IMAGES in part:
         moved[_IMAGES] = part[_IMAGES]
-    if _KEPT in part:
-        moved[_KEPT] = [KeptIds(*row) for row in part[_KEPT]]
+    if KEY in part:
+        moved[KEY] = [KeptIds(*row) for row in part[KEY]]
     return {**moved, "past_average": Average(**part["past_average"])} if "past_average" in part else moved

@@ -111,6 +111,14 @@ def trainer(folder: Path, **options: Any) -> pl.Trainer:
     return pl.Trainer(**{**defaults, **options})
 
 
+def two_generations(ours: OffPolicyGRPOModule, folder: Path, shown: Sequence[str]) -> list[dict[str, float | None]]:
+    """Train two optimizer steps on each of two generations; the named diagnostics of every step, None = not logged."""
+    watch = Watch()
+    owner = trainer(folder, callbacks=[watch], max_steps=4)
+    owner.fit(ours, data(micro_batch_size=8, steps_per_generation=2))
+    return [{name: row.get(f"offpolicy/{name}") for name in shown} for row in watch.logs]
+
+
 class Watch(pl.Callback):
     """Keeps loss, gradients, parameters and logged numbers of every optimizer step."""
 

@@ -30,6 +30,8 @@ def test_promises_that_are_broken_are_told() -> None:
     assert "1 steps are missing, first 4" in soak.broken_promises(other, rows(5), 2)
     assert soak.broken_promises(rows(3, **{"offpolicy/rollout/sync_agreement": 0.9}), rows(3), 3)
     assert soak.broken_promises({}, {}, 0)
+    still = rows(10, grad_norm=0.0)
+    assert "the weights moved in 0 of 10 steps only" in soak.broken_promises(still, still, 10)[0]
 
 
 def test_growth_is_told() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from property_cases import CORRECTIONS
 from torch._dynamo.utils import counters
-from trainer_runs import Engine, records
+from trainer_runs import TIMES, Engine, records
 
 import trl_offpolicy as op
 from trl_offpolicy.trl.config import resolve_preset
@@ -120,5 +120,5 @@ def test_a_trainer_learns_the_same(build: Callable[..., Any]) -> None:
 
     for plain, compiled in zip(*runs, strict=True):
         for key, value in plain.items():
-            if key.startswith("offpolicy/") or key in ("loss", "grad_norm"):
+            if (key.startswith("offpolicy/") or key in ("loss", "grad_norm")) and key not in TIMES:
                 assert compiled[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key

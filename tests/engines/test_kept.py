@@ -17,7 +17,7 @@ from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.kept import ARGUMENT, EVERY, KeptStore, MaskedLLM, built_with_mask, kept_of
 from trl_offpolicy.engines.server.answers import as_completion, sampled_logps, sampled_mask
 from trl_offpolicy.engines.server.checks import GENERATE, why_no_mask
-from trl_offpolicy.engines.truncation import is_truncated
+from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation, truncated_support
 from trl_offpolicy.rollouts.kept import announce
 
@@ -149,9 +149,9 @@ def test_a_server_says_why_it_reports_no_masks() -> None:
 
 
 def test_requests_that_cut_nothing_are_known() -> None:
-    assert not is_truncated(Sampling(max_tokens=1).vllm_options())
+    assert not truncation_of(Sampling(max_tokens=1).vllm_options())
     for cut in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
-        assert is_truncated(Sampling(max_tokens=1, **cut).vllm_options())
+        assert truncation_of(Sampling(max_tokens=1, **cut).vllm_options())
 
 
 # -------------------------------------------------------------------------------------------------------- transformers

@@ -58,6 +58,17 @@ def on_full_logits(
     return TruncatedLogProbs(logps.gather(1, targets[:, None])[:, 0], entropy, (probs**2).sum(-1), outside[:, 0])
 
 
+def check_same(ours: TruncatedLogProbs, expected: TruncatedLogProbs, leaves: tuple[Tensor, ...]) -> None:
+    """All values, and the gradients of log-probs and entropies by the leaves."""
+    for name, value in expected._asdict().items():
+        torch.testing.assert_close(getattr(ours, name), value, rtol=1e-12, atol=1e-12)
+    up = torch.randn(2, N, dtype=torch.float64)
+    mine = torch.autograd.grad((up[0] * ours.log_probs + up[1] * ours.entropies).sum(), leaves)
+    theirs = torch.autograd.grad((up[0] * expected.log_probs + up[1] * expected.entropies).sum(), leaves)
+    for value, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("tile", [1, 4, 128])
@@ -65,14 +76,7 @@ def test_values_and_gradients_are_those_of_the_full_logits(cut: Truncation, mode
     hidden, weight, bias, targets = inputs()
     ours = truncated_log_probs(hidden, weight, targets, bias=bias, truncation=cut, tile=tile, **model)
     expected = on_full_logits(hidden, weight, bias, targets, truncation=cut, **model)
-    for name, value in expected._asdict().items():
-        torch.testing.assert_close(getattr(ours, name), value, rtol=1e-12, atol=1e-12)
-    up = torch.randn(2, N, dtype=torch.float64)
-    leaves = (hidden, weight, bias)
-    mine = torch.autograd.grad((up[0] * ours.log_probs + up[1] * ours.entropies).sum(), leaves)
-    theirs = torch.autograd.grad((up[0] * expected.log_probs + up[1] * expected.entropies).sum(), leaves)
-    for value, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
+    check_same(ours, expected, (hidden, weight, bias))
     assert not ours.sum_sq_probs.requires_grad
     if cut and cut.min_p != 0.2:
         assert ours.outside.any()  # targets are random: the rule for tokens that the trainer would cut is exercised
@@ -109,14 +113,7 @@ def test_a_reported_kept_set_is_replayed(cut: Truncation, unknown: tuple[int, ..
     kept = reported(*unknown)
     ours = truncated_log_probs(hidden, weight, targets, bias=bias, truncation=cut, kept_ids=kept, tile=tile)
     expected = on_full_logits(hidden, weight, bias, targets, truncation=cut, kept_ids=kept)
-    for name, value in expected._asdict().items():
-        torch.testing.assert_close(getattr(ours, name), value, rtol=1e-12, atol=1e-12)
-    up = torch.randn(2, N, dtype=torch.float64)
-    leaves = (hidden, weight, bias)
-    mine = torch.autograd.grad((up[0] * ours.log_probs + up[1] * ours.entropies).sum(), leaves)
-    theirs = torch.autograd.grad((up[0] * expected.log_probs + up[1] * expected.entropies).sum(), leaves)
-    for value, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
+    check_same(ours, expected, (hidden, weight, bias))
 
 
 def test_a_set_far_below_the_most_likely_token_does_not_overflow() -> None:

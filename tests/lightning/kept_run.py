@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lightning_runs import Watch, data, module, trainer
+from lightning_runs import module, two_generations
 from tiny_models import save_tiny_model, spread
 
 SHOWN = ("mismatch/logp_diff_max", "rollout/kept_ids_mean", "rollout/recomputed_cut_fraction",
@@ -54,10 +54,7 @@ def main() -> None:
         sync_check=True,
         sampling={"max_tokens": 8, "top_p": 0.9},
     )
-    watch = Watch()
-    owner = trainer(options.folder, callbacks=[watch], max_steps=4)
-    owner.fit(ours, data(micro_batch_size=8, steps_per_generation=2))
-    print(json.dumps([{name: row.get(f"offpolicy/{name}") for name in SHOWN} for row in watch.logs]))
+    print(json.dumps(two_generations(ours, options.folder, SHOWN)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollouts.ahead.fake_server import FakeServer, note_submissions, server_class
+from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer, note_submissions, server_class
 from trainer_runs import records, rollouts
 from transformers import TrainerCallback
 
@@ -18,16 +18,7 @@ from trl_offpolicy.trl import engine as trl_engines
 
 pytestmark = pytest.mark.integration
 
-SERVER = {
-    "use_vllm": True,
-    "vllm_mode": "server",
-    "vllm_server_base_url": "http://127.0.0.1:1",
-    "engine": {"check_sync": False, "transfer": "folder"},
-    "offpolicy": "paper/tis",
-    "learning_rate": 0.05,
-    "max_steps": 5,
-    "control": None,
-}
+SERVER = {**BEHIND_SERVER, "learning_rate": 0.05, "max_steps": 5}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollouts.ahead.fake_server import FakeServer, note_submissions
+from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer, note_submissions
 from tiny_models import FIRST_WORD, VOCABULARY
 from torch import Tensor
 from trainer_runs import generation_batches, records
@@ -21,17 +21,7 @@ from trl_offpolicy.trl import engine as trl_engines
 
 pytestmark = pytest.mark.integration
 
-SERVER = {
-    "use_vllm": True,
-    "vllm_mode": "server",
-    "vllm_server_base_url": "http://127.0.0.1:1",
-    "engine": {"check_sync": False, "transfer": "folder"},
-    "offpolicy": "paper/tis",
-    "learning_rate": 0.05,
-    "max_steps": 3,
-    "control": None,
-    "top_k": 9,
-}
+SERVER = {**BEHIND_SERVER, "learning_rate": 0.05, "max_steps": 3, "top_k": 9}
 
 
 def over_the_listed(trainer: Any, batch: dict[str, Any]) -> Tensor:

@@ -65,9 +65,9 @@ class KeptStore:
             run = list(completion[place:end])
             if sampled[place]:
                 kept = self._next((*prompt, *completion[:place]), run)
-                kept = KeptIds.of([[]] * len(run)) if kept is None else kept[: len(run)]
+                kept = KeptIds.unreported(len(run)) if kept is None else kept[: len(run)]
             else:
-                kept = KeptIds.of([[token] for token in run])
+                kept = KeptIds.alone(run)
             parts.append(kept)
             place += len(kept)
         return KeptIds.joined(parts)

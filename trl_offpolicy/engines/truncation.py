@@ -30,11 +30,6 @@ def truncation_of(options: Mapping[str, Any]) -> Truncation:
     return Truncation(**{name: value for name, value in chosen.items() if value not in _OFF[name]})
 
 
-def is_truncated(options: Mapping[str, Any]) -> bool:
-    """True if a request with these options of vLLM is sampled from a part of the distribution."""
-    return any(options.get(name) not in off for name, off in _OFF.items())
-
-
 def as_vllm_keeps(truncation: Truncation) -> Truncation:
     """The truncation with the rule that vLLM follows on this machine for tokens tied with the k-th."""
     return replace(truncation, exact_top_k=True) if truncation.top_k and engine_has_triton() else truncation

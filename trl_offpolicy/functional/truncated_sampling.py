@@ -161,6 +161,16 @@ class KeptIds:
         return cls(torch.tensor(flat, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
 
     @classmethod
+    def alone(cls, tokens: Sequence[int]) -> KeptIds:
+        """Each position keeps its own token and no other: of what was not sampled."""
+        return cls(torch.tensor(list(tokens), dtype=torch.int32), torch.ones(len(tokens), dtype=torch.int32))
+
+    @classmethod
+    def unreported(cls, length: int) -> KeptIds:
+        """Positions of which the engine did not say what it kept."""
+        return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(length, dtype=torch.int32))
+
+    @classmethod
     def joined(cls, parts: Sequence[KeptIds]) -> KeptIds:
         """The positions of all parts, in their order."""
         none = torch.zeros(0, dtype=torch.int32)

@@ -57,7 +57,7 @@ def checked(kept: KeptIds | None, ids: Sequence[int], row: int) -> KeptIds:
             its own kept ids.
     """
     if kept is None:
-        return KeptIds.of([[]] * len(ids))
+        return KeptIds.unreported(len(ids))
     if len(kept) != len(ids):
         raise ValueError(f"sampling_mask must have {len(ids)} positions for completion {row}, but got {len(kept)}.")
     place = torch.repeat_interleave(torch.arange(len(ids)), kept.counts)
@@ -96,7 +96,7 @@ def placed(rows: Sequence[KeptIds], length: int) -> KeptIds:
         rows: of each row.
         length: T; what a row has beyond it is dropped.
     """
-    filler = KeptIds.of([[0]] * length)
+    filler = KeptIds.alone([0] * length)
     return KeptIds.joined([part for row in rows for part in (row[:length], filler[: max(length - len(row), 0)])])
 
 

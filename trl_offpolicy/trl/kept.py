@@ -12,8 +12,6 @@ from trl_offpolicy.rollouts.batches import trainable
 from trl_offpolicy.rollouts.kept import KEY, announce, checked
 from trl_offpolicy.trl.rebinding import is_aligned
 
-__all__ = ["KEY", "TrainerKept"]
-
 
 class TrainerKept:
     """Joins what the engine kept with the rows of a trainer's generation batches.

@@ -20,6 +20,16 @@ from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
 from trl_offpolicy.engines.sync_watch import UNKNOWN
 from trl_offpolicy.rollouts.ahead.flight import Flight
 
+BEHIND_SERVER = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_server_base_url": "http://127.0.0.1:1",
+    "engine": {"check_sync": False, "transfer": "folder"},
+    "offpolicy": "paper/tis",
+    "control": None,
+}
+"""Options of a TRL run whose server is replaced."""
+
 
 class FakeServer:
     """The part of ``ServerEngine`` that ``TRLEngine`` and ``Flight`` use.

@@ -6,16 +6,17 @@ it reports, then give its log-probs to the last digit, whatever the lag.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from both_trainers import PROMPTS
 from lightning_runs import Watch, data, module, trainer
-from rollouts.ahead.fake_server import FakeServer
+from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer
 from tiny_models import score_last_word
 from trainer_runs import records
 
@@ -30,8 +31,25 @@ AHEAD = {"lag": 1, "partial": "finish", "old_logps": "snapshot"}
 STEPS = 3
 
 
+def stacked(weights: Mapping[str, torch.Tensor], shape: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights with a tensor for each expert, as a checkpoint has them, as the model has them: one for all experts."""
+    found = {name: value for name, value in weights.items() if name in shape}
+    for name in shape.keys() - found.keys():
+        layer, _, kind = name.rpartition(".")
+        kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+        experts = range(len(shape[name]))
+        found[name] = torch.cat(
+            [torch.stack([weights[f"{layer}.{expert}.{part}.weight"] for expert in experts]) for part in kinds], dim=1
+        )
+    return found
+
+
 class RoutedServer(FakeServer):
     """Every expert is the next one; log-probs are those under this routing."""
+
+    def bind(self, source: Any) -> None:
+        shape = self._model.state_dict()
+        super().bind(SimpleNamespace(merged=lambda: stacked(dict(source.merged()), shape)))
 
     def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> Any:
         answers = super().parts(prompt, options, n)
@@ -66,9 +84,7 @@ def test_trl(
     server = RoutedServer(fresh_model("qwen3_moe"))
     monkeypatch.setattr(trl_engines, "ServerEngine", lambda *_, **__: server)
     args = make_args(
-        use_vllm=True, vllm_mode="server", vllm_server_base_url="http://127.0.0.1:1", async_rollouts=AHEAD,
-        engine={"check_sync": False, "transfer": "folder"}, offpolicy="paper/tis", routing_replay="r3",
-        learning_rate=0.02, optim="sgd", max_steps=STEPS, control=None,
+        **BEHIND_SERVER, async_rollouts=AHEAD, routing_replay="r3", learning_rate=0.02, optim="sgd", max_steps=STEPS,
     )  # fmt: skip
     theirs = OffPolicyGRPOTrainer(
         fresh_model("qwen3_moe"), score_last_word, args, train_dataset=PROMPTS, processing_class=tokenizer

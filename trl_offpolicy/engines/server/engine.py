@@ -45,7 +45,7 @@ from trl_offpolicy.engines.server.interview import interview_server
 from trl_offpolicy.engines.server.labels import ADAPTER, FRESH, is_loading, loading, refusal, unusable
 from trl_offpolicy.engines.server.parallel import at_once
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
-from trl_offpolicy.engines.truncation import is_truncated
+from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.broadcast import Sender, own_address
 from trl_offpolicy.engines.weights.files import (
     WeightVersions,
@@ -238,7 +238,7 @@ class ServerEngine:
 
     def _reports(self, options: Mapping[str, Any]) -> bool:
         """True if the answers to requests with these options say which tokens were kept."""
-        return self.no_mask is None and is_truncated(options)
+        return self.no_mask is None and bool(truncation_of(options))
 
     def _with_top_k(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request with a ``top_k``, which cuts nothing where it has none: a server that reports masks wants one."""

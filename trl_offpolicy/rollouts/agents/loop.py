@@ -191,7 +191,7 @@ class _Episode:
             self.logps += rollouts.sampling_per_token_logps[index][:most]
         kept = None if rollouts.sampling_mask is None else rollouts.sampling_mask[index]
         self.reports |= kept is not None
-        self.kept.append(KeptIds.of([[]] * len(sampled)) if kept is None else kept[:most])
+        self.kept.append(KeptIds.unreported(len(sampled)) if kept is None else kept[:most])
         self._add_routes(None if rollouts.routed_experts is None else rollouts.routed_experts[index], sampled)
         was_cut = most < len(rollouts.completion_ids[index])
         self.finish_reason = "length" if was_cut else rollouts.finish_reasons[index]
@@ -228,7 +228,7 @@ class _Episode:
         self.versions += [self.versions[-1] if self.versions else -1] * len(ids)
         if self.logps is not None:
             self.logps += [0.0] * len(ids)
-        self.kept.append(KeptIds.of([[token] for token in ids]))
+        self.kept.append(KeptIds.alone(ids))
 
 
 def _gathered(episodes: Sequence[_Episode]) -> Episodes:

@@ -76,7 +76,7 @@ class ResponseInParts:
         """What was kept at each token, nothing listed in parts that do not know it; None if none does."""
         if all(part.kept is None for part in self.parts):
             return None
-        unknown = (KeptIds.of([[]] * len(part.token_ids)) for part in self.parts)
+        unknown = (KeptIds.unreported(len(part.token_ids)) for part in self.parts)
         return KeptIds.joined([part.kept or none for part, none in zip(self.parts, unknown, strict=True)])
 
     @property

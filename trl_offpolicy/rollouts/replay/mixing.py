@@ -86,10 +86,10 @@ def fresh_groups(output: Mapping[str, Any], generations: int) -> list[ReplayGrou
     """
     host = {name: value.cpu() for name, value in output.items() if isinstance(value, Tensor)}
     versions, groups = _by_token(host), []
+    kept = output.get(KEY) or [None] * len(host["prompt_ids"])
     for start in range(0, len(host["prompt_ids"]), generations):
         if not host["completion_mask"][start : start + generations].bool().any(dim=1).all():
             continue
-        kept = output.get(KEY) or [None] * len(host["prompt_ids"])
         responses = [_response(host, versions, kept[row], row) for row in range(start, start + generations)]
         prompt = host["prompt_ids"][start][host["prompt_mask"][start].bool()].tolist()
         identity = int(host["group_ids"][start])
