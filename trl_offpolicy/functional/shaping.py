@@ -94,7 +94,7 @@ def zero_variance_advantages(
         ...     torch.zeros(2, 1), entropies, torch.ones(2, 2).bool(), yes, torch.tensor([[True], [False]]), alpha=0.1
         ... )
         tensor([[ 0.1000,  0.3000],
-                [-0.2000, -0.0000]])
+                [-0.2000,  0.0000]])
     """
     check_tokens(mask.shape, entropies=entropies)
     check_broadcast(advantages=advantages, entropies=entropies)
