@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -68,3 +69,22 @@ def test_without_vllm_on_a_cpu_nothing_is_wrapped(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "vllm", None)
     with quiet_start():
         pass
+
+
+@pytest.mark.parametrize("operators", [True, False])
+def test_standard_output_has_a_descriptor_in_the_captured_cell_of_a_notebook(
+    operators: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks for it while it starts, and raises where there is none."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    if operators:
+        monkeypatch.setattr(torch.ops._C, "init_cpu_memory_env", lambda asked: None, raising=False)
+    captured = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", captured)
+    with quiet_start():
+        assert sys.stdout.fileno() == 1
+        print("read by the user")
+    assert sys.stdout is captured and captured.getvalue() == "read by the user\n"
+    monkeypatch.setattr(sys, "stdout", sys.__stderr__)
+    with quiet_start():
+        assert sys.stdout is sys.__stderr__

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from typing import Any
 
@@ -63,7 +63,16 @@ def quiet_vllm() -> None:
 
 @contextmanager
 def quiet_start() -> Iterator[None]:
-    """While an engine is built in this process: without the line of C++ about NUMA memory."""
+    """While an engine is built in this process: without the line of C++ about NUMA memory.
+
+    Standard output has a descriptor meanwhile: vLLM asks for it, and the captured cell of a notebook has none.
+    """
+    with redirect_stdout(_stdout()), _quiet_numa():
+        yield
+
+
+@contextmanager
+def _quiet_numa() -> Iterator[None]:
     import torch
 
     with suppress(ImportError):
@@ -84,6 +93,29 @@ def quiet_start() -> Iterator[None]:
         yield
     finally:
         setattr(operators, name, original)
+
+
+class _WithDescriptor:
+    """A stream that has no file, with the descriptor of the process's standard output."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def fileno(self) -> int:
+        """The descriptor that is redirected; what is written goes to the stream."""
+        return 1
+
+
+def _stdout() -> Any:
+    """Standard output, with a descriptor."""
+    try:
+        sys.stdout.fileno()
+    except (AttributeError, OSError):  # io.UnsupportedOperation is an OSError
+        return _WithDescriptor(sys.stdout)
+    return sys.stdout
 
 
 @contextmanager
