@@ -51,6 +51,12 @@ def engine_type(spec: Any) -> str:
     return str(name)
 
 
+def rounding_of(spec: Any) -> dict[str, Any]:
+    """The ``engine`` setting's ``weight_rounding``, of an engine that is built already as well; None = none."""
+    own = spec.get("weight_rounding") if isinstance(spec, Mapping) else getattr(spec, "weight_rounding", None)
+    return {"weight_rounding": own}
+
+
 def wants_exact(spec: Any) -> bool:
     """True if the ``engine`` setting says ``exact: true``.
 

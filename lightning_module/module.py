@@ -22,7 +22,7 @@ from lightning_module.checkpoints import keep_whole
 from lightning_module.compact import CompactRows
 from lightning_module.control import Control
 from lightning_module.data import PromptDataModule
-from lightning_module.engines import check_sampling, engine_type
+from lightning_module.engines import check_sampling, engine_type, rounding_of
 from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
 from lightning_module.experts import Experts
@@ -45,6 +45,7 @@ from trl_offpolicy.packages import check_model, warn_about_builds
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.kept import kept_stats
+from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding, round_learner
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor, noise_floor_due
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
 from trl_offpolicy.types import PolicyBatch, Reduction
@@ -111,6 +112,9 @@ class OffPolicyGRPOModule(LightningModule):
             own width, where the loss does not depend on the split; ``columns`` only cuts; false does neither.
         share_prefix: true computes a prompt once for its completions in a micro-batch, ``auto`` where that pays and is
             proved equal, false never. It needs ``gradient_checkpointing: false`` (``docs/speed.md``).
+        learner_rounding: ``engine`` computes the policy's own forward with linear weights that are rounded as the
+            engine's ``weight_rounding`` rounds them, or a rounding such as ``fp8``
+            (:mod:`trl_offpolicy.rollouts.rounded_forward`); None = it is not rounded.
 
     Raises:
         ValueError: settings contradict each other; the message names the field.
@@ -162,6 +166,7 @@ class OffPolicyGRPOModule(LightningModule):
         router_aux_loss_coef: float | None = None,
         trim_padding: bool | str = True,
         share_prefix: bool | str = "auto",
+        learner_rounding: Any = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -178,6 +183,7 @@ class OffPolicyGRPOModule(LightningModule):
         fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
+        parse_learner_rounding(learner_rounding, rounding_of(engine))
         check_sampling(sampler, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
         check_bool(mask_truncated_completions=mask_truncated_completions)
         self.experts = Experts(given)
@@ -233,6 +239,7 @@ class OffPolicyGRPOModule(LightningModule):
             given["model"], given["model_options"], given["adapter"], checkpointing=given["gradient_checkpointing"]
         )
         self.experts.prepare(self.policy)
+        round_learner(given["learner_rounding"], rounding_of(given["engine"]), self.policy)
         if self.objective.kl is not None:
             self.generation.keep_reference()
         if self.device_mesh is not None:

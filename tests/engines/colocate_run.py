@@ -1,7 +1,7 @@
 """Train a tiny model for three steps with a real vLLM engine in this process; prints one JSON line.
 
     python tests/engines/colocate_run.py FOLDER [--no-sync | --lost-sync] [--lora] [--transfer T] [--rounding int8]
-        [--dtype D] [--steps N]
+        [--rounded-learner] [--dtype D] [--steps N]
 
 A process of its own for each scenario: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its
 first weights, to show that the agreement test can fail; ``--lost-sync`` loses the second sync on its way.
@@ -41,6 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--transfer", default="auto")
     parser.add_argument("--rounding")
+    parser.add_argument("--rounded-learner", action="store_true")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--generations", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
@@ -83,6 +84,7 @@ def main() -> None:
         use_vllm=True,
         vllm_mode="colocate",
         engine=engine,
+        learner_rounding="engine" if options.rounded_learner else None,
         offpolicy="paper/tis",
         learning_rate=5.0 if options.lora else 0.01,
         lr_scheduler_type="constant",

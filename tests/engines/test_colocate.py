@@ -79,6 +79,14 @@ def test_weight_rounding_is_a_real_but_small_mismatch() -> None:
     assert all(AGREE < value < 1.0 for value in mismatch)
 
 
+@pytest.mark.parametrize("flags", [(), ("--lora",)])
+def test_a_learner_that_rounds_as_its_engine_does_agrees_with_it(flags: tuple[str, ...]) -> None:
+    result = run("--rounding", "int8", "--rounded-learner", *flags)
+    assert result["moved"] > 0.01
+    assert max(result["mismatch"]) < AGREE < min(run("--rounding", "int8")["mismatch"])
+    assert min(result["agreement"]) > 1 - AGREE
+
+
 def test_every_sync_is_proven_and_logged() -> None:
     result = run()
     assert len(result["agreement"]) == 3

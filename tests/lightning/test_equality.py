@@ -57,6 +57,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
         {"gradient_accumulation_steps": 1, "num_iterations": 2, "offpolicy": "paper/ctpo-clip"}, {},
         {"num_iterations": 2},
     ),
+    "rounded_forward": (  # of the policy and of its reference
+        {"gradient_accumulation_steps": 1, "beta": 0.1, "learner_rounding": "int4"},
+        {"objective": {"kl": {"coef": 0.1, "ratio_weighted": True}}, "learner_rounding": "int4"},
+        {},
+    ),
     "kl_in_the_reward": ({"gradient_accumulation_steps": 1, "offpolicy": IN_REWARD}, {}, {}),
     "kl_in_the_reward_in_bypass": (  # the sampler is the old policy
         {"gradient_accumulation_steps": 1, "offpolicy": {**IN_REWARD, "preset": "paper/ppo-is"}}, {}, {},

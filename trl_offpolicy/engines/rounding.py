@@ -129,9 +129,19 @@ def round_weights(weights: Iterable[tuple[str, Tensor]], rounding: Any = "int8")
     return _rounded(weights, parse_rounding(rounding))
 
 
+def is_rounded(name: str) -> bool:
+    """Whether a matrix of this name is rounded: all but embeddings and the head.
+
+    Example:
+        >>> is_rounded("model.layers.0.mlp.up_proj.weight"), is_rounded("lm_head.weight")
+        (True, False)
+    """
+    return not any(part in name for part in _UNROUNDED)
+
+
 def _rounded(weights: Iterable[tuple[str, Tensor]], rounding: WeightRounding) -> Iterator[tuple[str, Tensor]]:
     for name, weight in weights:
-        if weight.dim() != 2 or any(part in name for part in _UNROUNDED):
+        if weight.dim() != 2 or not is_rounded(name):
             yield name, weight
             continue
         try:

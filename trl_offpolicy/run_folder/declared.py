@@ -46,11 +46,17 @@ def declared_sides(
         "trainer": {
             **same,
             "dtype": autocast or dtype,
-            "quantization": "none",
+            "quantization": rounding_of_forward(model),
             "dropout": largest_dropout(model),
             "experts": int(experts),
         },
     }
+
+
+def rounding_of_forward(model: nn.Module) -> str:
+    """Type of the rounding in the forward of the model's linear layers, "none" without."""
+    found = (getattr(module, "weight_rounding", None) for module in model.modules())
+    return next((rounding.type for rounding in found if rounding is not None), "none")
 
 
 def largest_dropout(model: nn.Module) -> float:

@@ -34,6 +34,7 @@ from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT, check_tool_timeout
 from trl_offpolicy.rollouts.ahead.checks import check_config
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding
 from trl_offpolicy.rollouts.screening import check_on_bad_rollout
 from trl_offpolicy.rollouts.token_ids import CheckTokenIds
 from trl_offpolicy.trl import exact
@@ -94,6 +95,10 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             (:class:`~trl_offpolicy.engines.routing.options.RoutingReplay`).
         freeze_router: do not train the routers.
         freeze_router_bias: do not train the routers' biases.
+        learner_rounding: ``engine`` computes the trainer's own forward with linear weights that are rounded as
+            ``engine.weight_rounding`` rounds the engine's, so that both sides are one policy; or a rounding such as
+            ``fp8``, for an engine with quantised kernels. Gradients pass straight through; what is saved is not rounded
+            (:mod:`trl_offpolicy.rollouts.rounded_forward`). None = the forward is not rounded.
         noise_floor_steps: once in this many optimizer steps, one micro-batch is scored again in another batch size.
             ``offpolicy/noise_floor/*`` is how far the trainer then differs from itself. 0 = never.
         trim_padding: ``true`` sorts the rows of an optimizer step into micro-batches of like length and cuts each to
@@ -111,6 +116,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control", "routing_replay", "async_rollouts",
+        "learner_rounding",
     ]  # fmt: skip
 
     offpolicy: dict[str, Any] | str | Correction | Objective | Preset | None = field(  # the parser takes the second
@@ -183,6 +189,13 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     freeze_router_bias: bool = field(
         default=False, metadata={"help": "Mixture of experts: do not train the routers' biases."}
     )
+    learner_rounding: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Round the linear weights in the trainer's own forward: engine (as engine.weight_rounding), or a "
+            "rounding (int8, int4, fp8, ..., or a mapping). Default: not rounded."
+        },
+    )
     noise_floor_steps: int = field(
         default=100,
         metadata={
@@ -245,6 +258,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         if not isinstance(self.engine, dict | None):
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
         EngineSettings.parse(self.engine)
+        parse_learner_rounding(self.learner_rounding, self.engine if self.use_vllm else None)
         self.noise_floor_steps = read_numbers(self.noise_floor_steps)
         check_whole("noise_floor_steps", self.noise_floor_steps, least=0)
         self.correct_threshold = read_numbers(self.correct_threshold)

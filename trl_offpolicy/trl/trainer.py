@@ -44,6 +44,7 @@ from trl_offpolicy.rollouts import batches, kept
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.clock import StepClock
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
+from trl_offpolicy.rollouts.rounded_forward import round_learner
 from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
@@ -106,6 +107,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._guard = ToolGuard(timeout=args.tool_timeout)
         with trl_engine(engine_options(args), folder=folder, rows=rows):
             super().__init__(**made_in_guard(given, self._guard))
+        round_learner(args.learner_rounding, args.engine, self.model, self.ref_model)
         self._learns_positions = learns_positions(self.model)
         prove_syncs(self)
         self._routing = TrainerRouting(self)
