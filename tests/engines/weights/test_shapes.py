@@ -83,6 +83,12 @@ def test_experts() -> None:
     answer = {"shapes": {f"{stack}.w13_weight": [32, 64]}, "tied": {}, "experts": 4, "head": True, "quantized": False}
     assert why_not(ours, [answer]) is None
     assert "4 experts a layer, the engine's 8" in str(why_not(ours, [{**answer, "experts": 8}]))
+    assert "the engine's model is a mixture of experts" in str(why_not(sent_by(tiny_model()), [answer]))
+    assert "the trainer's model is a mixture of experts" in str(why_not(ours, [held()]))
+    granite = {"model.layers.0.block_sparse_moe.input_linear.weight": (4, 64, 64)}  # no expert in its names
+    assert (
+        why_not(granite, [{**answer, "shapes": {"model.layers.0.block_sparse_moe.experts.w13_weight": None}}]) is None
+    )
     wider = {**answer, "shapes": {f"{stack}.w13_weight": [48, 64]}}
     assert "has shape (32, 64) in the trainer, but (48, 64)" in str(why_not(ours, [wider]))
 

@@ -18,6 +18,7 @@ _EXPERTS = {
     "w2_weight": (".down_proj.weight", ".w2.weight"),
 }
 _LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)\.")
+_MIXTURE = re.compile(r"expert|moe")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ADAPTED = re.compile(r"^(?:base_model\.model\.)?(.*)\.lora_([AB])(?:\.default)?\.weight$")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -67,7 +68,7 @@ def why_not(sent: Mapping[str, Shape], answers: Sequence[Mapping[str, Any]]) -> 
         if key is not None and held.get(key) is not None and _sizes(shape) != _sizes(held[key]):
             ours, theirs = tuple(shape), tuple(held[key])
             return f"{name} has shape {ours} in the trainer, but {theirs} in the engine"
-    reason = _layers(sent, held) or _experts(sent, answers)
+    reason = _experts(sent, held, answers) or _layers(sent, held)
     if reason is not None or any(answer["quantized"] for answer in answers):
         return reason
     if any(answer.get("head") for answer in answers) and _EMBEDDING in sent and _HEAD not in {**sent, **tied}:
@@ -125,8 +126,11 @@ def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
     return found
 
 
-def _experts(sent: Iterable[str], answers: Sequence[Mapping[str, Any]]) -> str | None:
-    """Another number of experts than the engine has."""
+def _experts(sent: Iterable[str], held: Iterable[str], answers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Another number of experts than the engine has, or experts on one side alone."""
+    for side, here, there in (("trainer", sent, held), ("engine", held, sent)):
+        if any(".experts." in name for name in here) and not any(_MIXTURE.search(name) for name in there):
+            return f"the {side}'s model is a mixture of experts, the other's is none"
     ours = max((int(match[1]) for name in sent if (match := _EXPERT.search(name))), default=-1) + 1
     theirs = max((int(answer.get("experts") or 0) for answer in answers), default=0)
     if ours and theirs and ours != theirs:
