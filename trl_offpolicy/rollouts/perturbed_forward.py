@@ -1,0 +1,175 @@
+"""Noise on the hidden states of the forwards that learn: ALP, adaptive layerwise perturbation.
+
+A policy that is sharp where it stands has ratios with heavy tails, because a small difference to the sampler moves its
+log-probs far. ALP learns through a policy whose hidden states are perturbed, which flattens it: in the ratio the
+perturbed policy stands above the sampler, which stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl_offpolicy.checks import check_bool, check_positive
+from trl_offpolicy.parts import parse_settings, read_numbers
+
+NOT_SHARED = "perturbation draws other noise in every forward"
+"""Why no prompt is computed once for several rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perturbation:
+    """Gaussian noise on the input of every decoder layer.
+
+        h_l <- h_l + s_l rms(h_l) e,    e ~ N(0, I)
+
+    drawn anew for each element and forward. rms(h_l) is the root mean square of a token's hidden state, without
+    gradient, so that s_l means the same in every layer and model.
+
+    Args:
+        std: s_l at the start, a share of the size of the hidden state.
+        largest: bound of s_l. None = ten times ``std``.
+        learn: whether each layer's s_l is learned by the loss (Adam), between 0 and ``largest``.
+        learning_rate: Adam's learning rate of log s_l.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    Reference: Ye et al. 2026, ALP (arXiv:2603.19470). We know it by its abstract and its project page; that the noise
+    is measured in hidden states, its bound and its optimizer are this kit's. Its ratio is that of ``paper/ppo-is``.
+    """
+
+    std: float = 1e-3
+    largest: float | None = None
+    learn: bool = True
+    learning_rate: float = 1e-2
+
+    def __post_init__(self) -> None:
+        check_positive(std=self.std, learning_rate=self.learning_rate)
+        check_bool(learn=self.learn)
+        if self.largest is not None:
+            check_positive(largest=self.largest)
+            if self.largest < self.std:
+                raise ValueError(f"largest must be at least std ({self.std}), but got {self.largest}.")
+
+    @property
+    def bound(self) -> float:
+        """Largest s_l."""
+        return 10 * self.std if self.largest is None else self.largest
+
+
+def parse_perturbation(spec: Any, *, where: str = "perturbation") -> Perturbation | None:
+    """A perturbation from its ``std``, ``0.001``, or a mapping of its fields; None = none.
+
+    Raises:
+        ValueError: a wrong value; the message names the field.
+
+    Example:
+        >>> parse_perturbation(0.01)
+        Perturbation(std=0.01, largest=None, learn=True, learning_rate=0.01)
+    """
+    if spec is None:
+        return None
+    given = read_numbers(spec)
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        given = {"std": given}
+    elif not isinstance(given, Mapping | Perturbation):
+        raise ValueError(f"{where} must be a standard deviation or a mapping, but got {spec!r}.")
+    found: Perturbation = parse_settings(given, Perturbation, where=where, short="std", choices=())
+    return found
+
+
+class PerturbedForward:
+    """The noise of one model's layers. It is off until :meth:`learning`.
+
+    What is remembered are the scales s_l, which are no parameters of the model: neither synced nor saved with it.
+
+    Args:
+        model: the policy; wrapped by nothing but PEFT.
+        options: how it is perturbed.
+        mean: averages a tensor over all ranks, in place; None = there is one rank.
+
+    Raises:
+        ValueError: the model does not name its decoder layers in ``_no_split_modules``.
+    """
+
+    def __init__(self, model: Any, options: Perturbation, mean: Callable[[Tensor], Any] | None = None) -> None:
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        layers = [module for module in model.modules() if type(module).__name__ in names]
+        if not layers:
+            raise ValueError(f"perturbation needs a model that names its layers, but {type(model).__name__} does not.")
+        self._options, self._mean, self._on = options, mean, False
+        start = torch.full((len(layers),), options.std).log()
+        device = next(model.parameters()).device
+        self._log_std = start.to(device).requires_grad_(options.learn)
+        self._optimizer = torch.optim.Adam([self._log_std], lr=options.learning_rate) if options.learn else None
+        for place, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._hook(place), with_kwargs=True)
+
+    def learning(self, on: bool = True) -> None:
+        """Perturb forwards from now on, or stop. Recomputed activations of the backward count as the forward."""
+        self._on = on
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which forwards are those of the policy itself."""
+        before, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = before
+
+    @property
+    def std(self) -> Tensor:
+        """(layers,) the scales s_l, float32; no gradient."""
+        return self._log_std.detach().exp()
+
+    def step(self) -> None:
+        """One step of the scales by the gradient that the losses have left. All ranks call it at an optimizer step."""
+        if self._optimizer is None or self._log_std.grad is None:
+            return
+        if self._mean is not None:
+            self._mean(self._log_std.grad)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        with torch.no_grad():
+            self._log_std.clamp_(max=torch.tensor(self._options.bound).log().item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scales and Adam's moments as plain values, for the checkpoints."""
+        if self._optimizer is None:
+            return {}
+        kept = self._optimizer.state.get(self._log_std, {})
+        return {"log_std": self._log_std.tolist(), "adam": {key: value.tolist() for key, value in kept.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the values of :meth:`state_dict`; those at the start if there are none."""
+        if self._optimizer is None or "log_std" not in state:
+            return
+        self._log_std.copy_(torch.tensor(state["log_std"]))
+        if state["adam"]:
+            self._optimizer.state[self._log_std] = {
+                key: torch.tensor(value, device="cpu" if key == "step" else self._log_std.device)
+                for key, value in state["adam"].items()
+            }
+
+    def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], Any]:
+        def perturb(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self._on:
+                return None
+            if args:
+                return (self._perturbed(place, args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": self._perturbed(place, kwargs["hidden_states"])}
+
+        return perturb
+
+    def _perturbed(self, place: int, hidden: Tensor) -> Tensor:
+        size = hidden.detach().float().square().mean(-1, keepdim=True).sqrt()
+        scale = self._log_std[place].to(hidden.device).exp()
+        return hidden + (scale * size * torch.randn_like(hidden, dtype=torch.float32)).to(hidden.dtype)
