@@ -142,7 +142,7 @@ def test_what_a_weight_may_hold_depends_on_the_loss_beside_it(config: Any) -> No
         ({"engine": {"exact": "yes"}}, "engine.exact must be true or false, but got 'yes'"),
         ({"engine": {"weight_rounding": "int9"}}, r"engine\.weight_rounding\.type must be one of .* but got 'int9'"),
         ({"offpolicy": {"objective": 3}}, r"offpolicy\.objective must be a mapping of options, but got 3\.$"),
-        ({"offpolicy": "{'preset': 'measure'}"}, "offpolicy must be a name or a mapping in JSON, but got "),
+        ({"offpolicy": "{preset: measure"}, "offpolicy must be a name or a mapping in YAML or JSON, but got "),
         (
             {"offpolicy": {"preset": "paper/tis", "control": "act"}},
             r"^offpolicy\.control must be one of .* control is a field of its own, beside offpolicy\.$",
@@ -206,3 +206,10 @@ def test_another_trainer_refuses_the_configuration(config: Any, fresh_model: Any
             fresh_model(), lambda completions, **_: [0.0], config(), train_dataset=rows, processing_class=tokenizer
         )
     assert config().get_process_log_level() > 0  # a script may ask too
+
+
+@pytest.mark.parametrize(
+    "text", ['{"dtype": "float32", "weight_rounding": "int8"}', "{dtype: float32, weight_rounding: int8}"]
+)
+def test_a_mapping_on_the_command_line_is_yaml_or_json(text: str, make_args: Any) -> None:
+    assert make_args(engine=text).engine == {"dtype": "float32", "weight_rounding": "int8"}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast, get_args
 
 import torch
+import yaml
 from transformers import Trainer
 from trl import GRPOConfig
 
@@ -243,7 +243,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
-        _check_json(self)
+        _read_mappings(self)
         if exact.wants_exact(self.engine):
             exact.check_config(self)
         super().__post_init__()
@@ -352,15 +352,18 @@ def _wrong_trainer(name: str, hint: str = "") -> TypeError:
     )
 
 
-def _check_json(args: OffPolicyGRPOConfig) -> None:
-    """Raise for a mapping on the command line that is no JSON; TRL reads the others."""
-    for name in ("offpolicy", "engine", "control", "routing_replay", "async_rollouts"):
+def _read_mappings(args: OffPolicyGRPOConfig) -> None:
+    """Read mappings that come as text from the command line, in YAML or JSON. TRL reads those of its own fields."""
+    for name in set(args._VALID_DICT_FIELDS) - set(GRPOConfig._VALID_DICT_FIELDS):
         value = getattr(args, name)
-        if isinstance(value, str) and value.startswith("{"):
-            try:
-                json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{name} must be a name or a mapping in JSON, but got {value!r} ({error}).") from None
+        if not isinstance(value, str) or not value.startswith("{"):
+            continue
+        try:
+            found = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            why = str(getattr(error, "problem", None) or error)
+            raise ValueError(f"{name} must be a name or a mapping in YAML or JSON, but got {value!r} ({why}).") from None
+        setattr(args, name, found)
 
 
 def _refuse_trl_correction(args: OffPolicyGRPOConfig) -> None:
