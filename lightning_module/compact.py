@@ -15,6 +15,7 @@ from trl_offpolicy.checks import read_switch
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, CompactScoring, splitting_of
 from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding
+from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix, varying_rope
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class CompactRows:
         refused = self._why_whole()
         if wants_exact(module.settings["engine"]):
             refused = BIT_BY_BIT
+        if module.settings["perturbation"] is not None:
+            refused = NOT_SHARED
         if type(module.trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             refused = f"it is not proved equal under {type(module.trainer.strategy).__name__}"
         self._shared.prepare(module.policy, refused=refused, checkpointing=module.settings["gradient_checkpointing"])

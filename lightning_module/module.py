@@ -45,6 +45,7 @@ from trl_offpolicy.packages import check_model, warn_about_builds
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.kept import kept_stats
+from trl_offpolicy.rollouts.perturbed_forward import PerturbedForward, parse_perturbation
 from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding, round_learner
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor, noise_floor_due
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX
@@ -115,6 +116,8 @@ class OffPolicyGRPOModule(LightningModule):
         learner_rounding: ``engine`` computes the policy's own forward with linear weights that are rounded as the
             engine's ``weight_rounding`` rounds them, or a rounding such as ``fp8``
             (:mod:`trl_offpolicy.rollouts.rounded_forward`); None = it is not rounded.
+        perturbation: standard deviation of noise on the hidden states of the forwards that learn, or a mapping of
+            :class:`~trl_offpolicy.rollouts.perturbed_forward.Perturbation`; None = no noise.
 
     Raises:
         ValueError: settings contradict each other; the message names the field.
@@ -167,6 +170,7 @@ class OffPolicyGRPOModule(LightningModule):
         trim_padding: bool | str = True,
         share_prefix: bool | str = "auto",
         learner_rounding: Any = None,
+        perturbation: Any = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -199,6 +203,8 @@ class OffPolicyGRPOModule(LightningModule):
         self.strict_loading = adapter is None
         self.control = Control(control)
         self.auto = AutoCorrection(self.preset)
+        parse_perturbation(perturbation)
+        self.noise = PerturbedForward(None, None)  # the policy is not there yet
         self.policy = None
         self.step_logs: dict[str, float] = {}
         """Numbers of the last logging step, for callbacks."""
@@ -257,6 +263,7 @@ class OffPolicyGRPOModule(LightningModule):
     def on_fit_start(self) -> None:
         """Build the engine, unless an earlier run of this module built it."""
         self.generation.start()
+        self.noise = PerturbedForward(self.policy, parse_perturbation(self.settings["perturbation"]), self.device)
         self.compact.prepare()
         if self.ahead is not None:
             self.ahead.start(self.generation.engine)
@@ -269,6 +276,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.auto.start(self, restored.get("auto", {}))
         self.control.start(self, restored.get("control", {}))
         self.entropy.start(restored.get("entropy", {}))
+        self.noise.load_state_dict(restored.get("perturbation", {}))
         self.generation.begin()
         if self._restored is not None:
             self.generation.load_state_dict(self._restored)
@@ -284,12 +292,14 @@ class OffPolicyGRPOModule(LightningModule):
 
         Within ``fit`` it is built, and what it holds is known. Training's random numbers are put aside.
         """
+        self.noise.learning(False)
         if self.trainer.state.fn != TrainerFn.FITTING:
             self.generation.start()
         self.validation.begin()
 
     def teardown(self, stage: str) -> None:
         """Free the engine, if the module built it."""
+        self.noise.close()
         if self.ahead is not None:
             self.ahead.close()
         if self.replay is not None:
@@ -305,11 +315,13 @@ class OffPolicyGRPOModule(LightningModule):
             TypeError: the batch is not one of a :class:`~lightning_module.PromptDataModule`.
         """
         _check_batch(batch, MicroStep)
+        self.noise.learning(False)  # a sync, the old policy and the reference are those without it
         self.generation.prepare(batch)
 
     def training_step(self, batch: MicroStep, batch_idx: int) -> dict[str, Any]:
         """Sample if the generation batch is new, then compute the loss of one of its micro-batches."""
         inputs = self.generation.micro_batch(batch)
+        self.noise.learning()
         scores = self.score(inputs, aux_loss=self.experts.balances)
         policy = policy_batch(
             inputs,
@@ -364,7 +376,7 @@ class OffPolicyGRPOModule(LightningModule):
         """Score a micro-batch again, on the plain path, once in ``noise_floor_steps`` optimizer steps."""
         step, every = self.trainer.global_step, self.settings["noise_floor_steps"]
         place, size = batch_idx % self.trainer.accumulate_grad_batches, window_size(self.trainer, batch_idx)
-        if not noise_floor_due(step, every, place, size=size):
+        if not noise_floor_due(step, every, place, size=size) or self.noise.adds:  # other noise is no floor
             return
         again = partial(self.score, in_order=True)
         stats = measured_noise_floor(lambda rows, size: again(rows, batch_size=size).logps, inputs, policy)
@@ -392,6 +404,7 @@ class OffPolicyGRPOModule(LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.trainer.fast_dev_run or (every and (self.trainer.global_step + 1) % every == 0):  # type: ignore[attr-defined]
             self._log_step(optimizer)
+        self.noise.step()  # the log holds the scale that this step's forwards had
 
     def _log_step(self, optimizer: torch.optim.Optimizer) -> None:
         wrapped = self.trainer.strategy.model or self
@@ -402,7 +415,7 @@ class OffPolicyGRPOModule(LightningModule):
         }
         if "reward" in logs:  # as TRL does: only if completions were sampled
             logs["num_tokens"] = float(self.generation.num_tokens)
-        logs |= self.auto.metrics()
+        logs |= self.auto.metrics() | self.noise.stats()
         logs |= self.control.observe(self, logs)
         self.step_logs = logs
         self.log_dict(logs, on_step=True, on_epoch=False, batch_size=1)
@@ -457,6 +470,7 @@ class OffPolicyGRPOModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters, controllers, rollouts in use and random states. With an adapter, drop the frozen weights."""
         parts = {"control": self.control, "auto": self.auto, "entropy": self.entropy, "agents": self.agents}
+        parts |= {"perturbation": self.noise}
         parts |= {"ahead": self.ahead, "replay": self.replay}
         states = {name: part.state_dict() for name, part in parts.items() if part is not None}  # type: ignore[attr-defined]
         checkpoint[_STATE] = {**self.generation.state_dict(), **states}

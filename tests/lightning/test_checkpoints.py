@@ -28,6 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
     "inside_a_generation": ({}, {"steps_per_generation": 2, "num_iterations": 2}, {}, 3),
     "end_of_an_epoch": ({}, {"shuffle": True}, {"limit_train_batches": 3}, 3),
     "at_a_validation": ({}, {"val_dataset": HELD_OUT, "val_batch_size": 2}, {"val_check_interval": 1}, 3),
+    "noise_that_learns": ({"perturbation": {"std": 0.05, "learning_rate": 0.1}}, {"num_iterations": 2}, {}, 3),
     "adapter_and_kl": (
         {"adapter": LORA, "objective": {"kl": {"coef": ADAPTIVE}}},
         {"num_iterations": 2}, {"accumulate_grad_batches": 1}, 3,

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from both_trainers import GRADIENT_LIMIT, STEPS, assert_same_numbers, distance, run_lightning, run_trl, trl_side
 
+from trl_offpolicy.rollouts import perturbed_forward
+
 IN_REWARD = {
     "preset": "paper/tis",
     "objective": {"kl": {"coef": 1.0, "estimator": "k1", "place": "reward"}},
@@ -88,6 +90,23 @@ def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: A
         assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
         assert distance(watch.weights[step], theirs.weights[step]) < GRADIENT_LIMIT
         assert_same_numbers(watch.logs[step], rows[step])
+
+
+def test_noise_on_hidden_states_and_its_scale_are_those_of_trl(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generators of random numbers differ, so the noise of this test is a function of the hidden state."""
+    monkeypatch.setattr(perturbed_forward, "_normal", lambda hidden: (37.0 * hidden.detach()).cos() * 2**0.5)
+    noise = {"std": 0.05, "learning_rate": 0.1}
+    plain, _, _ = run_trl(build, gradient_accumulation_steps=2)
+    theirs, rows, calls = run_trl(build, gradient_accumulation_steps=2, perturbation=noise)
+    watch, _ = run_lightning(tmp_path, calls, 2, {"perturbation": noise}, {"steps_per_generation": 2})
+    assert distance(theirs.gradients[0], plain.gradients[0]) > 1e-3
+    for step in range(STEPS):
+        assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
+        assert_same_numbers(watch.logs[step], rows[step])
+    scales = [row["offpolicy/perturbation/std"] for row in rows]
+    assert len({round(scale, 6) for scale in scales}) == STEPS  # it learns
 
 
 def test_a_shaping_moves_the_gradient_and_its_price_moves_by_the_step(build: Any) -> None:

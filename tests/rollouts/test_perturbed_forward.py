@@ -38,7 +38,7 @@ def test_noise_of_the_size_of_the_hidden_state_is_added_to_the_layers_input() ->
     torch.testing.assert_close(found, plain(inputs_embeds=hidden).logits)
 
 
-def test_it_is_off_until_it_learns_and_in_pauses() -> None:
+def test_it_is_off_until_it_learns_and_after() -> None:
     model = tiny_model()
     plain = logps(model)
     noise = PerturbedForward(model, Perturbation(std=0.1))
@@ -46,10 +46,10 @@ def test_it_is_off_until_it_learns_and_in_pauses() -> None:
     noise.learning()
     one = logps(model)
     assert not torch.equal(one, plain) and not torch.equal(one, logps(model))
-    with noise.paused():
-        assert torch.equal(logps(model), plain)
-    assert not torch.equal(logps(model), plain)
     noise.learning(False)
+    assert torch.equal(logps(model), plain)
+    noise.learning()
+    noise.close()
     assert torch.equal(logps(model), plain)
 
 
@@ -88,11 +88,21 @@ def test_the_scales_are_bounded_and_stay_as_they_are_if_they_do_not_learn() -> N
     assert fixed.std.tolist() == pytest.approx([0.05, 0.05]) and fixed.state_dict() == {}
 
 
-def test_gradients_of_ranks_are_averaged() -> None:
-    noise = PerturbedForward(tiny_model(), Perturbation(std=0.05), mean=lambda gradient: gradient.mul_(-1.0))
+def test_gradients_of_ranks_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_offpolicy.rollouts.perturbed_forward.sum_ranks", lambda gradient: gradient - 2.0)
+    noise = PerturbedForward(tiny_model(), Perturbation(std=0.05))
     noise._log_std.grad = torch.tensor([1.0, 1.0])
     noise.step()
-    assert (noise.std > 0.05).all()
+    assert (noise.std > 0.05).all() and noise.stats()["offpolicy/perturbation/std"] > 0.05
+
+
+def test_without_a_perturbation_nothing_happens() -> None:
+    model = tiny_model()
+    plain, noise = logps(model), PerturbedForward(model, None)
+    noise.learning()
+    assert torch.equal(logps(model), plain)
+    noise.step()
+    assert not noise.adds and (noise.state_dict(), noise.stats()) == ({}, {})
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened() -> None:

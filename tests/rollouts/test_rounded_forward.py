@@ -118,7 +118,7 @@ def test_what_cannot_follow_the_engine_is_refused_by_name(model: Any, names: str
 
 
 def test_a_group_size_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="group_size must divide the .* columns of model.layers.0"):
+    with pytest.raises(ValueError, match=r"group_size must divide the .* columns of model\.layers\.0"):
         round_forward(tiny_model(), WeightRounding("int4", group_size=7))
 
 

@@ -71,6 +71,20 @@ def test_resuming_goes_on_with_the_coefficient(build: Build) -> None:
     assert after[2] != 0.5 and len(after) == 4
 
 
+def test_the_noise_of_the_forward_learns_and_goes_on_from_a_checkpoint(build: Build) -> None:
+    options = {"perturbation": {"std": 0.05, "learning_rate": 0.1}, "max_steps": 4, "learning_rate": 2e-2}
+    first = build(Engine(), **options, save_strategy="steps", save_steps=2)
+    first.train()
+    scales = [row["offpolicy/perturbation/std"] for row in records(first)]
+    assert scales[0] == pytest.approx(0.05) and len(set(scales)) == 4
+    assert not any("noise_floor" in key for row in records(first) for key in row)
+    again = build(Engine(), **options)
+    again.train(resume_from_checkpoint=str(Path(first.args.output_dir) / "checkpoint-2"))
+    assert [row["offpolicy/perturbation/std"] for row in records(again)][2] == pytest.approx(scales[2])
+    ids = torch.arange(3, 9)[None]
+    assert torch.equal(again.model(input_ids=ids).logits, again.model(input_ids=ids).logits), "it ends with the run"
+
+
 def test_a_checkpoint_without_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kl = op.KLPenalty(coef=op.AdaptiveKL(**{key: value for key, value in ADAPTIVE.items() if key != "type"}))
     assert load_state(tmp_path, kl) is kl

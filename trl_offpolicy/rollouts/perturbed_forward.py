@@ -7,8 +7,7 @@ perturbed policy stands above the sampler, which stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from trl_offpolicy.checks import check_bool, check_positive
+from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.parts import parse_settings, read_numbers
+from trl_offpolicy.stats import PREFIX
 
 NOT_SHARED = "perturbation draws other noise in every forward"
 """Why no prompt is computed once for several rows."""
@@ -91,38 +92,36 @@ class PerturbedForward:
 
     Args:
         model: the policy; wrapped by nothing but PEFT.
-        options: how it is perturbed.
-        mean: averages a tensor over all ranks, in place; None = there is one rank.
+        options: how it is perturbed; None = it is not, and every method does nothing.
+        device: where the scales are.
 
     Raises:
         ValueError: the model does not name its decoder layers in ``_no_split_modules``.
     """
 
-    def __init__(self, model: Any, options: Perturbation, mean: Callable[[Tensor], Any] | None = None) -> None:
-        names = set(getattr(model, "_no_split_modules", None) or ())
-        layers = [module for module in model.modules() if type(module).__name__ in names]
-        if not layers:
-            raise ValueError(f"perturbation needs a model that names its layers, but {type(model).__name__} does not.")
-        self._options, self._mean, self._on = options, mean, False
-        start = torch.full((len(layers),), options.std).log()
-        device = next(model.parameters()).device
-        self._log_std = start.to(device).requires_grad_(options.learn)
-        self._optimizer = torch.optim.Adam([self._log_std], lr=options.learning_rate) if options.learn else None
-        for place, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._hook(place), with_kwargs=True)
+    def __init__(self, model: Any, options: Perturbation | None, device: torch.device | str = "cpu") -> None:
+        layers = [] if options is None else _decoder_layers(model)
+        self._options, self._on = options or Perturbation(learn=False), False
+        learn = self._options.learn
+        self._log_std = torch.full((len(layers),), self._options.std, device=device).log().requires_grad_(learn)
+        self._optimizer = torch.optim.Adam([self._log_std], lr=self._options.learning_rate) if learn else None
+        self._hooks = [
+            layer.register_forward_pre_hook(self._hook(place), with_kwargs=True) for place, layer in enumerate(layers)
+        ]
 
     def learning(self, on: bool = True) -> None:
         """Perturb forwards from now on, or stop. Recomputed activations of the backward count as the forward."""
         self._on = on
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which forwards are those of the policy itself."""
-        before, self._on = self._on, False
-        try:
-            yield
-        finally:
-            self._on = before
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def adds(self) -> bool:
+        """Whether forwards that learn are perturbed at all."""
+        return len(self._log_std) > 0
 
     @property
     def std(self) -> Tensor:
@@ -133,8 +132,7 @@ class PerturbedForward:
         """One step of the scales by the gradient that the losses have left. All ranks call it at an optimizer step."""
         if self._optimizer is None or self._log_std.grad is None:
             return
-        if self._mean is not None:
-            self._mean(self._log_std.grad)
+        self._log_std.grad = sum_ranks(self._log_std.grad)  # Adam's step is that of the mean as well
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():
@@ -159,6 +157,10 @@ class PerturbedForward:
                 for key, value in state["adam"].items()
             }
 
+    def stats(self) -> dict[str, float]:
+        """The mean scale over layers, by its name in the log; empty without a perturbation."""
+        return {f"{PREFIX}perturbation/std": float(self.std.mean())} if self.adds else {}
+
     def _hook(self, place: int) -> Callable[[nn.Module, Any, Any], Any]:
         def perturb(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self._on:
@@ -172,4 +174,17 @@ class PerturbedForward:
     def _perturbed(self, place: int, hidden: Tensor) -> Tensor:
         size = hidden.detach().float().square().mean(-1, keepdim=True).sqrt()
         scale = self._log_std[place].to(hidden.device).exp()
-        return hidden + (scale * size * torch.randn_like(hidden, dtype=torch.float32)).to(hidden.dtype)
+        return hidden + (scale * size * _normal(hidden)).to(hidden.dtype)
+
+
+def _normal(hidden: Tensor) -> Tensor:
+    return torch.randn_like(hidden, dtype=torch.float32)
+
+
+def _decoder_layers(model: Any) -> list[nn.Module]:
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    # FSDP2 gives a layer a class of its own, below the model's
+    layers = [layer for layer in model.modules() if names & {cls.__name__ for cls in type(layer).__mro__}]
+    if not layers:
+        raise ValueError(f"perturbation needs a model that names its layers, but {type(model).__name__} does not.")
+    return layers

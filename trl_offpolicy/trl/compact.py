@@ -14,6 +14,7 @@ from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, Columns, CompactScoring, splitting_of
 from trl_offpolicy.rollouts.micro_batches import TrimPadding, has_image_inputs, split_rows
+from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
 from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix, varying_rope
 from trl_offpolicy.trl.exact import wants_exact
 
@@ -44,6 +45,8 @@ class CompactRows:
             refused = sharded
         if args.torch_compile:
             refused = COMPILED
+        if args.perturbation is not None:
+            refused = NOT_SHARED
         if args.pad_to_multiple_of:
             refused = "pad_to_multiple_of wants widths that a forward of the completions alone does not have"
         self._shared.prepare(trainer.model, refused=refused, checkpointing=args.gradient_checkpointing)

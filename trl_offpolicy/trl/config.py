@@ -34,6 +34,7 @@ from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT, check_tool_timeout
 from trl_offpolicy.rollouts.ahead.checks import check_config
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+from trl_offpolicy.rollouts.perturbed_forward import parse_perturbation
 from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding
 from trl_offpolicy.rollouts.screening import check_on_bad_rollout
 from trl_offpolicy.rollouts.token_ids import CheckTokenIds
@@ -99,6 +100,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             ``engine.weight_rounding`` rounds the engine's, so that both sides are one policy; or a rounding such as
             ``fp8``, for an engine with quantised kernels. Gradients pass straight through; what is saved is not rounded
             (:mod:`trl_offpolicy.rollouts.rounded_forward`). None = the forward is not rounded.
+        perturbation: standard deviation of noise on the hidden states of the forwards that learn (ALP), or a mapping
+            of :class:`~trl_offpolicy.rollouts.perturbed_forward.Perturbation`. None = no noise.
         noise_floor_steps: once in this many optimizer steps, one micro-batch is scored again in another batch size.
             ``offpolicy/noise_floor/*`` is how far the trainer then differs from itself. 0 = never.
         trim_padding: ``true`` sorts the rows of an optimizer step into micro-batches of like length and cuts each to
@@ -116,7 +119,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control", "routing_replay", "async_rollouts",
-        "learner_rounding",
+        "learner_rounding", "perturbation",
     ]  # fmt: skip
 
     offpolicy: dict[str, Any] | str | Correction | Objective | Preset | None = field(  # the parser takes the second
@@ -196,6 +199,13 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             "rounding (int8, int4, fp8, ..., or a mapping). Default: not rounded."
         },
     )
+    perturbation: dict[str, Any] | str | None = field(  # the parser takes the second: numbers come as text
+        default=None,
+        metadata={
+            "help": "Noise on the hidden states of the forwards that learn (ALP): its standard deviation as a share of "
+            "their size, or a mapping with the keys std, largest, learn, learning_rate. Default: none."
+        },
+    )
     noise_floor_steps: int = field(
         default=100,
         metadata={
@@ -258,6 +268,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         if not isinstance(self.engine, dict | None):
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
         EngineSettings.parse(self.engine)
+        parse_perturbation(self.perturbation)
         parse_learner_rounding(self.learner_rounding, self.engine if self.use_vllm else None)
         self.noise_floor_steps = read_numbers(self.noise_floor_steps)
         check_whole("noise_floor_steps", self.noise_floor_steps, least=0)
@@ -362,7 +373,9 @@ def _read_mappings(args: OffPolicyGRPOConfig) -> None:
             found = yaml.safe_load(value)
         except yaml.YAMLError as error:
             why = str(getattr(error, "problem", None) or error)
-            raise ValueError(f"{name} must be a name or a mapping in YAML or JSON, but got {value!r} ({why}).") from None
+            raise ValueError(
+                f"{name} must be a name or a mapping in YAML or JSON, but got {value!r} ({why})."
+            ) from None
         setattr(args, name, found)
 
 

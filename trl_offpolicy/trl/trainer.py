@@ -60,6 +60,7 @@ from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
 from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
 from trl_offpolicy.trl.kept import TrainerKept
+from trl_offpolicy.trl.perturbed import perturbed
 from trl_offpolicy.trl.positions import counted_positions, learns_positions
 from trl_offpolicy.trl.rebinding import as_if_aligned, rebound
 from trl_offpolicy.trl.routing import KEY, TrainerRouting, engine_options, scores_old
@@ -108,6 +109,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with trl_engine(engine_options(args), folder=folder, rows=rows):
             super().__init__(**made_in_guard(given, self._guard))
         round_learner(args.learner_rounding, args.engine, self.model, self.ref_model)
+        self._noise = perturbed(self)
         self._learns_positions = learns_positions(self.model)
         prove_syncs(self)
         self._routing = TrainerRouting(self)
@@ -187,6 +189,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """TRL's method; rows of like length or of one prompt meet in a micro-batch, which is cut to its own width."""
+        self._noise.learning(False)  # a sync, the old policy and the reference are those without it
         scoring = self._clock.part("scoring", counted=self.model.training)  # next to nothing without a new generation
         with scoring, rebound(grpo_trainer, split_tensor_dict=self._compact.split):
             return super()._prepare_inputs(generation_batch)
@@ -289,6 +292,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         mode = self._mode
+        self._noise.learning(mode == "train")
         logps, entropies, aux_loss = self._score(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
@@ -357,6 +361,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self.entropy_coef, self._last_world_entropy = moved.coef, moved.measured
         if self._entropy_bonus_enabled:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+        for name, value in self._noise.stats().items():
+            self._metrics["train"][name].append(value)
 
     def _reduction(self, inputs: dict[str, Any], mode: str) -> Reduction:
         by_token = self.loss_type in GLOBAL_TOKEN_LOSSES
@@ -378,7 +384,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Score a micro-batch again, on the plain path, once in ``noise_floor_steps`` optimizer steps."""
         place, size = self._place, self.current_gradient_accumulation_steps
         self._place = 0 if self.accelerator.sync_gradients else place + 1
-        if not noise_floor_due(self.state.global_step, self.args.noise_floor_steps, place, size=size):
+        due = noise_floor_due(self.state.global_step, self.args.noise_floor_steps, place, size=size)
+        if not due or self._noise.adds:  # other noise would be taken for the floor
             return
         again = partial(self._score, model, compact=False)
         stats = measured_noise_floor(lambda rows, size: again(rows, batch_size=size)[0], inputs, batch)
@@ -429,18 +436,21 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """
         return super().train(resumed_from(self, resume_from_checkpoint), *args, **kwargs)
 
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        """What goes on from a checkpoint, by its name there."""
+        return {"control": self._control, "auto": self._auto, "shaping": self._shaping, "perturbation": self._noise}
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with saved_whole(self, trial) as folder:
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
-                save_state(folder, self._kl, control=self._control, auto=self._auto, shaping=self._shaping)
+                save_state(folder, self._kl, **self._stateful)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._kl = load_state(
-                Path(checkpoint), self._kl, control=self._control, auto=self._auto, shaping=self._shaping
-            )
+            self._kl = load_state(Path(checkpoint), self._kl, **self._stateful)
 
 
 def _by_name(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
