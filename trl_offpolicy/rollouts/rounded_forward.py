@@ -84,7 +84,7 @@ def round_forward(model: nn.Module, rounding: WeightRounding) -> int:
     return len(layers)
 
 
-def round_learner(spec: Any, engine: Mapping[str, Any] | None, *models: Any) -> None:
+def round_learner(spec: Any, engine: Any, *models: Any) -> None:
     """:func:`round_forward` of the policy and its reference as configured; None among ``models`` is left out.
 
     The reference of a KL term is rounded as well, so that the term is 0 at the start.
@@ -152,9 +152,9 @@ def _check_whole(model: nn.Module, layers: Mapping[str, Any], rounding: WeightRo
 
 def _check_adapter(name: str, layer: Any) -> None:
     for adapter in layer.lora_A:
-        dropout = layer.lora_dropout[adapter] if adapter in layer.lora_dropout else None
-        if getattr(dropout, "p", 0.0) > 0.0:
-            raise ValueError(f"lora_dropout must be 0 with learner_rounding, but got {dropout.p} in {name}.")
+        share = getattr(dict(layer.lora_dropout).get(adapter), "p", 0.0)
+        if share > 0.0:
+            raise ValueError(f"lora_dropout must be 0 with learner_rounding, but got {share} in {name}.")
         variant = getattr(layer, "lora_variant", {})
         if layer.use_dora.get(adapter) or adapter in variant or layer.lora_bias.get(adapter):
             raise ValueError(f"adapter must be plain LoRA with learner_rounding, but {name} has another kind.")
