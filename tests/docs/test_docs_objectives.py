@@ -72,13 +72,14 @@ def test_the_example_is_the_same_in_yaml_and_python():
 def test_every_yaml_block_is_a_configuration(tmp_path):
     """Also with the lines that are commented out in the place of those above them."""
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for text in blocks:
         choices = [text, re.sub(r"^ +advantages: rloo.*\n( +)# (advantages: .*)$", r"\1\2", text, flags=re.MULTILINE)]
         for choice in choices:
-            spec = yaml.safe_load(choice)["offpolicy"]
+            given = yaml.safe_load(choice)
             options = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True}
-            preset = OffPolicyGRPOConfig(str(tmp_path), **options, offpolicy=spec).preset
+            preset = OffPolicyGRPOConfig(str(tmp_path), **options, **given).preset
+            spec = {} if isinstance(given["offpolicy"], str) else given["offpolicy"]
             for key, value in spec.get("objective", {}).items():
                 assert value and getattr(preset.objective, key) != getattr(op.Objective(), key)
             assert (preset.advantages is None) == ("advantages" not in spec)

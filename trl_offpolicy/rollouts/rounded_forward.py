@@ -109,8 +109,13 @@ class _Rounded(torch.autograd.Function):
         return gradients[0], None
 
 
+def _rounded(weight: Tensor, rounding: WeightRounding) -> Tensor:
+    found: Tensor = _Rounded.apply(weight, rounding)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _linear(layer: Any, x: Tensor) -> Tensor:
-    return F.linear(x, _Rounded.apply(layer.weight, layer.weight_rounding), layer.bias)
+    return F.linear(x, _rounded(layer.weight, layer.weight_rounding), layer.bias)
 
 
 def _linear_with_lora(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -120,7 +125,7 @@ def _linear_with_lora(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
         for adapter in layer.active_adapters:
             if adapter in layer.lora_A:
                 weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
-    return F.linear(x, _Rounded.apply(weight, layer.weight_rounding), base.bias)
+    return F.linear(x, _rounded(weight, layer.weight_rounding), base.bias)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
