@@ -58,7 +58,8 @@ def test_an_exact_engine_is_checked_at_the_first_generation(tmp_path: Path) -> N
 @pytest.mark.vllm
 def test_an_adapter_is_merged_for_the_engine(tmp_path: Path) -> None:
     seen = run(tmp_path, "--lora")
-    assert max(seen["mismatch"]) < 1e-4 and min(seen["agreement"]) > 0.9999
+    # float32 on both sides: 5e-6 at first, more as the logits of three large steps grow; int8 would be above 1e-3
+    assert max(seen["mismatch"]) < 5e-4 and min(seen["agreement"]) > 0.9999
 
 
 @pytest.mark.slow
