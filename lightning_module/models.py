@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from trl_offpolicy.rollouts.model_parts import decoder_layers
+
 T = TypeVar("T")
 
 FSDP1_PREFIX = "_fsdp_wrapped_module."
@@ -116,27 +118,21 @@ def trained_names(policy: nn.Module) -> set[str]:
     return {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
-def decoder_layers(policy: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks, which are sharded one by one.
+def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
+    """Shard with FSDP2, over the data-parallel part of the mesh: first every block, then the rest.
 
     Raises:
         ValueError: the model does not name its blocks in ``_no_split_modules``.
     """
-    names = set(getattr(policy, "_no_split_modules", None) or ())
-    found = [module for module in policy.modules() if type(module).__name__ in names]
-    if not found:
-        raise ValueError(
-            f"model must name its blocks in _no_split_modules to be sharded, but {type(policy).__name__} does not."
-        )
-    return found
-
-
-def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
-    """Shard with FSDP2, over the data-parallel part of the mesh: first every block, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     base: Any = policy.get_base_model() if is_adapted(policy) else policy  # type: ignore[operator]
-    for layer in decoder_layers(base):
+    layers = decoder_layers(base)
+    if not layers:
+        raise ValueError(
+            f"model must name its blocks in _no_split_modules to be sharded, but {type(base).__name__} does not."
+        )
+    for layer in layers:
         fully_shard(layer, mesh=mesh["data_parallel"], **options)
     fully_shard(base, mesh=mesh["data_parallel"], **options)
     base._is_fsdp_managed_module = True  # transformers' generate then keeps the ranks together

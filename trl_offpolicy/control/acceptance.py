@@ -75,9 +75,8 @@ class AcceptUpdate:
         return state, None
 
     def bound(self, accepted: list[float]) -> float:
-        """The largest gap that an update may have, nats; infinite while nothing was accepted."""
-        recent = accepted[-self.history :]
-        return max(self.least, self.growth * median(recent)) if recent else math.inf
+        """The largest gap that an update may have after these, nats; infinite while nothing was accepted."""
+        return max(self.least, self.growth * median(accepted)) if accepted else math.inf
 
 
 class UpdateGate:

@@ -17,6 +17,7 @@ from trl_offpolicy.rollouts.micro_batches import (
     scoring_chunks,
     used_columns,
 )
+from trl_offpolicy.rollouts.model_parts import innermost
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix
 
 Columns = tuple[Tensor | None, ...]
@@ -124,13 +125,6 @@ class CompactScoring:
             return forward(model, ids, mask, length, rows)
         with self.shared.context(model, prompts):
             return forward(model, ids[:, width - 1 :], mask[:, width - 1 :], length, rows)
-
-
-def innermost(model: Any) -> Any:
-    """The model inside the wrapper of a strategy (DDP); an adapter stays."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 def _joined(parts: Sequence[Columns], chunks: Sequence[Tensor], length: int) -> Columns:

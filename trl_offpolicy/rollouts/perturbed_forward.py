@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trl_offpolicy.checks import check_bool, check_positive
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.parts import parse_settings, read_numbers
+from trl_offpolicy.rollouts.model_parts import decoder_layers
 from trl_offpolicy.stats import PREFIX
 
 NOT_SHARED = "perturbation draws other noise in every forward"
@@ -100,7 +101,9 @@ class PerturbedForward:
     """
 
     def __init__(self, model: Any, options: Perturbation | None, device: torch.device | str = "cpu") -> None:
-        layers = [] if options is None else _decoder_layers(model)
+        layers = [] if options is None else decoder_layers(model)
+        if options is not None and not layers:
+            raise ValueError(f"perturbation needs a model that names its layers, but {type(model).__name__} does not.")
         self._options, self._on = options or Perturbation(learn=False), False
         learn = self._options.learn
         self._log_std = torch.full((len(layers),), self._options.std, device=device).log().requires_grad_(learn)
@@ -179,12 +182,3 @@ class PerturbedForward:
 
 def _normal(hidden: Tensor) -> Tensor:
     return torch.randn_like(hidden, dtype=torch.float32)
-
-
-def _decoder_layers(model: Any) -> list[nn.Module]:
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    # FSDP2 gives a layer a class of its own, below the model's
-    layers = [layer for layer in model.modules() if names & {cls.__name__ for cls in type(layer).__mro__}]
-    if not layers:
-        raise ValueError(f"perturbation needs a model that names its layers, but {type(model).__name__} does not.")
-    return layers

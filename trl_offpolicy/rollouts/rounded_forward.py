@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trl_offpolicy.engines.rounding import WeightRounding, is_rounded, parse_rounding
+from trl_offpolicy.rollouts.model_parts import innermost
 
 OF_ENGINE = "engine"
 """The value that takes the engine's ``weight_rounding``."""
@@ -92,9 +93,7 @@ def round_learner(spec: Any, engine: Any, *models: Any) -> None:
     rounding = parse_learner_rounding(spec, engine)
     for model in models:
         if rounding is not None and model is not None:
-            while hasattr(model, "module"):  # the wrapper of a strategy
-                model = model.module
-            round_forward(model, rounding)
+            round_forward(innermost(model), rounding)
 
 
 class _Rounded(torch.autograd.Function):

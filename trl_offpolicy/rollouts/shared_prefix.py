@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_offpolicy.rollouts.micro_batches import same_rows, sharing_pays
+from trl_offpolicy.rollouts.model_parts import innermost
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ def different_prompts(ids: Tensor, mask: Tensor) -> Prompts:
 
 def backbone_of(model: Any) -> Any:
     """The decoder inside a causal LM of transformers, without its LM head; wrappers and adapters are looked through."""
-    while hasattr(model, "module"):
-        model = model.module
+    model = innermost(model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return getattr(model, "base_model", model)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from trl_offpolicy.rollouts.model_parts import innermost
+
 _POSITION_TABLE = re.compile(r"wpe|pos(ition)?_?emb|embed_pos|position_embeddings")
 
 
@@ -43,9 +45,7 @@ def counted_positions(model: Any, *, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    while hasattr(model, "module"):
-        model = model.module
-    handle = model.register_forward_pre_hook(_with_positions, with_kwargs=True)
+    handle = innermost(model).register_forward_pre_hook(_with_positions, with_kwargs=True)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from trl_offpolicy.functional.truncated_head import TruncatedLogProbs, truncated
 from trl_offpolicy.functional.truncated_sampling import KeptIds, Truncation
 from trl_offpolicy.objective.measure import support_stats
 from trl_offpolicy.rollouts.kept import placed
+from trl_offpolicy.rollouts.model_parts import innermost
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.exact import wants_exact
 from trl_offpolicy.trl.rebinding import rebound
@@ -147,21 +148,15 @@ def scores_reference(model: Any, reference: Any) -> bool:
     """
     if reference is not None and model is reference:
         return True
-    inner = _unwrapped(model)
+    inner = innermost(model)
     return bool(getattr(inner, "_adapters_disabled", False)) or getattr(inner, "active_adapter", None) == "ref"
-
-
-def _unwrapped(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
 
 
 def _not_text(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     """What besides text a forward sees, so that the positions of the head are not those of the mask; None = nothing."""
     if kwargs.get("pixel_values") is not None:
         return "with images (their scoring under a truncated distribution is not implemented)"
-    config = getattr(_unwrapped(model), "active_peft_config", None)
+    config = getattr(innermost(model), "active_peft_config", None)
     return "with a prompt-learning adapter" if getattr(config, "is_prompt_learning", False) else None
 
 
