@@ -6,7 +6,13 @@ import logging
 import math
 from typing import Any, cast
 
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 
 from lightning_module.engines import wants_exact
 from lightning_module.host import Host
@@ -19,6 +25,9 @@ from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix, varying_rope
 
 logger = logging.getLogger(__name__)
+
+_PROVED = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+"""Strategies under which prompts may be computed once."""
 
 
 class CompactRows:
@@ -36,7 +45,7 @@ class CompactRows:
         self._module = module
         self._trim = cast("TrimPadding", read_switch("trim_padding", settings["trim_padding"], ["columns"]))
         share = cast("SharePrefix", read_switch("share_prefix", settings["share_prefix"], ["auto"]))
-        self._shared = SharedPrefix(share, counted=True)
+        self._shared = SharedPrefix(share, counted=True, drop_padding=self._trim is True)
         self.scoring = CompactScoring(trim=self._trim is not False, shared=self._shared)
 
     def prepare(self) -> None:
@@ -54,9 +63,9 @@ class CompactRows:
             refused = BIT_BY_BIT
         if module.settings["perturbation"] is not None:
             refused = NOT_SHARED
-        if type(module.trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        if type(module.trainer.strategy) not in _PROVED:
             refused = f"it is not proved equal under {type(module.trainer.strategy).__name__}"
-        self._shared.prepare(module.policy, refused=refused, checkpointing=module.settings["gradient_checkpointing"])
+        self._shared.prepare(module.policy, refused=refused)
         if self._trim is True and (reason := self._why_whole()) is not None:
             logger.warning(NOT_SORTED, reason)
 

@@ -24,15 +24,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trl_offpolicy.rollouts.micro_batches import sharing_pays
+from trl_offpolicy.rollouts.prompts import Prompts, different_prompts, own_prompts
 from trl_offpolicy.rollouts.shared_prefix import (
-    CHECKPOINTING,
     PROVED,
-    Prompts,
     SharedPrefix,
-    different_prompts,
     prompts_once,
-    recomputes,
     refusal,
     varying_rope,
 )
@@ -96,10 +92,11 @@ def scores(model: Any, rows: dict[str, Tensor], prompts: Prompts | None, *, coun
     return torch.where(rows["completion_mask"].bool(), logps, 0.0)
 
 
-def both(model: Any, rows: dict[str, Tensor], **how: Any) -> list[tuple[Tensor, Tensor]]:
-    """(log-probs, gradient of all weights) on the plain and on the shared path."""
+def both(model: Any, rows: dict[str, Tensor], *, shared: bool = True, **how: Any) -> list[tuple[Tensor, Tensor]]:
+    """(log-probs, gradient of all weights) on the plain path and in one sequence."""
     found, weights = [], [p for p in model.parameters() if p.requires_grad]
-    for prompts in (None, different_prompts(rows["prompt_ids"], rows["prompt_mask"])):
+    of = different_prompts if shared else own_prompts
+    for prompts in (None, of(rows["prompt_ids"], rows["prompt_mask"])):
         logps = scores(model, rows, prompts, **how)
         loss = (logps * torch.linspace(-1, 2, logps.numel()).view(logps.shape)).sum()
         gradients = torch.autograd.grad(loss, weights)
@@ -128,6 +125,10 @@ def test_any_composition(groups: int, copies: int, mixed: bool) -> None:
     assert_equal(model_of("llama"), rows, counted=False)
 
 
+def test_rows_with_prompts_of_their_own() -> None:
+    assert_equal(model_of("qwen2"), rows_of(3, 2), counted=False, shared=False)
+
+
 def test_rows_without_padding() -> None:
     rows = rows_of(2, 3)
     rows["prompt_ids"], rows["completion_ids"] = rows["prompt_ids"] + 1, rows["completion_ids"] + 1
@@ -143,6 +144,35 @@ def test_an_adapter() -> None:
         model = peft.get_peft_model(model_of("llama"), config)
     assert refusal(model) is None
     assert_equal(model, rows_of(2, 3), counted=False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gradient_checkpointing_computes_each_layer_again(attention: str, reentrant: bool) -> None:
+    model, layers = model_of("qwen3", attn_implementation=attention), []
+    reference = both(model, rows_of(2, 3), counted=False)[0]
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: layers.append(1))
+    for weight in model.model.embed_tokens.parameters():
+        weight.requires_grad_()
+    rows = rows_of(2, 3)
+    prompts = different_prompts(rows["prompt_ids"], rows["prompt_mask"])
+    logps = scores(model, rows, prompts, counted=False)
+    (logps * torch.linspace(-1, 2, logps.numel()).view(logps.shape)).sum().backward()
+    gradient = torch.cat([weight.grad.flatten() for weight in model.parameters()])  # type: ignore[union-attr]
+    assert len(layers) == 4  # each of two layers twice
+    torch.testing.assert_close(logps.detach(), reference[0], rtol=LIMIT, atol=LIMIT)
+    torch.testing.assert_close(gradient, reference[1], rtol=LIMIT, atol=LIMIT * float(reference[1].abs().max()))
+
+
+def test_rows_without_a_token() -> None:
+    """Of a completion, and of a prompt's row that is all padding but its last token."""
+    rows = rows_of(2, 3)
+    rows["completion_mask"][1] = 0
+    rows["prompt_mask"][3:, :-1] = 0
+    assert_equal(model_of("llama"), rows, counted=True)
 
 
 def test_bfloat16_differs_by_no_more_than_it_does_from_itself() -> None:
@@ -175,8 +205,8 @@ def test_the_forward_of_the_model_comes_back() -> None:
 WHERE = [
     (512, 64, True),
     (64, 64, True),
-    (64, 448, False),
-    (64, 447, True),
+    (64, 496, True),
+    (64, 497, False),
     (8, 512, False),
     (36, 8, False),
     (37, 8, True),
@@ -185,10 +215,23 @@ WHERE = [
 
 @pytest.mark.parametrize(("prompt", "length", "expected"), WHERE)
 def test_where_it_pays(prompt: int, length: int, expected: bool) -> None:
-    """A group of eight saves seven prompts and pays with a second forward over the completions: 7 P > T, and 256."""
-    assert sharing_pays(8, 1, prompt, length) is expected
-    assert sharing_pays(16, 2, prompt, length) is (expected or (prompt, length) == (36, 8))
-    assert not sharing_pays(8, 8, prompt, length)
+    """A group of eight saves seven prompts: at least 256 tokens, and one in ten."""
+    ids = torch.ones(8, prompt + length, dtype=torch.long)
+    shared, model = SharedPrefix("auto", counted=True), model_of("llama")
+    assert (shared.prompts(model, ids, torch.ones_like(ids), prompt) is not None) is expected
+    apart = torch.cat([torch.arange(8)[:, None], ids[:, 1:]], 1)
+    assert shared.prompts(model, apart, torch.ones_like(ids), prompt) is None
+
+
+@pytest.mark.parametrize(("share", "drop", "expected"), [
+    ("auto", True, 4), (False, True, 8), (False, False, None), ("auto", False, None)
+])  # fmt: skip
+def test_padding_alone_may_pay(share: Any, drop: bool, expected: int | None) -> None:
+    """Four short prompts of two rows each; most of the completions is padding."""
+    ids = torch.arange(4).repeat_interleave(2)[:, None].expand(-1, 104)
+    mask = torch.arange(104).expand(8, -1) < torch.tensor([104, 14, 14, 14, 14, 14, 14, 14])[:, None]
+    found = SharedPrefix(share, counted=True, drop_padding=drop).prompts(model_of("llama"), ids, mask, 4)
+    assert (None if found is None else len(found.ids)) == expected
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -230,24 +273,12 @@ def test_dropout_of_an_adapter() -> None:
     assert "dropout" in (refusal(model) or "")
 
 
-def test_gradient_checkpointing() -> None:
-    model = model_of("llama")
-    model.gradient_checkpointing_enable()
-    assert recomputes(model) and not SharedPrefix("auto", counted=True).possible(model)
-    with pytest.raises(ValueError, match="share_prefix must be auto or false here, but got true: gradient_checkp"):
-        SharedPrefix(True, counted=True).prepare(model)
-    model.gradient_checkpointing_disable()
-    SharedPrefix(True, counted=True).prepare(model)
-    assert CHECKPOINTING.startswith("gradient_checkpointing")
-
-
 def test_auto_says_once_why_it_does_not_share(caplog: pytest.LogCaptureFixture) -> None:
     shared = SharedPrefix("auto", counted=True)
     model = model_of("mistral", sliding_window=4)
-    rows = rows_of(1, 4)
     for _ in range(2):
         shared.prepare(model)
-        assert shared.prompts(model, rows["prompt_ids"], rows["prompt_mask"], 5) is None
+        assert not shared.possible(model)
     assert [record.message.count("sliding windows") for record in caplog.records] == [1]
 
 
@@ -268,11 +299,11 @@ def scorer(model: Any, spoil: Callable[[Tensor], Tensor] = lambda logps: logps) 
 
 def checked(mode: Any, score: Callable[..., Tensor], model: Any) -> tuple[SharedPrefix, bool]:
     rows, shared = rows_of(2, 3), SharedPrefix(True, counted=False)
-    prompts = shared.prompts(model, rows["prompt_ids"], rows["prompt_mask"], 5)
-    assert prompts is not None
-    shared.mode = mode
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
     mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+    prompts = shared.prompts(model, ids, mask, 7)
+    assert prompts is not None
+    shared.mode = mode
     return shared, shared.proved(model, prompts, ids, mask, score)
 
 
@@ -294,9 +325,9 @@ def test_a_pass_without_trainable_weights_does_not_stand_for_the_gradient() -> N
     model = model_of("llama").requires_grad_(False)
     calls: list[bool] = []
     rows, shared = rows_of(2, 3), SharedPrefix(True, counted=False)
-    prompts = shared.prompts(model, rows["prompt_ids"], rows["prompt_mask"], 5)
     ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
     mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+    prompts = shared.prompts(model, ids, mask, 7)
     shared.mode = "auto"
 
     def wrong_gradient(ids: Tensor, mask: Tensor, context: Any) -> Tensor:

@@ -111,7 +111,7 @@ class CompactScoring:
     def _forward(self, forward: Forward, model: Any, ids: Tensor, mask: Tensor, width: int, rows: Tensor) -> Columns:
         """One forward, in which prompts are computed once if that pays."""
         length = ids.shape[1] - width
-        prompts = self.shared.prompts(model, ids[:, :width], mask[:, :width], length) if width else None
+        prompts = self.shared.prompts(model, ids, mask, width) if width else None
         if prompts is None:
             return forward(model, ids, mask, length, rows)
 

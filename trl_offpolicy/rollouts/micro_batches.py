@@ -158,26 +158,18 @@ def padded_tokens(lengths: Lengths, size: int, *, once: bool = False) -> int:
     for prompt, completion, identity in zip(*(torch.split(column, size) for column in lengths), strict=True):
         rows, different = len(identity), len(identity.unique())
         wide, long = int(prompt.max()), int(completion.max())
-        shared = once and sharing_pays(rows, different, wide, long)
+        shared = once and saving_pays((rows - different) * wide, rows * (wide + long))
         total += (different if shared else rows) * wide + rows * long
     return total
 
 
-def sharing_pays(rows: int, prompts: int, prompt_width: int, completion_width: int) -> bool:
-    """True if computing each prompt once outweighs the second, smaller forward that it takes: (G - 1) P > T.
-
-    Args:
-        rows: B.
-        prompts: different ones among them, U; G = B / U.
-        prompt_width: P.
-        completion_width: T.
-    """
-    saved = (rows - prompts) * prompt_width
-    return saved >= LEAST_SAVED and saved > prompts * completion_width
+def saving_pays(saved: int, computed: int) -> bool:
+    """True if leaving out ``saved`` of the ``computed`` tokens of a forward outweighs what taking them apart costs."""
+    return saved >= LEAST_SAVED and saved * LEAST_SHARE >= computed
 
 
-LEAST_SAVED = 256
-"""Prompt tokens that one forward must save: a second forward has a cost of its own, however small it is."""
+LEAST_SAVED, LEAST_SHARE = 256, 10
+"""A forward must save at least so many tokens, and one in so many: taking rows apart costs a few small operations."""
 
 
 # The longest come first: if memory does not suffice, the run says so at its first micro-batch.

@@ -1,10 +1,9 @@
 """Computes a prompt once for all of its completions in a micro-batch: prefix sharing for training.
 
-A group of G rows has one prompt, which a plain forward computes G times. Here the backbone computes it once and keeps
-its keys and values with their gradient; these are expanded over the group, and the completions are computed behind
-them. Loss and gradient are those of the plain path up to rounding: the gradient that reaches the one prompt is the sum
-of those that would have reached its copies. Both trainers use it through the backbone's ``forward``, inside the model's
-own, so that adapters, DDP and the LM head notice nothing.
+A group of G rows has one prompt, which a plain forward computes G times. Here the backbone computes it once, in one
+sequence with the completions behind it (:mod:`trl_offpolicy.rollouts.one_sequence`). Loss and gradient are those of the
+plain path up to rounding. Both trainers use it through the backbone's ``forward``, inside the model's own, so that
+adapters, DDP and the LM head notice nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.rollouts.micro_batches import same_rows, sharing_pays
+from trl_offpolicy.rollouts import one_sequence
+from trl_offpolicy.rollouts.micro_batches import saving_pays
 from trl_offpolicy.rollouts.model_parts import innermost
+from trl_offpolicy.rollouts.prompts import Prompts, different_prompts, own_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -31,34 +32,6 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on the position alone, not on how long the input is."""
 _LEAST, _OF_NOISE = 1e-3, 4.0
 """Largest differences that the first batch may show: absolute and relative, or a multiple of the plain path's own."""
-
-
-class Prompts(NamedTuple):
-    """The different prompts of some rows: (U, P) ids and mask, and for each row the number of its prompt."""
-
-    ids: Tensor
-    mask: Tensor
-    of_row: tuple[int, ...]
-
-    @property
-    def repeats(self) -> int | None:
-        """G if the rows are G copies of the first prompt, then G of the second, ...; else None."""
-        copies, rest = divmod(len(self.of_row), len(self.ids))
-        regular = not rest and all(number == row // copies for row, number in enumerate(self.of_row))
-        return copies if regular else None
-
-    def expand(self, values: Tensor) -> Tensor:
-        """(U, ...) to one entry for each row, with gradient."""
-        if (copies := self.repeats) is not None:  # its backward is a sum, that of an index an atomic add
-            return values.unsqueeze(1).expand(-1, copies, *values.shape[1:]).flatten(0, 1)
-        return values.index_select(0, torch.tensor(self.of_row, device=values.device))
-
-
-def different_prompts(ids: Tensor, mask: Tensor) -> Prompts:
-    """The different prompts among (B, P) left-padded ones."""
-    of_row = same_rows(torch.where(mask.bool(), ids, -1))
-    first = [of_row.index(number) for number in range(max(of_row) + 1)]
-    return Prompts(ids[first], mask[first], tuple(of_row))
 
 
 def backbone_of(model: Any) -> Any:
@@ -78,7 +51,12 @@ def refusal(model: Any) -> str | None:
         return f"models of type {kind!r} are not proved equal; those of type {', '.join(PROVED)} are"
     types = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "sliding_window", None) is not None or types - {"full_attention"}:
-        return "the model has sliding windows, whose cache drops part of the prompt"
+        return "the model has sliding windows, which count a prompt's tokens from each completion"
+    attention = str(getattr(config, "_attn_implementation", None))
+    if attention not in ("sdpa", "eager") and "flash" not in attention:
+        return f"attn_implementation {attention!r} does not take rows apart; sdpa, eager and flash attention do"
+    if "flash" in attention and is_sharded(model):
+        return "flash attention is compared on the first batch, but weights are sharded (FSDP, ZeRO-3), where none is"
     return varying_rope(model) or _refused_state(model, config)
 
 
@@ -95,28 +73,23 @@ def varying_rope(model: Any) -> str | None:
 
 
 def _refused_state(model: nn.Module, config: Any) -> str | None:
-    """Reasons that lie in dropout, an adapter or sharded weights."""
+    """Reasons that lie in dropout or an adapter."""
     active = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     if active or getattr(config, "attention_dropout", 0.0) > 0:
         return "dropout is above 0, and each copy of a prompt would have noise of its own"
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         return "a prompt-learning adapter adds tokens to every row"
-    for parameter in model.parameters():
-        if hasattr(parameter, "ds_id") or type(parameter).__name__ == "DTensor":
-            return "weights are sharded (FSDP, ZeRO-3), where a second forward in one step is not proved equal"
-    if any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules()):
-        return "weights are sharded (FSDP), where a second forward in one step is not proved equal"
     return None
 
 
-def recomputes(model: Any) -> bool:
-    """True if gradient checkpointing is on now: it forbids the cache that a prompt's keys and values are kept in."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in backbone_of(model).modules())
+def is_sharded(model: nn.Module) -> bool:
+    """True if no rank has the whole weights (FSDP, ZeRO-3)."""
+    sharded = any(hasattr(weight, "ds_id") or type(weight).__name__ == "DTensor" for weight in model.parameters())
+    return sharded or any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
 
 
 COMPILED = "the model is compiled (torch.compile), and the shared forward would not be"
-CHECKPOINTING = "gradient_checkpointing recomputes each layer without the cache in which a prompt's keys are kept"
 
 
 @contextmanager
@@ -134,8 +107,13 @@ def prompts_once(model: Any, prompts: Prompts, *, counted: bool) -> Iterator[Non
     original, own = backbone.forward, backbone.__dict__.get("forward")
 
     def forward(input_ids: Tensor, attention_mask: Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
         passed = {name: value for name, value in kwargs.items() if name not in ("use_cache", "past_key_values")}
-        return _forward(original, backbone.config, prompts, input_ids, attention_mask, counted=counted, **passed)
+        hidden = one_sequence.forward(
+            original, backbone.config, prompts, input_ids[:, 1:], attention_mask[:, 1:], counted=counted, **passed
+        )
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     backbone.forward = forward
     try:
@@ -147,103 +125,78 @@ def prompts_once(model: Any, prompts: Prompts, *, counted: bool) -> Iterator[Non
             backbone.forward = own
 
 
-def _forward(
-    original: Callable[..., Any],
-    config: Any,
-    prompts: Prompts,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    *,
-    counted: bool,
-    **kwargs: Any,
-) -> Any:
-    from transformers import DynamicCache
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
-    width, cache = prompts.ids.shape[1], DynamicCache(config=config)
-    whole = torch.cat([prompts.expand(prompts.mask), attention_mask[:, 1:]], dim=1)
-    at_prompt, at_completion = _positions(prompts.mask, counted), _positions(whole, counted)[:, width:]
-    common = {**kwargs, "use_cache": True, "past_key_values": cache}
-    first = original(input_ids=prompts.ids, attention_mask=prompts.mask, position_ids=at_prompt, **common)
-    for layer in cache.layers:
-        layer.keys, layer.values = prompts.expand(layer.keys), prompts.expand(layer.values)
-    rest = original(input_ids=input_ids[:, 1:], attention_mask=whole, position_ids=at_completion, **common)
-    last = prompts.expand(first.last_hidden_state[:, -1:])  # prompts are padded on the left
-    return BaseModelOutputWithPast(last_hidden_state=torch.cat([last, rest.last_hidden_state], dim=1))
-
-
-def _positions(mask: Tensor, counted: bool) -> Tensor:
-    if counted:
-        return (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return torch.arange(mask.shape[1], device=mask.device).expand(len(mask), -1)
-
-
 Score = Callable[[Tensor, Tensor, AbstractContextManager[None] | None], Tensor]
 """``score(ids, mask, context)``: (B, T) log-probs with gradient, under the context if there is one."""
 
 
 class SharedPrefix:
-    """Decides for each forward whether its prompts are computed once, and checks the first one against the plain path.
+    """Decides for each forward whether its rows pass as one sequence, and checks the first one against the plain path.
 
     Args:
         mode: the option ``share_prefix``.
         counted: as in :func:`prompts_once`.
+        drop_padding: rows that share no prompt pass as one sequence too, where that leaves out enough padding.
     """
 
-    def __init__(self, mode: SharePrefix, *, counted: bool) -> None:
+    def __init__(self, mode: SharePrefix, *, counted: bool, drop_padding: bool = False) -> None:
         self.mode = mode
+        self.drop_padding = drop_padding
         self._counted = counted
         self._reasons: dict[int, str | None] = {}
-        self._checked: set[tuple[int, bool]] = set()
+        self._checked: set[tuple[int, bool, bool]] = set()
         self._said: set[str] = set()
 
-    def prepare(self, model: Any, *, refused: str | None = None, checkpointing: bool = False) -> None:
+    def prepare(self, model: Any, *, refused: str | None = None) -> None:
         """Look at the model once, before training.
 
         Args:
             model: the policy.
             refused: the trainer's own reason against it.
-            checkpointing: whether the trainer will switch gradient checkpointing on. Passes without gradient, in which
-                it is off, may then still share.
 
         Raises:
             ValueError: the option is true, but it is refused.
         """
-        if self.mode is False:
-            return
-        lasting = refused or refusal(model)
-        self._reasons[id(backbone_of(model))] = lasting
-        reason = lasting or (CHECKPOINTING if checkpointing or recomputes(model) else None)
+        reason = self._reasons[id(backbone_of(model))] = refused or refusal(model)
         if reason is not None:
             self._refuse(reason)
 
     def possible(self, model: Any) -> bool:
-        """True if the prompts of this model can be computed once, now."""
-        if self.mode is False:
+        """True if rows of this model can pass as one sequence, and the options want it."""
+        if self.mode is False and not self.drop_padding:
             return False
         key = id(backbone_of(model))
         if key not in self._reasons:
             self._reasons[key] = refusal(model)
             if (reason := self._reasons[key]) is not None:
                 self._say(reason)
-        return self._reasons[key] is None and not recomputes(model)
+        return self._reasons[key] is None
 
-    def prompts(self, model: Any, ids: Tensor, mask: Tensor, completion_width: int) -> Prompts | None:
-        """The different prompts of (B, P) ones if they are to be computed once, else None."""
+    def prompts(self, model: Any, ids: Tensor, mask: Tensor, width: int) -> Prompts | None:
+        """The prompts of (B, P + T) rows if these are to pass as one sequence, else None.
+
+        Args:
+            model: the model.
+            ids: (B, P + T).
+            mask: (B, P + T).
+            width: P.
+        """
         if len(ids) < 2 or not self.possible(model):
             return None
-        found = different_prompts(ids, mask)
-        different = len(found.ids)
-        pays = self.mode is True or sharing_pays(len(ids), different, ids.shape[1], completion_width)
-        wanted = pays and different < len(ids)
-        return found if wanted else None
+        of = different_prompts if self.mode is not False else own_prompts
+        found = of(ids[:, :width], mask[:, :width])
+        shares = len(found.ids) < len(ids)
+        if self.mode is True and shares:
+            return found
+        tokens = ids.numel() if not self.drop_padding else int(mask.sum())
+        copies = found.mask.shape[1] * (len(ids) - len(found.ids))
+        return found if saving_pays(ids.numel() - tokens + copies, ids.numel()) else None
 
     def context(self, model: Any, prompts: Prompts) -> AbstractContextManager[None]:
         """The context of :func:`prompts_once`."""
         return prompts_once(model, prompts, counted=self._counted)
 
     def proved(self, model: Any, prompts: Prompts, ids: Tensor, mask: Tensor, score: Score) -> bool:
-        """Compare log-probs and gradient of two rows of one prompt with the plain path, once for each model.
+        """Compare log-probs and gradient of two rows of one prompt with the plain path, once for each whole model.
 
         A model of which nothing is trainable now (a policy with its adapter switched off is its own reference) is
         checked without gradient, and again when it is.
@@ -261,13 +214,16 @@ class SharedPrefix:
         Raises:
             RuntimeError: they differ, and the option is true.
         """
-        key, width = (id(backbone_of(model)), bool(_trained(model))), prompts.ids.shape[1]
+        if is_sharded(model):  # its forwards are collective, and other ranks may have no rows to compare
+            return True
+        width, shared_by_some = prompts.ids.shape[1], len(prompts.ids) < len(prompts.of_row)
+        key = (id(backbone_of(model)), bool(_trained(model)), shared_by_some)
         rows = [] if key in self._checked else _two_rows(prompts, mask[:, width:].sum(-1).tolist())
         if not rows:
             return True
         self._checked.add(key)
-        pair = Prompts(ids[rows[:1], :width], mask[rows[:1], :width], of_row=(0,) * len(rows))
         ids, mask = ids[rows], mask[rows]
+        pair = (different_prompts if shared_by_some else own_prompts)(ids[:, :width], mask[:, :width])
 
         def shared() -> Tensor:
             return score(ids[:, width - 1 :], mask[:, width - 1 :], self.context(model, pair))
@@ -293,16 +249,17 @@ class SharedPrefix:
         self._say(reason)
 
     def _say(self, reason: str) -> None:
-        if reason not in self._said:
+        if self.mode is not False and reason not in self._said:
             self._said.add(reason)
-            logger.warning("share_prefix: auto computes every prompt for each of its rows: %s.", reason)
+            logger.warning("share_prefix: auto computes every prompt for each of its rows, and padding: %s.", reason)
 
 
 def _two_rows(prompts: Prompts, tokens: Sequence[int]) -> list[int]:
-    """The two rows of one prompt with the longest completions; none if nothing is learned from them."""
+    """The two rows with the longest completions, of one prompt if one is shared; none if nothing is learned there."""
+    shared = len(prompts.ids) < len(prompts.of_row)
     by_prompt: dict[int, list[int]] = {}
     for row in sorted(range(len(tokens)), key=lambda row: -tokens[row]):
-        by_prompt.setdefault(prompts.of_row[row], []).append(row)
+        by_prompt.setdefault(prompts.of_row[row] if shared else 0, []).append(row)
     pairs = [rows[:2] for rows in by_prompt.values() if len(rows) > 1]
     best = max(pairs, key=lambda pair: tokens[pair[1]], default=[])
     return best if best and tokens[best[1]] > 0 else []

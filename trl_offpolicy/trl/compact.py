@@ -38,18 +38,16 @@ class CompactRows:
         if self._trim is not False and (reason := varying_rope(trainer.model)) is not None:
             logger.warning(NOT_TRIMMED, reason)
             self._trim = False
-        self._shared = SharedPrefix(cast("SharePrefix", args.share_prefix), counted=False)
-        sharded = "weights are sharded (FSDP, DeepSpeed), where a second forward in one step is not proved equal"
+        share = cast("SharePrefix", args.share_prefix)
+        self._shared = SharedPrefix(share, counted=False, drop_padding=self._trim is True)
         refused = BIT_BY_BIT if wants_exact(args.engine) else self._why_whole()
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            refused = sharded
         if args.torch_compile:
             refused = COMPILED
         if args.perturbation is not None:
             refused = NOT_SHARED
         if args.pad_to_multiple_of:
             refused = "pad_to_multiple_of wants widths that a forward of the completions alone does not have"
-        self._shared.prepare(trainer.model, refused=refused, checkpointing=args.gradient_checkpointing)
+        self._shared.prepare(trainer.model, refused=refused)
         if self._trim is True and (reason := self._why_whole()) is not None:
             logger.warning(NOT_SORTED, reason)
 
