@@ -16,6 +16,7 @@ from trl_offpolicy.control.auto import CHOSEN_BY_AUTO
 from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.rollouts.ahead.old_policy import trainable
+from trl_offpolicy.rollouts.model_parts import is_flattened
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -126,7 +127,8 @@ class Control:
     def compare_gradient(self, module: Any) -> None:
         """Measure the cosine between this gradient and that of the previous optimizer step, if that is configured."""
         if self._session is not None:
-            self._session.compare_gradient(module.policy.parameters())
+            in_parts = is_flattened(module.trainer.strategy.model)
+            self._session.compare_gradient(module.policy.parameters(), in_parts=in_parts)
 
     def end_step(self, trainer: Trainer) -> None:
         """Save a checkpoint and end the run, if the session decided that. All ranks call it."""

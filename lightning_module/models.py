@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from trl_offpolicy.rollouts.model_parts import decoder_layers
+from trl_offpolicy.rollouts.model_parts import blocks, is_flattened
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     base: Any = policy.get_base_model() if is_adapted(policy) else policy  # type: ignore[operator]
-    layers = decoder_layers(base)
+    layers = blocks(base)
     if not layers:
         raise ValueError(
             f"model must name its blocks in _no_split_modules to be sharded, but {type(base).__name__} does not."
@@ -173,11 +173,6 @@ def in_forward(wrapped: nn.Module | None, module: Any, function: Callable[[], T]
     finally:
         del module.forward
     return found[0]
-
-
-def is_flattened(wrapped: nn.Module) -> bool:
-    """True if FSDP1 wraps a part of the model; it flattens parameters."""
-    return any(type(module).__name__ == "FullyShardedDataParallel" for module in wrapped.modules())
 
 
 def zero3_gathered(policy: nn.Module) -> AbstractContextManager[Any]:

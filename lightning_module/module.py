@@ -45,6 +45,7 @@ from trl_offpolicy.packages import check_model, warn_about_builds
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
 from trl_offpolicy.rollouts.kept import kept_stats
+from trl_offpolicy.rollouts.model_parts import is_flattened
 from trl_offpolicy.rollouts.perturbed_forward import PerturbedForward, parse_perturbation
 from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding, round_learner
 from trl_offpolicy.rollouts.scoring import Scorer, Scores, measured_noise_floor, noise_floor_due
@@ -410,7 +411,7 @@ class OffPolicyGRPOModule(LightningModule):
         wrapped = self.trainer.strategy.model or self
         logs = {
             **self.measuring.close(self.objective, self.device, stale=self.ahead is not None),
-            "grad_norm": gradient_norm(self.policy, flattened=models.is_flattened(wrapped)),
+            "grad_norm": gradient_norm(self.policy, flattened=is_flattened(wrapped)),
             "learning_rate": self.control.learning_rate(optimizer),
         }
         if "reward" in logs:  # as TRL does: only if completions were sampled

@@ -22,6 +22,8 @@ from trl_offpolicy.control import (
     read_actions,
 )
 from trl_offpolicy.control.session import admitted_by
+from trl_offpolicy.control.spec import parse_control
+from trl_offpolicy.control.supervisor import Supervisor
 from trl_offpolicy.run_folder.run_data import MetricsLog
 
 LENGTH = "offpolicy/rollout/response_length_mean"
@@ -82,6 +84,19 @@ def test_the_ceiling_has_a_floor_and_small_changes_are_not_made() -> None:
     assert play(StalenessCeiling(lag=20, window=1), lags(21))[1] == []  # 0.952, less than 5 % below 1
     state, actions = play(StalenessCeiling(window=1), lags(4, 2), through_json=True)
     assert state.scale == 0.5 and len(actions) == 2
+    assert play(StalenessCeiling(lag=2.9, window=3), lags(3, 6, 3, 1, 1, 1))[0].scale == 1.0  # .967 is not the end
+
+
+def test_a_long_window_reads_lags_that_only_older_rows_hold() -> None:
+    """The supervisor keeps a few numbers of older rows: the lag is one of them."""
+    spec = parse_control({"policy": "act", "controllers": {"staleness_ceiling": {"lag": 1, "window": 50}}})
+    assert spec is not None
+    supervisor, scales = Supervisor(spec), []
+    state = supervisor.start()
+    for row in lags(8, *[1.0] * 55):
+        state = supervisor.observe(state, int(row["step"]), row)[0]
+        scales.append(state.controllers["staleness_ceiling"].scale)
+    assert scales[49] == 1 / 8 and scales[50] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -120,3 +120,24 @@ def test_one_policy_and_a_share_of_nothing_are_that_policy(level: str) -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^shares must have shape \(K,\) for logps of \(K, B, T\), but got \(3,\)"):
         mixture_logps(torch.zeros(2, 1, 4), torch.ones(3) / 3, torch.ones(1, 4).bool())
+
+
+def test_an_unknown_or_impossible_token_does_not_spoil_the_tokens_around_it() -> None:
+    """At level "sequence", whose sums run over the response."""
+    mask, halves = torch.ones(1, 3).bool(), torch.tensor([0.5, 0.5])
+    known = torch.tensor([[[-1.0, -1.0, -2.0]], [[-2.0, -1.0, -1.0]]])
+    expected = mixture_logps(known, halves, mask, level="sequence")
+    unknown = known.clone()
+    unknown[0, 0, 1] = torch.nan
+    without = mixture_logps(known[..., [0, 2]], halves, mask[:, :2], level="sequence")
+    found = mixture_logps(unknown, halves, mask, level="sequence")
+    assert found[0, 1].isnan()
+    torch.testing.assert_close(found[:, [0, 2]], without)
+    never = known.clone()
+    never[0, 0, 0] = -torch.inf  # one policy cannot draw it: the other wrote the response
+    found = mixture_logps(never, halves, mask, level="sequence")
+    torch.testing.assert_close(found, torch.tensor([[-2.0 + torch.tensor(0.5).log().item(), -1.0, -1.0]]))
+    torch.testing.assert_close(mixture_logps(never, torch.tensor([0.0, 1.0]), mask, level="sequence"), known[1])
+    never[1, 0, 0] = -torch.inf  # none can
+    assert mixture_logps(never, halves, mask, level="sequence")[0, 0] == -torch.inf
+    assert not torch.equal(found, expected)

@@ -266,3 +266,9 @@ def test_fipo_leaves_outliers_out_and_does_not_punish_more():
     close(
         factors(-1.0, safe_ratio=None, max_ratio=None), torch.tensor([[4 * 1.5**0.5 * 12**0.25, 1.5 * 12**0.5, 10.0]])
     )
+
+
+@pytest.mark.parametrize(("fraction", "tokens", "expected"), [(0.3, 100, 30), (0.3, 50, 15), (0.2, 11, 3), (0.5, 1, 1)])
+def test_the_high_entropy_group_is_rounded_up_from_what_the_fraction_means(fraction, tokens, expected):
+    entropies = torch.rand(1, tokens)
+    assert int(policy_losses.entropy_groups(entropies, entropies > -1, fraction=fraction).sum()) == expected

@@ -161,3 +161,41 @@ def test_the_same_gradient_again_and_an_opposite_one() -> None:
         seen.append(weight.grad.tolist())
     assert seen == [[1.0, 0.0], [0.0, 0.0], [-3.0, 0.0], [0.0, 0.0]]  # nothing is left across; opposite stays
     assert track.projected() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_a_step_that_a_gradient_scaler_skips_is_forgotten(wrong: float) -> None:
+    """Neither it nor the step after it is compared, and the weights stay finite."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    track, seen = ConsecutiveCosine(0.5), []
+    for gradient in ([1.0, 0.0], [wrong, 1.0], [2.0, 0.0], [4.0, 0.0]):
+        weight.grad = torch.tensor(gradient)
+        track.update([weight])
+        seen.append(weight.grad.tolist())
+    assert seen[2:] == [[2.0, 0.0], [0.0, 0.0]]
+    assert track.projected() == 1.0 and track.value() == 1.0  # of the one pair that can be compared
+
+
+def test_parameters_without_a_gradient_keep_their_place() -> None:
+    """Experts that no token reached: another set of parameters has a gradient in each step."""
+    first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
+    track = ConsecutiveCosine(0.0)
+    first.grad = torch.tensor([3.0, 0.0])
+    track.update([first, second])
+    first.grad, second.grad = None, torch.ones(3)
+    track.update([first, second])
+    assert track.value() == 0.0 and second.grad.tolist() == [1.0, 1.0, 1.0]
+    first.grad = torch.tensor([1.0, 0.0])
+    track.update([first, second])
+    assert track.value() == pytest.approx(math.sqrt(3 / 4))
+    assert second.grad.tolist() == pytest.approx([0.0] * 3) and first.grad.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-18, 1e10])
+def test_very_small_and_very_large_gradients_are_compared(size: float) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    track = ConsecutiveCosine()
+    for _ in range(2):
+        weight.grad = torch.full((3,), size)
+        track.update([weight])
+    assert track.value() == pytest.approx(1.0, abs=1e-3)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from trl_offpolicy.rollouts.perturbed_forward import Perturbation, PerturbedForward, parse_perturbation
+from trl_offpolicy.rollouts.model_parts import decoder_layers
+from trl_offpolicy.rollouts.perturbed_forward import Perturbation, PerturbedForward, _rounded, parse_perturbation
 
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -147,3 +149,41 @@ def test_what_it_takes() -> None:
         parse_perturbation({"std": 0.1, "largest": 0.01})
     with pytest.raises(ValueError, match="names its layers"):
         PerturbedForward(nn.Linear(2, 2), Perturbation())
+
+
+def test_a_step_that_a_gradient_scaler_skips_leaves_the_scales_finite() -> None:
+    noise = PerturbedForward(tiny_model(), Perturbation(std=0.05))
+    noise._log_std.grad = torch.tensor([torch.inf, 1.0])
+    noise.step()
+    assert noise.std.isfinite().all()
+    assert noise.std[0] == pytest.approx(0.05) and noise.std[1] < 0.05
+
+
+def test_bfloat16_does_not_round_small_noise_away() -> None:
+    """A thousandth above 1, where bfloat16 has steps of 1/128: up or down at random, on average as drawn."""
+    exact = torch.full((200_000,), 1.001)
+    found = _rounded(exact, torch.bfloat16).float()
+    assert set(found.tolist()) == {1.0, 1.0078125}
+    assert float(found.mean()) == pytest.approx(1.001, abs=1e-4)
+    below = _rounded(torch.tensor([-1.001, 0.0, torch.inf, -torch.inf, torch.nan]), torch.bfloat16).float()
+    assert below[0] in (-1.0, -1.0078125) and below[1] == 0.0
+    assert below[2:4].tolist() == [torch.inf, -torch.inf] and below[4].isnan()
+    given = exact[:3].clone().requires_grad_()
+    (_rounded(given, torch.bfloat16) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert given.grad is not None and given.grad.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "paligemma"])
+def test_only_the_layers_of_the_language_model_are_perturbed(kind: str) -> None:
+    """``_no_split_modules`` also names parts of a layer, embeddings and layers of an image encoder."""
+    if kind == "mamba":
+        config = transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+        model: Any = transformers.MambaForCausalLM(config)
+        expected = list(model.backbone.layers)
+    else:
+        config = transformers.PaliGemmaConfig()
+        config.text_config.num_hidden_layers = config.vision_config.num_hidden_layers = 2
+        with torch.device("meta"):
+            model = transformers.PaliGemmaForConditionalGeneration(config)
+        expected = list(model.model.language_model.layers)
+    assert list(map(id, decoder_layers(model))) == list(map(id, expected))

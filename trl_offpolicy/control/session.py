@@ -127,10 +127,15 @@ class ControlSession:
             self._records.parent.mkdir(parents=True, exist_ok=True)
             append_actions(self._records, actions)
 
-    def compare_gradient(self, parameters: Iterable[Tensor]) -> None:
-        """Measure, and bound, the cosine to the previous step's gradient, if configured. Call it before the step."""
+    def compare_gradient(self, parameters: Iterable[Tensor], *, in_parts: bool = False) -> None:
+        """Measure, and bound, the cosine to the previous step's gradient, if configured. Call it before the step.
+
+        Args:
+            parameters: those that learn.
+            in_parts: each rank holds plain parts of the gradients (FSDP1).
+        """
         if self._cosine is not None:
-            self._cosine.update(parameters)
+            self._cosine.update(parameters, in_parts=in_parts)
 
     def observe(
         self, step: int, logs: Mapping[str, Any], *, responses: int, world_size: int, is_main: bool

@@ -74,7 +74,8 @@ class StalenessCeiling:
             return state, None
         largest = max(lags)
         scale = self.ceiling(largest)
-        if abs(scale / state.scale - 1) < self.resolution:
+        back = scale == 1.0 != state.scale  # the last rise may be a small one
+        if abs(scale / state.scale - 1) < self.resolution and not back:
             return state, None
         why = f"the largest lag is {largest:g} optimizer steps (the learning rate was tuned for {self.lag:g})"
         return ScaleState(scale), Action(step, self.name, self.setting, state.scale, scale, why)

@@ -15,6 +15,7 @@ from trl_offpolicy.control.controllers import LEARNING_RATE_SCALE
 from trl_offpolicy.control.escalation import CORRECTION_LEVEL, LEVELS
 from trl_offpolicy.control.risk import collapse_risk
 from trl_offpolicy.control.spec import ControlSpec
+from trl_offpolicy.control.staleness import LAG
 from trl_offpolicy.diagnosis.verdict.judge import LENGTHS, WINDOW, Diagnosis, diagnose
 from trl_offpolicy.diagnosis.verdict.tree import NOT_JUDGED, SEVERITIES
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, STEP
@@ -31,9 +32,11 @@ LENGTH_SURGE = f"{PREFIX}rollout/length_surge"
 
 _WHOLE_ROWS = WINDOW + 5
 """Rows that are kept whole: those that a verdict reads, and a few more."""
-_FOR_LONG = (STEP, *LENGTHS, "grad_norm", "reward", f"{PREFIX}gradient/noise", f"{PREFIX}weight_applied/mean")
+_FOR_LONG = (
+    STEP, *LENGTHS, "grad_norm", "reward", f"{PREFIX}gradient/noise", f"{PREFIX}weight_applied/mean", LAG
+)  # fmt: skip
 """The numbers that older rows keep: what the verdict compares with ``length_window`` steps ago or with a baseline (the
-mean weight tells under which correction the noise was measured)."""
+mean weight tells under which correction the noise was measured), and the lag, whose window the user sets."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ def mixture_logps(logps: Tensor, shares: Tensor, mask: Tensor, *, level: Mixture
         level: whether the policy is drawn for each token or once for the response.
 
     Returns:
-        (B, T) float32, 0 outside ``mask``; carries no gradient.
+        (B, T) float32, 0 outside ``mask``; carries no gradient. NaN where a policy's log-prob is NaN, and at level
+        "sequence" behind a token that no policy can draw.
 
     Reference: Veach and Guibas 1995, "Optimally combining sampling techniques for Monte Carlo rendering", balance
     heuristic (Eq. 8); within a factor of the best weights, by their theorem 1.
@@ -52,10 +53,19 @@ def mixture_logps(logps: Tensor, shares: Tensor, mask: Tensor, *, level: Mixture
     check_tokens(mask.shape, logps=logps[0])
     log_shares = shares.to(logps.device).double().log().view(-1, 1, 1)
     inside = torch.where(mask, logps.double(), 0.0)
-    if level == "token":
-        mixed = torch.logsumexp(inside + log_shares, dim=0)
-    else:
-        upto = inside.cumsum(-1)
-        whole = torch.logsumexp(upto + log_shares, dim=0)
-        mixed = whole - torch.logsumexp(upto - inside + log_shares, dim=0)
+    mixed = torch.logsumexp(inside + log_shares, dim=0) if level == "token" else _of_responses(inside, log_shares)
     return torch.where(mask, mixed, 0.0).float()
+
+
+def _of_responses(logps: Tensor, log_shares: Tensor) -> Tensor:
+    """(B, T) log-probs of each token given its prefix, where one policy writes the whole response.
+
+    A token of which a policy's log-prob is not known (NaN) is NaN, and leaves the others as if it were not there. After
+    a token that no policy can draw, all others are NaN: nothing is known behind a prefix of probability 0.
+    """
+    unknown = logps.isnan().any(0)
+    logps = torch.where(unknown, 0.0, logps)
+    upto = logps.cumsum(-1)
+    before = torch.nn.functional.pad(upto, (1, 0))[..., :-1]  # upto - logps would be inf - inf
+    mixed = torch.logsumexp(upto + log_shares, dim=0) - torch.logsumexp(before + log_shares, dim=0)
+    return torch.where(unknown, torch.nan, mixed)

@@ -38,7 +38,7 @@ class Block:
     def of(cls, mask: Tensor) -> Block:
         """The block of a (R, W) mask."""
         place = mask.flatten().nonzero().squeeze(1)
-        return cls(*mask.shape, None if len(place) == mask.numel() else place)
+        return cls(mask.shape[0], mask.shape[1], None if len(place) == mask.numel() else place)
 
     @property
     def tokens(self) -> int:
@@ -55,7 +55,7 @@ class Block:
         if self.place is not None:
             empty = tokens.new_zeros(self.rows * self.width, *tokens.shape[1:])
             tokens = empty.index_copy(0, self.place, tokens)
-        return tokens.unflatten(0, (self.rows, self.width))
+        return tokens.view(self.rows, self.width, *tokens.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +99,8 @@ class Rows:
 
     def apart(self, sequence: Tensor) -> tuple[Tensor, Tensor]:
         """(1, N, ...) to (U, P, ...) and (B, T, ...)."""
-        prompts, completions = sequence[0].split([self.prompt.tokens, self.completion.tokens])
-        return self.prompt.pad(prompts), self.completion.pad(completions)
+        tokens, first = sequence[0], self.prompt.tokens
+        return self.prompt.pad(tokens[:first]), self.completion.pad(tokens[first:])
 
 
 def _visible(mask: Tensor, queries: int, kind: str) -> Tensor:
@@ -196,7 +196,7 @@ class _WithRows:
         attend = self._original or sys.modules[type(module).__module__].eager_attention_forward
         rows: Rows | None = kwargs.pop(ARGUMENT, None)
         if rows is None:
-            return attend(module, query, key, value, attention_mask, *args, **kwargs)  # type: ignore[no-any-return]
+            return attend(module, query, key, value, attention_mask, *args, **kwargs)
         kwargs["position_ids"] = None  # those of the sequence: FlashAttention would read other rows out of them
 
         def heads(states: Tensor) -> tuple[Tensor, Tensor]:

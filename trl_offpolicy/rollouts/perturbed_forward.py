@@ -135,7 +135,9 @@ class PerturbedForward:
         """One step of the scales by the gradient that the losses have left. All ranks call it at an optimizer step."""
         if self._optimizer is None or self._log_std.grad is None:
             return
-        self._log_std.grad = sum_ranks(self._log_std.grad)  # Adam's step is that of the mean as well
+        total = sum_ranks(self._log_std.grad)  # Adam's step is that of the mean as well
+        # the gradient of a step that a gradient scaler skips; all ranks see the same sum
+        self._log_std.grad = torch.where(total.isfinite(), total, 0.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():
@@ -177,8 +179,31 @@ class PerturbedForward:
     def _perturbed(self, place: int, hidden: Tensor) -> Tensor:
         size = hidden.detach().float().square().mean(-1, keepdim=True).sqrt()
         scale = self._log_std[place].to(hidden.device).exp()
-        return hidden + (scale * size * _normal(hidden)).to(hidden.dtype)
+        exact = hidden.float() + scale * size * torch.randn_like(hidden, dtype=torch.float32)
+        return _rounded(exact, hidden.dtype)
 
 
-def _normal(hidden: Tensor) -> Tensor:
-    return torch.randn_like(hidden, dtype=torch.float32)
+def _rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values as ``dtype``; the gradient passes as if they were not rounded.
+
+    To bfloat16, up or down at random with the mean kept: to the nearest, noise that is small beside the value it is
+    added to would be rounded away.
+    """
+    if dtype != torch.bfloat16:
+        return exact.to(dtype)
+    return _ToBfloat16.apply(exact)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ToBfloat16(torch.autograd.Function):
+    """Stochastic rounding: bfloat16 is the upper half of a float32, to which a random lower half is added."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Tensor) -> Tensor:
+        bits = exact.contiguous().view(torch.int32)
+        raised = bits + torch.randint_like(bits, 1 << 16)
+        upper = (raised & ~0xFFFF).view(torch.float32)
+        return torch.where(exact.isfinite(), upper, exact).to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.float()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trl_offpolicy.rollouts import one_sequence
 from trl_offpolicy.rollouts.micro_batches import saving_pays
-from trl_offpolicy.rollouts.model_parts import innermost
+from trl_offpolicy.rollouts.model_parts import innermost, is_flattened
 from trl_offpolicy.rollouts.prompts import Prompts, different_prompts, own_prompts
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _refused_state(model: nn.Module, config: Any) -> str | None:
 def is_sharded(model: nn.Module) -> bool:
     """True if no rank has the whole weights (FSDP, ZeRO-3)."""
     sharded = any(hasattr(weight, "ds_id") or type(weight).__name__ == "DTensor" for weight in model.parameters())
-    return sharded or any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
+    return sharded or is_flattened(model)
 
 
 COMPILED = "the model is compiled (torch.compile), and the shared forward would not be"

@@ -16,6 +16,7 @@ from trl_offpolicy.control.auto import CHOSEN_BY_AUTO
 from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.rollouts.ahead.old_policy import trainable
+from trl_offpolicy.rollouts.model_parts import is_flattened
 from trl_offpolicy.trl.engine import TRLEngine
 
 
@@ -63,7 +64,8 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the cosine between this gradient and the previous one, if that is configured."""
-        self.session.compare_gradient(kwargs["model"].parameters())
+        model = kwargs["model"]
+        self.session.compare_gradient(model.parameters(), in_parts=is_flattened(model))
 
     def on_log(
         self,

@@ -178,7 +178,9 @@ def entropy_groups(entropies: Tensor, mask: Tensor, *, fraction: float) -> Tenso
     """(B, T) bool: the ``fraction`` (rounded up) of each response's tokens with the highest entropy; ties in order."""
     check_tokens(mask.shape, entropies=entropies)
     ranked = torch.where(mask, entropies, -torch.inf).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    return mask & (ranked < (mask.sum(-1, keepdim=True) * fraction).ceil())
+    share = mask.sum(-1, keepdim=True).double() * fraction
+    count = (share * (1 - 1e-9)).ceil()  # 0.3 of 100 tokens may be a little more than 30 in floating point
+    return mask & (ranked < count)
 
 
 def espo(
