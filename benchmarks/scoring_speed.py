@@ -68,7 +68,7 @@ def generation_batch(args: argparse.Namespace, vocabulary: int) -> dict[str, Ten
 def run(model: Any, rows: dict[str, Tensor], args: argparse.Namespace, trim: bool, share: Any) -> Tensor:
     """Forward and backward over all rows; the gradient in one vector."""
     model.zero_grad()
-    compact = CompactScoring(trim=trim, shared=SHARED[share])
+    compact = CompactScoring(trim=trim, shared=SHARED[trim, share])
     scorer = Scorer(Sampling(max_tokens=args.completion), compact=compact)
     how = Splitting(args.micro_batches, trim=trim, sort=trim or share is True, whole_groups=share)
     for part in split_rows(rows, args.micro_batches, how):
@@ -78,7 +78,9 @@ def run(model: Any, rows: dict[str, Tensor], args: argparse.Namespace, trim: boo
     return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
 
 
-SHARED = {share: SharedPrefix(share, counted=True) for share in (False, True, "auto")}
+SHARED = {
+    (trim, share): SharedPrefix(share, counted=True, drop_padding=trim) for trim, share in CANDIDATES.values()
+}
 """Kept, so that the first batch is checked once and not in every round."""
 
 

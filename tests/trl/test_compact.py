@@ -303,11 +303,15 @@ def test_widths_stay_multiples_in_scoring_and_prompts_are_not_shared(tmp_path: P
     assert all(width % 4 == 0 for width in forwards())
 
 
-def test_gradient_checkpointing_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match=r"share_prefix must .* but got true: gradient_checkpointing"):
-        trainer_of(tmp_path, gradient_checkpointing=True)
-    trainer_of(tmp_path, gradient_checkpointing=True, share_prefix="auto")
-    assert "share_prefix: auto computes every prompt for each of its rows: gradient_checkpointing" in caplog.text
+def test_gradient_checkpointing_shares_as_well(tmp_path: Path) -> None:
+    """TRL's default. Layers are computed again in the backward, where nothing of the forward is left but its arguments."""
+    trainer = trainer_of(tmp_path, gradient_checkpointing=True)
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers: list[int] = []
+    trainer.model.model.layers[0].register_forward_pre_hook(lambda _, args: layers.append(args[0].shape[0]))
+    rows = generated(trainer, next(iter(trainer.get_train_dataloader())))
+    assert_same(*compared(trainer, rows))
+    assert layers.count(1) >= 2 and len(layers) % 2 == 0  # one sequence; each forward twice
 
 
 @pytest.mark.parametrize("value", ["sometimes", 3, None])

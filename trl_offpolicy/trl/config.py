@@ -106,9 +106,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             ``offpolicy/noise_floor/*`` is how far the trainer then differs from itself. 0 = never.
         trim_padding: ``true`` sorts the rows of an optimizer step into micro-batches of like length and cuts each to
             its own width, where the loss does not depend on the split (bnpo does: then it only cuts, and says so).
-            ``columns`` only cuts; ``false`` leaves TRL's padding.
+            Padding that is left is not computed where that pays. ``columns`` only cuts; ``false`` leaves TRL's padding.
         share_prefix: ``true`` computes a prompt once for its completions in a micro-batch, ``auto`` where that pays and
-            is proved equal, ``false`` never. It needs ``gradient_checkpointing: false`` (``docs/speed.md``).
+            is proved equal, ``false`` never (``docs/speed.md``).
         tiled_head: ``true`` computes log-probs and entropies of the completions with this kit's head, in tiles of 128
             tokens; ``false`` with TRL's, in tiles of 4096 x 32768 logits, which on a CPU projects prompts as well;
             ``auto`` takes TRL's only where it has Triton kernels, or with ``engine: {exact: true}``. Less memory
