@@ -78,9 +78,7 @@ def run(model: Any, rows: dict[str, Tensor], args: argparse.Namespace, trim: boo
     return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
 
 
-SHARED = {
-    (trim, share): SharedPrefix(share, counted=True, drop_padding=trim) for trim, share in CANDIDATES.values()
-}
+SHARED = {(trim, share): SharedPrefix(share, counted=True, drop_padding=trim) for trim, share in CANDIDATES.values()}
 """Kept, so that the first batch is checked once and not in every round."""
 
 

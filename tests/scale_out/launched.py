@@ -25,6 +25,7 @@ from trainer_runs import Engine
 
 from recipes import grpo
 from trl_offpolicy.engines.weights.source import ModelWeights
+from trl_offpolicy.rollouts import one_sequence
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 
@@ -97,7 +98,23 @@ def seen(trainer: Any) -> dict[str, Any]:
         "engine": None if engine is None or engine.settings.transfer == "adapter" else engine_weights(engine.llm),
         "logs": trainer.state.log_history,
         "step": trainer.state.global_step,
+        "sequences": len(SEQUENCES),
     }
+
+
+SEQUENCES: list[int] = []
+"""One entry for each forward whose rows passed as one sequence."""
+
+
+def count_sequences() -> None:
+    """Note each such forward."""
+    original = one_sequence.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        SEQUENCES.append(1)
+        return original(*args, **kwargs)
+
+    one_sequence.forward = counted
 
 
 def main() -> None:
@@ -107,6 +124,7 @@ def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         allow_fsdp2_on_cpu()
     keep_plain_weights()
+    count_sequences()
     grpo.OffPolicyGRPOTrainer = Watched
     grpo.REWARDS["last_word"] = score_last_word
     grpo.main()

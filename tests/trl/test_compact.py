@@ -304,7 +304,7 @@ def test_widths_stay_multiples_in_scoring_and_prompts_are_not_shared(tmp_path: P
 
 
 def test_gradient_checkpointing_shares_as_well(tmp_path: Path) -> None:
-    """TRL's default. Layers are computed again in the backward, where nothing of the forward is left but its arguments."""
+    """TRL's default. Layers are computed again in the backward, with nothing of the forward but their arguments."""
     trainer = trainer_of(tmp_path, gradient_checkpointing=True)
     trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     layers: list[int] = []
