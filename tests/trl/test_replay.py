@@ -12,7 +12,7 @@ from peft import LoraConfig
 from tiny_models import score_last_word, tiny_prompts
 from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, rollouts
 
-from trl_offpolicy.rollouts.replay import ReplayBuffer, pad_groups
+from trl_offpolicy.rollouts.replay import ReplayBuffer, ReplayGroup, Response, pad_groups
 
 pytestmark = pytest.mark.integration
 
@@ -35,10 +35,11 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
         **options: Any,
     ) -> Any:
         given: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "offpolicy": "paper/tis"}
+        given |= {"max_steps": 3, "save_strategy": "no"}
         args = OffPolicyGRPOConfig(
             str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, logging_steps=1,
             per_device_train_batch_size=MICRO_BATCH, num_generations=GENERATIONS, max_completion_length=LENGTH,
-            max_steps=3, gradient_checkpointing=False, save_strategy="no", write_report=False, **{**given, **options},
+            gradient_checkpointing=False, write_report=False, **{**given, **options},
         )  # fmt: skip
         buffer = ReplayBuffer(tmp_path / "replay", max_rows=max_rows)
         extra = {"replay": buffer, "replay_groups": replay_groups, "max_lag": max_lag}
@@ -127,6 +128,22 @@ def test_stored_groups_are_whole(make: Make) -> None:
     assert sorted(rows.policy_versions[:, 0].tolist()) == [0] * 8 + [1] * 8 + [2] * 8
     assert {len(group.responses) for group in drawn.groups} == {GENERATIONS}
     assert [row["offpolicy/rollout/version_lag_max"] for row in records(trainer)] == [0, 1, 1]
+
+
+@pytest.mark.filterwarnings("default")
+def test_groups_of_another_size_are_left_out_and_said_once(make: Make, tmp_path: Path) -> None:
+    """Six groups of an earlier run in the folder, of two responses; none is drawn, and this run's own are."""
+    with ReplayBuffer(tmp_path / "replay", max_rows=1000) as buffer:
+        response = Response(completion_ids=(5,), sampling_logps=(-0.1,), policy_versions=(0,), reward=1.0)
+        buffer.add([ReplayGroup(prompt_ids=(1, 2), responses=(response,) * 2, group_id=one) for one in range(6)])
+    trainer = make()
+    with pytest.warns(UserWarning, match="are not replayed") as said:
+        trainer.train()
+    (one,) = [str(warning.message) for warning in said if "are not replayed" in str(warning.message)]
+    assert one.startswith("6 of 6 groups") and one.endswith("they have 2 responses, and num_generations is 4.")
+    frame = rollouts(trainer)
+    assert frame.groupby("step").size().tolist() == [8, 16, 16]
+    assert frame.groupby(["step", "group_id"]).size().eq(GENERATIONS).all()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
-from trl_offpolicy.rollouts.replay.mixing import check_sizes, fresh_groups, mixed, refuse, with_replayed
+from trl_offpolicy.rollouts.replay.mixing import (
+    check_sizes,
+    fresh_groups,
+    mixed,
+    refuse,
+    warn_of_other_sizes,
+    with_replayed,
+)
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 __all__ = ["ReplayGRPOTrainer", "fresh_groups", "with_replayed"]
@@ -47,11 +54,15 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
         _check(self, replay, replay_groups)
         self.replay, self.replay_groups, self.max_lag = replay, replay_groups, max_lag
         self._replay_rng = np.random.default_rng(self.args.seed)
+        self._looked = False  # for groups of another size, once
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
+        if not self._looked:
+            warn_of_other_sizes(self.replay, self.num_generations)
+            self._looked = True
         return mixed(
             output,
             self.replay,

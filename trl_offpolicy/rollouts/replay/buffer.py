@@ -183,16 +183,23 @@ class ReplayBuffer:
         fsync(self.folder)
         self._make_room()
 
-    def available(self, *, current_version: int, max_lag: int | None = None) -> int:
+    def available(self, *, current_version: int, max_lag: int | None = None, responses: int | None = None) -> int:
         """Number of groups that :meth:`sample` chooses from with these options."""
-        return len(self._young(current_version, max_lag))
+        return len(self._eligible(current_version, max_lag, responses))
 
-    def _young(self, current_version: int, max_lag: int | None) -> list[Entry]:
-        ages = ((entry, current_version - entry.version) for entry in self.entries)
+    def _eligible(self, current_version: int, max_lag: int | None, responses: int | None) -> list[Entry]:
+        sized = [entry for entry in self.entries if responses is None or entry.rows == responses]
+        ages = ((entry, current_version - entry.version) for entry in sized)
         return [entry for entry, age in ages if age >= 0 and (max_lag is None or age <= max_lag)]
 
     def sample(
-        self, count: int, *, current_version: int, rng: np.random.Generator, max_lag: int | None = None
+        self,
+        count: int,
+        *,
+        current_version: int,
+        rng: np.random.Generator,
+        max_lag: int | None = None,
+        responses: int | None = None,
     ) -> ReplaySample:
         """Draw ``count`` distinct groups by priority and age.
 
@@ -202,11 +209,12 @@ class ReplayBuffer:
                 an older checkpoint) are not drawn until the learner reaches their version.
             rng: numpy generator.
             max_lag: do not draw groups of a larger lag (they stay in the buffer); None = age only lowers priority.
+            responses: draw only groups of so many responses; None = of any number.
 
         Raises:
             ValueError: there are fewer groups than that.
         """
-        entries = self._young(current_version, max_lag)
+        entries = self._eligible(current_version, max_lag, responses)
         versions = np.array([entry.version for entry in entries], np.int64)
         priorities = np.array([entry.priority for entry in entries], np.float64)
         logs = self.decay.log_priorities(priorities, versions, current_version=current_version)
