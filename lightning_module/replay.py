@@ -110,8 +110,8 @@ class ModuleReplay:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the draws and, unless ``in_checkpoint`` is false, the files of the buffer."""
-        files: dict[str, Tensor] = {}
+        """The state of the draws and, unless ``in_checkpoint`` is false, the files of the buffer; None = not known."""
+        files: dict[str, Tensor] | None = None
         if self._settings.in_checkpoint and self.buffer is not None:
             files = self.buffer.state_dict()
         elif self._settings.in_checkpoint and self._closed is not None:
@@ -125,7 +125,7 @@ class ModuleReplay:
             return
         assert self.buffer is not None
         self._rng.bit_generator.state = state["random"]
-        if state["buffer"]:
+        if self._settings.in_checkpoint and state["buffer"] is not None:  # it may have been empty
             self.buffer.load_state_dict(state["buffer"])
 
 

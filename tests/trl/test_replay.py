@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from tiny_models import score_last_word, tiny_prompts
-from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, rollouts
+from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, TIMES, Engine, records, rollouts
 
 from trl_offpolicy.rollouts.replay import ReplayBuffer, ReplayGroup, Response, pad_groups
 
@@ -31,6 +31,7 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
         max_lag: int | None = None,
         engine: Engine | None = None,
         max_rows: int = 1000,
+        in_checkpoint: bool = True,
         peft_config: Any = None,
         **options: Any,
     ) -> Any:
@@ -42,7 +43,7 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
             gradient_checkpointing=False, write_report=False, **{**given, **options},
         )  # fmt: skip
         buffer = ReplayBuffer(tmp_path / "replay", max_rows=max_rows)
-        extra = {"replay": buffer, "replay_groups": replay_groups, "max_lag": max_lag}
+        extra = {"replay": buffer, "replay_groups": replay_groups, "max_lag": max_lag, "in_checkpoint": in_checkpoint}
         data, sampler = tiny_prompts(), engine or Engine(noise=0.1)
         return ReplayGRPOTrainer(
             fresh_model(), score_last_word, args, train_dataset=data, processing_class=tokenizer, rollout_func=sampler,
@@ -128,6 +129,43 @@ def test_stored_groups_are_whole(make: Make) -> None:
     assert sorted(rows.policy_versions[:, 0].tolist()) == [0] * 8 + [1] * 8 + [2] * 8
     assert {len(group.responses) for group in drawn.groups} == {GENERATIONS}
     assert [row["offpolicy/rollout/version_lag_max"] for row in records(trainer)] == [0, 1, 1]
+
+
+class Same(Engine):
+    """Completions that depend on prompt and version alone, so that a resumed run samples what the whole one did."""
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        self.random.manual_seed(sum(map(ord, "".join(prompts))) + 1000 * trainer.state.global_step)
+        return super().__call__(prompts, trainer)
+
+
+@pytest.mark.parametrize("in_checkpoint", [True, False])
+def test_a_resumed_run_draws_what_the_whole_one_drew(make: Make, tmp_path: Path, in_checkpoint: bool) -> None:
+    """The draws go on, groups that came later go, and those that made room come back; else it is another run."""
+    options = {
+        "max_rows": 24,
+        "in_checkpoint": in_checkpoint,
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    whole = make(engine=Same(noise=0.2), **options)
+    whole.train()
+    kept, expected = [(one.part, one.version) for one in whole.replay.entries], records(whole)[-1]
+    whole.replay.close()
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    assert len(list(checkpoint.glob("replay/part-*.parquet"))) == (3 if in_checkpoint else 0)
+
+    rest = make(engine=Same(noise=0.2), **options)
+    rest.train(resume_from_checkpoint=str(checkpoint))
+    assert (whole._replay_rng.bit_generator.state == rest._replay_rng.bit_generator.state) == in_checkpoint
+    assert ([(one.part, one.version) for one in rest.replay.entries] == kept) == in_checkpoint
+    pairs = zip(whole.model.parameters(), rest.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs) == in_checkpoint
+    if in_checkpoint:
+        assert {key: value for key, value in records(rest)[-1].items() if key not in TIMES} == pytest.approx(
+            {key: value for key, value in expected.items() if key not in TIMES}, nan_ok=True
+        )
 
 
 @pytest.mark.filterwarnings("default")

@@ -273,15 +273,20 @@ def test_a_half_written_part_is_cleared_away(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_checkpoint_brings_back_what_made_room_and_drops_what_came_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_checkpoint_brings_back_what_made_room_and_drops_what_came_later(tmp_path: Path, as_folder: bool) -> None:
     with ReplayBuffer(tmp_path, max_rows=6) as buffer:
         for number in range(3):
             buffer.add([group(number, version=number)])
         saved, before = buffer.state_dict(), buffer.entries
+        buffer.save(tmp_path / "saved")
         for number in range(3, 5):
             buffer.add([group(number, version=number)])
         assert ids(buffer) == [2, 3, 4]
-        buffer.load_state_dict(saved)
+        if as_folder:
+            buffer.load(tmp_path / "saved")
+        else:
+            buffer.load_state_dict(saved)
         assert buffer.entries == before and buffer.rows == 6
         buffer.add([group(9, version=9)])
         assert ids(buffer) == [1, 2, 9]

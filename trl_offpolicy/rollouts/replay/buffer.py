@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,13 +170,29 @@ class ReplayBuffer:
 
         A kill meanwhile leaves some of the files of both.
         """
-        for path in [path for path in self._parts if path.name not in state]:
+        self._restore(state, lambda name, path: path.write_bytes(state[name].cpu().numpy().tobytes()))
+
+    def save(self, folder: Path) -> None:
+        """Copy the files of the buffer into ``folder``, for a checkpoint that is a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in self._parts:
+            shutil.copyfile(path, folder / path.name)
+
+    def load(self, folder: Path) -> None:
+        """Make the buffer what it was at :meth:`save`, as :meth:`load_state_dict` does."""
+        names = [path.name for path in folder.glob("part-*.parquet")]
+        self._restore(names, lambda name, path: shutil.copyfile(folder / name, path))
+
+    def _restore(self, names: Iterable[str], write: Callable[[str, Path], object]) -> None:
+        """Hold the parts of these names and no others. ``write`` writes the part of a name into a file."""
+        wanted = sorted(names)
+        for path in [path for path in self._parts if path.name not in wanted]:
             path.unlink()
         self._parts, self._sizes, self._next = {}, {}, 0
-        for name in sorted(state):
+        for name in wanted:
             path = self.folder / name
             temporary = self.folder / f".{path.stem}.tmp"
-            temporary.write_bytes(state[name].cpu().numpy().tobytes())
+            write(name, temporary)
             fsync(temporary)
             temporary.replace(path)
             self._next = _part_number(path) + 1
