@@ -92,9 +92,7 @@ class ModuleAhead:
         with self._queue.quiet():
             yield
             version = self._module.trainer.global_step
-            # validation must not change the average, which training's generations make
-            averages = bool(self._module.trainer.training)
-            self._old.keep(self._module.policy, version, oldest=self._queue.oldest_version, averages=averages)
+            self._old.keep(self._module.policy, version, oldest=self._queue.oldest_version)
 
     def due(self, engine: Engine, step: MicroStep) -> Engine:
         """An engine whose ``generate`` returns the generation batch of ``step``, which was requested before."""

@@ -26,7 +26,7 @@ from trl_offpolicy.engines.engine import Engine, Rollouts, SyncReport
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.images import image_token
 from trl_offpolicy.engines.seeds import seed_of_rank
-from trl_offpolicy.engines.sync import WeightSync, probe_of
+from trl_offpolicy.engines.sync import Gate, WeightSync, probe_of
 from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.source import ModelWeights
@@ -79,6 +79,8 @@ class Generation:
         self._buffer: RolloutBuffer | None = None
         self._position = self._window = 0
         self._synced: int | None = None  # version of the weights that the engine has
+        self._gate: Gate | None = None  # what may take an update back
+        self._report: SyncReport | None = None  # of the last sync
         self._reference: nn.Module | None = None  # not a submodule: neither saved, sharded nor trained
         self._sync_weights: WeightSync | None = None
         self._prompts: Prompts | None = None
@@ -108,7 +110,7 @@ class Generation:
     def start(self) -> None:
         """Build the engine, once. Every run then sends it the weights and proves them again."""
         module = self._module
-        self._synced = self._sync_weights = self._requested = None
+        self._synced = self._sync_weights = self._requested = self._gate = self._report = None
         if self.engine is not None:
             return
         model = module.settings["model"]
@@ -134,8 +136,19 @@ class Generation:
             atexit.register(self.engine.close)
 
     def begin(self) -> None:
-        """Forget the rollouts of an earlier run of this module: its generations have the same numbers."""
+        """Begin training, once its control has begun.
+
+        The rollouts of an earlier run of this module are forgotten: its generations have the same numbers. Updates are
+        judged from now on. If a validation before training has sent the weights, its proof is the first judgement, as
+        that of the first generation would be.
+        """
         self._buffer, self._position, self._window = None, 0, 0
+        self._gate = self._module.control.gate(self._module)
+        if self._sync_weights is None:
+            return
+        self._sync_weights.gate, report = self._gate, self._report
+        if self._gate is not None and report is not None and report.agreement is not None:
+            self._gate.accepts(report.version, report.agreement)
 
     def _draw_apart(self) -> None:
         """Give this rank random numbers of its own, after the weights were made alike on all ranks.
@@ -198,7 +211,7 @@ class Generation:
             return
         if self._sync_weights is None:
             self._sync_weights = self._weight_sync(prompt_ids)
-            self._sync_weights.gate = module.control.gate(module)
+            self._sync_weights.gate = self._gate
             source = ModelWeights(module.policy, is_main=module.trainer.is_global_zero)
             engine.bind(WatchedSource(source, self._sync_weights.watch))
 
@@ -209,7 +222,7 @@ class Generation:
         precision = getattr(engine, "precision", UNKNOWN)  # an engine of a user may not tell
         with nullcontext() if module.ahead is None else module.ahead.quiet():
             report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
-        self._synced = version
+        self._synced, self._report = version, report
         if module.trainer.training:
             module.measuring.clock.spend("sync", report.seconds)
         if not self.is_trainer:

@@ -15,7 +15,7 @@ from lightning_module.streams import BatchPlan, MicroStep
 from trl_offpolicy.engines.routing.options import RoutingReplay
 from trl_offpolicy.objective.advantages import GRPO
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
-from trl_offpolicy.rollouts.replay.mixing import check_sizes, mixed, refuse
+from trl_offpolicy.rollouts.replay.mixing import check_sizes, mixed, refuse, warn_of_other_sizes
 from trl_offpolicy.rollouts.replay.settings import ReplaySettings
 
 _OWNER, _FOLDER = "replay", "replay"
@@ -34,6 +34,7 @@ class ModuleReplay:
         self._rng = np.random.default_rng(settings.seed)
         self.buffer: ReplayBuffer | None = settings.buffer
         self._closed: Path | None = None
+        self._looked = False  # for groups of another size, once a run
 
     def start(self) -> None:
         """Begin a run: open the buffer, and seed the draws.
@@ -44,7 +45,7 @@ class ModuleReplay:
         """
         trainer = self._module.trainer
         refuse(_OWNER, {"several processes": trainer.world_size > 1})
-        self._rng = np.random.default_rng(self._settings.seed)
+        self._rng, self._looked = np.random.default_rng(self._settings.seed), False
         if self.buffer is None:
             folder = own_folder(Path(trainer.default_root_dir), resumed=trainer.ckpt_path is not None)
             self.buffer = self._settings.open(folder)
@@ -93,6 +94,9 @@ class ModuleReplay:
             score_reference: as in :func:`~trl_offpolicy.rollouts.replay.mixing.mixed`.
         """
         assert self.buffer is not None
+        if not self._looked:
+            warn_of_other_sizes(self.buffer, step.plan.num_generations)
+            self._looked = True
         return mixed(
             rows,
             self.buffer,
@@ -106,8 +110,8 @@ class ModuleReplay:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the draws and, unless ``in_checkpoint`` is false, the files of the buffer."""
-        files: dict[str, Tensor] = {}
+        """The state of the draws and, unless ``in_checkpoint`` is false, the files of the buffer; None = not known."""
+        files: dict[str, Tensor] | None = None
         if self._settings.in_checkpoint and self.buffer is not None:
             files = self.buffer.state_dict()
         elif self._settings.in_checkpoint and self._closed is not None:
@@ -121,7 +125,7 @@ class ModuleReplay:
             return
         assert self.buffer is not None
         self._rng.bit_generator.state = state["random"]
-        if state["buffer"]:
+        if self._settings.in_checkpoint and state["buffer"] is not None:  # it may have been empty
             self.buffer.load_state_dict(state["buffer"])
 
 

@@ -20,6 +20,7 @@ from tiny_models import score_last_word
 from trainer_runs import records
 
 from lightning_module import RunFolder, engines
+from trl_offpolicy.rollouts.ahead.old_policy import WeightAverage
 from trl_offpolicy.trl import engine as trl_engines
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
@@ -251,6 +252,36 @@ def test_validation_samples_in_turn(run: Any) -> None:
 
     assert seen.lags == [[min(step, 2)] for step in range(STEPS)]
     assert len(seen.server.asked) == STEPS * 2
+
+
+VALIDATIONS = [{}, {"num_sanity_val_steps": 1}, {"val_check_interval": 2}]
+"""None, before training, and after each optimizer step."""
+
+
+@pytest.mark.parametrize("old_logps", ["ewma", "snapshot"])
+def test_validations_leave_the_old_policy_as_it_is(run: Any, monkeypatch: pytest.MonkeyPatch, old_logps: str) -> None:
+    """A validation sends weights, too; training then finds them sent, and must average or copy them all the same."""
+    versions: list[int] = []
+    add = WeightAverage.add
+
+    def adding(average: WeightAverage, model: Any, version: int) -> None:
+        versions.append(version)
+        add(average, model, version)
+
+    monkeypatch.setattr(WeightAverage, "add", adding)
+    ahead = {"lag": 1, "partial": "finish", "old_logps": old_logps}
+    ahead |= {"ewma_decay": 0.5} if old_logps == "ewma" else {}
+    held_out = PROMPTS.select(range(len(PROMPTS) - 2, len(PROMPTS)))  # the words for a prompt change with each request
+    sizes, seen = {"val_dataset": held_out, "val_batch_size": 2}, []
+    for number, flags in enumerate(VALIDATIONS):
+        versions.clear()
+        seen.append(run(ahead, sizes=sizes, flags={**flags}, folder=str(number)))
+        assert seen[-1].server.syncs[:STEPS] == list(range(STEPS))
+        assert versions == (list(range(STEPS)) if old_logps == "ewma" else [])
+
+    for other in seen[1:]:
+        for name, value in seen[0].watch.weights[-1].items():
+            assert torch.allclose(other.watch.weights[-1][name], value, atol=1e-7), name
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Rates(pl.Callback):
 
 def fit(
     folder: Path, ours: OffPolicyGRPOModule, *, ckpt: Path | None = None, save: int | None = None,
-    prompts: Any = None, **options: Any,
+    prompts: Any = None, held_out: Any = None, **options: Any,
 ) -> tuple[pl.Trainer, list[float]]:  # fmt: skip
     """Train with a run folder; the trainer and the learning rates that were used."""
     rates = Rates()
@@ -71,7 +71,8 @@ def fit(
     if save:
         callbacks.append(pl.callbacks.ModelCheckpoint(folder / "saved", every_n_train_steps=save, save_top_k=-1))
     owner = trainer(folder, callbacks=callbacks, enable_checkpointing=save is not None, **{"max_steps": 8, **options})
-    owner.fit(ours, data(prompts), ckpt_path=None if ckpt is None else str(ckpt))
+    sizes = {} if held_out is None else {"val_dataset": held_out, "val_batch_size": 2}
+    owner.fit(ours, data(prompts, **sizes), ckpt_path=None if ckpt is None else str(ckpt))
     return owner, rates.seen
 
 
@@ -193,6 +194,24 @@ def test_an_update_that_parts_engine_and_trainer_is_taken_back(tmp_path: Path) -
     (action,) = read_actions(tmp_path / "actions.jsonl")
     assert (action.step, action.controller, action.what) == (2, "accept_update", "update")
     assert column(tmp_path, "updates_rejected")[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"num_sanity_val_steps": 1}, {"val_check_interval": 1}, {"num_sanity_val_steps": 1, "val_check_interval": 1}],
+)
+def test_validations_leave_the_judgement_of_updates_as_it_is(tmp_path: Path, flags: dict[str, int]) -> None:
+    """The proof of version 0 is the usual gap, also if a validation before training has sent it: 1 has three times it.
+
+    Version 2 is judged by the same gap. Each version is sent once, and once more if it was taken back.
+    """
+    engine = Proved([0.05, 0.15, 0.05, 0.05, 0.15, 0.05, 0.05])
+    ours = module(engine, control={"controllers": {"accept_update": {}}}, sync_check=True, learning_rate=1e-2)
+    fit(tmp_path, ours, max_steps=4, prompts=PROMPTS, held_out=PROMPTS.select(range(4)), **flags)
+    assert [step for step in engine.synced if step < 4] == [0, 1, 1, 2, 3, 3]
+    actions = read_actions(tmp_path / "actions.jsonl")
+    assert [(action.step, action.controller) for action in actions] == [(1, "accept_update"), (3, "accept_update")]
+    assert column(tmp_path, "updates_rejected")[-1] == 2.0
 
 
 def test_controllers_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -17,8 +18,9 @@ from tiny_models import EOS, FIRST_WORD, score_last_word
 from trainer_runs import GENERATIONS, TIMES, Engine, records
 
 from lightning_module import RunFolder
-from lightning_module.replay import own_folder
-from trl_offpolicy.rollouts.replay import ReplayBuffer
+from lightning_module.replay import ModuleReplay, own_folder
+from trl_offpolicy.rollouts.replay import ReplayBuffer, ReplayGroup, Response
+from trl_offpolicy.rollouts.replay.settings import ReplaySettings
 
 STEPS, RATE = 4, 0.02
 REPLAY = {"groups": 2, "max_rows": 1000}
@@ -218,6 +220,35 @@ def test_a_checkpoint_after_the_run_holds_the_buffer(tmp_path: Path) -> None:
     ours.trainer.save_checkpoint(tmp_path / "end.ckpt")
     kept = torch.load(tmp_path / "end.ckpt", weights_only=True)["offpolicy"]["replay"]["buffer"]
     assert len(kept) == len(list((tmp_path / "replay").glob("part-*.parquet"))) == 2
+
+
+def test_a_checkpoint_of_an_empty_buffer_leaves_it_empty(tmp_path: Path) -> None:
+    """Groups from after such a checkpoint go; without the files in checkpoints the buffer stays as it is."""
+    response = Response(completion_ids=(5,), sampling_logps=(-0.1,), policy_versions=(0,), reward=1.0)
+    for name, saves, loads, left in (("a", True, True, 0), ("b", True, False, 1), ("c", False, True, 1)):
+        with ReplayBuffer(tmp_path / name, max_rows=9) as buffer:
+            saving, loading = (
+                ModuleReplay(SimpleNamespace(), ReplaySettings(groups=1, buffer=buffer, in_checkpoint=one))  # type: ignore[arg-type]
+                for one in (saves, loads)
+            )
+            state = saving.state_dict()
+            buffer.add([ReplayGroup(prompt_ids=(1,), responses=(response,), group_id=0)])
+            loading.load_state_dict(state)
+            assert len(buffer) == left
+
+
+@pytest.mark.integration
+def test_groups_of_another_size_are_left_out_and_said_once(tmp_path: Path) -> None:
+    response = Response(completion_ids=(5,), sampling_logps=(-0.1,), policy_versions=(0,), reward=1.0)
+    with ReplayBuffer(tmp_path / "buffer", max_rows=1000) as buffer:
+        buffer.add([ReplayGroup(prompt_ids=(1, 2), responses=(response,) * 2, group_id=one) for one in range(6)])
+        with pytest.warns(UserWarning, match="they have 2 responses, and num_generations is 4") as said:
+            fit(tmp_path, OwnMismatch(noise=0.1), {"groups": 2, "buffer": buffer})
+
+    assert sum("are not replayed" in str(warning.message) for warning in said) == 1
+    frame = pd.read_parquet(tmp_path / "rollouts.parquet")
+    assert frame.groupby("step").size().tolist() == [8, 16, 16, 16]
+    assert_one_prompt_each(frame)
 
 
 @pytest.mark.integration

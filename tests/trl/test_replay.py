@@ -10,9 +10,9 @@ import pytest
 import torch
 from peft import LoraConfig
 from tiny_models import score_last_word, tiny_prompts
-from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, Engine, records, rollouts
+from trainer_runs import GENERATIONS, LENGTH, MICRO_BATCH, TIMES, Engine, records, rollouts
 
-from trl_offpolicy.rollouts.replay import ReplayBuffer, pad_groups
+from trl_offpolicy.rollouts.replay import ReplayBuffer, ReplayGroup, Response, pad_groups
 
 pytestmark = pytest.mark.integration
 
@@ -31,17 +31,19 @@ def make(tmp_path: Path, fresh_model: Callable[..., Any], tokenizer: Any) -> Mak
         max_lag: int | None = None,
         engine: Engine | None = None,
         max_rows: int = 1000,
+        in_checkpoint: bool = True,
         peft_config: Any = None,
         **options: Any,
     ) -> Any:
         given: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "offpolicy": "paper/tis"}
+        given |= {"max_steps": 3, "save_strategy": "no"}
         args = OffPolicyGRPOConfig(
             str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, logging_steps=1,
             per_device_train_batch_size=MICRO_BATCH, num_generations=GENERATIONS, max_completion_length=LENGTH,
-            max_steps=3, gradient_checkpointing=False, save_strategy="no", write_report=False, **{**given, **options},
+            gradient_checkpointing=False, write_report=False, **{**given, **options},
         )  # fmt: skip
         buffer = ReplayBuffer(tmp_path / "replay", max_rows=max_rows)
-        extra = {"replay": buffer, "replay_groups": replay_groups, "max_lag": max_lag}
+        extra = {"replay": buffer, "replay_groups": replay_groups, "max_lag": max_lag, "in_checkpoint": in_checkpoint}
         data, sampler = tiny_prompts(), engine or Engine(noise=0.1)
         return ReplayGRPOTrainer(
             fresh_model(), score_last_word, args, train_dataset=data, processing_class=tokenizer, rollout_func=sampler,
@@ -127,6 +129,59 @@ def test_stored_groups_are_whole(make: Make) -> None:
     assert sorted(rows.policy_versions[:, 0].tolist()) == [0] * 8 + [1] * 8 + [2] * 8
     assert {len(group.responses) for group in drawn.groups} == {GENERATIONS}
     assert [row["offpolicy/rollout/version_lag_max"] for row in records(trainer)] == [0, 1, 1]
+
+
+class Same(Engine):
+    """Completions that depend on prompt and version alone, so that a resumed run samples what the whole one did."""
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        self.random.manual_seed(sum(map(ord, "".join(prompts))) + 1000 * trainer.state.global_step)
+        return super().__call__(prompts, trainer)
+
+
+@pytest.mark.parametrize("in_checkpoint", [True, False])
+def test_a_resumed_run_draws_what_the_whole_one_drew(make: Make, tmp_path: Path, in_checkpoint: bool) -> None:
+    """The draws go on, groups that came later go, and those that made room come back; else it is another run."""
+    options = {
+        "max_rows": 24,
+        "in_checkpoint": in_checkpoint,
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    whole = make(engine=Same(noise=0.2), **options)
+    whole.train()
+    kept, expected = [(one.part, one.version) for one in whole.replay.entries], records(whole)[-1]
+    whole.replay.close()
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    assert len(list(checkpoint.glob("replay/part-*.parquet"))) == (3 if in_checkpoint else 0)
+
+    rest = make(engine=Same(noise=0.2), **options)
+    rest.train(resume_from_checkpoint=str(checkpoint))
+    assert (whole._replay_rng.bit_generator.state == rest._replay_rng.bit_generator.state) == in_checkpoint
+    assert ([(one.part, one.version) for one in rest.replay.entries] == kept) == in_checkpoint
+    pairs = zip(whole.model.parameters(), rest.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs) == in_checkpoint
+    if in_checkpoint:
+        assert {key: value for key, value in records(rest)[-1].items() if key not in TIMES} == pytest.approx(
+            {key: value for key, value in expected.items() if key not in TIMES}, nan_ok=True
+        )
+
+
+@pytest.mark.filterwarnings("default")
+def test_groups_of_another_size_are_left_out_and_said_once(make: Make, tmp_path: Path) -> None:
+    """Six groups of an earlier run in the folder, of two responses; none is drawn, and this run's own are."""
+    with ReplayBuffer(tmp_path / "replay", max_rows=1000) as buffer:
+        response = Response(completion_ids=(5,), sampling_logps=(-0.1,), policy_versions=(0,), reward=1.0)
+        buffer.add([ReplayGroup(prompt_ids=(1, 2), responses=(response,) * 2, group_id=one) for one in range(6)])
+    trainer = make()
+    with pytest.warns(UserWarning, match="are not replayed") as said:
+        trainer.train()
+    (one,) = [str(warning.message) for warning in said if "are not replayed" in str(warning.message)]
+    assert one.startswith("6 of 6 groups") and one.endswith("they have 2 responses, and num_generations is 4.")
+    frame = rollouts(trainer)
+    assert frame.groupby("step").size().tolist() == [8, 16, 16]
+    assert frame.groupby(["step", "group_id"]).size().eq(GENERATIONS).all()
 
 
 @pytest.mark.parametrize(

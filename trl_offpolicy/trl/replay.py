@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,20 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
-from trl_offpolicy.rollouts.replay.mixing import check_sizes, fresh_groups, mixed, refuse, with_replayed
+from trl_offpolicy.rollouts.replay.mixing import (
+    check_sizes,
+    fresh_groups,
+    mixed,
+    refuse,
+    warn_of_other_sizes,
+    with_replayed,
+)
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 __all__ = ["ReplayGRPOTrainer", "fresh_groups", "with_replayed"]
+
+_FOLDER = "replay"
+"""In a checkpoint: the files of the buffer."""
 
 
 class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
@@ -29,10 +40,17 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
     while the buffer holds fewer groups. ``rollouts.parquet`` records a replayed row again, with the version that
     sampled it.
 
+    A resumed run draws what the run would have drawn that was not stopped: a checkpoint holds the state of the draws
+    and, in its folder ``replay``, the files of the buffer. The resume brings back groups that made room since, and
+    deletes those that came later.
+
     Args:
         replay: the buffer.
         replay_groups: number of groups to add to a generation batch.
         max_lag: largest age of a drawn group, in optimizer steps; None = age only lowers priority.
+        in_checkpoint: whether a checkpoint holds the files of the buffer, and a resume brings them back. If not, a
+            resumed run takes the buffer as it is; groups from after the checkpoint are not drawn until the run has come
+            as far again.
 
     Raises:
         ValueError: the sizes do not fit, a generation serves several optimizer steps, or the buffer is too small.
@@ -41,17 +59,28 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
     """
 
     def __init__(
-        self, *args: Any, replay: ReplayBuffer, replay_groups: int, max_lag: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        replay: ReplayBuffer,
+        replay_groups: int,
+        max_lag: int | None = None,
+        in_checkpoint: bool = True,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         _check(self, replay, replay_groups)
         self.replay, self.replay_groups, self.max_lag = replay, replay_groups, max_lag
         self._replay_rng = np.random.default_rng(self.args.seed)
+        self._in_checkpoint = in_checkpoint
+        self._looked = False  # for groups of another size, once
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
+        if not self._looked:
+            warn_of_other_sizes(self.replay, self.num_generations)
+            self._looked = True
         return mixed(
             output,
             self.replay,
@@ -74,6 +103,37 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
         with torch.no_grad(), whole, alone:
             logps: Tensor = self._score(scored, rows, batch_size=self.args.per_device_train_batch_size)[0]
         return logps
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        return {**super()._stateful, "replay": _Draws(self._replay_rng)}
+
+    def _save_parts(self, folder: Path) -> None:
+        super()._save_parts(folder)
+        if self._in_checkpoint:
+            self.replay.save(folder / _FOLDER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not self._in_checkpoint:
+            return
+        if (saved := Path(checkpoint) / _FOLDER).is_dir():  # else it was written without the files
+            self.replay.load(saved)
+
+
+class _Draws:
+    """The state of the draws, as a part of a checkpoint."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {"random": self._rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._rng.bit_generator.state = state["random"]
 
 
 def _check(trainer: Any, replay: ReplayBuffer, replay_groups: int) -> None:

@@ -445,7 +445,11 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with saved_whole(self, trial) as folder:
             super()._save_checkpoint(model, trial)
             if self.args.should_save:
-                save_state(folder, self._kl, **self._stateful)
+                self._save_parts(folder)
+
+    def _save_parts(self, folder: Path) -> None:
+        """Write into a checkpoint what TRL's does not hold."""
+        save_state(folder, self._kl, **self._stateful)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trl_offpolicy.objective.proximal import RecomputedProximal
-from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy, Snapshots, WeightAverage, loaded, trainable
+from trl_offpolicy.rollouts.ahead.old_policy import PROXIMAL, OldPolicy, Snapshots, WeightAverage, loaded, trainable
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 
@@ -125,6 +125,24 @@ def test_the_average_moves_by_the_steps_since() -> None:
 
     assert seen == [1.0, 2.0, 8.75]
     assert model.scale.item() == 11.0
+
+
+def test_the_average_is_of_the_versions_with_a_generation_batch_however_often_weights_are_sent() -> None:
+    """Version 1 is only sent (an evaluation); 2 is sent before its batch, and has two: 1, then 1/4 + 3 * 9/4, twice."""
+    model, old, seen = Model(), OldPolicy(AsyncSettings(old_logps="ewma", ewma_decay=0.5)), []
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    for version, value, batches in ((0, 1.0, 1), (1, 100.0, 0), (2, 9.0, 2)):
+        set_to(model, value)
+        old.keep(model, version, oldest=0)
+        for _ in range(batches):
+            rows = {"completion_ids": ids}
+            old.complete(
+                rows, [[version] * 2], model=model, proximal=RecomputedProximal(), mask=torch.ones(1, 2).bool(),
+                score=lambda: model.scale.detach().expand(1, 2).clone(), current=version,
+            )  # fmt: skip
+            seen.append(rows[PROXIMAL][0, 0].item())
+
+    assert seen == [1.0, 7.0, 7.0]
 
 
 def test_autocast_does_not_score_a_copy_with_the_weights_of_before() -> None:

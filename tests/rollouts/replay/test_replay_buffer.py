@@ -157,6 +157,16 @@ def test_too_old_groups_can_be_left_out(tmp_path: Path) -> None:
     assert len(buffer) == 6
 
 
+def test_groups_of_one_size_can_be_drawn_alone(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(tmp_path, max_rows=100)
+    buffer.add([group(number, responses=responses) for number, responses in enumerate((2, 4, 2, 8, 4))])
+    assert [buffer.available(current_version=0, responses=size) for size in (2, 3, 4, 8, None)] == [2, 0, 2, 1, 5]
+    drawn = buffer.sample(2, current_version=0, rng=RNG(0), responses=4)
+    assert sorted(one.group_id for one in drawn.groups) == [1, 4]
+    with pytest.raises(ValueError, match="3"):
+        buffer.sample(3, current_version=0, rng=RNG(0), responses=4)
+
+
 def test_groups_from_after_the_checkpoint_wait(tmp_path: Path) -> None:
     """A run at version 9 is killed and resumed from version 4."""
     buffer = ReplayBuffer(tmp_path, max_rows=100)
@@ -263,15 +273,20 @@ def test_a_half_written_part_is_cleared_away(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_checkpoint_brings_back_what_made_room_and_drops_what_came_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_checkpoint_brings_back_what_made_room_and_drops_what_came_later(tmp_path: Path, as_folder: bool) -> None:
     with ReplayBuffer(tmp_path, max_rows=6) as buffer:
         for number in range(3):
             buffer.add([group(number, version=number)])
         saved, before = buffer.state_dict(), buffer.entries
+        buffer.save(tmp_path / "saved")
         for number in range(3, 5):
             buffer.add([group(number, version=number)])
         assert ids(buffer) == [2, 3, 4]
-        buffer.load_state_dict(saved)
+        if as_folder:
+            buffer.load(tmp_path / "saved")
+        else:
+            buffer.load_state_dict(saved)
         assert buffer.entries == before and buffer.rows == 6
         buffer.add([group(9, version=9)])
         assert ids(buffer) == [1, 2, 9]

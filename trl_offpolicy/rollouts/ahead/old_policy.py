@@ -172,19 +172,16 @@ class OldPolicy:
         self._snapshots = Snapshots() if self._balances or settings.old_logps == "snapshot" else None
         self.average = WeightAverage(settings.ewma_decay) if settings.old_logps == "ewma" else None
 
-    def keep(self, model: Any, version: int, *, oldest: int, averages: bool = True) -> None:
-        """Keep a copy or average of the weights that were just sent to the engine, if ``old_logps`` needs one.
+    def keep(self, model: Any, version: int, *, oldest: int) -> None:
+        """Keep a copy of the weights that were just sent to the engine, if ``old_logps`` needs one.
 
         Args:
             model: the model that has these weights.
             version: their version.
             oldest: the oldest version that may have sampled a token still to come.
-            averages: whether they enter the average.
         """
         if self._snapshots is not None:
             self._snapshots.keep(model, version, oldest=oldest)
-        if self.average is not None and averages:
-            self.average.add(model, version)
 
     def reads_scores(self, proximal: Proximal) -> bool:
         """True if log-probs at the current weights are read, so that they are worth a forward."""
@@ -213,10 +210,13 @@ class OldPolicy:
     ) -> None:
         """Add the version of each token to a generation batch, and give its log-probs their right names.
 
+        The present weights enter the average here and not at a sync: a validation syncs too, but only the versions at
+        which training takes a generation batch count.
+
         Args:
             rows: the batch; ``old_per_token_logps`` in it are those at the current weights.
             versions: the version of each token of each row.
-            model: the model whose weights are exchanged meanwhile.
+            model: the model, with the current weights; they are exchanged meanwhile.
             proximal: of the objective.
             score: returns (B, T) log-probs of the model as it is.
             mask: (B, T) bool, the trainable tokens.
@@ -233,6 +233,7 @@ class OldPolicy:
         elif self._snapshots is not None:
             rows[OLD] = self._snapshots.score(model, score, rows["policy_versions"], mask)
         elif self.average is not None:
+            self.average.add(model, current)
             rows[PROXIMAL] = self.average.score(model, score)
         elif today is not None and name is not None:
             rows[name] = today

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,13 +170,29 @@ class ReplayBuffer:
 
         A kill meanwhile leaves some of the files of both.
         """
-        for path in [path for path in self._parts if path.name not in state]:
+        self._restore(state, lambda name, path: path.write_bytes(state[name].cpu().numpy().tobytes()))
+
+    def save(self, folder: Path) -> None:
+        """Copy the files of the buffer into ``folder``, for a checkpoint that is a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in self._parts:
+            shutil.copyfile(path, folder / path.name)
+
+    def load(self, folder: Path) -> None:
+        """Make the buffer what it was at :meth:`save`, as :meth:`load_state_dict` does."""
+        names = [path.name for path in folder.glob("part-*.parquet")]
+        self._restore(names, lambda name, path: shutil.copyfile(folder / name, path))
+
+    def _restore(self, names: Iterable[str], write: Callable[[str, Path], object]) -> None:
+        """Hold the parts of these names and no others. ``write`` writes the part of a name into a file."""
+        wanted = sorted(names)
+        for path in [path for path in self._parts if path.name not in wanted]:
             path.unlink()
         self._parts, self._sizes, self._next = {}, {}, 0
-        for name in sorted(state):
+        for name in wanted:
             path = self.folder / name
             temporary = self.folder / f".{path.stem}.tmp"
-            temporary.write_bytes(state[name].cpu().numpy().tobytes())
+            write(name, temporary)
             fsync(temporary)
             temporary.replace(path)
             self._next = _part_number(path) + 1
@@ -183,16 +200,23 @@ class ReplayBuffer:
         fsync(self.folder)
         self._make_room()
 
-    def available(self, *, current_version: int, max_lag: int | None = None) -> int:
+    def available(self, *, current_version: int, max_lag: int | None = None, responses: int | None = None) -> int:
         """Number of groups that :meth:`sample` chooses from with these options."""
-        return len(self._young(current_version, max_lag))
+        return len(self._eligible(current_version, max_lag, responses))
 
-    def _young(self, current_version: int, max_lag: int | None) -> list[Entry]:
-        ages = ((entry, current_version - entry.version) for entry in self.entries)
+    def _eligible(self, current_version: int, max_lag: int | None, responses: int | None) -> list[Entry]:
+        sized = [entry for entry in self.entries if responses is None or entry.rows == responses]
+        ages = ((entry, current_version - entry.version) for entry in sized)
         return [entry for entry, age in ages if age >= 0 and (max_lag is None or age <= max_lag)]
 
     def sample(
-        self, count: int, *, current_version: int, rng: np.random.Generator, max_lag: int | None = None
+        self,
+        count: int,
+        *,
+        current_version: int,
+        rng: np.random.Generator,
+        max_lag: int | None = None,
+        responses: int | None = None,
     ) -> ReplaySample:
         """Draw ``count`` distinct groups by priority and age.
 
@@ -202,11 +226,12 @@ class ReplayBuffer:
                 an older checkpoint) are not drawn until the learner reaches their version.
             rng: numpy generator.
             max_lag: do not draw groups of a larger lag (they stay in the buffer); None = age only lowers priority.
+            responses: draw only groups of so many responses; None = of any number.
 
         Raises:
             ValueError: there are fewer groups than that.
         """
-        entries = self._young(current_version, max_lag)
+        entries = self._eligible(current_version, max_lag, responses)
         versions = np.array([entry.version for entry in entries], np.int64)
         priorities = np.array([entry.priority for entry in entries], np.float64)
         logs = self.decay.log_priorities(priorities, versions, current_version=current_version)

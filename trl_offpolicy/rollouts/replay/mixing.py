@@ -6,6 +6,7 @@ A generation batch is a dict of tensors under TRL's names, with those of
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def mixed(
 ) -> dict[str, Any]:
     """A generation batch followed by ``count`` drawn groups; its own groups are then stored.
 
-    Nothing is drawn while the buffer holds fewer groups.
+    Nothing is drawn while the buffer holds fewer groups of ``generations`` rows. Groups of another size, from a run
+    with another ``num_generations``, are not drawn (:func:`warn_of_other_sizes`).
 
     Args:
         output: the generation batch.
@@ -67,8 +69,8 @@ def mixed(
     if "sampling_per_token_logps" not in output:
         raise NotImplementedError("replay does not work with an engine without log-probs.")
     groups = fresh_groups(output, generations)
-    if buffer.available(current_version=version, max_lag=max_lag) >= count:
-        drawn = buffer.sample(count, current_version=version, rng=rng, max_lag=max_lag)
+    if buffer.available(current_version=version, max_lag=max_lag, responses=generations) >= count:
+        drawn = buffer.sample(count, current_version=version, rng=rng, max_lag=max_lag, responses=generations)
         reference = output.pop(_REFERENCE, None)
         fresh = len(output["prompt_ids"])
         output = with_replayed(output, pad_groups(drawn.groups, pad_token_id=pad_token_id), ids=drawn.ids.tolist())
@@ -77,6 +79,23 @@ def mixed(
             output[_REFERENCE] = _joined(_REFERENCE, reference, score_reference(replayed))
     buffer.add(groups)
     return output
+
+
+def warn_of_other_sizes(buffer: ReplayBuffer, generations: int) -> None:
+    """Say how many groups of a buffer will not be drawn, because they do not have ``generations`` responses.
+
+    A buffer of an earlier run may hold such groups, and one run may have followed another in its folder. The groups
+    that fit are still worth drawing, so the others are left out and the buffer is not refused. They make room for new
+    ones as they age.
+    """
+    others = [entry.rows for entry in buffer.entries if entry.rows != generations]
+    if others:
+        sizes = ", ".join(map(str, sorted(set(others))))
+        warnings.warn(
+            f"{len(others)} of {len(buffer)} groups in {buffer.folder} are not replayed: they have {sizes} responses, "
+            f"and num_generations is {generations}.",
+            stacklevel=3,
+        )
 
 
 def fresh_groups(output: Mapping[str, Any], generations: int) -> list[ReplayGroup]:
@@ -118,7 +137,8 @@ def with_replayed(output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequenc
             optimizer step or logging window, and fresh groups of the next one have the next numbers from 0 up.
 
     Raises:
-        ValueError: a number could be that of a fresh group, or two replayed groups have the same one.
+        ValueError: a number could be that of a fresh group, two replayed groups have the same one, or a replayed group
+            does not have as many rows as the fresh ones, which ``group_rewards`` tells.
     """
     if max(ids) >= 0 or len(set(ids)) != len(ids):
         raise ValueError(f"ids must be negative and different, but got {list(ids)}.")
@@ -136,7 +156,9 @@ def with_replayed(output: Mapping[str, Any], rows: PaddedGroups, *, ids: Sequenc
         "group_ids": torch.tensor(list(ids))[rows.group_ids],
     }
     if "group_rewards" in output:
-        generations = output["group_rewards"].shape[1]
+        generations, sizes = output["group_rewards"].shape[1], rows.group_ids.bincount().tolist()
+        if set(sizes) != {generations}:
+            raise ValueError(f"replayed groups must have {generations} rows each, as fresh ones, but got {sizes}.")
         replayed["group_rewards"] = rows.rewards.view(-1, generations).repeat_interleave(generations, dim=0)
     mixed: dict[str, Any] = {name: _joined(name, fresh[name], one.to(device)) for name, one in replayed.items()}
     if KEY in output:

@@ -20,8 +20,9 @@ class ReplaySettings:
         groups: groups that are drawn and added to each generation batch.
         max_lag: largest age of a drawn group, in optimizer steps; None = age only lowers priority.
         buffer: an open :class:`ReplayBuffer`; None = one that is made in ``folder``.
-        folder: of the buffer, also one of an earlier run, whose groups are then drawn; None = ``replay`` in the
-            trainer's folder, or ``replay-2``, ... if earlier runs have left theirs there.
+        folder: of the buffer, also one of an earlier run, whose groups are then drawn if they have as many responses
+            as this run's; None = ``replay`` in the trainer's folder, or ``replay-2``, ... if earlier runs have left
+            theirs there.
         max_rows: largest number of responses to keep, or None.
         max_bytes: largest size on disk, or None. One of the two bounds is needed without ``buffer``.
         decay: fall of a group's priority per weight version (``AgeDecay.rate``); None = its default.
