@@ -62,8 +62,9 @@ def test_exit_status_for_scripts(write_run: Any, capsys: pytest.CaptureFixture[s
     assert main(["doctor", folder, "--fail-on", "notice"]) == 3
     assert main(["doctor", folder, "--fail-on", "notice", "--threshold", "kl_healthy=0.04"]) == 0
     capsys.readouterr()
-    assert main(["doctor", folder, "--threshold", "kl=1"]) == 2
-    assert "thresholds must be among" in capsys.readouterr().err
+    assert main(["doctor", folder, "--threshold", "kl_hihg=1"]) == 2
+    error = capsys.readouterr().err
+    assert "thresholds must be among" in error and "Did you mean 'kl_high'" in error
     assert main(["doctor", folder, "--threshold", "kl_high=high"]) == 2
     assert "NAME=VALUE" in capsys.readouterr().err
     assert main(["doctor", folder, "--with", "nobody"]) == 2
