@@ -12,6 +12,7 @@ import pytest
 from trl_offpolicy.cli import main
 from trl_offpolicy.control import parse_control
 from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.diagnosis.report.demo import DEMO_RUN
 from trl_offpolicy.diagnosis.report.plots import figure_style
 from trl_offpolicy.diagnosis.report.rollout_plots import draw_length_shares
 from trl_offpolicy.diagnosis.thresholds import Thresholds
@@ -330,3 +331,9 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setitem(__import__("sys").modules, "rl_doctor", None)
     assert main(["doctor", str(write_run(rows(MISMATCH))), "--with", "rldoctor"]) == 1
     assert "rl_doctor is not installed" in capsys.readouterr().err
+
+
+def test_what_to_judge_again_follows_its_label(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(DEMO_RUN)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "then judge again: " in text and "then Then" not in text
