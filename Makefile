@@ -30,10 +30,10 @@ PYTEST := $(RUN) -m pytest -n $(WORKERS) --maxprocesses=8 --durations=10
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-quickstart: model  ## install, prepare the model, train with measured and corrected rollouts (CPU, about 10 minutes in all)
+quickstart: model  ## install, prepare the model, train with measured and corrected rollouts (CPU, about 5 minutes in all)
 	.venv/bin/accelerate launch $(ONE_PROCESS) recipes/grpo.py --config recipes/quickstart/config.yaml
 
-test: .venv/.test-ready  ## lint, types, fast tests and docstring examples (under five minutes)
+test: .venv/.test-ready  ## lint, types, fast tests and docstring examples (6 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 lint fast-tests
 
 fast-tests: .venv/.test-ready
@@ -47,7 +47,7 @@ test-all: test test-integration  ## what CI runs
 test-slow: .venv/.slow-ready model  ## the long tests (servers, sharded strategies, recipes; hours)
 	$(PYTEST) --dist loadfile tests -m "slow and not gpu"
 
-mutate: .venv/.test-ready  ## mutation testing of functional/ and corrections.py (an hour; goes on where it stopped)
+mutate: .venv/.test-ready  ## mutation testing of functional/ and correction/correction.py (an hour; goes on where it stopped)
 	$(RUN) -m pip install --quiet mutmut==$(MUTMUT)
 	OMP_NUM_THREADS=1 $(RUN) -m mutmut run --max-children 2
 	$(RUN) scripts/mutation_report.py

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from trl import ModelConfig, TrlParser, get_peft_config
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes.record import RecipeCallback, recipe_options, with_smoke
 from recipes.tasks import REWARDS, agent_tools, load_splits
+from trl_offpolicy.checks import near
 from trl_offpolicy.config import OffPolicyGRPOConfig
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
@@ -94,6 +96,13 @@ def drop_foreign_commits(recipe: RecipeArguments, model: ModelConfig) -> None:
         recipe.dataset_revision = None
 
 
+def meant_options(message: str, parser: TrlParser) -> str:
+    """The options nearest to those that TRL's message does not know, as a text for its end; empty if none is near."""
+    known = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
+    unknown = re.findall(r"'--([\w-]+)", message)
+    return "".join(near(name.replace("-", "_"), known) for name in unknown if name not in known)
+
+
 WEIGHTS_AND_TOKENIZER = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
 """Files of a model on the Hub that are loaded; it may have the same weights in other formats too."""
 
@@ -123,7 +132,7 @@ def main() -> None:
     try:
         recipe, training, model = parser.parse_args_and_config()
     except ValueError as error:
-        raise SystemExit(f"{sys.argv[0]}: {error}") from None
+        raise SystemExit(f"{sys.argv[0]}: {error}{meant_options(str(error), parser)}") from None
     drop_foreign_commits(recipe, model)
     options = recipe_options(recipe, training, model)
     commits = {"model_revision": model.model_revision, "dataset_revision": recipe.dataset_revision}

@@ -196,7 +196,7 @@ def check_command(words: list[str]) -> str:
         return check_pip(words[2:])
     if words[:2] == ["accelerate", "launch"]:
         return check_launch(words[2:])
-    if words in (["python3.11", "-m", "venv", ".venv"], ["source", ".venv/bin/activate"]):
+    if re.fullmatch(r"python3\.11 -m venv \.venv(-gpu)?|source \.venv(-gpu)?/bin/activate", " ".join(words)):
         return "environment"
     if words[:3] == ["python", "-m", "lightning_module"]:
         check_lightning_command(words[3:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 _LARGEST = sys.float_info.max
 
@@ -116,6 +117,20 @@ def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
     """
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{field} must be one of {list(allowed)}, but got {value!r}.{near(str(value), allowed)}")
+
+
+def check_target(field: str, path: str | Path | None) -> None:
+    """Raise unless a file can be written there; None passes.
+
+    Raises:
+        ValueError: the path is a folder, or its folder does not exist.
+    """
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise ValueError(f"{field} must be a file, but got the folder {str(path)!r}.")
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"{field} must be a file in an existing folder, but got {str(path)!r}.")
 
 
 def read_switch(field: str, value: object, others: Collection[str]) -> bool | str:

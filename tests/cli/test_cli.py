@@ -45,7 +45,7 @@ def test_report_output_option(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda run: run / "absent", "run_dir must be an existing folder, but got "),
+        (lambda run: run / "absent", "run_dir must be an existing folder or log file, but got "),
         (lambda run: run.parent, "run_dir must contain metrics.jsonl or trainer_state.json, but got "),
     ],
 )
@@ -60,7 +60,8 @@ def test_bad_run_folder_is_one_line_and_status_2(
 
 def test_unwritable_output_is_one_line_and_status_2(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(run_dir), "--output", str(run_dir / "no" / "page.html")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--output must be a file in an existing folder, but got" in error
 
 
 def test_a_crashed_run_warns_once_in_one_line(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +164,7 @@ def test_a_missing_package_names_the_command(
     assert capsys.readouterr().err == f"trl-offpolicy needs: package {package} is not installed.{hint}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["report"], ["report", "x", "--what"]])
+@pytest.mark.parametrize("argv", [[], ["unknown"], ["report"], ["doctor"], ["report", "x", "--what"]])
 def test_bad_arguments_exit_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
@@ -171,12 +172,24 @@ def test_bad_arguments_exit_with_status_2(argv: list[str], capsys: pytest.Captur
     assert "usage: trl-offpolicy" in capsys.readouterr().err
 
 
+def test_the_limits_of_the_doctor_are_listed_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--threshold", "help"]) == 0
+    assert "kl_high " in capsys.readouterr().out
+
+
+def test_a_family_of_presets_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets", "verl"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = lines[1 : lines.index("")]
+    assert lines[0] == "verl" and [line.split()[0] for line in listed] == presets.groups()["verl"]
+
+
 def test_presets_are_listed_under_their_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["general", f"  {'measure':<31}  w = 1, nothing dropped"]
     assert lines.index("paper") < lines.index("skyrl") < lines.index("verl")
-    assert "  paper/tis                        w_t = min(pi_old / mu, C)" in lines
+    assert "  paper/tis                        w_t = min(pi_old / mu, C); C = 2" in lines
     legend = "\n".join(lines[lines.index("") :])
     assert legend.startswith("\nmu = the engine that sampled") and "rho_geo = its geometric mean" in legend
 
@@ -227,6 +240,7 @@ def test_presets_that_compute_the_same_are_said_to(capsys: pytest.CaptureFixture
     ("argv", "message"),
     [
         (["auto"], "write 'offpolicy: auto'"),
+        (["--diff", "paper/tis", "auto"], "write 'offpolicy: auto'"),
         (["paper/tiss"], "but got 'paper/tiss'. Did you mean 'paper/tis'"),
         (["--diff", "paper/tis", "paper/icpop"], "but got 'paper/icpop'. Did you mean 'paper/icepop'"),
         (["paper/tis", "--diff", "paper/tis", "measure"], "--diff must stand alone, but got also paper/tis."),

@@ -12,6 +12,7 @@ import pytest
 from trl_offpolicy.cli import main
 from trl_offpolicy.control import parse_control
 from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.diagnosis.report.demo import DEMO_RUN
 from trl_offpolicy.diagnosis.report.plots import figure_style
 from trl_offpolicy.diagnosis.report.rollout_plots import draw_length_shares
 from trl_offpolicy.diagnosis.thresholds import Thresholds
@@ -62,8 +63,9 @@ def test_exit_status_for_scripts(write_run: Any, capsys: pytest.CaptureFixture[s
     assert main(["doctor", folder, "--fail-on", "notice"]) == 3
     assert main(["doctor", folder, "--fail-on", "notice", "--threshold", "kl_healthy=0.04"]) == 0
     capsys.readouterr()
-    assert main(["doctor", folder, "--threshold", "kl=1"]) == 2
-    assert "thresholds must be among" in capsys.readouterr().err
+    assert main(["doctor", folder, "--threshold", "kl_hihg=1"]) == 2
+    error = capsys.readouterr().err
+    assert "thresholds must be among" in error and "Did you mean 'kl_high'" in error
     assert main(["doctor", folder, "--threshold", "kl_high=high"]) == 2
     assert "NAME=VALUE" in capsys.readouterr().err
     assert main(["doctor", folder, "--with", "nobody"]) == 2
@@ -329,3 +331,9 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setitem(__import__("sys").modules, "rl_doctor", None)
     assert main(["doctor", str(write_run(rows(MISMATCH))), "--with", "rldoctor"]) == 1
     assert "rl_doctor is not installed" in capsys.readouterr().err
+
+
+def test_what_to_judge_again_follows_its_label(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(DEMO_RUN)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "then judge again: " in text and "then Then" not in text

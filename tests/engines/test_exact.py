@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from trl_offpolicy.engines import exact
+from trl_offpolicy.engines import exact, settings
 from trl_offpolicy.engines.effective import settings_of, settings_of_sglang
 from trl_offpolicy.engines.exact import check_exact, exact_engine, float32_head, server_findings, server_flags
 from trl_offpolicy.engines.settings import EngineSettings
@@ -60,6 +60,13 @@ def test_the_engine_field_parses_it() -> None:
     with pytest.raises(ValueError, match=r"engine.weight_rounding must be left out with engine.exact"):
         EngineSettings.parse({"exact": True, "weight_rounding": "int8"})
     assert EngineSettings.parse({"weight_rounding": "int8"}).weight_rounding is not None
+
+
+def test_a_misspelt_option_of_the_kit_is_no_argument_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"engine\.chek_sync is no option here .* Did you mean 'check_sync'\?"):
+        EngineSettings.parse({"chek_sync": False})
+    monkeypatch.setattr(settings, "_vllm_has", lambda argument: argument == "chek_sync")
+    assert EngineSettings.parse({"chek_sync": False}).arguments == {"chek_sync": False}
 
 
 def test_the_hardware_decides_on_batch_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

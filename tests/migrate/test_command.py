@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,7 +43,7 @@ def test_the_output_option_writes_the_yaml(tmp_path: Path, capsys: pytest.Captur
     ("text", "message"),
     [
         ("a: 1\n", "has none of their settings; name its framework with --framework NAME."),
-        ("actor_rollout_ref: {rollout: {n: 2}}\nloss_fn: {use_cispo: true}\n", "has settings of verl and nemo-rl;"),
+        ("algorithm: {adv_estimator: rloo}\nloss_fn: {use_cispo: true}\n", "has settings of verl and nemo-rl;"),
     ],
 )
 def test_an_unclear_file_asks_for_the_framework(
@@ -51,7 +52,8 @@ def test_an_unclear_file_asks_for_the_framework(
     assert main(["migrate", str(write(tmp_path, text))]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err
-    assert main(["migrate", str(write(tmp_path, text)), "--framework", "verl"]) == 0
+    known = write(tmp_path, f"{text}actor_rollout_ref: {{rollout: {{n: 2}}}}\n")
+    assert main(["migrate", str(known), "--framework", "verl"]) == 0
 
 
 def test_an_unknown_framework_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,3 +161,104 @@ def test_every_option_of_every_framework_is_a_real_one() -> None:
                 raise AssertionError(f"{name}: {error}") from None
             except (ValueError, TypeError, NotImplementedError):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text", "missing"),
+    [
+        ("verl", "a.yaml", "actor_rollout_ref: {rollout: {n: 8, name: vllm}}", ""),
+        ("verl", "b.yaml", "actor_rollout_ref: {rollout: {n: 8}, actor: {ppo_mini_batch_size: 32}}",
+         "actor_rollout_ref.actor.ppo_mini_batch_size: not all batch sizes are known; give data.train_batch_size=..."),
+        ("skyrl", "c.yaml", "generator: {n_samples_per_prompt: 8}", ""),
+        ("slime", "d.sh", "python3 train.py --n-samples-per-prompt 8 --use-tis --micro-batch-size 2",
+         "--micro-batch-size: prompts, responses and devices are not all known"),
+        ("areal", "e.yaml", "gconfig: {n_samples: 8}\nactor: {ppo_n_minibatches: 2}",
+         "actor.ppo_n_minibatches: prompts, responses and devices are not all known"),
+        ("openrlhf", "f.sh", "python3 -m openrlhf.cli.train_ppo_ray --rollout.n_samples_per_prompt 8", ""),
+        ("nemo-rl", "g.yaml", "grpo: {num_generations_per_prompt: 8}", ""),
+        ("prime-rl", "h.toml", "[orchestrator]\ngroup_size = 8\n", ""),
+    ],
+)  # fmt: skip
+def test_the_responses_of_a_prompt_are_carried_without_the_other_sizes(
+    tmp_path: Path, framework: str, name: str, text: str, missing: str
+) -> None:
+    printed, lists = migrated(write(tmp_path, text, name), name=framework)
+    assert yaml.safe_load(printed)["num_generations"] == 8
+    assert missing in " ".join(" ".join(lists).split()) and "unknown to this kit" not in " ".join(lists)
+
+
+def test_a_setting_is_never_suggested_for_itself(tmp_path: Path) -> None:
+    """One that acts together with others only, here the devices without any batch size."""
+    _, lists = migrated(write(tmp_path, VERL + "trainer: {nnodes: 2}\n"))
+    (line,) = [line for line in lists if "trainer.nnodes" in line]
+    assert line.strip() == "trainer.nnodes: it acts only together with settings that are not given here"
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text", "kl"),
+    [
+        ("openrlhf", "a.sh", "python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator rloo",
+         {"coef": 0.01, "estimator": "k1"}),
+        ("openrlhf", "b.sh", "python3 -m openrlhf.cli.train_ppo_ray --algo.kl.init_coef 0.05 --algo.kl.estimator k3",
+         {"coef": 0.05, "estimator": "k3"}),
+        ("areal", "c.yaml", "actor: {kl_ctl: 0.02, kl_estimator: k2, ppo_n_minibatches: 2}",
+         {"coef": 0.02, "estimator": "k2"}),
+        ("areal", "d.yaml", "actor: {ppo_n_minibatches: 2}\nref: {path: a/b}", {"coef": 0.1, "estimator": "k1"}),
+        ("skyrl", "e.yaml", "trainer: {algorithm: {use_kl_loss: false, use_kl_in_reward: true, kl_loss_coef: 0.3}}",
+         {"coef": 0.3, "estimator": "k3"}),
+    ],
+)  # fmt: skip
+def test_a_kl_in_the_reward_stays_there(
+    tmp_path: Path, framework: str, name: str, text: str, kl: dict[str, object]
+) -> None:
+    printed, lists = migrated(write(tmp_path, text, name), name=framework)
+    fields = yaml.safe_load(printed)
+    assert fields["offpolicy"]["objective"]["kl"] == {**kl, "max_value": 10.0, "place": "reward"}
+    assert "beta" not in fields and any("offpolicy.objective.kl" in line and "in the reward" in line for line in lists)
+    assert not any(line.strip().startswith(":") for line in lists)
+
+
+def test_areal_without_a_reference_model_gets_no_kl_by_default(tmp_path: Path) -> None:
+    printed, _ = migrated(write(tmp_path, "actor: {ppo_n_minibatches: 2, use_decoupled_loss: true}"), name="areal")
+    assert "kl:" not in printed
+
+
+def test_a_default_that_is_not_carried_has_its_name(tmp_path: Path) -> None:
+    script = write(tmp_path, "python3 -m openrlhf.cli.train_ppo_ray --algo.kl.init_coef 0", "train.sh")
+    _, lists = migrated(script)
+    assert any(
+        line.strip().startswith("--algo.advantage.estimator (its default): the estimator 'gae'") for line in lists
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda folder: write(folder, "# nothing yet\n"), [], "config.yaml' is empty."),
+        (lambda folder: folder, [], "is a folder: name the configuration in it."),
+        (
+            lambda folder: write(folder, VERL),
+            ["--output", "/nonexistent/a.yaml"],
+            "must be a file in an existing folder",
+        ),
+        (lambda folder: write(folder, VERL), ["--output", "."], "--output must be a file, but got the folder '.'"),
+        (lambda folder: write(folder, VERL), ["--framework", "slime"], "slime knows no setting of"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_one_plain_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, options: list[str], message: str
+) -> None:
+    assert main(["migrate", str(make(tmp_path)), *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err and "Errno" not in err
+
+
+def test_the_framework_of_a_wrong_name_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"It has settings of verl\.$"):
+        migrate(write(tmp_path, VERL), name="slime")
+
+
+def test_only_the_file_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["migrate"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: FILE\n")

@@ -153,3 +153,7 @@ def test_advantages_and_the_centre_of_the_clip_are_semantics():
         "advantages": ("the trainer's", "RLOO: normalize=False, alone=zero"),
     }
     assert "proximal" in other.objective_changes
+
+
+def test_the_order_of_terms_is_no_difference_where_nothing_is_dropped():
+    assert "measured on" not in rows("paper/tis", "skyrl/token-tis")

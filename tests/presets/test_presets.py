@@ -44,6 +44,16 @@ def test_an_unknown_preset_is_refused_with_near_names(name, hint):
     assert hint in str(error.value)
 
 
+def test_a_family_or_a_framework_is_no_preset_and_says_what_it_is():
+    with pytest.raises(
+        ValueError, match=r"but got 'verl'\. It is a family of presets, which `trl-offpolicy presets verl`"
+    ) as error:
+        presets.get("verl")
+    assert str(error.value).endswith("Options in verl's own names: offpolicy: {framework: verl, options: {...}}.")
+    with pytest.raises(ValueError, match=r"but got 'ms-swift'\. Options in ms-swift's own names"):
+        presets.get("ms-swift")
+
+
 def test_a_hopeless_name_gets_no_hint():
     with pytest.raises(ValueError, match=r"but got 'zzzz'\.$"):
         presets.get("zzzz")

@@ -55,6 +55,20 @@ def test_env_of_the_yaml_is_set_and_the_command_line_wins(
     assert (training.seed, training.learning_rate, training.offpolicy) == (7, 1e-3, "paper/mis")
 
 
+@pytest.mark.parametrize("where", ["file", "command line"])
+def test_a_misspelt_option_is_answered_with_the_nearest(arguments: Any, tmp_path: Path, where: str) -> None:
+    config = tmp_path / "config.yaml"
+    misspelt = "offpolcy: paper/tis\n" if where == "file" else ""
+    config.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n{misspelt}")
+    parser = TrlParser((arguments, OffPolicyGRPOConfig, ModelConfig))
+    words = [] if where == "file" else ["--offpolcy", "paper/tis"]
+    with pytest.raises(ValueError) as error:
+        parser.parse_args_and_config(["--config", str(config), *words])
+    recipe = sys.modules["grpo_recipe"]
+    assert recipe.meant_options(str(error.value), parser).startswith(" Did you mean 'offpolicy'")
+    assert recipe.meant_options("no option is named", parser) == ""
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "lightning").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_rewards_of_the_lightning_recipes_can_be_imported(path: Path) -> None:

@@ -51,6 +51,7 @@ def test_list_and_show_print_each_recipe(capsys) -> None:
     [
         (["show"], "recipes show needs NAME, but got none"),
         (["copy", "quickstrat"], "got 'quickstrat'; did you mean quickstart"),
+        (["show", "zzzz"], "got 'zzzz'. 'trl-offpolicy recipes' lists them."),
         (["copy", "async_lag"], "async_lag also needs benchmarks/: run it in a checkout"),
     ],
 )

@@ -64,7 +64,7 @@ def test_ratio_group_is_total_only_without_mismatch(write_run: Any) -> None:
 
 
 def test_missing_folder_file_and_rows_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"run_dir must be an existing folder, but got .*absent"):
+    with pytest.raises(FileNotFoundError, match=r"run_dir must be an existing folder or log file, but got .*absent"):
         read_metrics(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"run_dir must contain metrics.jsonl or trainer_state.json, but got"):
         read_metrics(tmp_path)

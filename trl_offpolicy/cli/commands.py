@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_offpolicy import __version__
-from trl_offpolicy.checks import near
+from trl_offpolicy.checks import check_target, near
 from trl_offpolicy.cli.migrate import migrate
 from trl_offpolicy.cli.presets import presets
 from trl_offpolicy.cli.recipes import recipes
@@ -53,6 +53,7 @@ def report(parser: argparse.ArgumentParser) -> Runner:
     def run(args: argparse.Namespace) -> int:
         from trl_offpolicy.diagnosis.report.report import make_report, print_report, save_report
 
+        check_target("--output", args.output)
         made = make_report(args.run_dir, decode=load_decode(args.tokenizer))
         path = save_report(made, args.run_dir, args.output)
         print_report(made)
@@ -64,7 +65,7 @@ def report(parser: argparse.ArgumentParser) -> Runner:
 
 def doctor(parser: argparse.ArgumentParser) -> Runner:
     """Say what is wrong with a run and the smallest change that helps (also verl, TRL, SkyRL and slime logs)."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help=f"run folder, {METRICS_FILE} or {STATE_FILE}")
+    parser.add_argument("run_dir", metavar="RUN_DIR", nargs="?", help=f"run folder, {METRICS_FILE} or {STATE_FILE}")
     parser.add_argument(
         "--window", metavar="N", type=int, default=20, help="judge the last N logged steps (%(default)s)"
     )
@@ -96,13 +97,15 @@ def doctor(parser: argparse.ArgumentParser) -> Runner:
     )
 
     def run(args: argparse.Namespace) -> int:
+        if "help" in args.threshold:
+            _print_thresholds()
+            return 0
+        if args.run_dir is None:
+            parser.error("the following arguments are required: RUN_DIR")
 
         from trl_offpolicy.diagnosis.doctor import examine, print_examination
         from trl_offpolicy.run_folder.strict import dump_json
 
-        if "help" in args.threshold:
-            _print_thresholds()
-            return 0
         if args.window < 1:
             raise ValueError(f"--window must be at least 1, but got {args.window}.")
         thresholds = _thresholds(args.threshold)
@@ -153,6 +156,7 @@ def demo(parser: argparse.ArgumentParser) -> Runner:
     def run(args: argparse.Namespace) -> int:
         from trl_offpolicy.diagnosis.report.demo import show_demo
 
+        check_target("--output", args.output)
         show_demo(args.output)
         return 0
 
@@ -176,7 +180,7 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument(
         "--beside-leftovers", action="store_true", help="start although processes of an earlier server are left"
     )
-    parser.add_argument("vllm", nargs="*", metavar="-- VLLM_FLAG", help="further flags for vLLM, after --")
+    parser.add_argument("vllm", nargs="*", default=[], metavar="-- VLLM_FLAG", help="further flags for vLLM, after --")
 
     def run(args: argparse.Namespace) -> int:
         from trl_offpolicy.engines.server.serve import ServeOptions, announce, start

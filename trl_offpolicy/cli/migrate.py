@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_offpolicy.checks import check_target
+
 if TYPE_CHECKING:
     from trl_offpolicy.migrate import Migration
     from trl_offpolicy.presets import Preset
@@ -23,7 +25,11 @@ def migrate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
 
     parser.add_argument("file", metavar="FILE", type=Path, help="YAML, TOML, or the script that starts the training")
     parser.add_argument(
-        "overrides", metavar="A.B=C", nargs="*", help="settings in the framework's names, over the file; the last wins"
+        "overrides",
+        metavar="A.B=C",
+        nargs="*",
+        default=[],
+        help="settings in the framework's names, over the file; the last wins",
     )
     parser.add_argument("--framework", choices=NAMES, help="whose configuration FILE is (default: by its settings)")
     parser.add_argument(
@@ -34,6 +40,7 @@ def migrate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
     )
 
     def run(args: argparse.Namespace) -> int:
+        check_target("--output", args.output)
         text, lists = migrated(args.file, args.overrides, name=args.framework)
         if args.output is None:
             print(text, *(f"# {line}" for line in _wrapped(lists)), sep="\n")

@@ -71,8 +71,9 @@ def find(name: str) -> Recipe:
     """
     by_name = {recipe.name: recipe for recipe in all_recipes()}
     if name not in by_name:
-        near = get_close_matches(name, by_name, n=3, cutoff=0.4) or list(by_name)
-        raise ValueError(f"NAME must be a recipe, but got {name!r}; did you mean {' or '.join(near)}?")
+        near = get_close_matches(name, by_name, n=3, cutoff=0.4)
+        meant = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise ValueError(f"NAME must be a recipe, but got {name!r}{meant} 'trl-offpolicy recipes' lists them.")
     return by_name[name]
 
 

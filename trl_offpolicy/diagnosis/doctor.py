@@ -355,7 +355,7 @@ def _print_advice(out: Console, advice: Advice) -> None:
     """Print the settings as YAML, and what comes after them."""
     from rich.markup import escape
 
-    fields = {"yaml": advice.yaml, "later": "\n".join(advice.later), "then": judge_again(advice)}
+    fields = {"yaml": advice.yaml, "later": "\n".join(advice.later), "then": judge_again(advice).removeprefix("Then ")}
     if any(fields.values()):
         out.print(f"[bold]settings[/] ({escape(advice.where)})")
         _print_fields(out, fields)

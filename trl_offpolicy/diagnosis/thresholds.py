@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from trl_offpolicy.checks import near
+
 TREE = "Liu 2026, Off-Policy Drift in LLM RL, decision tree"
 ESCALATION = "Liu 2026, Off-Policy Drift in LLM RL, when to escalate from RS to IS to systems fix"
 YAO = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
@@ -142,7 +144,11 @@ def thresholds_from(values: Mapping[str, float]) -> Thresholds:
     known = [one.name for one in fields(Thresholds)]
     unknown = [name for name in values if name not in known]
     if unknown:
-        raise ValueError(f"thresholds must be among {', '.join(known)}, but got {', '.join(unknown)}.")
+        meant = "".join(near(name, known) for name in unknown)
+        raise ValueError(
+            f"thresholds must be among the {len(known)} that `trl-offpolicy doctor --threshold help` lists, but got "
+            f"{', '.join(unknown)}.{meant}"
+        )
     return replace(Thresholds(), **values)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -71,6 +74,8 @@ class EngineSettings:
         """The settings from the mapping of a configuration."""
         given = dict(read_numbers(engine or {}))
         own = {item.name: given.pop(item.name) for item in fields(cls) if item.name in given}
+        for name in given:
+            _check_spelling(name, [item.name for item in fields(cls) if item.name != "arguments"])
         if own.get("weight_rounding") is not None:
             own["weight_rounding"] = parse_rounding(own["weight_rounding"])
         if own.get("folder") is not None:
@@ -114,3 +119,24 @@ class EngineSettings:
             raise ValueError(
                 f"engine must not hold {names} with a server: start it with these (trl-offpolicy serve --help)."
             )
+
+
+def _check_spelling(name: str, own: Sequence[str]) -> None:
+    """Raise if an argument for vLLM is nearly the name of an option of this kit, and vLLM has none of that name.
+
+    Raises:
+        ValueError: names the option that was meant.
+    """
+    close = get_close_matches(name, own, n=1, cutoff=0.8)
+    if close and not _vllm_has(name):
+        raise ValueError(f"engine.{name} is no option here and no argument of vLLM. Did you mean {close[0]!r}?")
+
+
+def _vllm_has(argument: str) -> bool:
+    """True if the installed vLLM takes the argument. Its source is read, because an import takes seconds."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return False
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
+    declared = rf"^    {re.escape(argument)}\s*:"
+    return source.is_file() and re.search(declared, source.read_text(encoding="utf-8"), re.MULTILINE) is not None

@@ -65,7 +65,19 @@ def migrate(path: str | Path, overrides: Sequence[str] = (), *, name: str | None
     """
     settings = read_settings(Path(path), overrides)
     table = recognise(settings, Path(path)) if name is None else framework(name)
-    return translate(table, settings)
+    found = translate(table, settings)
+    if name is not None and settings.values and not _knows_one(found):
+        of = [other.name for other in map(framework, NAMES) if other.recognises(settings)]
+        hint = f" It has settings of {' and '.join(of)}." if of else ""
+        raise ValueError(f"file must be a configuration of {name}, but {name} knows no setting of {str(path)!r}.{hint}")
+    return found
+
+
+def _knows_one(migration: Migration) -> bool:
+    """True if the table knows one of the file's settings, be it carried or not."""
+    if any(key in migration.settings.values for key in migration.option_keys.values()):
+        return True
+    return any(one.keys and not (isinstance(one, Left) and one.why.startswith(UNKNOWN)) for one in migration.found)
 
 
 def correction_of(path: str | Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -174,6 +174,8 @@ def read_file(path: Path) -> str:
     Raises:
         ValueError: there is no such file, or it is no text.
     """
+    if path.is_dir():
+        raise ValueError(f"file must be a file, but {str(path)!r} is a folder: name the configuration in it.")
     if not path.is_file():
         raise ValueError(f"file must be an existing file, but got {str(path)!r}.")
     try:

@@ -153,6 +153,8 @@ def lists(
 
 def _left_names(one: Left, shown: Callable[[str], str]) -> list[str]:
     """The settings by name, or their pattern and their number where they are many."""
+    if not one.keys:  # the framework's own default
+        return [f"{one.pattern} (its default)"]
     if len(one.keys) > 3 and "*" in one.pattern:
         return [f"{one.pattern} ({len(one.keys)} settings)"]
     return [shown(key) for key in one.keys]

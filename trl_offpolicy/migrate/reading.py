@@ -89,6 +89,8 @@ def _read(path: Path) -> _Raw:
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):
         return _read_launcher(text, path)
     nested = read_yaml(text, str(path))
+    if nested is None:
+        raise ValueError(f"file must hold a mapping of options, but {str(path)!r} is empty.")
     if not isinstance(nested, Mapping):
         raise ValueError(f"file must hold a mapping of options, but got {str(path)!r} with a {type(nested).__name__}.")
     return _with_parents(flatten(nested), path, seen=(path,))

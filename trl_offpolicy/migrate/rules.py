@@ -283,8 +283,10 @@ def reason(framework: Framework, key: str) -> tuple[str, str]:
             return pattern, why
         if fnmatchcase(key, f"{pattern}.*"):
             return f"{pattern}.*", why
+    if key in framework.defaults:  # a step reads it, but found too little to use it
+        return "", "it acts only together with settings that are not given here"
     known = [*framework.rows, *framework.options, *framework.defaults]
-    close = get_close_matches(key, known, n=1, cutoff=0.85)
+    close = get_close_matches(key, [name for name in known if name != key], n=1, cutoff=0.85)
     return "", f"{UNKNOWN}{f' (did you mean {close[0]}?)' if close else ''}"
 
 

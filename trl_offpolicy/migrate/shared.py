@@ -20,6 +20,7 @@ CRITIC = "the trainers here have no critic"
 ENGINE = "set the engine here: the mapping engine passes arguments to vLLM"
 TOOLS = "set turns and tools here: tools, max_tool_calling_iterations, environment_factory"
 ASYNC = "sampling ahead is set by async_rollouts here (docs/async.md), with vllm_mode: server"
+SIZES = "prompts, responses and devices are not all known; give them as overrides"
 OTHER_MODELS = "the trainers here have no such model"
 
 
@@ -82,6 +83,30 @@ def batch(sizes: Batch) -> Iterable[Found]:
         yield Left(sizes.keys, f"{why}; GRPO needs at least 2 responses of a prompt")
         return
     yield Carried(sizes.keys, fields, why)
+
+
+def sizes_unknown(source: Source, names: tuple[str, ...], generations: str, why: str) -> Iterable[Found]:
+    """What is left of batch sizes that cannot be computed: the responses of a prompt alone are carried.
+
+    Args:
+        source: the configuration.
+        names: all settings that were read.
+        generations: the one that counts the responses of a prompt.
+        why: the reason for all others.
+    """
+    keys = source.given(*names)
+    value = given_or(source, generations) if source.has(generations) else None
+    if value is not None and value > 1:
+        yield Carried((generations,), {"num_generations": value})
+        keys = tuple(key for key in keys if key != generations)
+    if keys:
+        yield Left(keys, why)
+
+
+def reward_kl(keys: tuple[str, ...], coef: float, estimator: str, why: str, *, max_value: float | None = 10.0) -> Found:
+    """``offpolicy.objective.kl`` with its place in the reward."""
+    cap = {} if max_value is None else {"max_value": max_value}
+    return Carried(keys, {KL: {"coef": coef, "estimator": estimator, **cap, "place": "reward"}}, why)
 
 
 def kl_term(

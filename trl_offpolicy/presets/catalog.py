@@ -330,10 +330,23 @@ def check_name(name: object, *, where: str, hint: str = "") -> None:
         ValueError: it is not.
     """
     if not isinstance(name, str) or name not in PRESETS:
+        hint = hint or (_family(name.lower()) if isinstance(name, str) else "")
         raise ValueError(
             f"{where} must be one of the {len(PRESETS)} presets that `trl-offpolicy presets` lists, but got {name!r}."
             f"{hint or near(str(name), PRESETS)}"
         )
+
+
+def _family(name: str) -> str:
+    """What to write in place of a family's or a framework's name; empty text for any other name."""
+    from trl_offpolicy.presets import FRAMEWORKS
+
+    hints = []
+    if name in groups():
+        hints.append(f" It is a family of presets, which `trl-offpolicy presets {name}` lists.")
+    if name in FRAMEWORKS:
+        hints.append(f" Options in {name}'s own names: offpolicy: {{framework: {name}, options: {{...}}}}.")
+    return "".join(hints)
 
 
 def get(name: str, **options: object) -> Preset:

@@ -77,7 +77,8 @@ def _keep_row(term: KeepTerm) -> str:
 
 def _correction_rows(correction: Correction) -> dict[str, str]:
     measured, order, normalisation = "all trainable tokens", "any", "none"
-    if correction.measure_on == "remaining":
+    # Without a keep term and a second weight nothing is dropped before something is measured.
+    if correction.measure_on == "remaining" and (correction.keep or len(correction.weights) > 1):
         measured = "what earlier terms kept"
         names = [term.name for term in correction.keep]
         order = " -> ".join([*names, "weights"]) if names else "any"

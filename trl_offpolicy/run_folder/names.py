@@ -175,7 +175,7 @@ OTHER_WEIGHT_MEANS = ("sampling/importance_sampling_ratio/mean",)
 
 _ACTOR = "up to verl 0.7 the actor logs current/sampling over it, averaged over the updates of a batch"
 _BY_RESPONSE = "the mean over responses of their means over tokens; ours is the mean over all tokens"
-_WITH_TOOLS = "tool output counts as length"
+_WITH_TOOLS = "tool output, if there is any, counts as length"
 NOTES: Mapping[str, str] = MappingProxyType(
     {
         **{f"rollout_corr/{name}": _ACTOR for name in _VERL_MISMATCH},

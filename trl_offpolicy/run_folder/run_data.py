@@ -129,7 +129,7 @@ def metrics_file(run_dir: str | Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise FileNotFoundError(f"run_dir must be an existing folder, but got {path}.")
+        raise FileNotFoundError(f"run_dir must be an existing folder or log file, but got {path}.")
     if (path / METRICS_FILE).is_file():
         return path / METRICS_FILE
     # a stock transformers run has its log only in the checkpoints; the newest one holds all of it

@@ -140,6 +140,7 @@ def test_weights_that_stop_arriving_show_as_a_mismatch_that_grows(write_run: Any
     for info, cause in ((declared, "stale_weights"), ({}, "other_weights")):
         found = attribute_run(rollouts, info)
         assert found is not None and found.cause == cause and "grows with the steps" in found.reasons[0]
+        assert not any(reason.startswith("nothing explains") for reason in found.reasons)  # it names the closest cause
     jumped = read_rollouts(write_run(metrics(14), exact + flat))
     assert jumped is not None
     found = attribute_run(jumped, declared)

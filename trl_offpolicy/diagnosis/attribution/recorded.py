@@ -179,10 +179,13 @@ def _with_course(found: Attribution, course: Course, evidence: TokenEvidence) ->
         )  # fmt: skip
     synced = evidence.engine is not None and evidence.engine.weight_version is not None
     says = " although both sides declare the same weights" if synced else ""
+    told = found.reasons
+    if found.cause == "unknown":  # or its "closest" cause would read as if it contradicted the one that is named
+        told = (*(f"by the tokens of one step alone {one}" for one in told[:1]), *told[1:])
     return replace(
         found, cause="stale_weights" if synced else OTHER_WEIGHTS, coarse=OTHER_WEIGHTS, confidence=COURSE_CONFIDENCE,
         runner_up=found.cause if found.cause != "unknown" else found.runner_up, detail="", basis="log-probs",
-        reasons=(course.text + says + ": weights that do not arrive do that", *found.reasons),
+        reasons=(course.text + says + ": weights that do not arrive do that", *told),
         next_test=f"{CAUSES['stale_weights'].confirm} {LOOK_ALIKES['stale_weights'].text}",
         alternatives=LOOK_ALIKES["stale_weights"].causes,
     )  # fmt: skip

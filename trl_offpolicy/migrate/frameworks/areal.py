@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "actor.use_decoupled_loss": False,
     "actor.eps_clip": 0.2,
     "actor.kl_ctl": 0.1,
+    "actor.kl_estimator": "k1",
     f"{OPTIMIZER}.lr_scheduler_type": "constant",
     f"{OPTIMIZER}.warmup_steps_proportion": 0.001,
 }
@@ -90,15 +91,24 @@ def _loss(source: Source) -> Iterable[Found]:
     yield from shared.clip(source, *clip)
 
 
+_IN_REWARD = (
+    "in the reward, as there; AReaL takes it after reward_norm and from the engine's log-probs, this kit before the "
+    "group's normalisation and from pi_old's"
+)
+
+
 def _kl(source: Source) -> Iterable[Found]:
-    keys = source.given("actor.kl_ctl", "actor.kl_estimator")
-    coef = source.get("actor.kl_ctl")
-    if coef is None or not keys:
+    """AReaL's KL is in the reward. Its default coefficient acts on a KL only where the file names a reference model."""
+    names = ("actor.kl_ctl", "actor.kl_estimator")
+    keys, coef = source.given(*names), source.get(names[0])
+    if coef is None or not (keys or "ref" in source.settings.sections()):
         return
-    if number("actor.kl_ctl", coef) == 0:
+    if number(names[0], coef) == 0:
         yield Carried(keys, {"beta": 0.0}, "no KL term")
-    else:
-        yield Left(keys, "AReaL has this KL in the reward; the trainers here have it in the loss (beta)")
+        return
+    kind = one_of("k1", "k2", "k3")(names[1], source.get(names[1], "k1"))
+    why = _IN_REWARD if keys else f"the default of {names[0]}; {_IN_REWARD}"
+    yield shared.reward_kl(keys, coef, kind, why)
 
 
 def _advantages(source: Source) -> Iterable[Found]:
@@ -150,7 +160,7 @@ def _batch(source: Source) -> Iterable[Found]:
     where, devices = _devices(source)
     keys = source.given(*names, where)
     if None in (prompts, generations, parts, devices):
-        yield Left(keys, "prompts, responses and devices are not all known; give them as overrides")
+        yield from shared.sizes_unknown(source, (*names, where), names[1], shared.SIZES)
         return
     if prompts * generations % parts:
         yield Left(keys, f"{prompts} x {generations} responses do not divide into {parts} parts")

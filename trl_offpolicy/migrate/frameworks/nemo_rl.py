@@ -68,7 +68,8 @@ def _batch(source: Source) -> Iterable[Found]:
     keys = source.given(*names)
     if None in (prompts, generations, step, nodes, devices):
         missing = [name for name in names[:5] if source.get(name) is None]
-        yield Left(keys, f"{', '.join(missing)} is not known; give it as an override")
+        why = f"{', '.join(missing)} is not known; give it as an override"
+        yield from shared.sizes_unknown(source, names, names[1], why)
         return
     engines = 0
     if source.get("policy.generation.colocated.enabled", True) is False:

@@ -84,17 +84,23 @@ def _clip(source: Source) -> Iterable[Found]:
     yield Carried(keys, fields, "" if cap is None or "delta" not in fields else "TRL's delta is the dual clip")
 
 
+_IN_REWARD = "in the reward, as there; OpenRLHF takes it after the group's normalisation, this kit before"
+
+
 def _kl(source: Source) -> Iterable[Found]:
+    """The KL is in the reward unless the loss is told to hold it; its default coefficient is not 0."""
     names = ("algo.kl.use_loss", "algo.kl.init_coef", "algo.kl.estimator")
     keys = source.given(*names)
     coef = number(f"--{names[1]}", source.get(names[1], 0.01))
     if coef == 0:
         yield Carried(keys, {"beta": 0.0}, "no KL term")
-    elif source.get(names[0], False):
-        kind = one_of("k1", "k2", "k3")(f"--{names[2]}", source.get(names[2], "k1"))
+        return
+    kind = one_of("k1", "k2", "k3")(f"--{names[2]}", source.get(names[2], "k1"))
+    if source.get(names[0], False):
         yield shared.kl_term(keys, coef, kind, max_value=10.0)
-    elif keys:
-        yield Left(keys, "OpenRLHF has this KL in the reward; the trainers here have it in the loss (beta)")
+    else:
+        why = _IN_REWARD if keys else f"the default of --{names[1]}; {_IN_REWARD}"
+        yield shared.reward_kl(keys, coef, kind, why)
 
 
 def _advantages(source: Source) -> Iterable[Found]:
@@ -117,6 +123,7 @@ def _advantages(source: Source) -> Iterable[Found]:
             keys,
             f"the estimator {kind!r}{' without the deviation' * bool(source.get(plain, False))} has no "
             "counterpart here; set offpolicy.advantages (docs/objectives.md)",
+            pattern=f"--{key}",
         )
 
 
@@ -134,7 +141,7 @@ def _batch(source: Source) -> Iterable[Found]:
         return
     prompts, generations, step, nodes, devices, micro = (shared.given_or(source, name) for name in names[:6])
     if None in (prompts, generations, step, nodes, devices):
-        yield Left(source.given(*names), "prompts, responses and devices are not all known; give them as overrides")
+        yield from shared.sizes_unknown(source, names, names[1], shared.SIZES)
         return
     dynamic = source.get(names[6], False) or not source.has(names[5])
     yield from shared.batch(

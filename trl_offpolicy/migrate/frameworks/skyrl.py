@@ -179,6 +179,11 @@ def _kl(source: Source) -> Iterable[Found]:
     names = [f"{ALGORITHM}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_estimator_type")]
     on, coef, kind = (source.get(name) for name in names)
     keys = source.given(*names)
+    in_reward = f"{ALGORITHM}.use_kl_in_reward"
+    if switch(in_reward, source.get(in_reward, False) or False):
+        yield from _kl_in_reward(source, (in_reward, *keys), number(names[1], coef), kind)
+        return
+    yield from shared.left(source, {in_reward: "off"})
     if on is None:
         return
     if not switch(names[0], on):
@@ -190,6 +195,16 @@ def _kl(source: Source) -> Iterable[Found]:
     if not keys and isinstance(found, Carried):
         found = Carried((), found.fields, f"the default of {names[0]}")
     yield found
+
+
+def _kl_in_reward(source: Source, keys: tuple[str, ...], coef: float, kind: str) -> Iterable[Found]:
+    control = f"{ALGORITHM}.kl_ctrl.type"
+    if source.get(control, "fixed") == "fixed":
+        one_of("k1", "k2", "k3", "abs")(f"{ALGORITHM}.kl_estimator_type", kind)
+        cap = 10.0 if kind == "k3" else None
+        yield shared.reward_kl((*keys, *source.given(control)), coef, kind, "in the reward, as there", max_value=cap)
+    else:
+        yield Left((*keys, control), "a coefficient moves only in the loss here: offpolicy.objective.kl")
 
 
 def _entropy(source: Source) -> Iterable[Found]:
@@ -233,7 +248,7 @@ def _batch(source: Source) -> Iterable[Found]:
     if not source.has(*names[:3]):
         return
     if None in (prompts, generations, mini, nodes, devices):
-        yield Left(source.given(*names), "prompts, responses and devices are not all known; give them as overrides")
+        yield from shared.sizes_unknown(source, names, names[1], shared.SIZES)
         return
     yield from shared.batch(
         shared.Batch(
@@ -353,7 +368,6 @@ FRAMEWORK = Framework(
         "trainer.critic*": shared.CRITIC,
         "trainer.fully_async": shared.ASYNC,
         "trainer.mtp": shared.MODEL,
-        f"{ALGORITHM}.use_kl_in_reward": "the trainers here have the KL in the loss",
         f"{ALGORITHM}.kl_ctrl": "the KL in the reward alone reads it",
         f"{ALGORITHM}.advantage_batch_normalize": "set offpolicy.advantages: {type: grpo, scale: batch}",
         f"{ALGORITHM}.dynamic_sampling": "dynamic sampling has no counterpart here",

@@ -166,13 +166,13 @@ def _batch(source: Source) -> Iterable[Found]:
         "actor_num_gpus_per_node",
         "micro_batch_size",
     )
-    if not source.has("rollout_batch_size"):
+    if not source.has("rollout_batch_size", "n_samples_per_prompt"):
         return
     prompts, generations, nodes, devices = (shared.given_or(source, names[place]) for place in (0, 1, 4, 5))
     step = _step(source)
     dynamic = switch("--use-dynamic-batch-size", source.get("use_dynamic_batch_size", False))
     if step is None or None in (prompts, generations, nodes, devices):
-        yield Left(source.given(*names), "prompts, responses and devices are not all known; give them as overrides")
+        yield from shared.sizes_unknown(source, names, names[1], shared.SIZES)
         return
     yield from shared.batch(
         shared.Batch(

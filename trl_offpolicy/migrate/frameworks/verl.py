@@ -96,13 +96,16 @@ def _batch(source: Source) -> Iterable[Found]:
         f"{ACTOR}.ppo_micro_batch_size_per_gpu",
     )
     prompts, generations, mini, nodes, devices, micro = (shared.given_or(source, name) for name in names)
-    if not source.has(*names[:3]) or None in (prompts, generations, mini):
+    if not source.has(*names[:3]):
+        return
+    if None in (prompts, generations, mini):
+        missing = [f"{name}=..." for name in names[:3] if source.get(name) is None]
+        why = f"not all batch sizes are known; give {' and '.join(missing)} as overrides"
+        yield from shared.sizes_unknown(source, names, names[1], why)
         return
     if None in (nodes, devices):
-        yield Left(
-            source.given(*names),
-            "the number of devices is not known; give trainer.nnodes=... and trainer.n_gpus_per_node=... as overrides",
-        )
+        why = "the number of devices is not known; give trainer.nnodes=... and trainer.n_gpus_per_node=... as overrides"
+        yield from shared.sizes_unknown(source, names, names[1], why)
         return
     yield from shared.batch(
         shared.Batch(
