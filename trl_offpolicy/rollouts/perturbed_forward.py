@@ -179,8 +179,11 @@ class PerturbedForward:
     def _perturbed(self, place: int, hidden: Tensor) -> Tensor:
         size = hidden.detach().float().square().mean(-1, keepdim=True).sqrt()
         scale = self._log_std[place].to(hidden.device).exp()
-        exact = hidden.float() + scale * size * torch.randn_like(hidden, dtype=torch.float32)
-        return _rounded(exact, hidden.dtype)
+        return _rounded(hidden.float() + scale * size * _normal(hidden), hidden.dtype)
+
+
+def _normal(hidden: Tensor) -> Tensor:
+    return torch.randn_like(hidden, dtype=torch.float32)
 
 
 def _rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
