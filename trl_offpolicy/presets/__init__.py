@@ -20,6 +20,7 @@ from trl_offpolicy.parts import as_mapping, parse_tagged
 from trl_offpolicy.presets.auto import AUTO
 from trl_offpolicy.presets.catalog import PRESETS, check_name, get, groups, names
 from trl_offpolicy.presets.diff import Difference, diff
+from trl_offpolicy.presets.frameworks import NAMES
 from trl_offpolicy.presets.frameworks.areal import from_areal
 from trl_offpolicy.presets.frameworks.ms_swift import from_ms_swift
 from trl_offpolicy.presets.frameworks.nemo_rl import from_nemo_rl
@@ -55,17 +56,10 @@ __all__ = [
     "names",
 ]
 
-FRAMEWORKS: dict[str, Callable[..., Preset]] = {
-    "areal": from_areal,
-    "ms-swift": from_ms_swift,
-    "nemo-rl": from_nemo_rl,
-    "openrlhf": from_openrlhf,
-    "prime-rl": from_prime_rl,
-    "skyrl": from_skyrl,
-    "slime": from_slime,
-    "trl": from_trl,
-    "verl": from_verl,
-}
+_TRANSLATORS = (
+    from_areal, from_ms_swift, from_nemo_rl, from_openrlhf, from_prime_rl, from_skyrl, from_slime, from_trl, from_verl,
+)  # fmt: skip
+FRAMEWORKS: dict[str, Callable[..., Preset]] = dict(zip(NAMES, _TRANSLATORS, strict=True))
 """Frameworks whose own option names are understood."""
 
 MAPPING_KEYS = ("preset", "framework", "options", "file", "correction", "objective", "advantages")

@@ -27,6 +27,7 @@ from trl_offpolicy.correction.terms import (
 )
 from trl_offpolicy.objective.losses import CTPO, FIPO, GPG, P3O, PPOClip, QuRL
 from trl_offpolicy.objective.shaping import DiscrepancyPenalty, ZeroVariance
+from trl_offpolicy.presets.frameworks import NAMES
 from trl_offpolicy.presets.preset import Preset, make_preset
 from trl_offpolicy.presets.recommended import RECOMMENDED, VERL
 from trl_offpolicy.presets.row import DEEPSEEK, DPPO, ICEPOP, Row
@@ -339,12 +340,10 @@ def check_name(name: object, *, where: str, hint: str = "") -> None:
 
 def _family(name: str) -> str:
     """What to write in place of a family's or a framework's name; empty text for any other name."""
-    from trl_offpolicy.presets import FRAMEWORKS
-
     hints = []
     if name in groups():
         hints.append(f" It is a family of presets, which `trl-offpolicy presets {name}` lists.")
-    if name in FRAMEWORKS:
+    if name in NAMES:
         hints.append(f" Options in {name}'s own names: offpolicy: {{framework: {name}, options: {{...}}}}.")
     return "".join(hints)
 
