@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed, rounding, row in [] if args.report else plan(args):
         if (seed, rounding, row, args.steps) in {tuple(one[key] for key in KEY) for one in done}:
             continue
-        done.append(one_run(args.out / f"{rounding}-{row}-{seed}", seed, rounding, row, args.steps, args.out))
+        folder = args.out / f"{rounding}-{row}-{seed}"
+        done.append(one_run(folder, seed, rounding, row, args.steps, args.out, questions=8 if args.short else 64))
         args.results.parent.mkdir(parents=True, exist_ok=True)
         with args.results.open("a") as lines:
             lines.write(json.dumps(done[-1]) + "\n")
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="2 steps, seed 0, none and token_tis; into --out")
+    parser.add_argument("--short", action="store_true", help="2 steps, 8 questions, one seed, two corrections; into --out")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--roundings", nargs="+", choices=list(ROUNDINGS), default=["float", "int4_g32"])
     parser.add_argument("--rows", nargs="+", choices=ROWS)
@@ -92,7 +93,9 @@ def plan(args: argparse.Namespace) -> list[tuple[int, str, str]]:
     return [(seed, *cell) for seed in args.seeds for cell in cells]
 
 
-def one_run(folder: Path, seed: int, rounding: str, row: str, steps: int, out: Path) -> dict[str, Any]:
+def one_run(
+    folder: Path, seed: int, rounding: str, row: str, steps: int, out: Path, *, questions: int = 64
+) -> dict[str, Any]:
     """Train in a process of its own and evaluate; the line of the results file."""
     band = band_of(rollouts_in(out / f"{rounding}-none-{seed}")) if row == "geometric_tis" else None
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
@@ -105,7 +108,7 @@ def one_run(folder: Path, seed: int, rounding: str, row: str, steps: int, out: P
     quarter = max(len(rewards) // 4, 1)
     return {
         "seed": seed, "rounding": rounding, "row": row, "steps": steps, "band": band,
-        **evaluate(folder, CONFIG),
+        **evaluate(folder, CONFIG, questions=questions),
         "logged_first": statistics.mean(rewards[:quarter]), "logged_last": statistics.mean(rewards[-quarter:]),
         **measured(rollouts_in(folder)), "minutes": round(minutes, 1), **made_here(),
     }  # fmt: skip
