@@ -6,13 +6,7 @@ import logging
 import math
 from typing import Any, cast
 
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_module.engines import wants_exact
 from lightning_module.host import Host
@@ -25,9 +19,6 @@ from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix, varying_rope
 
 logger = logging.getLogger(__name__)
-
-_PROVED = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
-"""Strategies under which prompts may be computed once."""
 
 
 class CompactRows:
@@ -63,7 +54,7 @@ class CompactRows:
             refused = BIT_BY_BIT
         if module.settings["perturbation"] is not None:
             refused = NOT_SHARED
-        if type(module.trainer.strategy) not in _PROVED:
+        if type(module.trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             refused = f"it is not proved equal under {type(module.trainer.strategy).__name__}"
         self._shared.prepare(module.policy, refused=refused)
         if self._trim is True and (reason := self._why_whole()) is not None:

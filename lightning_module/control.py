@@ -126,7 +126,7 @@ class Control:
 
     def compare_gradient(self, module: Any) -> None:
         """Measure the cosine between this gradient and that of the previous optimizer step, if that is configured."""
-        if self._session is not None:
+        if self._session is not None and self._session.compares_gradients:
             in_parts = is_flattened(module.trainer.strategy.model)
             self._session.compare_gradient(module.policy.parameters(), in_parts=in_parts)
 

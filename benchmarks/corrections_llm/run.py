@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="2 steps, 8 questions, one seed, two corrections; into --out")
+    parser.add_argument(
+        "--short", action="store_true", help="2 steps, 8 questions, one seed, two corrections; into --out"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--roundings", nargs="+", choices=list(ROUNDINGS), default=["float", "int4_g32"])
     parser.add_argument("--rows", nargs="+", choices=ROWS)

@@ -127,6 +127,11 @@ class ControlSession:
             self._records.parent.mkdir(parents=True, exist_ok=True)
             append_actions(self._records, actions)
 
+    @property
+    def compares_gradients(self) -> bool:
+        """True if :meth:`compare_gradient` does anything."""
+        return self._cosine is not None
+
     def compare_gradient(self, parameters: Iterable[Tensor], *, in_parts: bool = False) -> None:
         """Measure, and bound, the cosine to the previous step's gradient, if configured. Call it before the step.
 

@@ -76,16 +76,16 @@ class Rows:
     masks: tuple[Tensor | None, Tensor | None]
 
     @classmethod
-    def of(cls, prompts: Prompts, completion_mask: Tensor, kind: str) -> Rows:
+    def of(cls, prompts: Prompts, whole: Tensor, kind: str) -> Rows:
         """The layout of (B, T) completions behind their prompts.
 
         Args:
             prompts: the prompts.
-            completion_mask: (B, T).
+            whole: (B, P + T) mask of each row's prompt and completion.
             kind: the attention implementation, as in the model's configuration.
         """
-        prompt, completion = Block.of(prompts.mask), Block.of(completion_mask)
-        whole = torch.cat([prompts.expand(prompts.mask), completion_mask], dim=1)
+        prompt = Block.of(prompts.mask)
+        completion = Block.of(whole[:, prompt.width :])
         full = prompt.place is None
         if "flash" in kind:  # it aligns the last query with the last key, and takes the mask of padding as it is
             masks = None if full else prompts.mask, None if full and completion.place is None else whole
@@ -138,8 +138,8 @@ def forward(
     """
     kind = config._attn_implementation
     learn_rows(kind)
-    rows = Rows.of(prompts, completion_mask, kind)
     whole = torch.cat([prompts.expand(prompts.mask), completion_mask], dim=1)
+    rows = Rows.of(prompts, whole, kind)
     at_completion = _positions(whole, counted)[:, rows.prompt.width :]
     output = decoder(
         input_ids=rows.sequence(prompts.ids, completion_ids),

@@ -184,8 +184,7 @@ class SharedPrefix:
             return None
         of = different_prompts if self.mode is not False else own_prompts
         found = of(ids[:, :width], mask[:, :width])
-        shares = len(found.ids) < len(ids)
-        if self.mode is True and shares:
+        if self.mode is True and found.are_shared:
             return found
         tokens = ids.numel() if not self.drop_padding else int(mask.sum())
         copies = found.mask.shape[1] * (len(ids) - len(found.ids))
@@ -216,14 +215,14 @@ class SharedPrefix:
         """
         if is_sharded(model):  # its forwards are collective, and other ranks may have no rows to compare
             return True
-        width, shared_by_some = prompts.ids.shape[1], len(prompts.ids) < len(prompts.of_row)
-        key = (id(backbone_of(model)), bool(_trained(model)), shared_by_some)
+        width = prompts.ids.shape[1]
+        key = (id(backbone_of(model)), bool(_trained(model)), prompts.are_shared)
         rows = [] if key in self._checked else _two_rows(prompts, mask[:, width:].sum(-1).tolist())
         if not rows:
             return True
         self._checked.add(key)
         ids, mask = ids[rows], mask[rows]
-        pair = (different_prompts if shared_by_some else own_prompts)(ids[:, :width], mask[:, :width])
+        pair = (different_prompts if prompts.are_shared else own_prompts)(ids[:, :width], mask[:, :width])
 
         def shared() -> Tensor:
             return score(ids[:, width - 1 :], mask[:, width - 1 :], self.context(model, pair))
@@ -256,10 +255,9 @@ class SharedPrefix:
 
 def _two_rows(prompts: Prompts, tokens: Sequence[int]) -> list[int]:
     """The two rows with the longest completions, of one prompt if one is shared; none if nothing is learned there."""
-    shared = len(prompts.ids) < len(prompts.of_row)
     by_prompt: dict[int, list[int]] = {}
     for row in sorted(range(len(tokens)), key=lambda row: -tokens[row]):
-        by_prompt.setdefault(prompts.of_row[row] if shared else 0, []).append(row)
+        by_prompt.setdefault(prompts.of_row[row] if prompts.are_shared else 0, []).append(row)
     pairs = [rows[:2] for rows in by_prompt.values() if len(rows) > 1]
     best = max(pairs, key=lambda pair: tokens[pair[1]], default=[])
     return best if best and tokens[best[1]] > 0 else []

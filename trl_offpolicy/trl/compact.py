@@ -41,6 +41,8 @@ class CompactRows:
         share = cast("SharePrefix", args.share_prefix)
         self._shared = SharedPrefix(share, counted=False, drop_padding=self._trim is True)
         refused = BIT_BY_BIT if wants_exact(args.engine) else self._why_whole()
+        if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version < 2:
+            refused = "it is not proved equal under FSDP1 (FSDP2 is)"
         if args.torch_compile:
             refused = COMPILED
         if args.perturbation is not None:

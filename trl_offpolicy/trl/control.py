@@ -64,8 +64,9 @@ class ControlCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the cosine between this gradient and the previous one, if that is configured."""
-        model = kwargs["model"]
-        self.session.compare_gradient(model.parameters(), in_parts=is_flattened(model))
+        if self.session.compares_gradients:
+            model = kwargs["model"]
+            self.session.compare_gradient(model.parameters(), in_parts=is_flattened(model))
 
     def on_log(
         self,
