@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_module.engines import engine_type, sampling_findings
+from lightning_module.engines import engine_type, fusion_of, sampling_findings
 from lightning_module.streams import MicroStep
 from trl_offpolicy.diagnosis.fixes import LIGHTNING
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
@@ -241,7 +241,10 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
             sampling={name: getattr(module.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
         "effective": effective_settings(
-            None if asked is None else asked(), module.policy, module.generation.prompts.tokenizer
+            None if asked is None else asked(),
+            module.policy,
+            module.generation.prompts.tokenizer,
+            teacher=fusion_of(engine),
         ),
     }
 

@@ -68,7 +68,7 @@ class Control:
 
         missing = lacking(
             base,
-            has_sampler=not own,
+            has_sampler=module.generation.reports_logps,
             needs_whole_batch=module.stages.early is not None,
             resync_needs="an engine with weights of its own" if own else "",
             accept_needs=self._accept_needs(module, own=own),

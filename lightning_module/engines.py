@@ -17,6 +17,7 @@ from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
 from trl_offpolicy.engines.exact import check_exact, exact_engine, exact_trainer
 from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.engines.logit_fusion import OPTION, LogitFusion, TeacherMix, load_teacher, parse_fusion
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, request_findings
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.client import Patience
@@ -57,6 +58,20 @@ def rounding_of(spec: Any) -> dict[str, Any]:
     return {"weight_rounding": own}
 
 
+def fusion_of(spec: Any) -> LogitFusion | None:
+    """The ``engine`` setting's ``logit_fusion``: a teacher that takes part in the rollouts; None = there is none.
+
+    Raises:
+        ValueError: a wrong option, or the engine is not the trainer's model.
+    """
+    if isinstance(spec, TransformersEngine):
+        return None if spec.mix is None else spec.mix.fusion
+    fusion = parse_fusion(spec.get("logit_fusion")) if isinstance(spec, Mapping) else None
+    if fusion is not None and (kind := engine_type(spec)) != "transformers":
+        raise ValueError(f"engine.type must be 'transformers' with {OPTION}, which runs two models, but got {kind!r}.")
+    return fusion
+
+
 def wants_exact(spec: Any) -> bool:
     """True if the ``engine`` setting says ``exact: true``.
 
@@ -89,6 +104,7 @@ def build_engine(
     rank: int = 0,
     rows: int | None = None,
     truncated: bool = False,
+    tokenizer: Any = None,
 ) -> Engine:
     """The engine that ``spec`` names. Its further keys are the engine's arguments.
 
@@ -106,6 +122,7 @@ def build_engine(
         rows: rows of one forward of the trainer, for ``exact``; None = any.
         truncated: whether it will sample from a part of the distribution; vLLM in this process then says from which,
             where it can.
+        tokenizer: the model's, with which that of a teacher is compared.
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
@@ -119,11 +136,14 @@ def build_engine(
         offered |= {"eos_token_ids": eos_token_ids, "run": run, "folder": folder}
         return _own_engine(path, options, offered)
     if kind == "transformers":
+        fusion = fusion_of(spec)
+        options.pop("logit_fusion", None)
         return TransformersEngine(
             policy,
             pad_token_id=pad_token_id,
             eos_token_ids=eos_token_ids,
             unsharded=lambda: zero3_gathered(policy()),
+            mix=None if fusion is None else TeacherMix(fusion, load_teacher(fusion, policy(), tokenizer)),
             **options,
         )
     if kind == "server":

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_module import models
 from lightning_module.engines import build_engine, engine_numerics, in_this_process
+from lightning_module.fusion import check_teacher, plan_teacher, teacher_of, teacher_stats
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
@@ -130,7 +131,9 @@ class Generation:
                 rank=module.trainer.global_rank,
                 rows=getattr(getattr(module.trainer, "datamodule", None), "micro_batch_size", None),
                 truncated=module.sampling.truncated,
+                tokenizer=self.prompts.tokenizer,
             )
+        check_teacher(module, self.engine)
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):
             atexit.register(self.engine.close)
@@ -180,6 +183,11 @@ class Generation:
     def is_trainer(self) -> bool:
         """True if the engine is the trainer's model: it samples in the trainer's precision and needs no proof."""
         return isinstance(self.engine, TransformersEngine)
+
+    @property
+    def reports_logps(self) -> bool:
+        """True if the engine reports log-probs of what it samples."""
+        return not self.is_trainer or teacher_of(self.engine) is not None
 
     def prepare(self, batch: MicroStep | HeldOut) -> None:
         """Send the engine the current weights, if this batch will be sampled. All ranks call it.
@@ -258,6 +266,7 @@ class Generation:
         request = self._requested or module.agents.request(prompts, count)
         self._requested = None
         ahead = None if step is None else module.ahead
+        plan_teacher(module, engine, request, learning=step is not None)
         with self._timed("generation"), self._numerics():
             self._sync(request.prompt_ids)
             due = engine if ahead is None else ahead.due(engine, step)
@@ -344,6 +353,7 @@ class Generation:
         module.measuring.add_tools(sampled.completions)
         module.measuring.add_stats(sampled.screened.stats(module.device))
         module.measuring.add_stats(module.agents.guard_stats(module.device))
+        module.measuring.add_stats(teacher_stats(self.engine, module.device))
         if module.settings["mask_truncated_completions"]:
             without_truncated(rows, sampled.terminated)
         module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))

@@ -22,7 +22,7 @@ from lightning_module.checkpoints import keep_whole
 from lightning_module.compact import CompactRows
 from lightning_module.control import Control
 from lightning_module.data import PromptDataModule
-from lightning_module.engines import check_sampling, engine_type, rounding_of
+from lightning_module.engines import check_sampling, engine_type, fusion_of, rounding_of
 from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
 from lightning_module.experts import Experts
@@ -64,11 +64,13 @@ class OffPolicyGRPOModule(LightningModule):
         model: folder or Hub name of a causal or vision-language LM, or a loaded one.
         reward_funcs: functions with TRL's signature, or their import paths ``package.module:name``; one or several.
         correction: see :func:`lightning_module.spec.resolve`: a preset's name, a mapping or a ``Correction``. None =
-            ``paper/tis``, or ``measure`` where the engine is the trainer itself. ``auto`` chooses by the batches.
+            ``paper/tis``, ``paper/logit-fusion`` with a teacher, or ``measure`` where the engine is the trainer
+            itself. ``auto`` chooses by the batches.
         objective: fields of the objective to change, or an ``Objective``.
         advantages: estimator, its name or mapping; None = TRL's.
         engine: ``transformers``, ``vllm`` (in this process), ``server``; ``{type: ..., **arguments}``; or an engine.
-            ``exact: true`` among the arguments: :mod:`trl_offpolicy.engines.exact`.
+            ``exact: true`` among the arguments: :mod:`trl_offpolicy.engines.exact`; ``logit_fusion`` among those of
+            ``transformers``: a teacher takes part (:class:`~trl_offpolicy.engines.logit_fusion.LogitFusion`).
         sampling: a ``Sampling`` or its fields; the default of ``max_tokens`` is 128.
         adapter: fields of ``peft.LoraConfig`` (or a PEFT configuration); None = all weights learn.
         tokenizer: a tokenizer, or a processor for rows with images, or its name; None = that of ``model``.
@@ -182,7 +184,9 @@ class OffPolicyGRPOModule(LightningModule):
         self.agents = Agents(self)
         kind = engine_type(engine)
         sampler = kind if rollout is None else "own"  # a function may bring log-probs of its own
+        fusion = fusion_of(engine)
         default = "measure" if sampler == "transformers" else "paper/tis"
+        default = default if fusion is None else "paper/logit-fusion"
         self.entropy = Entropy(entropy)
         self.preset = self.entropy.in_preset(resolve(correction, objective, advantages, default=default))
         self.objective = starting_preset(self.preset).objective
@@ -190,7 +194,8 @@ class OffPolicyGRPOModule(LightningModule):
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
         parse_learner_rounding(learner_rounding, rounding_of(engine))
-        check_sampling(sampler, self.sampling, needs_sampling=self.objective.needs_sampling, arguments=arguments)
+        needs_sampling = self.objective.needs_sampling and fusion is None
+        check_sampling(sampler, self.sampling, needs_sampling=needs_sampling, arguments=arguments)
         check_bool(mask_truncated_completions=mask_truncated_completions)
         self.experts = Experts(given)
         self.exact = ExactCheck(self)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_module.engines import engine_type
+from lightning_module.engines import engine_type, fusion_of
 from lightning_module.host import Host
 from lightning_module.streams import BatchPlan, MicroStep
 from trl_offpolicy.engines.routing.options import RoutingReplay
@@ -169,7 +169,8 @@ def replayed(module: Host) -> ModuleReplay | None:
         "routing_replay": RoutingReplay.parse(given["routing_replay"]).mode != "none",
         "engine.return_routing": isinstance(given["engine"], Mapping) and bool(given["engine"].get("return_routing")),
         "an objective that must see the whole generation batch": whole,
-        "an engine without log-probs": engine_type(given["engine"]) == "transformers",
+        "an engine without log-probs": engine_type(given["engine"]) == "transformers"
+        and fusion_of(given["engine"]) is None,
     }
     refuse(_OWNER, refused)
     return ModuleReplay(module, settings)

@@ -311,6 +311,16 @@ CAUSES: dict[str, Cause] = {
         "Report the log-probs of the distribution that was sampled from.",
         "engine: {logprobs_mode: processed_logprobs}\n",
     ),
+    "teacher": Cause(
+        "a teacher in the rollouts",
+        "A",
+        "The tokens were drawn from a mixture of the trainer's model and a teacher (logit fusion): the difference is "
+        "there on purpose, and it falls with the teacher's share.",
+        "rollout/teacher_share is above 0. A mismatch that stays when it has fallen to 0 has another cause.",
+        "Nothing, if the correction can bear it: the published one has a cap from above and no clip. If few samples "
+        "carry the weight, start with a smaller alpha or let it fall in fewer steps.",
+        "offpolicy: paper/logit-fusion\n",
+    ),
     "padding": Cause(
         "padding seen by the trainer",
         "A",

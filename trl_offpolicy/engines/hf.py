@@ -22,6 +22,7 @@ from torch import Tensor
 from trl_offpolicy.engines.engine import Rollouts, Sampling, SyncReport
 from trl_offpolicy.engines.images import PromptImages, image_token, model_inputs
 from trl_offpolicy.engines.kept import KeptRecorder, recorded_kept
+from trl_offpolicy.engines.logit_fusion import OPTION, SampledLogps, TeacherMix
 from trl_offpolicy.engines.weights.source import WeightSource
 from trl_offpolicy.functional.truncated_sampling import Truncation, truncated_support
 
@@ -34,11 +35,14 @@ PAD = 0
 class TransformersEngine:
     """Samples from the trainer's own model: sampling = old, so ``sampling_per_token_logps`` is None.
 
+    With a teacher it samples from the mixture of both, and reports its log-probs.
+
     Args:
         model: function that returns the model to sample from; it is called each time.
         pad_token_id: token of the left padding of prompts.
         eos_token_ids: tokens that end a completion.
         unsharded: context in which the model can generate (e.g. gathered ZeRO-3 parameters).
+        mix: a teacher that takes part; None = the model alone.
     """
 
     version: int | None = None
@@ -50,11 +54,13 @@ class TransformersEngine:
         pad_token_id: int,
         eos_token_ids: Sequence[int],
         unsharded: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        mix: TeacherMix | None = None,
     ) -> None:
         self._model = model
         self._pad = pad_token_id
         self._eos = tuple(eos_token_ids)
         self._unsharded = unsharded
+        self.mix = mix
 
     def bind(self, source: WeightSource) -> None:
         """Does nothing: the engine is the trainer's model."""
@@ -79,7 +85,12 @@ class TransformersEngine:
         noted: AbstractContextManager[KeptRecorder | None] = nullcontext()
         if sampling.truncated:
             noted = recorded_kept(model)
-        with self._unsharded(), noted as recorder:
+        mixing: AbstractContextManager[SampledLogps | None] = nullcontext()
+        if self.mix is not None:
+            if images is not None:
+                raise NotImplementedError(f"{OPTION} must be left out with images: the teacher is shown text alone.")
+            mixing = self.mix.sampling(model, rows)
+        with self._unsharded(), noted as recorder, mixing as logps:
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
@@ -101,7 +112,7 @@ class TransformersEngine:
         return Rollouts(
             prompt_ids=rows,
             completion_ids=completions,
-            sampling_per_token_logps=None,
+            sampling_per_token_logps=None if logps is None else logps.rows(completions),
             policy_versions=[[version] * len(row) for row in completions],
             finish_reasons=["stop" if row and row[-1] in self._eos else "length" for row in completions],
             sampling_mask=kept,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.engines.environment import engine_has_triton
+from trl_offpolicy.engines.processors import further_processors
 from trl_offpolicy.functional.truncated_sampling import KeptIds
 
 ARGUMENT = "return_sampling_mask"
@@ -224,16 +225,6 @@ def recorded_kept(model: Any) -> Iterator[KeptRecorder]:
     Args:
         model: the model, plain or with an adapter of PEFT, which calls the base model's ``generate``.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    made, recorder = base._get_logits_processor, KeptRecorder()
-
-    def with_recorder(*args: Any, **kwargs: Any) -> Any:
-        processors = made(*args, **kwargs)
-        processors.append(recorder)
-        return processors
-
-    base._get_logits_processor = with_recorder
-    try:
+    recorder = KeptRecorder()
+    with further_processors(model, last=recorder):
         yield recorder
-    finally:
-        del base._get_logits_processor

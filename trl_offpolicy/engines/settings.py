@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trl_offpolicy.engines.exact import check_exact
+from trl_offpolicy.engines.logit_fusion import LogitFusion, parse_fusion
 from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import Transfer as ServerTransfer
@@ -39,6 +40,8 @@ class EngineSettings:
             ``--enable-return-routed-experts``.
         exact: bring engine and trainer together: equal dtype and batch shape, eager, no prefix cache, batch-invariant
             kernels where there are any (:mod:`trl_offpolicy.engines.exact`); the first generation is checked.
+        logit_fusion: (without vLLM) a teacher that takes part in the rollouts, see
+            :class:`~trl_offpolicy.engines.logit_fusion.LogitFusion`.
         arguments: all other options, for vLLM's ``LLM`` in colocate mode.
 
     Raises:
@@ -53,6 +56,7 @@ class EngineSettings:
     check_sync: bool = True
     return_routing: bool = False
     exact: bool = False
+    logit_fusion: LogitFusion | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,6 +82,7 @@ class EngineSettings:
             _check_spelling(name, [item.name for item in fields(cls) if item.name != "arguments"])
         if own.get("weight_rounding") is not None:
             own["weight_rounding"] = parse_rounding(own["weight_rounding"])
+        own["logit_fusion"] = parse_fusion(own.get("logit_fusion"))
         if own.get("folder") is not None:
             own["folder"] = Path(own["folder"])
         if "arguments" in own:

@@ -61,6 +61,7 @@ RetokenisedFraction = _value("RetokenisedFraction", "rollout/retokenised_fractio
 NoncanonicalFraction = _value("NoncanonicalFraction", "rollout/noncanonical_fraction")
 DistinctFraction = _value("DistinctFraction", "rollout/distinct_fraction", better=True)
 CopiedFraction = _value("CopiedFraction", "rollout/copied_fraction")
+TeacherShare = _value("TeacherShare", "rollout/teacher_share", better=None)
 UnusableFraction = _value("UnusableFraction", "rollout/unusable_fraction")
 RetriedFraction = _value("RetriedFraction", "rollout/retried_fraction")
 ToolTimeoutFraction = _value("ToolTimeoutFraction", "rollout/tool_timeout_fraction")

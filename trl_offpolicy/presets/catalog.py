@@ -116,6 +116,17 @@ METHODS: dict[str, Row] = {
         "authors' code has 0.975 and 1.051, for the policy ratio).",
         citation="Zhang et al. 2026, CTPO (arXiv:2605.07331)",
     ),
+    "paper/logit-fusion": Row(
+        lambda max_weight=3.0: Correction(
+            weight=TruncateWeight(level="token", max_weight=max_weight, ratio="current/sampling")
+        ),
+        "A teacher takes part in the rollouts (engine.logit_fusion). One ratio for the mixture and for staleness, "
+        "capped from above alone: tokens that surprise the student keep their weight. There is no clip, because the "
+        "teacher's share, which falls to 0, does its work.",
+        citation=LOGIT_FUSION + ", mixed ratio with a single-side cap",
+        formula="w_t = min(pi / pi_mix, C), and no other clip",
+        objective={"policy_loss": GPG(), "mode": "bypass"},
+    ),
     "paper/logit-fusion-cap": Row(
         lambda max_weight=3.0: Correction(weight=TruncateWeight(level="token", max_weight=max_weight)),
         "Deliberate teacher mixing: tokens that surprise the student keep their small weight, extremes are "

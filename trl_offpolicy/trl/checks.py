@@ -23,6 +23,7 @@ from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.ahead.checks import check_trainer
 from trl_offpolicy.run_folder.lock import RunFolderError, check_run_folder
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
+from trl_offpolicy.trl.fusion import check_fusion
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or args.deepspeed:
         warn_about_builds()
     check_model("model", given.get("model"))
+    check_fusion(args, args.logit_fusion, given)
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
     check_trainer(args, given)
@@ -87,7 +89,7 @@ def check_output(args: OffPolicyGRPOConfig) -> None:
 
 def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:
     """Check that the correction has an engine whose log-probs can be compared with the trainer's."""
-    if objective.needs_sampling and not (args.use_vllm or has_rollout_func):
+    if objective.needs_sampling and not (args.reports_logps or has_rollout_func):
         raise ValueError(
             "offpolicy must not read the sampling policy when use_vllm is False: transformers' generate samples from "
             "the trainer itself, so old/sampling is 1. Use offpolicy: measure, or use_vllm: true."

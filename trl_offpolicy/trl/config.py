@@ -18,6 +18,7 @@ from trl_offpolicy.control import ControlSpec, parse_control
 from trl_offpolicy.control.auto import starting_preset
 from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import OffPolicySequenceMask
+from trl_offpolicy.engines.logit_fusion import LogitFusion
 from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.objective.advantages import AdvantageEstimator
 from trl_offpolicy.objective.objective import Objective
@@ -67,12 +68,14 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             (or ``{type: grpo, scale: none}``) replaces TRL's advantages. ``auto`` chooses among corrections by the
             batches (:mod:`trl_offpolicy.control.auto`). Or an object: a ``Preset``, a
             ``Correction``, or an ``Objective``, which defines the whole loss (TRL's loss fields then keep their
-            defaults). Default: ``paper/tis`` with vLLM, ``measure`` (diagnostics only) without.
+            defaults). Default: ``paper/tis`` with vLLM, ``paper/logit-fusion`` with a teacher, else ``measure``
+            (diagnostics only).
         engine: keyword arguments for vLLM's ``LLM`` in colocate mode (``dtype``, ``enforce_eager``,
             ``quantization``, ``max_model_len``, ...), and the kit's options ``transfer`` (how weights reach it),
             ``weight_rounding`` (round them at every sync), ``exact`` (bring engine and trainer together, and check
             that they are: :mod:`trl_offpolicy.engines.exact`), ``check_sync``, ``folder``, ``timeout``, ``retries``:
-            see :class:`~trl_offpolicy.engines.settings.EngineSettings`.
+            see :class:`~trl_offpolicy.engines.settings.EngineSettings`. Without vLLM ``logit_fusion`` lets a teacher
+            take part in the rollouts (:class:`~trl_offpolicy.engines.logit_fusion.LogitFusion`).
         async_rollouts: sample generation batches ahead of learning, with a server: a lag (1 = the server samples the
             next batch while the trainer learns from this one), or a mapping ``{lag: 2, partial: continue, old_logps:
             snapshot}`` (:class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`). None: sample and learn in turn.
@@ -320,6 +323,16 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         return {**super().to_dict(), "offpolicy": plain_method(self.offpolicy)}
 
     @property
+    def logit_fusion(self) -> LogitFusion | None:
+        """The option ``engine.logit_fusion``: a teacher that takes part in the rollouts; None = there is none."""
+        return EngineSettings.parse(cast("Mapping[str, Any] | None", self.engine)).logit_fusion
+
+    @property
+    def reports_logps(self) -> bool:
+        """True if what samples, without a ``rollout_func``, reports log-probs of its own."""
+        return bool(self.use_vllm) or self.logit_fusion is not None
+
+    @property
     def control_spec(self) -> ControlSpec | None:
         """The field ``control``, parsed; None = the run is not watched."""
         return parse_control(self.control)
@@ -342,9 +355,9 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
         ValueError: a key or value is unknown, or a quantity is set in both places.
     """
     options = {name: getattr(args, name) for name in _TRL_FIELDS}
-    options |= {"use_vllm": args.use_vllm or has_rollout_func, "vllm_importance_sampling_correction": False}
+    options |= {"use_vllm": args.reports_logps or has_rollout_func, "vllm_importance_sampling_correction": False}
     base = presets.from_trl(**options)
-    spec = args.offpolicy if args.offpolicy is not None else ("paper/tis" if args.use_vllm else "measure")
+    spec = args.offpolicy if args.offpolicy is not None else _default_method(args)
     chosen, said = parse_preset(spec, where="offpolicy")
     objective = _with_preset(args, base.objective, chosen, whole=isinstance(spec, Objective))
     overrides = said.get("objective") or {}
@@ -352,6 +365,13 @@ def resolve_preset(args: OffPolicyGRPOConfig, *, has_rollout_func: bool = False)
     objective = parse_objective(overrides, where="offpolicy.objective", base=objective)
     objective = _with_correction(objective, chosen, said)  # last: what a weight may hold depends on the loss
     return replace(chosen, objective=objective, advantages=_advantages(args, chosen, said))
+
+
+def _default_method(args: OffPolicyGRPOConfig) -> str:
+    """The preset of a configuration that names none."""
+    if args.logit_fusion is not None:
+        return "paper/logit-fusion"
+    return "paper/tis" if args.use_vllm else "measure"
 
 
 def _wrong_trainer(name: str, hint: str = "") -> TypeError:

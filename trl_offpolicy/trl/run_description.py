@@ -35,6 +35,8 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
     server = getattr(getattr(trainer, "vllm_generation", None), "server", None)
     engine = cast("dict[str, Any] | None", args.engine) if args.use_vllm else None
     sampler = f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate"
+    if args.logit_fusion is not None:
+        sampler += f" with a teacher, {args.logit_fusion}"
     findings = sampling_findings(args) if server is None else sampling_findings(args) + server.findings
     precisions = {"bfloat16": args.bf16, "float16": args.fp16}
     asked = getattr(getattr(trainer, "vllm_generation", None), "interview", None)
@@ -56,5 +58,7 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
             tools=bool(trainer.tools),
             sampling={name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
-        "effective": effective_settings(None if asked is None else asked(), model, trainer.processing_class),
+        "effective": effective_settings(
+            None if asked is None else asked(), model, trainer.processing_class, teacher=args.logit_fusion
+        ),
     }

@@ -59,6 +59,7 @@ from trl_offpolicy.trl.config import OffPolicyGRPOConfig, resolve_preset
 from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
 from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
+from trl_offpolicy.trl.fusion import TrainerFusion
 from trl_offpolicy.trl.kept import TrainerKept
 from trl_offpolicy.trl.perturbed import perturbed
 from trl_offpolicy.trl.positions import counted_positions, learns_positions
@@ -98,7 +99,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.objective: Objective = starting.objective
         check_before_loading(args, self.objective, given)
         self._stages = stages_of(args, starting)
-        has_sampler = args.use_vllm or has_rollout_func
+        has_sampler = args.reports_logps or has_rollout_func
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
         if wants_exact(args.engine):
@@ -115,6 +116,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._kept = TrainerKept(self, self._filtered.truncation)
+        self._fusion = TrainerFusion(self, args.logit_fusion)
         reads_old = not self._leave_out_old
         self._old_here = scores_old(args, self._stages, reads_old=reads_old)
         self._old_here |= self._kept.scores_old(self._stages, reads_old=reads_old)
@@ -173,7 +175,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's method; what transformers' ``generate`` keeps of a truncated distribution is noted."""
-        return self._kept.turn(super()._generate_single_turn, prompt_ids, *args, **kwargs)
+        sample = partial(self._fusion.turn, super()._generate_single_turn)
+        return self._kept.turn(sample, prompt_ids, *args, **kwargs)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
@@ -198,10 +201,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._auto is not None and self.model.training:
             self._auto.end_generation(self.state.global_step)
         self._screen.screen.begin()
+        self._fusion.begin(inputs)
         aligned = as_if_aligned(self.args) if self._leave_out_old or self._old_here else nullcontext()
         with aligned, kept_on_fault(self, self._recorder):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         self._add_stats(self._mode, self._screen.output(output))
+        self._add_stats(self._mode, self._fusion.stats())
         if self.tools:
             self._add_stats(self._mode, self._guard.stats(self.accelerator.device))
         self._add_stats(self._mode, self._token_ids(output))

@@ -22,6 +22,7 @@ from trl_offpolicy.engines.effective import (
 from trl_offpolicy.engines.hf import Head
 from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.kept import EVERY
+from trl_offpolicy.engines.logit_fusion import LogitFusion
 
 _UNIMPORTANT = (
     "architectures", "transformers_version", "use_cache", "dtype", "torch_dtype", "initializer_range", "pretraining_tp",
@@ -78,18 +79,26 @@ def compare_facts(engine: EngineFacts, trainer: EngineFacts, asking: Asking | No
     return Proof(tuple(rows))
 
 
-def effective_settings(interview: Interview | None, model: Any, tokenizer: Any) -> dict[str, Any]:
+def effective_settings(
+    interview: Interview | None, model: Any, tokenizer: Any, *, teacher: LogitFusion | None = None
+) -> dict[str, Any]:
     """What a run's engine really runs with, and how that differs from its trainer, for ``run.json``.
 
     Args:
         interview: the run's engine; None = it cannot be asked.
         model: the trainer's model.
         tokenizer: the trainer's tokenizer.
+        teacher: what takes part in the rollouts of the trainer's model, which then is not asked; None = nothing.
 
     Returns:
         ``source``, ``engine`` (its settings), ``defaults`` (of requests), ``compared`` (the topics) and ``differences``
         (rows as :class:`~trl_offpolicy.diagnosis.probe.asked.Asked`); without an engine nothing.
     """
+    if teacher is not None:
+        share = f"{teacher.teacher}, {teacher.alpha:g} of the logits at first"
+        return {
+            "differences": [asdict(row("sampling", "teacher in the rollouts", share, "none", "teacher", equal=False))]
+        }
     if interview is None:
         return {}
     facts = interview.facts()

@@ -1,0 +1,108 @@
+"""A teacher in a Lightning module's rollouts, as in the TRL trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning_runs import Watch, data, module, trainer
+from tiny_models import save_tiny_model, tiny_model, tiny_prompts
+
+from lightning_module import OffPolicyGRPOModule
+from trl_offpolicy.engines.logit_fusion import TeacherMix
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("teacher"), seed=1))
+
+
+def with_teacher(teacher: str, **options: Any) -> OffPolicyGRPOModule:
+    given = {name: options.pop(name) for name in ("alpha", "steps", "difficulty") if name in options}
+    return module({"type": "transformers", "logit_fusion": {"teacher": teacher, **given}}, **options)
+
+
+class Rows(pl.Callback):
+    """Keeps every generation batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, Any]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        generate = pl_module.generation._generate
+
+        def kept(step: Any) -> dict[str, Any]:
+            self.batches.append(generate(step))
+            return dict(self.batches[-1])
+
+        pl_module.generation._generate = kept
+
+
+def mixed(student: Any, batch: dict[str, Any], share: float) -> torch.Tensor:
+    """(B, T) log-probs of the mixture by whole forwards of both models."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    positions, length = (mask.cumsum(1) - 1).clamp(min=0), batch["completion_ids"].shape[1]
+    with torch.no_grad():
+        own, other = (
+            model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, -length - 1 : -1]
+            for model in (student, tiny_model(seed=1))
+        )
+    logps: torch.Tensor = ((1 - share) * own + share * other).log_softmax(-1)
+    return logps.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def test_the_mixture_is_the_sampling_policy(teacher: str, tmp_path: Path) -> None:
+    ours, rows, watch = with_teacher(teacher, alpha=0.5), Rows(), Watch()
+    owner = trainer(tmp_path, callbacks=[rows, watch], max_steps=4, accumulate_grad_batches=2)
+    owner.fit(ours, data())
+    batch, mask = rows.batches[0], rows.batches[0]["completion_mask"].bool()
+    expected = mixed(tiny_model(), batch, 0.5)
+    torch.testing.assert_close(batch["sampling_per_token_logps"][mask], expected[mask], rtol=0, atol=1e-3)
+    assert float((expected - mixed(tiny_model(), batch, 0.0))[mask].abs().mean()) > 0.1
+    shares = [row["offpolicy/rollout/teacher_share"] for row in watch.logs]
+    assert shares == pytest.approx([0.5, 0.375, 0.25, 0.125])
+    divergence = [row["offpolicy/mismatch/kl_k3"] for row in watch.logs]
+    assert divergence[0] > 3 * divergence[-1] > 0
+    assert ours.preset.name == "paper/logit-fusion" and ours.generation.reports_logps
+
+
+def test_a_validation_samples_from_the_policy_alone(
+    teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the difficulty of each prompt: the hard ones get the whole share, the easy ones nothing."""
+    prompts = tiny_prompts().add_column("hard", [float(i % 2) for i in range(32)])
+    ours, rows, watch = with_teacher(teacher, alpha=0.4, steps=100, difficulty="hard"), Rows(), Watch()
+    owner = trainer(tmp_path, callbacks=[rows, watch], max_steps=1, accumulate_grad_batches=2)
+    owner.fit(ours, data(prompts))
+    batch, mask = rows.batches[0], rows.batches[0]["completion_mask"].bool()
+    for half, share in ((slice(0, 4), 0.0), (slice(4, 8), 0.4)):
+        found = mixed(tiny_model(), batch, share)[half][mask[half]]
+        torch.testing.assert_close(batch["sampling_per_token_logps"][half][mask[half]], found, rtol=0, atol=1e-3)
+    assert watch.logs[0]["offpolicy/rollout/teacher_share"] == pytest.approx(0.2)
+    planned, plan = [], TeacherMix.plan
+    monkeypatch.setattr(
+        TeacherMix, "plan", lambda self, rows, *, share: (planned.append(share), plan(self, rows, share=share))[1]
+    )
+    held_out = tiny_prompts(2).add_column("hard", [1.0, 1.0])
+    owner = trainer(tmp_path / "held_out", max_steps=1, accumulate_grad_batches=2, num_sanity_val_steps=1)
+    owner.fit(with_teacher(teacher, steps=100, difficulty="hard"), data(prompts, val_dataset=held_out))
+    assert planned == [0.0, 0.5]  # the sanity validation, then the generation
+
+
+def test_what_does_not_go_with_a_teacher(teacher: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"engine\.type must be 'transformers' with engine\.logit_fusion"):
+        module({"type": "vllm", "logit_fusion": teacher})
+    with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
+        with_teacher(teacher, alpha=0.0)
+    ours = with_teacher(teacher, difficulty="hard", rollout=lambda prompts, engine, sampling: None)
+    with pytest.raises(ValueError, match=r"difficulty must be left out with tools"):
+        trainer(tmp_path, max_steps=1).fit(ours, data())
+    ours = with_teacher(teacher)
+    with pytest.raises(ValueError, match=r"engine\.logit_fusion\.steps must be given"):
+        trainer(tmp_path / "endless", max_steps=-1, max_epochs=-1).fit(ours, data())
