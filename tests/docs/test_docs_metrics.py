@@ -15,6 +15,7 @@ from trl_offpolicy.control import CONTROL_METRICS, LENGTH_SURGE
 from trl_offpolicy.control.auto import AUTO_METRICS, CANDIDATE_METRICS
 from trl_offpolicy.control.session import SESSION_METRICS
 from trl_offpolicy.correction.measure import RATIO_INTERVALS, WEIGHT_INTERVALS, noise_floor
+from trl_offpolicy.engines.logit_fusion import TEACHER_METRICS
 from trl_offpolicy.engines.sync import SYNC_METRICS
 from trl_offpolicy.functional.lags import LAG_NAMES
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP
@@ -115,7 +116,7 @@ def emitted():
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
     of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *TOKEN_ID_METRICS, *DUPLICATE_METRICS, "outside_fraction")
     of_rollouts += ("kept_ids_mean", "recomputed_cut_fraction")
-    of_rollouts += (*SCREEN_METRICS, *GUARD_METRICS)
+    of_rollouts += (*SCREEN_METRICS, *GUARD_METRICS, *TEACHER_METRICS)
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE, *SESSION_METRICS}

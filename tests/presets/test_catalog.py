@@ -39,6 +39,7 @@ CASES = {
         [[1.25, 1.25 ** math.sqrt(2)], [0.8, 0.75], [1.01, 1.0201], [1, 0], [1.25, 1.25 ** math.sqrt(2)]],
         ONES,
     ),
+    "paper/logit-fusion": ({}, [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [3, 3]], ONES),
     "paper/logit-fusion-cap": ({}, [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [3, 3]], ONES),
     "paper/logit-fusion-shaped": (
         {"gamma": 1.0},
@@ -119,6 +120,7 @@ ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"s
 OWN_LOSS = {
     "paper/cppo": {"policy_loss": losses.GPG(unit_ratio=True), "mode": "bypass"},
     "paper/ctpo-clip": {"policy_loss": losses.CTPO()},
+    "paper/logit-fusion": {"policy_loss": losses.GPG(), "mode": "bypass"},
     "paper/minpro-policy": {"policy_loss": losses.GPG(), "mode": "bypass"},
     "deepseek-v3.2/objective": {
         "mode": "bypass",

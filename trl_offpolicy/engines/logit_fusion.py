@@ -26,6 +26,7 @@ from trl_offpolicy.functional.moments import Layout, moments
 from trl_offpolicy.stats import Group, Stats
 
 OPTION = "engine.logit_fusion"
+TEACHER_METRICS = ("teacher_share",)
 _SHARE = Layout(sums=("rows", "share"))
 
 
