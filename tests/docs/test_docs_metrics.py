@@ -137,7 +137,7 @@ def test_every_key_on_the_page_is_emitted():
     weights += len(OF_AUTO)
     rest = 6 + 2 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4 + 5 + len(TIME_METRICS)
     rest += 2 + len(SESSION_METRICS)  # loss/discrepancy and its price
-    rest += 2  # of the replayed sampling mask
+    rest += 2 + len(TEACHER_METRICS)  # of the replayed sampling mask, and of a teacher
     assert len(table()) == 5 * len(RATIO_METRICS) + 5 + rest + len(ROUTING_METRICS)
 
 
