@@ -137,7 +137,7 @@ def rules_table() -> str:
     )
 
 
-NOT_OF_ONE_BATCH = ("other_weights", "sync_rounding", "parallelism", "teacher")
+NOT_OF_ONE_BATCH = ("other_weights", "sync_rounding", "parallelism", "on_purpose")
 """Causes that are seen by comparing weights or settings, or over a run: no batch shows them."""
 
 

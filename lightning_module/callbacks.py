@@ -15,13 +15,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_module.engines import engine_type, fusion_of, sampling_findings
+from lightning_module.engines import engine_type, fusion_of, noise_of, sampling_findings
 from lightning_module.streams import MicroStep
 from trl_offpolicy.diagnosis.fixes import LIGHTNING
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.engines.sync import raised_on_all_ranks
+from trl_offpolicy.rollouts.deliberate import on_purpose
 from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, SETTINGS
@@ -221,6 +222,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     asked = getattr(module.generation.engine, "interview", None)  # an engine of the user's may not have it
     findings = sampling_findings(engine_type(engine), module.sampling, engine if isinstance(engine, dict) else None)
     findings += getattr(module.generation.engine, "findings", ())  # what a server told of itself
+    noise = noise_of(module.generation.engine)
     precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))
     return {
         "model": module.hparams.get("model", ""),
@@ -244,7 +246,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
             None if asked is None else asked(),
             module.policy,
             module.generation.prompts.tokenizer,
-            teacher=fusion_of(engine),
+            on_purpose=on_purpose(fusion_of(engine), None if noise is None else noise.noise),
         ),
     }
 

@@ -18,6 +18,7 @@ from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
 from trl_offpolicy.engines.exact import check_exact, exact_engine, exact_trainer
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.logit_fusion import OPTION, LogitFusion, TeacherMix, load_teacher, parse_fusion
+from trl_offpolicy.engines.norm_noise import NoisyNorms
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, request_findings
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.client import Patience
@@ -70,6 +71,18 @@ def fusion_of(spec: Any) -> LogitFusion | None:
     if fusion is not None and (kind := engine_type(spec)) != "transformers":
         raise ValueError(f"engine.type must be 'transformers' with {OPTION}, which runs two models, but got {kind!r}.")
     return fusion
+
+
+def teacher_of(engine: Any) -> TeacherMix | None:
+    """The teacher that takes part in an engine's rollouts; None = there is none."""
+    mix: TeacherMix | None = getattr(engine, "mix", None)
+    return mix
+
+
+def noise_of(engine: Any) -> NoisyNorms | None:
+    """The noise that an engine samples with; None = none."""
+    noise: NoisyNorms | None = getattr(engine, "noise", None)
+    return noise
 
 
 def wants_exact(spec: Any) -> bool:

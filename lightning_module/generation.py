@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_module import models
-from lightning_module.engines import build_engine, engine_numerics, in_this_process
-from lightning_module.fusion import check_teacher, plan_teacher, teacher_of, teacher_stats
+from lightning_module import deliberate, models
+from lightning_module.engines import build_engine, engine_numerics, in_this_process, teacher_of
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
@@ -133,7 +132,7 @@ class Generation:
                 truncated=module.sampling.truncated,
                 tokenizer=self.prompts.tokenizer,
             )
-        check_teacher(module, self.engine)
+        deliberate.check_teacher(module, self.engine)
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):
             atexit.register(self.engine.close)
@@ -266,7 +265,7 @@ class Generation:
         request = self._requested or module.agents.request(prompts, count)
         self._requested = None
         ahead = None if step is None else module.ahead
-        plan_teacher(module, engine, request, learning=step is not None)
+        deliberate.prepare_rollouts(module, engine, request, learning=step is not None)
         with self._timed("generation"), self._numerics():
             self._sync(request.prompt_ids)
             due = engine if ahead is None else ahead.due(engine, step)
@@ -353,7 +352,7 @@ class Generation:
         module.measuring.add_tools(sampled.completions)
         module.measuring.add_stats(sampled.screened.stats(module.device))
         module.measuring.add_stats(module.agents.guard_stats(module.device))
-        module.measuring.add_stats(teacher_stats(self.engine, module.device))
+        module.measuring.add_stats(deliberate.measured(self.engine, module.device))
         if module.settings["mask_truncated_completions"]:
             without_truncated(rows, sampled.terminated)
         module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))

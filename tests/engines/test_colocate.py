@@ -87,6 +87,16 @@ def test_a_learner_that_rounds_as_its_engine_does_agrees_with_it(flags: tuple[st
     assert min(result["agreement"]) > 1 - AGREE
 
 
+@pytest.mark.parametrize("flags", [(), ("--lora", "--transfer", "adapter")])
+def test_noise_on_the_norms_is_in_the_rollouts_of_the_training_alone(flags: tuple[str, ...]) -> None:
+    """Three stages in three steps: none, 0.3, 0.1. Proofs and the evaluation at the end are without it."""
+    result = run("--noise", *flags)
+    assert result["noise"] == pytest.approx([0.0, 0.3, 0.1])
+    first, large, small = result["mismatch"]
+    assert first < AGREE and large > small > 100 * AGREE
+    assert min(result["agreement"]) > 1 - AGREE and result["held_out"] < AGREE
+
+
 def test_every_sync_is_proven_and_logged() -> None:
     result = run()
     assert len(result["agreement"]) == 3

@@ -38,6 +38,16 @@ def test_engine_and_trainer_agree_after_every_sync(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_noise_on_the_norms_is_in_the_rollouts_alone(tmp_path: Path) -> None:
+    """Three stages in three steps: none, 0.3, 0.1; the proofs of the syncs are without it."""
+    seen = run(tmp_path, "--noise")
+    assert seen["noise"] == pytest.approx([0.0, 0.3, 0.1]) and not seen["stopped"]
+    first, large, small = seen["mismatch"]
+    assert first < 1e-4 and large > small > 0.01 and min(seen["agreement"]) > 0.9999
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_turns_are_scored_as_the_engine_sampled_them(tmp_path: Path) -> None:
     """After a tool's answer too: the next turn's context is the same on both sides, id by id."""
     seen = run(tmp_path, "--tools")

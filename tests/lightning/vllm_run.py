@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--rounding")
+    parser.add_argument("--noise", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--tools", action="store_true")
     parser.add_argument("--server")
@@ -67,6 +68,7 @@ def main() -> None:
         engines.ColocateEngine.sync_weights = stay  # type: ignore[method-assign, attr-defined]
     engine = {"type": "vllm", "max_model_len": 64, "seed": 3, "weight_rounding": options.rounding}
     engine |= {"exact": True} if options.exact else {}
+    engine |= {"norm_noise": {"start": 0.3, "end": 0.1, "stages": 3}} if options.noise else {}
     if options.server:
         engine = {"type": "server", "base_url": options.server, "patience": {"timeout": 60.0, "retries": 1}}
         engine["transfer"] = options.transfer
@@ -103,6 +105,7 @@ def main() -> None:
                 "mismatch": [row["offpolicy/mismatch/logp_diff_max"] for row in logs],
                 "agreement": [row.get("offpolicy/rollout/sync_agreement") for row in logs],
                 "bytes": [row.get("offpolicy/rollout/sync_bytes") for row in logs],
+                "noise": [row.get("offpolicy/rollout/norm_noise") for row in logs],
                 "moved": [row["grad_norm"] for row in logs],
                 "eval_reward": float(owner.callback_metrics.get("eval_reward", torch.nan)),
                 "calls": [row.get("tools/call_frequency") for row in logs],

@@ -56,7 +56,7 @@ def test_the_mixture_is_the_sampling_policy(build: Callable[..., Any], teacher: 
     assert rollouts(trainer)["weights"].map(max).max() <= 3.0
     assert trainer.args.preset.name == "paper/logit-fusion"
     found = examine(trainer.args.output_dir).attribution
-    assert found is not None and (found.cause, found.basis) == ("teacher", "seen")  # no hunt for a fault
+    assert found is not None and (found.cause, found.basis) == ("on_purpose", "seen")  # no hunt for a fault
 
 
 def test_hard_prompts_get_more_and_an_evaluation_nothing(build: Callable[..., Any], teacher: str) -> None:

@@ -311,15 +311,15 @@ CAUSES: dict[str, Cause] = {
         "Report the log-probs of the distribution that was sampled from.",
         "engine: {logprobs_mode: processed_logprobs}\n",
     ),
-    "teacher": Cause(
-        "a teacher in the rollouts",
+    "on_purpose": Cause(
+        "rollouts off-policy on purpose",
         "A",
-        "The tokens were drawn from a mixture of the trainer's model and a teacher (logit fusion): the difference is "
-        "there on purpose, and it falls with the teacher's share.",
-        "rollout/teacher_share is above 0. A mismatch that stays when it has fallen to 0 has another cause.",
-        "Nothing, if the correction can bear it: the published one has a cap from above and no clip. If few samples "
-        "carry the weight, start with a smaller alpha or let it fall in fewer steps.",
-        "offpolicy: paper/logit-fusion\n",
+        "The configuration asks for it: a teacher takes part in every token (engine.logit_fusion), or the engine "
+        "samples with noise on its norms (engine.norm_noise). The difference falls over the training.",
+        "rollout/teacher_share or rollout/norm_noise is above 0. A mismatch that stays when it has fallen has another "
+        "cause.",
+        "Nothing, if the correction can bear it: weights with a cap from above, and no clip against the sampler. If "
+        "few samples carry the weight, start with less (alpha, start) or let it fall in fewer steps.",
     ),
     "padding": Cause(
         "padding seen by the trainer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from trl_offpolicy.engines.exact import Exact
 from trl_offpolicy.engines.images import PromptImages, image_token
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.kept import built_with_mask, kept_of
+from trl_offpolicy.engines.norm_noise import NoisyNorms, NormNoise, parse_noise
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
 from trl_offpolicy.engines.screen import quiet_start
@@ -34,6 +35,8 @@ class ColocateEngine:
         dtype: the trainer's dtype, e.g. "float32"; vLLM's "auto" would load float32 weights as bfloat16.
         adapter_rank: adapters up to this rank are synced alone; 0 = they are merged into the weights.
         weight_rounding: see :func:`~trl_offpolicy.engines.rounding.round_weights`; adapters are then merged.
+        norm_noise: noise that rollouts of a training are sampled with, see
+            :func:`~trl_offpolicy.engines.norm_noise.parse_noise`.
         return_routing: for a mixture of experts: rollouts say to which experts each token was sent.
         truncated: whether it will sample from a part of the distribution. Rollouts then say which tokens it kept, where
             vLLM can report that (:attr:`no_mask` says why not).
@@ -54,6 +57,7 @@ class ColocateEngine:
         dtype: str,
         adapter_rank: int = 0,
         weight_rounding: Any = None,
+        norm_noise: Any = None,
         return_routing: bool = False,
         truncated: bool = False,
         seed: int = 0,
@@ -73,6 +77,8 @@ class ColocateEngine:
         with quiet_start():
             llm, self.no_mask = built_with_mask(LLM, whole, truncated=truncated)
         self.llm: Any = RoutedLLM(llm) if return_routing else llm
+        noise = parse_noise(norm_noise)
+        self.noise = None if noise is None else noise_in_process(lambda: self.llm, noise)
 
     def bind(self, source: WeightSource) -> None:
         """Set the source whose weights :meth:`sync_weights` takes."""
@@ -150,6 +156,8 @@ class ColocateEngine:
         if self._source is None:
             raise EngineError("bind(source) must be called before sync_weights, but no source is bound.")
         start = time.monotonic()
+        if self.noise is not None:
+            self.noise.off()
         adapter = self._source.adapter() if self.adapters is not None else None
         if adapter is not None and self.adapters is not None:
             size = self.adapters.load(adapter, version)
@@ -213,6 +221,20 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
     reset_prefix_cache(llm)
     llm.llm_engine.reset_encoder_cache()  # of images: reloading clears the worker's half alone, and requests then fail
     return size
+
+
+def noise_in_process(llm: Callable[[], Any], noise: NormNoise) -> NoisyNorms:
+    """Noise on the norms of an engine in this process.
+
+    Args:
+        llm: returns it; it is called each time.
+        noise: the settings.
+    """
+
+    def model() -> Any:
+        return llm().llm_engine.model_executor.driver_worker.model_runner.model
+
+    return NoisyNorms(noise, model, lambda: reset_prefix_cache(llm()))
 
 
 def reset_prefix_cache(llm: Any) -> None:

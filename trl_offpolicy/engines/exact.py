@@ -69,14 +69,15 @@ def check_exact(engine: Mapping[str, Any], *, where: str = "engine.") -> None:
     """Raise for options of an engine that contradict ``exact``, whatever the trainer is.
 
     Args:
-        engine: arguments of ``vllm.LLM`` and this kit's ``weight_rounding``.
+        engine: arguments of ``vllm.LLM`` and this kit's ``weight_rounding`` and ``norm_noise``.
         where: prefix of the names in messages.
 
     Raises:
         ValueError: an option contradicts; the message names it and ``exact``.
     """
-    if engine.get("weight_rounding") is not None:
-        raise ValueError(_must(f"{where}weight_rounding", "be left out", where, engine["weight_rounding"]))
+    for name in ("weight_rounding", "norm_noise"):
+        if engine.get(name):
+            raise ValueError(_must(f"{where}{name}", "be left out", where, engine[name]))
     for name, value in WANTED.items():
         given = engine.get(name, value)
         off = value is None and given in (None, "none")

@@ -21,13 +21,8 @@ from torch import Tensor
 
 from trl_offpolicy.checks import check_number, check_whole, near
 from trl_offpolicy.engines.processors import further_processors
-from trl_offpolicy.functional.diagnostics import fraction
-from trl_offpolicy.functional.moments import Layout, moments
-from trl_offpolicy.stats import Group, Stats
 
 OPTION = "engine.logit_fusion"
-TEACHER_METRICS = ("teacher_share",)
-_SHARE = Layout(sums=("rows", "share"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +145,8 @@ class TeacherMix:
         self._share = 0.0
         self._difficulties: list[float] | None = None  # of the prompts that come next
         self._by_prompt: dict[tuple[int, ...], float] = {}
-        self._used: list[float] = []
+        self.used: list[float] = []
+        """The teacher's share in each row that was sampled since :meth:`plan`."""
 
     def plan(self, rows: Sequence[Mapping[str, Any]], *, share: float) -> None:
         """Set the shares of the prompts that are sampled next, in this order.
@@ -159,7 +155,7 @@ class TeacherMix:
             rows: the dataset's rows, one for each prompt that will be given.
             share: the teacher's share before it is multiplied by the difficulty; 0 = the student alone.
         """
-        self._share, self._by_prompt, self._used = share, {}, []
+        self._share, self._by_prompt, self.used = share, {}, []
         column = self.fusion.difficulty
         self._difficulties = None if column is None else [_difficulty(row, column) for row in rows]
 
@@ -173,7 +169,7 @@ class TeacherMix:
         """
         shares = torch.tensor(self._shares(prompt_ids))
         self._teacher.to(next(model.parameters()).device)
-        self._used += shares.tolist()
+        self.used += shares.tolist()
         noted = SampledLogps()
         mixed = FusedLogits(self._teacher, [len(ids) for ids in prompt_ids], shares) if shares.any() else None
         with further_processors(model, first=mixed, last=noted):
@@ -189,12 +185,6 @@ class TeacherMix:
             repeated = [one for one in self._difficulties for _ in range(copies)]
             self._by_prompt = dict(zip(keys, repeated, strict=True))
         return [self._share * self._by_prompt[key] for key in keys]
-
-    def stats(self, device: torch.device) -> Stats:
-        """``rollout/teacher_share``: mean share of the teacher in the rows sampled since :meth:`plan`."""
-        used = torch.tensor(self._used, dtype=torch.float64, device=device)
-        counted = moments(_SHARE, [torch.tensor(len(used), device=device), used.sum()])
-        return Stats({"rollout#teacher": Group(counted, {"teacher_share": fraction("share", "rows")})})
 
 
 def _difficulty(row: Mapping[str, Any], column: str) -> float:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from trl_offpolicy.engines.exact import check_exact
 from trl_offpolicy.engines.logit_fusion import LogitFusion, parse_fusion
+from trl_offpolicy.engines.norm_noise import NormNoise, parse_noise
 from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.engine import Transfer as ServerTransfer
@@ -42,6 +43,8 @@ class EngineSettings:
             kernels where there are any (:mod:`trl_offpolicy.engines.exact`); the first generation is checked.
         logit_fusion: (without vLLM) a teacher that takes part in the rollouts, see
             :class:`~trl_offpolicy.engines.logit_fusion.LogitFusion`.
+        norm_noise: (colocate) noise on the norms of the engine's weights, which falls over the training: true, or a
+            mapping of :class:`~trl_offpolicy.engines.norm_noise.NormNoise`.
         arguments: all other options, for vLLM's ``LLM`` in colocate mode.
 
     Raises:
@@ -57,6 +60,7 @@ class EngineSettings:
     return_routing: bool = False
     exact: bool = False
     logit_fusion: LogitFusion | None = None
+    norm_noise: NormNoise | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,7 +75,7 @@ class EngineSettings:
         if not isinstance(self.exact, bool):
             raise ValueError(f"engine.exact must be true or false, but got {self.exact!r}.")
         if self.exact:
-            check_exact({**self.arguments, "weight_rounding": self.weight_rounding})
+            check_exact({**self.arguments, "weight_rounding": self.weight_rounding, "norm_noise": self.norm_noise})
 
     @classmethod
     def parse(cls, engine: Mapping[str, Any] | None) -> EngineSettings:
@@ -83,6 +87,7 @@ class EngineSettings:
         if own.get("weight_rounding") is not None:
             own["weight_rounding"] = parse_rounding(own["weight_rounding"])
         own["logit_fusion"] = parse_fusion(own.get("logit_fusion"))
+        own["norm_noise"] = parse_noise(own.get("norm_noise"))
         if own.get("folder") is not None:
             own["folder"] = Path(own["folder"])
         if "arguments" in own:
@@ -119,6 +124,8 @@ class EngineSettings:
             raise ValueError(
                 "engine.transfer must be folder, adapter, broadcast, nccl or auto with a server, but got 'memory'."
             )
+        if self.norm_noise is not None:
+            raise ValueError("engine.norm_noise must be left out with a server: it changes weights in this process.")
         if self.arguments:
             names = ", ".join(self.arguments)
             raise ValueError(

@@ -62,6 +62,7 @@ NoncanonicalFraction = _value("NoncanonicalFraction", "rollout/noncanonical_frac
 DistinctFraction = _value("DistinctFraction", "rollout/distinct_fraction", better=True)
 CopiedFraction = _value("CopiedFraction", "rollout/copied_fraction")
 TeacherShare = _value("TeacherShare", "rollout/teacher_share", better=None)
+NormNoiseSize = _value("NormNoiseSize", "rollout/norm_noise", better=None)
 UnusableFraction = _value("UnusableFraction", "rollout/unusable_fraction")
 RetriedFraction = _value("RetriedFraction", "rollout/retried_fraction")
 ToolTimeoutFraction = _value("ToolTimeoutFraction", "rollout/tool_timeout_fraction")

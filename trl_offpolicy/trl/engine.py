@@ -21,12 +21,19 @@ from torch import Tensor
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_offpolicy.engines.colocate import held_dtype, reload_in_process, reset_prefix_cache, score_in_process
+from trl_offpolicy.engines.colocate import (
+    held_dtype,
+    noise_in_process,
+    reload_in_process,
+    reset_prefix_cache,
+    score_in_process,
+)
 from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.exact import Exact, exact_engine
 from trl_offpolicy.engines.interview import Interview, interview_llm
 from trl_offpolicy.engines.kept import KeptStore, MaskedLLM, built_with_mask
+from trl_offpolicy.engines.norm_noise import NoisyNorms
 from trl_offpolicy.engines.rounding import round_weights
 from trl_offpolicy.engines.routing.reported import EngineRoutes, RoutedLLM, RouteStore, routing_arguments
 from trl_offpolicy.engines.screen import quiet_start, say
@@ -71,6 +78,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """Why it does not; None = it does."""
     screen: Screen | None = None
     """Checks every reply, once a trainer has set it."""
+    noise: NoisyNorms | None = None
+    """Noise that the rollouts of the training are sampled with, with ``engine.norm_noise``."""
 
     def __init__(
         self, *args: Any, settings: EngineSettings, folder: Path, rows: int | None = None, **kwargs: Any
@@ -83,6 +92,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         self._sync = WeightSync()  # proves nothing until a trainer says how
         self._log: Callable[[SyncReport], None] = lambda report: None
         self._step: Callable[[], int] = lambda: 0
+        self._steps: Callable[[], int] = lambda: 0
         self.calls: list[Call] = []  # what was sampled; whoever reads it empties it
         super().__init__(*args, **kwargs)
         if self._uses_adapter and self.source.adapter() is None:
@@ -91,15 +101,23 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
                 "(no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
             )
 
-    def prove(self, sync: WeightSync, *, log: Callable[[SyncReport], None], step: Callable[[], int]) -> None:
+    def prove(
+        self,
+        sync: WeightSync,
+        *,
+        log: Callable[[SyncReport], None],
+        step: Callable[[], int],
+        steps: Callable[[], int] = lambda: 0,
+    ) -> None:
         """From now on have ``sync`` send the weights and prove them.
 
         Args:
             sync: the trainer's sync.
             log: called after every sync, on all ranks.
             step: returns the current version of the trainer's weights.
+            steps: returns the number of optimizer steps of the run; 0 = not known.
         """
-        self._sync, self._log, self._step = sync, log, step
+        self._sync, self._log, self._step, self._steps = sync, log, step, steps
 
     @property
     def proves(self) -> bool:
@@ -150,6 +168,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if self.settings.return_routing:
             self.llm = RoutedLLM(self.llm)
             self.routes = self.llm.store
+        if self.settings.norm_noise is not None:
+            self.noise = noise_in_process(lambda: self.llm, self.settings.norm_noise)
         if self._uses_adapter:
             self._adapters = AdapterFolder()
             self.llm = WithAdapter(self.llm, self._adapters)
@@ -238,6 +258,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         Raises:
             EngineError: on every rank, if the sync failed on any.
         """
+        if self.noise is not None:
+            self.noise.off()
         with self.quiet():
             self.last_sync = self._sync(self.version, send=self._send, answer=self.score, precision=self._precision())
             self._log(self.last_sync)
@@ -307,6 +329,9 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
 
     def generate(self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None) -> Any:
         """TRL's contract: (prompt ids, completion ids, log-probs (rows, tokens, 1), their token ids)."""
+        if self.noise is not None:
+            noise, learning = self.noise.noise, self.model.training
+            self.noise.on(self.version, noise.sigma(self.version, self._steps()) if learning else 0.0)
         inner = self._generate_on_server if self._on_server else super().generate
         answer = inner(prompts, images, num_generations, profiler)
         if self.screen is not None:

@@ -8,7 +8,9 @@ from torch import nn
 
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.engines.sampling_states import described
+from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.presets import Preset
+from trl_offpolicy.rollouts.deliberate import on_purpose
 from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import SETTINGS
@@ -39,6 +41,8 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
         sampler += f" with a teacher, {args.logit_fusion}"
     findings = sampling_findings(args) if server is None else sampling_findings(args) + server.findings
     precisions = {"bfloat16": args.bf16, "float16": args.fp16}
+    settings = EngineSettings.parse(cast("dict[str, Any] | None", args.engine))
+    wanted = on_purpose(settings.logit_fusion, settings.norm_noise if args.use_vllm else None)
     asked = getattr(getattr(trainer, "vllm_generation", None), "interview", None)
     return {
         "model": getattr(config, "_name_or_path", ""),
@@ -59,6 +63,6 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
             sampling={name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
         "effective": effective_settings(
-            None if asked is None else asked(), model, trainer.processing_class, teacher=args.logit_fusion
+            None if asked is None else asked(), model, trainer.processing_class, on_purpose=wanted
         ),
     }

@@ -41,7 +41,12 @@ def prove_syncs(trainer: GRPOTrainer) -> None:
             append_sync(trainer.args.output_dir, report)
 
     trainer.add_callback(_RemovesWeights(engine))
-    engine.prove(_weight_sync(trainer, engine), log=log, step=lambda: int(trainer.state.global_step))
+    engine.prove(
+        _weight_sync(trainer, engine),
+        log=log,
+        step=lambda: int(trainer.state.global_step),
+        steps=lambda: int(trainer.state.max_steps),
+    )
 
 
 class _RemovesWeights(TrainerCallback):  # type: ignore[misc]

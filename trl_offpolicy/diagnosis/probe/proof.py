@@ -22,7 +22,6 @@ from trl_offpolicy.engines.effective import (
 from trl_offpolicy.engines.hf import Head
 from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.kept import EVERY
-from trl_offpolicy.engines.logit_fusion import LogitFusion
 
 _UNIMPORTANT = (
     "architectures", "transformers_version", "use_cache", "dtype", "torch_dtype", "initializer_range", "pretraining_tp",
@@ -80,7 +79,7 @@ def compare_facts(engine: EngineFacts, trainer: EngineFacts, asking: Asking | No
 
 
 def effective_settings(
-    interview: Interview | None, model: Any, tokenizer: Any, *, teacher: LogitFusion | None = None
+    interview: Interview | None, model: Any, tokenizer: Any, *, on_purpose: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """What a run's engine really runs with, and how that differs from its trainer, for ``run.json``.
 
@@ -88,24 +87,24 @@ def effective_settings(
         interview: the run's engine; None = it cannot be asked.
         model: the trainer's model.
         tokenizer: the trainer's tokenizer.
-        teacher: what takes part in the rollouts of the trainer's model, which then is not asked; None = nothing.
+        on_purpose: what makes the rollouts off-policy on purpose, by its name.
 
     Returns:
         ``source``, ``engine`` (its settings), ``defaults`` (of requests), ``compared`` (the topics) and ``differences``
         (rows as :class:`~trl_offpolicy.diagnosis.probe.asked.Asked`); without an engine nothing.
     """
-    if teacher is not None:
-        share = f"{teacher.teacher}, {teacher.alpha:g} of the logits at first"
-        return {
-            "differences": [asdict(row("sampling", "teacher in the rollouts", share, "none", "teacher", equal=False))]
-        }
+    wanted = [
+        asdict(row("sampling", what, value, "none", "on_purpose", equal=False))
+        for what, value in (on_purpose or {}).items()
+    ]
     if interview is None:
-        return {}
+        return {"differences": wanted} if wanted else {}
     facts = interview.facts()
     try:
         trainer = replace(facts_of_model(model), tokenizer=tokenizer_facts(tokenizer))
     except (AttributeError, TypeError, ValueError) as error:  # a model that is not built as those of transformers
-        return {"source": facts.source, "engine": dict(facts.settings), "compared": [], "why": str(error)}
+        known = {"source": facts.source, "engine": dict(facts.settings), "compared": []}
+        return {**known, "why": str(error), "differences": wanted}
     proof = compare_facts(facts, trainer)
     unequal = [asdict(one) for one in proof.rows if one.outcome in ("different", "no effect")]
     return {
@@ -113,7 +112,7 @@ def effective_settings(
         "engine": dict(facts.settings),
         "defaults": None if facts.defaults is None else dict(facts.defaults),
         "compared": sorted(proof.compared),
-        "differences": unequal,
+        "differences": wanted + unequal,
     }
 
 

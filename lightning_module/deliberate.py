@@ -1,0 +1,64 @@
+"""Rollouts that are off-policy on purpose, in a module: a teacher that takes part, or noise on the engine's norms.
+
+:mod:`trl_offpolicy.engines.logit_fusion` and :mod:`trl_offpolicy.engines.norm_noise` with Lightning's steps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lightning_module.engines import noise_of, teacher_of
+from lightning_module.host import Host
+from trl_offpolicy.engines.logit_fusion import OPTION
+from trl_offpolicy.rollouts.agents import Request
+from trl_offpolicy.rollouts.deliberate import deliberate_stats
+from trl_offpolicy.stats import Stats
+
+
+def check_teacher(module: Host, engine: Any) -> None:
+    """Raise if the teacher of the module's engine cannot take part.
+
+    Raises:
+        NotImplementedError: the model is sharded; no test has run that.
+        ValueError: shares by prompt do not go with turns, which have prompts of their own.
+    """
+    mix, agents = teacher_of(engine), module.agents
+    if mix is None:
+        return
+    if not isinstance(module.trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise NotImplementedError(f"{OPTION} must be left out with a sharded model: no test has run that.")
+    loops = agents.has_tools or agents.environments is not None or agents.rollout is not None
+    if mix.fusion.difficulty is not None and loops:
+        raise ValueError(f"{OPTION}.difficulty must be left out with tools, environments and a rollout function.")
+
+
+def prepare_rollouts(module: Host, engine: Any, request: Request, *, learning: bool) -> None:
+    """Set the teacher's shares, and the engine's noise, for what is sampled next.
+
+    Args:
+        module: the module.
+        engine: its engine.
+        request: what is sampled.
+        learning: False in a validation, where the policy samples alone and without noise.
+    """
+    mix, noise, step = teacher_of(engine), noise_of(engine), module.trainer.global_step
+    if mix is not None:
+        share = mix.fusion.share(step, _run_steps(module)) if learning else 0.0
+        mix.plan(request.rows[:: request.n], share=share)
+    if noise is not None:
+        noise.on(step, noise.noise.sigma(step, _run_steps(module)) if learning else 0.0)
+
+
+def _run_steps(module: Host) -> int:
+    """Optimizer steps of the run; 0 = it has no end."""
+    steps = module.trainer.estimated_stepping_batches
+    return int(steps) if math.isfinite(steps) else 0
+
+
+def measured(engine: Any, device: torch.device) -> Stats:
+    """How far the rollouts were made off-policy in the generation batch; empty if they were not."""
+    return deliberate_stats(teacher_of(engine), noise_of(engine), device)
