@@ -22,7 +22,7 @@ from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.diagnosis.report.closing import closing_report
 from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.engines.sync import raised_on_all_ranks
-from trl_offpolicy.rollouts.deliberate import on_purpose
+from trl_offpolicy.rollouts.sampler_stats import on_purpose
 from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
 from trl_offpolicy.run_folder.declared import declared_sides
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, SETTINGS

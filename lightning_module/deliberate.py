@@ -15,7 +15,7 @@ from lightning_module.engines import noise_of, teacher_of
 from lightning_module.host import Host
 from trl_offpolicy.engines.logit_fusion import OPTION
 from trl_offpolicy.rollouts.agents import Request
-from trl_offpolicy.rollouts.deliberate import deliberate_stats
+from trl_offpolicy.rollouts.sampler_stats import sampler_stats
 from trl_offpolicy.stats import Stats
 
 
@@ -60,5 +60,5 @@ def _run_steps(module: Host) -> int:
 
 
 def measured(engine: Any, device: torch.device) -> Stats:
-    """How far the rollouts were made off-policy in the generation batch; empty if they were not."""
-    return deliberate_stats(teacher_of(engine), noise_of(engine), device)
+    """What the engine says of itself for the generation batch: teacher, noise, speculative draft."""
+    return sampler_stats(engine, device, mix=teacher_of(engine))

@@ -31,8 +31,8 @@ from trl_offpolicy.objective.measure import GRADIENT_METRICS
 from trl_offpolicy.rollouts.agents.guard import GUARD_METRICS
 from trl_offpolicy.rollouts.ahead.queue import AHEAD_METRICS
 from trl_offpolicy.rollouts.clock import TIME_METRICS
-from trl_offpolicy.rollouts.deliberate import DELIBERATE_METRICS
 from trl_offpolicy.rollouts.duplicates import DUPLICATE_METRICS
+from trl_offpolicy.rollouts.sampler_stats import SAMPLER_METRICS
 from trl_offpolicy.rollouts.screening import SCREEN_METRICS
 from trl_offpolicy.rollouts.token_ids import TOKEN_ID_METRICS
 
@@ -116,7 +116,7 @@ def emitted():
     stats = objective(batch()).stats.union(noise_floor(batch().per_token_logps, batch().per_token_logps, batch().mask))
     of_rollouts = (*SYNC_METRICS, *AHEAD_METRICS, *TOKEN_ID_METRICS, *DUPLICATE_METRICS, "outside_fraction")
     of_rollouts += ("kept_ids_mean", "recomputed_cut_fraction")
-    of_rollouts += (*SCREEN_METRICS, *GUARD_METRICS, *DELIBERATE_METRICS)
+    of_rollouts += (*SCREEN_METRICS, *GUARD_METRICS, *SAMPLER_METRICS)
     by_engine = {f"offpolicy/rollout/{name}" for name in of_rollouts}
     by_gradient = {f"offpolicy/gradient/{name}" for name in (*GRADIENT_METRICS, "cosine_previous")}
     by_control = {f"offpolicy/control/{name}" for name in CONTROL_METRICS} | {LENGTH_SURGE, *SESSION_METRICS}
@@ -137,7 +137,7 @@ def test_every_key_on_the_page_is_emitted():
     weights += len(OF_AUTO)
     rest = 6 + 2 + 2 + weights + 4 + 3 + 12 + 13 + 4 + 10 + 4 + 5 + len(TIME_METRICS)
     rest += 2 + len(SESSION_METRICS)  # loss/discrepancy and its price
-    rest += 2 + len(DELIBERATE_METRICS)  # of the replayed sampling mask, and off-policy on purpose
+    rest += 2 + len(SAMPLER_METRICS)  # of the replayed sampling mask, and of samplers
     assert len(table()) == 5 * len(RATIO_METRICS) + 5 + rest + len(ROUTING_METRICS)
 
 

@@ -1,7 +1,7 @@
 """Train a tiny model for three steps with a real vLLM engine in this process; prints one JSON line.
 
     python tests/engines/colocate_run.py FOLDER [--no-sync | --lost-sync] [--lora] [--transfer T] [--rounding int8]
-        [--rounded-learner] [--dtype D] [--steps N] [--noise]
+        [--rounded-learner] [--dtype D] [--steps N] [--noise] [--drafts]
 
 A process of its own for each scenario: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its
 first weights, to show that the agreement test can fail; ``--lost-sync`` loses the second sync on its way.
@@ -29,6 +29,8 @@ MISMATCH = "offpolicy/mismatch/logp_diff_max"
 
 AGREEMENT = "offpolicy/rollout/sync_agreement"
 BYTES = "offpolicy/rollout/sync_bytes"
+TAKEN = "offpolicy/rollout/draft_taken_fraction"
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 NOISE = "offpolicy/rollout/norm_noise"
 DRAWS = "offpolicy/rollout"
 
@@ -44,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounding")
     parser.add_argument("--rounded-learner", action="store_true")
     parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--generations", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
@@ -78,6 +81,7 @@ def main() -> None:
     }
     engine |= {"weight_rounding": options.rounding} if options.rounding else {}
     engine |= {"norm_noise": {"start": 0.3, "end": 0.1, "stages": 3}} if options.noise else {}
+    engine |= {"speculative_config": DRAFTS} if options.drafts else {}
     args = OffPolicyGRPOConfig(
         output_dir=str(options.folder / "run"),
         use_cpu=True,
@@ -119,6 +123,7 @@ def main() -> None:
                 "mismatch": [row[MISMATCH] for row in rows if MISMATCH in row],
                 "agreement": [row[AGREEMENT] for row in rows if AGREEMENT in row],
                 "noise": [row[NOISE] for row in rows if NOISE in row],
+                "taken": [row[TAKEN] for row in rows if TAKEN in row],
                 "held_out": held_out.get(f"eval_{MISMATCH}"),
                 "bytes": [row[BYTES] for row in rows if BYTES in row],
                 "syncs": [(sync.changed, sync.visible, sync.checksum) for sync in read_syncs(options.folder / "run")],

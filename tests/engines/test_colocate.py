@@ -97,6 +97,13 @@ def test_noise_on_the_norms_is_in_the_rollouts_of_the_training_alone(flags: tupl
     assert min(result["agreement"]) > 1 - AGREE and result["held_out"] < AGREE
 
 
+def test_the_tokens_taken_of_a_draft_are_counted() -> None:
+    """Speculation by n-grams: the policy's distribution, and so its log-probs, stay as they are."""
+    result = run("--drafts")
+    assert len(result["taken"]) == 3 and all(0 <= share <= 1 for share in result["taken"])
+    assert max(result["mismatch"]) < AGREE and run()["taken"] == []
+
+
 def test_every_sync_is_proven_and_logged() -> None:
     result = run()
     assert len(result["agreement"]) == 3

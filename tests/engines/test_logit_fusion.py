@@ -17,7 +17,7 @@ from torch import Tensor
 from trl_offpolicy.engines.engine import Rollouts, Sampling
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.logit_fusion import LogitFusion, TeacherMix, load_teacher, parse_fusion
-from trl_offpolicy.rollouts.deliberate import deliberate_stats
+from trl_offpolicy.rollouts.sampler_stats import sampler_stats
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
 TEACHER = tiny_model(seed=1)
@@ -132,7 +132,7 @@ def test_rows_that_are_asked_again_keep_their_share() -> None:
     used = engine(model, made)
     used.generate(PROMPTS, Sampling(max_tokens=4), n=2)
     check(used.generate([PROMPTS[2]], Sampling(max_tokens=4), n=1), model, [0.3])
-    found = deliberate_stats(made, None, torch.device("cpu")).compute()["offpolicy/rollout/teacher_share"]
+    found = sampler_stats(None, torch.device("cpu"), mix=made).compute()["offpolicy/rollout/teacher_share"]
     assert found == pytest.approx((2 * 0.9 + 3 * 0.3) / 7)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.engines.cpu_experts import cpu_reload
+from trl_offpolicy.engines.drafts import drafts_in_process, with_counters
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.exact import Exact
@@ -73,10 +74,12 @@ class ColocateEngine:
         own = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "seed": seed, "dtype": dtype}
         lora = lora_arguments(adapter_rank) if self.adapters is not None else {}
         routing = routing_arguments() if return_routing else {}
-        whole = {"model": model, **own, **lora, **cpu_arguments(), **routing, **arguments}
+        whole = with_counters({"model": model, **own, **lora, **cpu_arguments(), **routing, **arguments})
         with quiet_start():
             llm, self.no_mask = built_with_mask(LLM, whole, truncated=truncated)
         self.llm: Any = RoutedLLM(llm) if return_routing else llm
+        self.drafts = drafts_in_process(self.llm, whole)
+        """Counts the tokens of a speculative draft; None = there is none."""
         noise = parse_noise(norm_noise)
         self.noise = None if noise is None else noise_in_process(lambda: self.llm, noise)
 

@@ -63,6 +63,7 @@ DistinctFraction = _value("DistinctFraction", "rollout/distinct_fraction", bette
 CopiedFraction = _value("CopiedFraction", "rollout/copied_fraction")
 TeacherShare = _value("TeacherShare", "rollout/teacher_share", better=None)
 NormNoiseSize = _value("NormNoiseSize", "rollout/norm_noise", better=None)
+DraftTakenFraction = _value("DraftTakenFraction", "rollout/draft_taken_fraction", better=True)
 UnusableFraction = _value("UnusableFraction", "rollout/unusable_fraction")
 RetriedFraction = _value("RetriedFraction", "rollout/retried_fraction")
 ToolTimeoutFraction = _value("ToolTimeoutFraction", "rollout/tool_timeout_fraction")

@@ -28,6 +28,7 @@ from trl_offpolicy.engines.colocate import (
     reset_prefix_cache,
     score_in_process,
 )
+from trl_offpolicy.engines.drafts import Drafted, Drafts, drafts_in_process, with_counters
 from trl_offpolicy.engines.engine import Call, EngineError, Sampling, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
 from trl_offpolicy.engines.exact import Exact, exact_engine
@@ -78,6 +79,8 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """Why it does not; None = it does."""
     screen: Screen | None = None
     """Checks every reply, once a trainer has set it."""
+    drafts: Drafts | None = None
+    """Counts the tokens of a speculative draft; None = there is none, or TRL's client is used."""
     noise: NoisyNorms | None = None
     """Noise that the rollouts of the training are sampled with, with ``engine.norm_noise``."""
 
@@ -177,8 +180,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _build_llm(self, llm_class: Any, overrides: dict[str, Any], **kwargs: Any) -> Any:
         say("starting vLLM in this process")
         truncated = bool(self._truncation)
+        arguments = with_counters({**kwargs, **overrides})
         with quiet_start():
-            llm, self.no_mask = built_with_mask(llm_class, {**kwargs, **overrides}, truncated=truncated)
+            llm, self.no_mask = built_with_mask(llm_class, arguments, truncated=truncated)
+        self.drafts = drafts_in_process(llm, arguments)
         if truncated and isinstance(llm, MaskedLLM):
             self.kept = llm.kept = KeptStore()
         return llm
@@ -235,9 +240,12 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             )
             self._server.bind(self.source)
         self.accelerator.wait_for_everyone()
-        reason = [None if self._server is None else self._server.no_mask]
-        broadcast_object_list(reason, from_process=0)
-        self.no_mask = reason[0]
+        server = self._server
+        told = [(None, False) if server is None else (server.no_mask, server.drafts is not None)]
+        broadcast_object_list(told, from_process=0)
+        self.no_mask, drafts = told[0]
+        if drafts:  # a rank that does not talk to the server counts nothing, but all ranks have the metric
+            self.drafts = Drafts(lambda: Drafted(0, 0)) if server is None else server.drafts
         self.kept = KeptStore() if self.no_mask is None and self._truncation else None
 
     # ----------------------------------------------------------------------------------------------------- weights

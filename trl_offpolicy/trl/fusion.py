@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trl_offpolicy.engines.logit_fusion import OPTION, LogitFusion, TeacherMix, load_teacher
-from trl_offpolicy.rollouts.deliberate import deliberate_stats
+from trl_offpolicy.rollouts.sampler_stats import sampler_stats
 from trl_offpolicy.stats import Stats
 
 
@@ -77,6 +77,6 @@ class TrainerFusion:
         return completions, noted.rows(completions)
 
     def stats(self) -> Stats:
-        """How much the teacher took part in this generation batch, and the noise of the engine."""
+        """What the sampler of this generation batch says of itself, the teacher's share among it."""
         engine = getattr(self._trainer, "vllm_generation", None)
-        return deliberate_stats(self._mix, getattr(engine, "noise", None), self._trainer.accelerator.device)
+        return sampler_stats(engine, self._trainer.accelerator.device, mix=self._mix)

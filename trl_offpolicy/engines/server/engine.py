@@ -15,6 +15,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from trl_offpolicy.engines.drafts import drafts_of_server
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
 from trl_offpolicy.engines.kept import ARGUMENT, EVERY
@@ -129,6 +130,8 @@ class ServerEngine:
         self.context_length: int | None = base.get("max_model_len")
         """Tokens of prompt and completion that the server takes; None = it does not tell."""
         config = server_config(self.client, self._routes)
+        self.drafts = drafts_of_server(self.client, config)
+        """Counts the tokens of a speculative draft; None = there is none."""
         self.findings = require_ready(self.client, config, return_routing=return_routing)
         self._reload_method = reload_method(config)
         self._broadcast: Sender | None = None
