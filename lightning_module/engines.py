@@ -24,6 +24,7 @@ from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.contact import check_base_url
 from trl_offpolicy.engines.server.engine import ServerEngine
+from trl_offpolicy.engines.settings import check_spelling
 from trl_offpolicy.parts import imported
 
 EXACT = "exact"
@@ -51,6 +52,30 @@ def engine_type(spec: Any) -> str:
     if name == "server" and isinstance(spec, Mapping) and isinstance(spec.get("base_url"), str):
         check_base_url(spec["base_url"], where="engine.base_url")
     return str(name)
+
+
+def check_options(spec: Any) -> None:
+    """Raise if an option of the ``engine`` setting is misspelt. Those that vLLM alone knows are its own to check.
+
+    Raises:
+        ValueError: the message names the option that is meant.
+    """
+    kind = engine_type(spec)
+    if not isinstance(spec, Mapping) or kind == "own":
+        return
+    own = ("type", EXACT, "logit_fusion") if kind == "transformers" else ("type", EXACT, *_options_of(kind))
+    for name in spec:
+        if name in own:
+            continue
+        if kind == "vllm":
+            check_spelling(name, own)
+            continue
+        raise ValueError(f"engine.{name} is no option of {kind!r}, which has {', '.join(own)}.{near(str(name), own)}")
+
+
+def _options_of(kind: str) -> list[str]:
+    cls = ColocateEngine if kind == "vllm" else ServerEngine
+    return [name for name in inspect.signature(cls).parameters if name != "arguments"]
 
 
 def rounding_of(spec: Any) -> dict[str, Any]:

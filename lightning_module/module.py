@@ -22,7 +22,7 @@ from lightning_module.checkpoints import keep_whole
 from lightning_module.compact import CompactRows
 from lightning_module.control import Control
 from lightning_module.data import PromptDataModule
-from lightning_module.engines import check_sampling, engine_type, fusion_of, rounding_of
+from lightning_module.engines import check_options, check_sampling, engine_type, fusion_of, rounding_of
 from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
 from lightning_module.experts import Experts
@@ -183,6 +183,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.settings = given
         self.agents = Agents(self)
         kind = engine_type(engine)
+        check_options(engine)
         sampler = kind if rollout is None else "own"  # a function may bring log-probs of its own
         fusion = fusion_of(engine)
         default = "measure" if sampler == "transformers" else "paper/tis"

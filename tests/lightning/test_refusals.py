@@ -81,3 +81,19 @@ def test_a_checkpoint_without_its_functions_says_which(tmp_path: Path) -> None:
         weights_only=True,
         **{name: again[name] for name in ("model", "reward_funcs", "tokenizer")},
     )
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"type": "vllm", "weight_roundin": "int8"}, r"^engine\.weight_roundin .* Did you mean 'weight_rounding'"),
+        ({"type": "server", "base_url": "http://127.0.0.1:1", "patient": {}}, r"^engine\.patient .* 'patience'"),
+        ({"type": "transformers", "logit_fusoin": "t"}, r"^engine\.logit_fusoin is no option of 'transformers'"),
+    ],
+)
+def test_a_misspelt_option_of_an_engine_is_named_before_anything_is_loaded(
+    engine: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        module(engine)
+    module({"type": "vllm", "gpu_memory_utilization": 0.5, "dtype": "float32", "norm_noise": True})

@@ -219,7 +219,9 @@ def test_resuming_continues_the_records(build: Callable[..., OffPolicyGRPOTraine
     assert [row["step"] for row in before] == [row["step"] for row in after] == [1, 2, 3, 4]
     assert after[:2] == before[:2]
     assert after[2]["time"] > before[3]["time"]
-    assert rollouts(first).groupby("step").size().to_dict() == dict.fromkeys(range(4), 8)
+    rows = rollouts(first)
+    assert rows.groupby("step").size().to_dict() == dict.fromkeys(range(4), 8)
+    assert rows.groupby("group_id").step.nunique().eq(1).all()  # groups of later steps have numbers of their own
     assert not (folder / "_previous").exists()
 
 

@@ -54,7 +54,8 @@ def test_a_fixed_coefficient_stays_and_leaves_no_state(build: Build) -> None:
     trainer = build(Engine(), offpolicy=offpolicy, save_strategy="steps", save_steps=2, control="off")
     trainer.train()
     assert [row["offpolicy/loss/kl_coef"] for row in records(trainer)] == [pytest.approx(0.1)] * 2
-    assert not list(Path(trainer.args.output_dir).glob(f"**/{STATE_FILE}"))
+    (state,) = Path(trainer.args.output_dir).glob(f"**/{STATE_FILE}")
+    assert json.loads(state.read_text()) == {"groups": {"train": 4, "eval": 0}}  # no coefficient
 
 
 def test_resuming_goes_on_with_the_coefficient(build: Build) -> None:

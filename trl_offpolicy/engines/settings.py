@@ -83,7 +83,7 @@ class EngineSettings:
         given = dict(read_numbers(engine or {}))
         own = {item.name: given.pop(item.name) for item in fields(cls) if item.name in given}
         for name in given:
-            _check_spelling(name, [item.name for item in fields(cls) if item.name != "arguments"])
+            check_spelling(name, [item.name for item in fields(cls) if item.name != "arguments"])
         if own.get("weight_rounding") is not None:
             own["weight_rounding"] = parse_rounding(own["weight_rounding"])
         own["logit_fusion"] = parse_fusion(own.get("logit_fusion"))
@@ -133,8 +133,12 @@ class EngineSettings:
             )
 
 
-def _check_spelling(name: str, own: Sequence[str]) -> None:
+def check_spelling(name: str, own: Sequence[str]) -> None:
     """Raise if an argument for vLLM is nearly the name of an option of this kit, and vLLM has none of that name.
+
+    Args:
+        name: what the user wrote.
+        own: names of this kit's options.
 
     Raises:
         ValueError: names the option that was meant.

@@ -143,6 +143,14 @@ class RowCounter:
             version=trainer.state.global_step,
         )
 
+    def state_dict(self) -> dict[str, int]:
+        """The groups counted so far, by mode; a run that goes on from a checkpoint must not number others alike."""
+        return dict(self.seen)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.seen = dict(state)
+
 
 def advantage_inputs(
     inputs: dict[str, Any], by_function: Tensor, reward_weights: Tensor, *, rank: int

@@ -444,7 +444,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     @property
     def _stateful(self) -> dict[str, Any]:
         """What goes on from a checkpoint, by its name there."""
-        return {"control": self._control, "auto": self._auto, "shaping": self._shaping, "perturbation": self._noise}
+        parts = {"control": self._control, "auto": self._auto, "shaping": self._shaping, "perturbation": self._noise}
+        return {**parts, "groups": self._row_counter}
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with saved_whole(self, trial) as folder:
