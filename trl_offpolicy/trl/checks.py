@@ -53,6 +53,7 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
         warn_about_builds()
     check_model("model", given.get("model"))
     check_fusion(args, args.logit_fusion, given)
+    warn_about_idle_options(args)
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
     check_trainer(args, given)
@@ -85,6 +86,17 @@ def check_output(args: OffPolicyGRPOConfig) -> None:
     with raised_on_all_ranks(RunFolderError):
         if args.process_index == 0:
             check_run_folder(args.output_dir, name="output_dir")
+
+
+def warn_about_idle_options(args: OffPolicyGRPOConfig) -> None:
+    """Warn of options of ``engine`` that nothing reads, because transformers' ``generate`` samples."""
+    idle = [] if args.use_vllm or not isinstance(args.engine, Mapping) else [*args.engine]
+    if idle := [name for name in idle if name != "logit_fusion"]:
+        warnings.warn(
+            f"engine.{' and engine.'.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect with use_vllm: false: "
+            "transformers' generate samples from the trainer's own model.",
+            stacklevel=3,
+        )
 
 
 def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout_func: bool) -> None:
