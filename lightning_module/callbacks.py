@@ -220,7 +220,8 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     """The entries of ``run.json`` that describe the method."""
     preset, engine = module.preset, module.settings["engine"]
     asked = getattr(module.generation.engine, "interview", None)  # an engine of the user's may not have it
-    findings = sampling_findings(engine_type(engine), module.sampling, engine if isinstance(engine, dict) else None)
+    options, fusion = engine if isinstance(engine, dict) else None, fusion_of(engine)
+    findings = sampling_findings(engine_type(engine), module.sampling, options, fused=fusion is not None)
     findings += getattr(module.generation.engine, "findings", ())  # what a server told of itself
     noise = noise_of(module.generation.engine)
     precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))
@@ -246,7 +247,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
             None if asked is None else asked(),
             module.policy,
             module.generation.prompts.tokenizer,
-            on_purpose=on_purpose(fusion_of(engine), None if noise is None else noise.noise),
+            on_purpose=on_purpose(fusion, None if noise is None else noise.noise),
         ),
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lightning_module.engines import noise_of, teacher_of
+from lightning_module.engines import fusion_of, noise_of, teacher_of
 from lightning_module.host import Host
 from trl_offpolicy.engines.logit_fusion import OPTION
 from trl_offpolicy.rollouts.agents import Request
@@ -19,20 +19,21 @@ from trl_offpolicy.rollouts.sampler_stats import sampler_stats
 from trl_offpolicy.stats import Stats
 
 
-def check_teacher(module: Host, engine: Any) -> None:
-    """Raise if the teacher of the module's engine cannot take part.
+def check_teacher(module: Host) -> None:
+    """Raise if the teacher of the module's settings cannot take part. Called before anything is loaded for it.
 
     Raises:
         NotImplementedError: the model is sharded; no test has run that.
         ValueError: shares by prompt do not go with turns, which have prompts of their own.
     """
-    mix, agents = teacher_of(engine), module.agents
-    if mix is None:
+    fusion, agents, strategy = fusion_of(module.settings["engine"]), module.agents, module.trainer.strategy
+    if fusion is None:
         return
-    if not isinstance(module.trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+    whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    if not whole or type(strategy).__name__.startswith("DeepSpeed"):  # which is a DDPStrategy
         raise NotImplementedError(f"{OPTION} must be left out with a sharded model: no test has run that.")
     loops = agents.has_tools or agents.environments is not None or agents.rollout is not None
-    if mix.fusion.difficulty is not None and loops:
+    if fusion.difficulty is not None and loops:
         raise ValueError(f"{OPTION}.difficulty must be left out with tools, environments and a rollout function.")
 
 
@@ -46,6 +47,8 @@ def prepare_rollouts(module: Host, engine: Any, request: Request, *, learning: b
         learning: False in a validation, where the policy samples alone and without noise.
     """
     mix, noise, step = teacher_of(engine), noise_of(engine), module.trainer.global_step
+    if (drafts := getattr(engine, "drafts", None)) is not None:
+        drafts.since_last()  # those of validations do not count for the generation that comes
     if mix is not None:
         share = mix.fusion.share(step, _run_steps(module)) if learning else 0.0
         mix.plan(request.rows[:: request.n], share=share)

@@ -18,7 +18,7 @@ from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
 from trl_offpolicy.engines.exact import check_exact, exact_engine, exact_trainer
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.engines.logit_fusion import OPTION, LogitFusion, TeacherMix, load_teacher, parse_fusion
-from trl_offpolicy.engines.norm_noise import NoisyNorms
+from trl_offpolicy.engines.norm_noise import NoisyNorms, parse_noise
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, request_findings
 from trl_offpolicy.engines.seeds import seed_of_rank
 from trl_offpolicy.engines.server.client import Patience
@@ -64,6 +64,7 @@ def check_options(spec: Any) -> None:
     if not isinstance(spec, Mapping) or kind == "own":
         return
     own = ("type", EXACT, "logit_fusion") if kind == "transformers" else ("type", EXACT, *_options_of(kind))
+    parse_noise(spec.get("norm_noise"))
     for name in spec:
         if name in own:
             continue
@@ -259,7 +260,12 @@ def engine_numerics(device: torch.device) -> Iterator[None]:
 
 
 def check_sampling(
-    kind: str, sampling: Sampling, *, needs_sampling: bool, arguments: Mapping[str, Any] | None = None
+    kind: str,
+    sampling: Sampling,
+    *,
+    needs_sampling: bool,
+    arguments: Mapping[str, Any] | None = None,
+    fused: bool = False,
 ) -> None:
     """Check that the engine's log-probs can be compared with the trainer's.
 
@@ -268,20 +274,21 @@ def check_sampling(
         sampling: the sampling options.
         needs_sampling: whether a correction reads the engine's log-probs.
         arguments: the engine's arguments, as the user gave them.
+        fused: whether a teacher takes part, so that transformers' ``generate`` reports log-probs.
 
     Raises:
         ValueError: the correction needs an engine other than the trainer, or the trainer does not mirror an option.
     """
-    if kind == "transformers" and needs_sampling:
+    if kind == "transformers" and needs_sampling and not fused:
         raise ValueError(
             "correction must not read the sampling policy when engine is 'transformers', which samples from the "
             "trainer itself, so that old/sampling is 1. Use correction: measure, or another engine."
         )
-    judge(sampling_findings(kind, sampling, arguments), needs_sampling=needs_sampling)
+    judge(sampling_findings(kind, sampling, arguments, fused=fused), needs_sampling=needs_sampling)
 
 
 def sampling_findings(
-    kind: str, sampling: Sampling, arguments: Mapping[str, Any] | None = None
+    kind: str, sampling: Sampling, arguments: Mapping[str, Any] | None = None, *, fused: bool = False
 ) -> tuple[SettingFinding, ...]:
     """Settings under which vLLM's policy differs from the trainer's. A server says more once it is asked.
 
@@ -289,9 +296,10 @@ def sampling_findings(
         kind: the engine's type, as :func:`engine_type` returns it.
         sampling: the sampling options.
         arguments: the engine's arguments, as the user gave them.
+        fused: whether a teacher takes part.
     """
-    if kind == "transformers":
+    if kind == "transformers" and not fused:
         return ()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = request_findings({"generation_kwargs": dict(sampling.extra)}, device_type=device)
-    return options + engine_findings(arguments or {})
+    return options if fused else options + engine_findings(arguments or {})

@@ -116,6 +116,7 @@ class Generation:
         model = module.settings["model"]
         run = module.trainer.strategy.broadcast(f"{id(self):x}-{torch.initial_seed() & 0xFFFF:x}")
         module.exact.check_precision()
+        deliberate.check_teacher(module)
         module.agents.start(self.prompts)
         self._draw_apart()
         with engine_numerics(module.device):
@@ -132,7 +133,6 @@ class Generation:
                 truncated=module.sampling.truncated,
                 tokenizer=self.prompts.tokenizer,
             )
-        deliberate.check_teacher(module, self.engine)
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):
             atexit.register(self.engine.close)

@@ -195,8 +195,13 @@ class OffPolicyGRPOModule(LightningModule):
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
         parse_learner_rounding(learner_rounding, rounding_of(engine))
-        needs_sampling = self.objective.needs_sampling and fusion is None
-        check_sampling(sampler, self.sampling, needs_sampling=needs_sampling, arguments=arguments)
+        check_sampling(
+            sampler,
+            self.sampling,
+            needs_sampling=self.objective.needs_sampling,
+            arguments=arguments,
+            fused=fusion is not None,
+        )
         check_bool(mask_truncated_completions=mask_truncated_completions)
         self.experts = Experts(given)
         self.exact = ExactCheck(self)

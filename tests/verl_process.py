@@ -11,7 +11,8 @@ HERE = Path(__file__).parent / "integrations"
 PYTHON = os.environ.get("VERL_PYTHON")
 HOW = (
     "VERL_PYTHON does not name the Python of an environment with verl 0.9.1; test_verl_oracle.py in tests/presets/"
-    "frameworks says how to make one, which here also needs: pip install uvicorn fastapi accelerate peft torchmetrics."
+    "frameworks says how to make one, which here also needs: pip install datasets uvicorn fastapi accelerate peft "
+    "torchmetrics."
 )
 
 

@@ -66,4 +66,6 @@ def test_only_an_engine_that_speculates_is_asked() -> None:
     named = "vllm:spec_decode_num_{}_tokens"
     counters = [SimpleNamespace(name=named.format("draft"), value=4), SimpleNamespace(name="other", values=[1])]
     here = drafts_in_process(SimpleNamespace(get_metrics=lambda: counters), with_counters(SPECULATES))
-    assert here is not None and here.since_last() == Drafted(4, 0)
+    assert here is not None and here.since_last() == Drafted(0, 0)  # a name that is missing: not known
+    counters.append(SimpleNamespace(name=named.format("accepted"), value=1))
+    assert here.since_last() == Drafted(4, 1)

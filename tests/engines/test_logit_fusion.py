@@ -136,9 +136,30 @@ def test_rows_that_are_asked_again_keep_their_share() -> None:
     assert found == pytest.approx((2 * 0.9 + 3 * 0.3) / 7)
 
 
-def test_beams_are_refused() -> None:
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_beams_are_refused(share: float) -> None:
     with pytest.raises(ValueError, match="one completion for each row"):
-        engine(tiny_model(), mix([0.5])).generate([PROMPTS[0]], Sampling(max_tokens=4, extra={"num_beams": 2}))
+        engine(tiny_model(), mix([share])).generate([PROMPTS[0]], Sampling(max_tokens=4, extra={"num_beams": 2}))
+
+
+def test_equal_prompts_may_differ_in_difficulty() -> None:
+    made = mix([1.0, 0.0, 0.5])
+    engine(tiny_model(), made).generate([[5, 6], [5, 6], [7]], Sampling(max_tokens=1), n=2)
+    assert made.used == [1.0, 1.0, 0.0, 0.0, 0.5, 0.5]
+
+
+def test_rows_of_an_evaluation_need_no_difficulty() -> None:
+    made = mix([1.0])
+    made.plan([{"prompt": "w1"}], share=0.0)
+    check(engine(tiny_model(), made).generate([[5, 6]], Sampling(max_tokens=4)), tiny_model(), [0.0])
+
+
+def test_a_penalty_of_the_models_own_is_not_applied() -> None:
+    """Some models' generation_config sets one; it would be in the log-probs of no mixture."""
+    model = tiny_model()
+    model.generation_config.repetition_penalty = 1.5
+    torch.manual_seed(0)
+    check(engine(model, mix([0.3])).generate([PROMPTS[0]], Sampling(max_tokens=12), n=4), model, [0.3] * 4)
 
 
 def test_the_share_falls_to_zero() -> None:
@@ -159,6 +180,7 @@ def test_the_share_falls_to_zero() -> None:
         ({"teacher": "t", "alpha": 1.5}, r"alpha must be in \(0, 1\]"),
         ({"teacher": "t", "steps": 0}, r"steps must be"),
         ({"teacher": "t", "dtype": "nn"}, r"dtype must be a precision"),
+        ({"teacher": "t", "alpha": "2e0"}, r"alpha must be in \(0, 1\], but got 2"),
         ({"teacher": "t", "alhpa": 0.1}, r"Did you mean 'alpha'"),
     ],
 )
@@ -184,3 +206,11 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     other.get_vocab = lambda: {token: 127 - place for token, place in tiny_tokenizer().get_vocab().items()}
     with pytest.raises(ValueError, match="must have the tokenizer of the model"):
         load_teacher(LogitFusion(teacher=str(tmp_path)), tiny_model(), other)
+    ends = tiny_tokenizer()
+    ends.add_special_tokens({"eos_token": "<end>"})
+    with pytest.raises(ValueError, match="must know the special tokens of the model, but it lacks '<end>'"):
+        load_teacher(LogitFusion(teacher=str(tmp_path)), tiny_model(), ends)
+    more = tiny_tokenizer()
+    more.add_tokens([f"other{i}" for i in range(64)])
+    with pytest.raises(ValueError, match="must have the tokenizer of the model"):
+        load_teacher(LogitFusion(teacher=str(tmp_path)), tiny_model(), more)

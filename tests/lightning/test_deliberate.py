@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning_runs import Watch, data, module, trainer
 from tiny_models import save_tiny_model, tiny_model, tiny_prompts
 
 from lightning_module import OffPolicyGRPOModule
+from lightning_module.deliberate import check_teacher
 from trl_offpolicy.engines.logit_fusion import TeacherMix
 
 pytestmark = pytest.mark.integration
@@ -89,7 +92,7 @@ def test_a_validation_samples_from_the_policy_alone(
     monkeypatch.setattr(
         TeacherMix, "plan", lambda self, rows, *, share: (planned.append(share), plan(self, rows, share=share))[1]
     )
-    held_out = tiny_prompts(2).add_column("hard", [1.0, 1.0])
+    held_out = tiny_prompts(2)  # without the column
     owner = trainer(tmp_path / "held_out", max_steps=1, accumulate_grad_batches=2, num_sanity_val_steps=1)
     owner.fit(with_teacher(teacher, steps=100, difficulty="hard"), data(prompts, val_dataset=held_out))
     assert planned == [0.0, 0.5]  # the sanity validation, then the generation
@@ -98,6 +101,15 @@ def test_a_validation_samples_from_the_policy_alone(
 def test_what_does_not_go_with_a_teacher(teacher: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"engine\.type must be 'transformers' with engine\.logit_fusion"):
         module({"type": "vllm", "logit_fusion": teacher})
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.3"):
+        with_teacher(teacher, sampling={"max_tokens": 4, "extra": {"repetition_penalty": 1.3}})
+    with pytest.raises(ValueError, match=r"engine\.norm_noise\.stages must be"):
+        module({"type": "vllm", "norm_noise": {"stages": 1}})
+    ours = with_teacher(teacher)
+    strategy = type("DeepSpeedStrategy", (DDPStrategy,), {})()
+    ours._trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
+    with pytest.raises(NotImplementedError, match="must be left out with a sharded model"):
+        check_teacher(ours)
     with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
         with_teacher(teacher, alpha=0.0)
     ours = with_teacher(teacher, difficulty="hard", rollout=lambda prompts, engine, sampling: None)

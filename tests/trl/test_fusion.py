@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,18 @@ def test_the_mixture_is_the_sampling_policy(build: Callable[..., Any], teacher: 
     assert trainer.args.preset.name == "paper/logit-fusion"
     found = examine(trainer.args.output_dir).attribution
     assert found is not None and (found.cause, found.basis) == ("on_purpose", "seen")  # no hunt for a fault
+    path = Path(trainer.args.output_dir) / "metrics.jsonl"
+    logged = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "offpolicy/rollout/teacher_share": 0.0}) + "\n" for row in logged))
+    left = examine(trainer.args.output_dir).attribution  # a mismatch without a teacher has another cause
+    assert left is not None and left.cause != "on_purpose"
 
 
 def test_hard_prompts_get_more_and_an_evaluation_nothing(build: Callable[..., Any], teacher: str) -> None:
     data = tiny_prompts().add_column("hard", [float(i % 2) for i in range(32)])
     options = {"teacher": teacher, "alpha": 0.4, "steps": 100, "difficulty": "hard"}
     trainer = build(None, engine={"logit_fusion": options}, max_steps=1, eval_strategy="steps", eval_steps=1)
-    trainer.train_dataset, trainer.eval_dataset = data, data.select(range(1))
+    trainer.train_dataset = data  # the held-out rows have no such column
     made = generation_batches(trainer)
     trainer.train()
     batch, mask = made[0], made[0]["completion_mask"].bool()
@@ -94,6 +100,13 @@ def test_what_does_not_go_with_a_teacher(
         build(lambda prompts, trainer: {}, engine=engine)
     with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
         make_args(engine={"logit_fusion": {"teacher": teacher, "alpha": 2.0}})
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.3"):
+        build(None, engine=engine, repetition_penalty=1.3)
+    with pytest.raises(ValueError, match=r"generation_kwargs\.temperature"):
+        build(None, engine=engine, generation_kwargs={"temperature": 0.5})
+    for options in ({"vllm_mode": "server"}, {"vllm_enable_sleep_mode": True}):
+        with pytest.raises(ValueError, match=r"engine\.norm_noise must be left out with"):
+            build(None, engine={"norm_noise": True}, use_vllm=True, **options)
     with pytest.raises(ValueError, match="use_transformers_continuous_batching"):
         build(None, engine=engine, use_transformers_continuous_batching=True)
     with pytest.raises(ValueError, match=r"use_vllm: true \(vLLM cannot run two models"):

@@ -27,6 +27,7 @@ from trl_offpolicy.run_folder.layout import PROMPT_IDS
 from trl_offpolicy.run_folder.rollouts import RecordedRollouts, fetch_rows, read_rollouts
 from trl_offpolicy.run_folder.run_data import MetricsLog, metrics_file, read_metrics, read_run_info
 from trl_offpolicy.run_folder.syncs import read_syncs
+from trl_offpolicy.stats import PREFIX
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -155,6 +156,7 @@ def judge(
     was asked for.
     """
     found = diagnose(log, thresholds, window=window)
+    info = _in_force(info, log.rows[-window:])
     seen = seen_in_syncs(syncs, rollouts)
     attribution, rescored = None, None
     if rollouts is not None:
@@ -179,6 +181,16 @@ def judge(
         syncs=describe_syncs(syncs),
         hint="" if attribution is None or rescored is not None else _hint(rollouts, sources, path),
     )
+
+
+def _in_force(info: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> Mapping[str, Any]:
+    """``run.json`` without what makes rollouts off-policy on purpose, if it has faded out in the judged rows."""
+    sizes = [row.get(PREFIX + name, 0.0) for row in rows for name in ("rollout/teacher_share", "rollout/norm_noise")]
+    effective = info.get("effective") or {}
+    if any(size > 0 for size in sizes) or not effective:
+        return info
+    left = [row for row in effective.get("differences", ()) if row.get("cause") != "on_purpose"]
+    return {**info, "effective": {**effective, "differences": left}}
 
 
 def _hint(rollouts: RecordedRollouts | None, sources: Mapping[int, OpenBench] | None, path: Path) -> str:

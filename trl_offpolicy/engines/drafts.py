@@ -64,9 +64,10 @@ def drafts_in_process(llm: Any, arguments: Mapping[str, Any]) -> Drafts | None:
     if not arguments.get(OPTION) or arguments.get("disable_log_stats"):
         return None
 
-    def read() -> Drafted:
+    def read() -> Drafted | None:
         found = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
-        return Drafted(found.get(_PROPOSED, 0), found.get(_TAKEN, 0))
+        known = _PROPOSED in found and _TAKEN in found  # another version of vLLM may have other names
+        return Drafted(found[_PROPOSED], found[_TAKEN]) if known else None
 
     return Drafts(read)
 

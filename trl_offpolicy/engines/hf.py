@@ -103,7 +103,8 @@ class TransformersEngine:
                 pad_token_id=self._pad,
                 eos_token_id=list(self._eos),
                 **seen,
-                **sampling.extra,
+                # or the model's generation_config decides, unseen
+                **{"repetition_penalty": 1.0, **sampling.extra},
             )
         model.train(was_training)
         completions = [self._cut(row) for row in out[:, ids.shape[1] :].tolist()]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trl_offpolicy.checks import check_number, check_whole, near
 from trl_offpolicy.engines.processors import further_processors
+from trl_offpolicy.parts import read_numbers
 
 OPTION = "engine.logit_fusion"
 
@@ -82,6 +83,7 @@ def parse_fusion(option: Any) -> LogitFusion | None:
     Raises:
         ValueError: it is something else, or a key or a value is wrong.
     """
+    option = read_numbers(option)
     if option is None or isinstance(option, LogitFusion):
         return option
     if isinstance(option, str):
@@ -111,18 +113,27 @@ def load_teacher(fusion: LogitFusion, model: Any, tokenizer: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if tokenizer is not None:
-        _check_same_tokens(tokenizer.get_vocab(), AutoTokenizer.from_pretrained(fusion.teacher).get_vocab())
+        theirs = AutoTokenizer.from_pretrained(fusion.teacher).get_vocab()
+        _check_same_tokens(tokenizer.get_vocab(), theirs, special=tokenizer.all_special_tokens)
     own = next(model.parameters())
     dtype = own.dtype if fusion.dtype is None else getattr(torch, fusion.dtype)
     teacher: Any = AutoModelForCausalLM.from_pretrained(fusion.teacher, dtype=dtype)
     return teacher.to(own.device).eval().requires_grad_(False)
 
 
-def _check_same_tokens(student: Mapping[str, int], teacher: Mapping[str, int]) -> None:
-    """Raise unless every token that both know has the same id, and each knows most of the other's."""
+def _check_same_tokens(student: Mapping[str, int], teacher: Mapping[str, int], *, special: Sequence[str]) -> None:
+    """Raise unless every common token has the same id, the special ones are common, and so are most of the others.
+
+    A teacher that does not know the end of a reply gives it probability 0, and so does the mixture.
+    """
+    if missing := [token for token in special if token not in teacher]:
+        raise ValueError(
+            f"{OPTION}.teacher must know the special tokens of the model, but it lacks {missing[0]!r}, which the "
+            "mixture could never sample."
+        )
     other = [token for token, place in student.items() if teacher.get(token, place) != place]
     both = len(student.keys() & teacher.keys())
-    if other or both < 0.9 * min(len(student), len(teacher)):
+    if other or both < 0.9 * max(len(student), len(teacher)):
         example = f"{both} tokens in common"
         if other:
             example = f"{other[0]!r} is {student[other[0]]} here and {teacher[other[0]]} there"
@@ -157,7 +168,8 @@ class TeacherMix:
         """
         self._share, self._by_prompt, self.used = share, {}, []
         column = self.fusion.difficulty
-        self._difficulties = None if column is None else [_difficulty(row, column) for row in rows]
+        unread = column is None or share == 0.0  # rows of an evaluation need not have the column
+        self._difficulties = None if unread else [_difficulty(row, str(column)) for row in rows]
 
     @contextmanager
     def sampling(self, model: Any, prompt_ids: Sequence[Sequence[int]]) -> Iterator[SampledLogps]:
@@ -170,7 +182,7 @@ class TeacherMix:
         shares = torch.tensor(self._shares(prompt_ids))
         self._teacher.to(next(model.parameters()).device)
         self.used += shares.tolist()
-        noted = SampledLogps()
+        noted = SampledLogps(len(prompt_ids))
         mixed = FusedLogits(self._teacher, [len(ids) for ids in prompt_ids], shares) if shares.any() else None
         with further_processors(model, first=mixed, last=noted):
             yield noted
@@ -180,11 +192,12 @@ class TeacherMix:
         if self._difficulties is None:
             return [self._share] * len(prompt_ids)
         keys = [tuple(ids) for ids in prompt_ids]
-        if not self._by_prompt:  # the first call is for all prompts, each as often as it has completions
-            copies = len(keys) // len(self._difficulties)
-            repeated = [one for one in self._difficulties for _ in range(copies)]
-            self._by_prompt = dict(zip(keys, repeated, strict=True))
-        return [self._share * self._by_prompt[key] for key in keys]
+        if self._by_prompt:  # rows that are asked for again; of equal prompts the last one's number
+            return [self._share * self._by_prompt[key] for key in keys]
+        copies = len(keys) // len(self._difficulties)  # the first call is for all prompts
+        repeated = [one for one in self._difficulties for _ in range(copies)]
+        self._by_prompt = dict(zip(keys, repeated, strict=True))
+        return [self._share * one for one in repeated]
 
 
 def _difficulty(row: Mapping[str, Any], column: str) -> float:
@@ -212,11 +225,6 @@ class FusedLogits:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The mixture alpha l_teacher + (1 - alpha) l_student, (B, V) float32; rows of share 0 keep their logits."""
-        if len(input_ids) != len(self._lengths):
-            raise ValueError(
-                f"generation must sample one completion for each row with {OPTION}, but got {len(input_ids)} rows for "
-                f"{len(self._lengths)} prompts (num_beams or num_return_sequences?)."
-            )
         own, shares = scores.float(), self._shares.to(scores.device, torch.float32).unsqueeze(1)
         teacher = _as_wide(self._logits(input_ids), own.shape[1])
         # log-softmax first: raw logits have an offset of their own, and float32 has few digits
@@ -254,14 +262,28 @@ def _as_wide(logits: Tensor, width: int) -> Tensor:
 
 
 class SampledLogps:
-    """A last processor that changes nothing and notes the log-prob of every token that was sampled."""
+    """A last processor that changes nothing and notes the log-prob of every token that was sampled.
 
-    def __init__(self) -> None:
+    Args:
+        rows: number of prompts, each of which gets one completion.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
         self._steps: list[Tensor] = []
         self._last: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Note what the token sampled from the scores before had; keep the log-probs of (B, V) scores for the next."""
+        """Note what the token sampled from the scores before had; keep the log-probs of (B, V) scores for the next.
+
+        Raises:
+            ValueError: several rows for a prompt: beams, whose order changes from token to token.
+        """
+        if len(input_ids) != self._rows:
+            raise ValueError(
+                f"generation must sample one completion for each row with {OPTION}, but got {len(input_ids)} rows for "
+                f"{self._rows} prompts (num_beams or num_return_sequences?)."
+            )
         if self._last is not None:
             self._steps.append(self._last.gather(1, input_ids[:, -1:]).squeeze(1))
         self._last = scores.float().log_softmax(-1)

@@ -9,6 +9,7 @@ Reference: Huang et al. 2025, QeRL (arXiv:2510.11696), adaptive quantisation noi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from trl_offpolicy.checks import check_positive, check_whole
 from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.parts import parse_settings
+
+logger = logging.getLogger(__name__)
 
 OPTION = "engine.norm_noise"
 
@@ -105,7 +108,8 @@ class NoisyNorms:
         self._clean: dict[str, Tensor] = {}  # empty: the engine has no noise
         self._holds: tuple[int, float] | None = None
         self.sigma = 0.0
-        """Standard deviation of the noise that the engine has."""
+        """Standard deviation of the noise that the engine has: 16-bit weights take small noise only in part."""
+        self._said = False
 
     @torch.no_grad()
     def off(self) -> None:
@@ -131,12 +135,21 @@ class NoisyNorms:
         if sigma == 0.0:
             return
         generator = torch.Generator().manual_seed(self.noise.seed * 1_000_003 + version)
+        squares = []
         for name, weight in norms(self._model()).items():
-            self._clean[name] = weight.clone()
+            clean = self._clean[name] = weight.clone()
             drawn = torch.randn(weight.shape, generator=generator)  # on the host: the same on every device
-            weight.add_(sigma * drawn.to(weight.device, weight.dtype))
-        self._holds, self.sigma = (version, sigma), sigma
+            weight.copy_(clean.float() + sigma * drawn.to(weight.device))
+            squares.append((weight.float() - clean.float()).square().mean())
+        self._holds, self.sigma = (version, sigma), float(torch.stack(squares).mean().sqrt())
         self._forget()
+        if self.sigma < sigma / 2 and not self._said:
+            self._said = True
+            logger.warning(
+                "%s: noise of %.2g is below what weights near 1 hold in the engine's precision; %.2g of it is left. "
+                "Set end to at least 4e-3 in bfloat16 (5e-4 in float16), or take a float32 engine.",
+                OPTION, sigma, self.sigma,
+            )  # fmt: skip
 
 
 def norms(model: nn.Module) -> dict[str, Tensor]:

@@ -53,6 +53,7 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
         warn_about_builds()
     check_model("model", given.get("model"))
     check_fusion(args, args.logit_fusion, given)
+    check_noise(args)
     warn_about_idle_options(args)
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
     check_tools(args, has_tools=bool(given.get("tools") or given.get("environment_factory")))
@@ -88,6 +89,24 @@ def check_output(args: OffPolicyGRPOConfig) -> None:
             check_run_folder(args.output_dir, name="output_dir")
 
 
+def check_noise(args: OffPolicyGRPOConfig) -> None:
+    """Raise if ``engine.norm_noise`` cannot reach the engine's weights.
+
+    Raises:
+        ValueError: the engine is a server, or TRL discards its weights between generations.
+    """
+    settings = EngineSettings.parse(cast("Mapping[str, Any] | None", args.engine))
+    if settings.norm_noise is None or not args.use_vllm:
+        return
+    if args.vllm_mode == "server":
+        raise ValueError("engine.norm_noise must be left out with a server: it changes weights in this process.")
+    if args.vllm_enable_sleep_mode:
+        raise ValueError(
+            "engine.norm_noise must be left out with vllm_enable_sleep_mode: the engine's weights are then discarded "
+            "after every generation."
+        )
+
+
 def warn_about_idle_options(args: OffPolicyGRPOConfig) -> None:
     """Warn of options of ``engine`` that nothing reads, because transformers' ``generate`` samples."""
     idle = [] if args.use_vllm or not isinstance(args.engine, Mapping) else [*args.engine]
@@ -111,9 +130,10 @@ def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout
 
 def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[SettingFinding, ...]:
     """Settings in the configuration under which vLLM's policy differs from the trainer's. A server is asked later."""
-    if not args.use_vllm:
-        return ()
     options = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
+    if not args.use_vllm:  # the trainer itself: its log-probs are compared with none, unless a teacher takes part
+        found = request_findings(options, device_type=args.device.type)
+        return () if args.logit_fusion is None else found
     options["structured_outputs_regex"] = args.vllm_structured_outputs_regex
     engine = EngineSettings.parse(cast("Mapping[str, Any] | None", args.engine)).arguments
     return request_findings(options, device_type=args.device.type) + engine_findings(engine)

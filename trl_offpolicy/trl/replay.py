@@ -152,6 +152,6 @@ def _check(trainer: Any, replay: ReplayBuffer, replay_groups: int) -> None:
         "async_rollouts": trainer._ahead is not None,
         "tools": bool(trainer.tools),
         "an objective that must see the whole generation batch": trainer._stages is not None,
-        "an engine without log-probs": not (trainer.use_vllm or trainer.rollout_func),
+        "an engine without log-probs": not (args.reports_logps or trainer.rollout_func),
     }
     refuse("ReplayGRPOTrainer", refused)

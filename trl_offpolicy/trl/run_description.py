@@ -8,7 +8,6 @@ from torch import nn
 
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
 from trl_offpolicy.engines.sampling_states import described
-from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.presets import Preset
 from trl_offpolicy.rollouts.sampler_stats import on_purpose
 from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
@@ -41,8 +40,8 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
         sampler += f" with a teacher, {args.logit_fusion}"
     findings = sampling_findings(args) if server is None else sampling_findings(args) + server.findings
     precisions = {"bfloat16": args.bf16, "float16": args.fp16}
-    settings = EngineSettings.parse(cast("dict[str, Any] | None", args.engine))
-    wanted = on_purpose(settings.logit_fusion, settings.norm_noise if args.use_vllm else None)
+    noise = getattr(getattr(trainer, "vllm_generation", None), "noise", None)
+    wanted = on_purpose(args.logit_fusion, None if noise is None else noise.noise)
     asked = getattr(getattr(trainer, "vllm_generation", None), "interview", None)
     return {
         "model": getattr(config, "_name_or_path", ""),

@@ -169,7 +169,7 @@ def _unknown(answers: Sequence[_Answer]) -> _Answer:
 
 
 def _next_test(evidence: TokenEvidence, chosen: _Answer, runner: _Answer | None) -> str:
-    if chosen.cause == "none" or (chosen.basis == "seen" and chosen.cause != "unknown"):
+    if chosen.cause == "none" or (chosen.basis == "seen" and chosen.cause not in ("unknown", "on_purpose")):
         return ""
     if chosen.cause in CAUSES:
         return CAUSES[chosen.cause].confirm
@@ -203,8 +203,8 @@ CONFIDENCE = {
     OTHER_WEIGHTS: 0.45,
 }
 """Confidence in answers from log-probs alone, by cause; set by hand on the tune side of ``benchmarks/faults``."""
-SEEN = {"precision": 0.8, "parallelism": 0.4}
-"""The same for a difference that was seen: these two are there in many healthy runs, any other is the cause."""
+SEEN = {"precision": 0.8, "parallelism": 0.4, "on_purpose": 0.8}
+"""The same for a difference that was seen: these are there in many healthy runs, any other is the cause."""
 DECLARED_EQUAL = 0.7
 """Factor for a cause of which both sides declare that it is equal: a declaration may be wrong."""
 CONTRADICTED = 0.5

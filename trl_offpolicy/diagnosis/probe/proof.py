@@ -112,7 +112,7 @@ def effective_settings(
         "engine": dict(facts.settings),
         "defaults": None if facts.defaults is None else dict(facts.defaults),
         "compared": sorted(proof.compared),
-        "differences": wanted + unequal,
+        "differences": unequal + wanted,
     }
 
 
