@@ -48,6 +48,14 @@ def test_noise_on_the_norms_is_in_the_rollouts_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_the_tokens_taken_of_a_draft_are_counted(tmp_path: Path) -> None:
+    seen = run(tmp_path, "--drafts")
+    assert len(seen["taken"]) == 3 and all(share is None or 0 <= share <= 1 for share in seen["taken"])
+    assert any(share is not None for share in seen["taken"]) and max(seen["mismatch"]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_turns_are_scored_as_the_engine_sampled_them(tmp_path: Path) -> None:
     """After a tool's answer too: the next turn's context is the same on both sides, id by id."""
     seen = run(tmp_path, "--tools")

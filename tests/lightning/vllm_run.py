@@ -47,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--rounding")
     parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--tools", action="store_true")
     parser.add_argument("--server")
@@ -69,6 +70,7 @@ def main() -> None:
     engine = {"type": "vllm", "max_model_len": 64, "seed": 3, "weight_rounding": options.rounding}
     engine |= {"exact": True} if options.exact else {}
     engine |= {"norm_noise": {"start": 0.3, "end": 0.1, "stages": 3}} if options.noise else {}
+    engine |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}} if options.drafts else {}
     if options.server:
         engine = {"type": "server", "base_url": options.server, "patience": {"timeout": 60.0, "retries": 1}}
         engine["transfer"] = options.transfer
@@ -105,6 +107,7 @@ def main() -> None:
                 "mismatch": [row["offpolicy/mismatch/logp_diff_max"] for row in logs],
                 "agreement": [row.get("offpolicy/rollout/sync_agreement") for row in logs],
                 "bytes": [row.get("offpolicy/rollout/sync_bytes") for row in logs],
+                "taken": [row.get("offpolicy/rollout/draft_taken_fraction") for row in logs],
                 "noise": [row.get("offpolicy/rollout/norm_noise") for row in logs],
                 "moved": [row["grad_norm"] for row in logs],
                 "eval_reward": float(owner.callback_metrics.get("eval_reward", torch.nan)),
