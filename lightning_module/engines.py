@@ -29,6 +29,11 @@ from trl_offpolicy.parts import imported
 
 EXACT = "exact"
 ENGINES = ("transformers", "vllm", "server")
+_OPTIONS = {
+    kind: tuple(name for name in inspect.signature(cls).parameters if name != "arguments")
+    for kind, cls in (("vllm", ColocateEngine), ("server", ServerEngine))
+}
+"""Names of an engine's options, besides those that it passes on to vLLM."""
 
 
 def engine_type(spec: Any) -> str:
@@ -63,7 +68,7 @@ def check_options(spec: Any) -> None:
     kind = engine_type(spec)
     if not isinstance(spec, Mapping) or kind == "own":
         return
-    own = ("type", EXACT, "logit_fusion") if kind == "transformers" else ("type", EXACT, *_options_of(kind))
+    own = ("type", EXACT, "logit_fusion") if kind == "transformers" else ("type", EXACT, *_OPTIONS[kind])
     parse_noise(spec.get("norm_noise"))
     for name in spec:
         if name in own:
@@ -72,11 +77,6 @@ def check_options(spec: Any) -> None:
             check_spelling(name, own)
             continue
         raise ValueError(f"engine.{name} is no option of {kind!r}, which has {', '.join(own)}.{near(str(name), own)}")
-
-
-def _options_of(kind: str) -> list[str]:
-    cls = ColocateEngine if kind == "vllm" else ServerEngine
-    return [name for name in inspect.signature(cls).parameters if name != "arguments"]
 
 
 def rounding_of(spec: Any) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class FakeServer:
     findings: tuple[()] = ()
     precision = UNKNOWN
     no_mask: str | None = "it is none of vLLM's"
+    drafts: None = None
 
     def __init__(self, model: Any, *, free: int | None = None, before_cut: int = 3, length: int = 6) -> None:
         self._model = deepcopy(model)
