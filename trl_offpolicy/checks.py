@@ -150,6 +150,23 @@ def read_switch(field: str, value: object, others: Collection[str]) -> bool | st
     raise ValueError(f"{field} must be true, false or one of {list(others)}, but got {value!r}.")
 
 
+def schedule_steps(field: str, steps: int | None, run_steps: int) -> int:
+    """Optimizer steps of a schedule: ``steps``, or without it those of the run.
+
+    Args:
+        field: the option that holds ``steps``, for the message.
+        steps: what the user set; None = those of the run.
+        run_steps: optimizer steps of the run; below 1 = it has no number of steps.
+
+    Raises:
+        ValueError: neither is known.
+    """
+    found = steps or run_steps
+    if found < 1:
+        raise ValueError(f"{field} must be given, because the run has no number of steps, but got None.")
+    return found
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """The text " Did you mean ...?" with the closest names, whatever their case; empty text if none is close."""
     by_lower = {one.lower(): one for one in known}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.checks import check_number, check_whole, near
+from trl_offpolicy.checks import check_number, check_whole, near, schedule_steps
 from trl_offpolicy.engines.processors import further_processors
 from trl_offpolicy.parts import read_numbers
 
@@ -71,9 +71,7 @@ class LogitFusion:
         Raises:
             ValueError: the length of the run is not known, and ``steps`` does not say another.
         """
-        steps = self.steps or run_steps
-        if steps < 1:
-            raise ValueError(f"{OPTION}.steps must be given, because the run has no number of steps, but got None.")
+        steps = schedule_steps(f"{OPTION}.steps", self.steps, run_steps)
         return self.alpha * max(0.0, 1.0 - step / steps)
 
 

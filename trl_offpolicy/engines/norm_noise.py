@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl_offpolicy.checks import check_positive, check_whole
+from trl_offpolicy.checks import check_positive, check_whole, schedule_steps
 from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.parts import parse_settings
 
@@ -64,9 +64,7 @@ class NormNoise:
         Raises:
             ValueError: the length of the run is not known, and ``steps`` does not say another.
         """
-        steps = self.steps or run_steps
-        if steps < 1:
-            raise ValueError(f"{OPTION}.steps must be given, because the run has no number of steps, but got None.")
+        steps = schedule_steps(f"{OPTION}.steps", self.steps, run_steps)
         stage = min(step * self.stages // steps, self.stages - 1)
         if stage == 0:
             return 0.0
