@@ -19,15 +19,15 @@ AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
 
-def start(*flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+def start(*flags: str, launcher: tuple[str, ...] = (), threads: int = 2) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, *launcher, str(SCRIPT), mkdtemp(), *flags]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
 @cache
-def run(*flags: str) -> dict[str, Any]:
-    done = start(*flags)
+def run(*flags: str, threads: int = 2) -> dict[str, Any]:
+    done = start(*flags, threads=threads)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
@@ -91,18 +91,22 @@ def test_a_learner_that_rounds_as_its_engine_does_agrees_with_it(flags: tuple[st
 def test_noise_on_the_norms_is_in_the_rollouts_of_the_training_alone(flags: tuple[str, ...]) -> None:
     """Three stages in three steps: none, 0.3, 0.1. Proofs and the evaluation at the end are without it."""
     result = run("--noise", *flags)
-    assert result["noise"] == pytest.approx([0.0, 0.3, 0.1])
+    # What is reported is the noise that was drawn: over 320 weights its size is that asked for within some 4 %.
+    assert result["noise"] == pytest.approx([0.0, 0.3, 0.1], rel=0.2)
     first, large, small = result["mismatch"]
     assert first < AGREE and large > small > 100 * AGREE
     assert min(result["agreement"]) > 1 - AGREE and result["held_out"] < AGREE
 
 
-@pytest.mark.xfail(strict=True, reason="vLLM on a CPU reports log-probs 13 nats away with n-gram drafts: not explained")
 def test_the_tokens_taken_of_a_draft_are_counted() -> None:
-    """Speculation by n-grams: the policy's distribution, and so its log-probs, stay as they are."""
-    result = run("--drafts")
+    """Speculation by n-grams: the policy's distribution, and so its log-probs, stay as they are.
+
+    numba, which finds the n-grams, sets another number of threads than the engine has started with.
+    """
+    result = run("--drafts", threads=1)
     assert len(result["taken"]) == 3 and all(0 <= share <= 1 for share in result["taken"])
-    assert max(result["mismatch"]) < AGREE and run()["taken"] == []
+    assert max(result["mismatch"]) < AGREE and min(result["agreement"]) > 1 - AGREE
+    assert run()["taken"] == []
 
 
 def test_every_sync_is_proven_and_logged() -> None:

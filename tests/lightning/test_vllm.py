@@ -41,7 +41,7 @@ def test_engine_and_trainer_agree_after_every_sync(tmp_path: Path) -> None:
 def test_noise_on_the_norms_is_in_the_rollouts_alone(tmp_path: Path) -> None:
     """Three stages in three steps: none, 0.3, 0.1; the proofs of the syncs are without it."""
     seen = run(tmp_path, "--noise")
-    assert seen["noise"] == pytest.approx([0.0, 0.3, 0.1]) and not seen["stopped"]
+    assert seen["noise"] == pytest.approx([0.0, 0.3, 0.1], rel=0.2) and not seen["stopped"]
     first, large, small = seen["mismatch"]
     assert first < 1e-4 and large > small > 0.01 and min(seen["agreement"]) > 0.9999
 

@@ -26,6 +26,8 @@ from transformers import GenerationConfig
 from lightning_module import engines
 from trl_offpolicy.engines.engine import SyncError, SyncReport
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
 
 def agent_settings(model: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Settings of an agent whose turns are a few tokens long, and its prompts."""
@@ -70,7 +72,7 @@ def main() -> None:
     engine = {"type": "vllm", "max_model_len": 64, "seed": 3, "weight_rounding": options.rounding}
     engine |= {"exact": True} if options.exact else {}
     engine |= {"norm_noise": {"start": 0.3, "end": 0.1, "stages": 3}} if options.noise else {}
-    engine |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}} if options.drafts else {}
+    engine |= {"speculative_config": DRAFTS} if options.drafts else {}
     if options.server:
         engine = {"type": "server", "base_url": options.server, "patience": {"timeout": 60.0, "retries": 1}}
         engine["transfer"] = options.transfer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.engines.cpu_experts import cpu_reload
+from trl_offpolicy.engines.cpu_bugs import cpu_reload
 from trl_offpolicy.engines.drafts import drafts_in_process, with_counters
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from trl_offpolicy.engines.cpu_bugs import mend_drafts
 from trl_offpolicy.engines.engine import EngineError
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,16 @@ def with_counters(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def drafts_in_process(llm: Any, arguments: Mapping[str, Any]) -> Drafts | None:
     """The counters of an engine in this process; None if it does not speculate, or does not count.
 
+    An engine that speculates on a CPU is mended first: :func:`~trl_offpolicy.engines.cpu_bugs.mend_drafts`.
+
     Args:
         llm: vLLM's ``LLM``.
         arguments: those that it was built with.
     """
-    if not arguments.get(OPTION) or arguments.get("disable_log_stats"):
+    if not arguments.get(OPTION):
+        return None
+    mend_drafts()
+    if arguments.get("disable_log_stats"):
         return None
 
     def read() -> Drafted | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_offpolicy.engines.cpu_experts import ReloadsExperts
+from trl_offpolicy.engines.cpu_bugs import ReloadsExperts
 from trl_offpolicy.engines.effective import INVARIANT_VARIABLES, ROPE_POSITIONS, settings_of
 from trl_offpolicy.engines.weights.broadcast import ReceivesWeights
 from trl_offpolicy.engines.weights.summary import checksum, sample_of, summarise

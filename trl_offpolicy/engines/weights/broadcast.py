@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from trl_offpolicy.engines.cpu_experts import whole_load
+from trl_offpolicy.engines.cpu_bugs import whole_load
 from trl_offpolicy.engines.engine import SyncError
 
 Backend = Literal["nccl", "gloo"]

@@ -1,10 +1,18 @@
-"""Works around two bugs of vLLM's CPU engine at a sync: experts that come out scrambled, a tied head that stays old."""
+"""Works around four bugs of vLLM's CPU engine.
+
+After a sync, experts come out scrambled, a tied head stays old, and so does the order in which matrices are read. With
+speculative decoding, tokens are drawn at a random temperature.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from trl_offpolicy.engines.environment import machine_has_gpu
 
@@ -16,7 +24,10 @@ def cpu_reload(model: Any) -> Iterator[None]:
     vLLM 0.31 packs copies of weights for its CPU kernels. The packed experts are made when their kernel is built: later
     weights stay unpacked (``UnquantizedFusedMoEMethod._setup_kernel``), and the kernel reads them in the wrong order,
     without an error. So the kernels are built again. An output head that is tied to the embeddings has a packed copy of
-    its own, which a reload of the embeddings leaves as it was at the start. So it is packed again.
+    its own, which a reload of the embeddings leaves as it was at the start. So it is packed again. A server's worker
+    gets :func:`mend_drafts` here, before its first request with the trainer's weights. The kernels that multiply are
+    kept from the start, and read matrices in the order for the threads of then; new matrices are packed for those of
+    now. Drafts by n-grams change their number: numba sets its own. So matrices are packed under the first number.
 
     Args:
         model: the model of vLLM's model runner.
@@ -24,12 +35,59 @@ def cpu_reload(model: Any) -> Iterator[None]:
     if machine_has_gpu():
         yield
         return
+    mend_drafts()
     _forget_expert_kernels(model)
     heads = _tied_heads(model)
-    yield
-    for head, embedding in heads:
-        head.weight = embedding.weight  # the reload may have made a new parameter
-        head.quant_method.process_weights_after_loading(head)
+    with _first_threads(model):
+        yield
+        for head, embedding in heads:
+            head.weight = embedding.weight  # the reload may have made a new parameter
+            head.quant_method.process_weights_after_loading(head)
+
+
+@contextmanager
+def _first_threads(model: Any) -> Iterator[None]:
+    """As many threads as at this model's first sync, which comes before its first generation."""
+    now = torch.get_num_threads()
+    set_threads = torch._C.set_num_threads  # vLLM replaces torch.set_num_threads by a function that does nothing
+    set_threads(vars(model).setdefault("offpolicy_threads", now))
+    try:
+        yield
+    finally:
+        set_threads(now)
+
+
+def mend_drafts() -> None:
+    """Let vLLM's CPU engine read the temperature, top-k and top-p of draft tokens. Does nothing where it can.
+
+    vLLM 0.31 writes them into a copy that it throws away, and then divides the logits by whatever lies in memory: the
+    log-probs of a two-layer model are up to 13 nats wrong, and with ``raw_logprobs`` the log-probs look right while the
+    tokens are drawn from something else (https://github.com/vllm-project/vllm/issues/55005).
+    """
+    sampler: Any = sys.modules.get("vllm.v1.sample.rejection_sampler")  # None: this process has no engine
+    if machine_has_gpu() or not hasattr(sampler, "expand_batch_to_tokens"):
+        return
+    asked, until = torch.tensor([0.7, 1.3]), torch.tensor([1, 3], dtype=torch.int32)
+    if not torch.equal(sampler.expand_batch_to_tokens(asked, until, 3), asked[[0, 1, 1]]):
+        sampler.expand_batch_to_tokens = to_tokens
+
+
+def to_tokens(x: Tensor, until: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
+    """What vLLM's ``expand_batch_to_tokens`` says that it does: each request's value, once for each draft token.
+
+    Args:
+        x: (requests,).
+        until: (requests,), number of draft tokens up to and including each request.
+        num_tokens: number of all draft tokens.
+        replace_from: a value of ``x`` to replace.
+        replace_to: by this one.
+
+    Returns:
+        (num_tokens,), dtype of ``x``.
+    """
+    counts = until.diff(prepend=until.new_zeros(1))
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return replaced.repeat_interleave(counts.long(), output_size=num_tokens)
 
 
 def _forget_expert_kernels(model: Any) -> None:
