@@ -118,3 +118,17 @@ def test_a_server_gets_the_weights_or_the_adapter_from_one_or_two_ranks(
             assert (max(seen["bytes"]) < 100_000) == (name == "lora")
     finally:
         server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_tokens_taken_of_a_servers_draft_are_counted(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    flags = (*Server.flags, "--speculative-config", json.dumps(drafts))
+    server = Server(model_folder(), tmp_path / "log", flags=flags).start()
+    try:
+        seen = run(tmp_path, "--server", server.url, "--model", str(model_folder()))
+        assert not seen["stopped"] and any(share is not None for share in seen["taken"])
+        assert max(seen["mismatch"]) < 1e-4 and min(seen["agreement"]) > 0.9999
+    finally:
+        server.kill()
