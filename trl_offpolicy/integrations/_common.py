@@ -190,6 +190,26 @@ def over_ranks(stats: Stats, group: Any) -> Stats:
     return stats.all_reduce(gather)
 
 
+def same_on_tokens(old: Tensor, sampling: Tensor, mask: Tensor, group: Any) -> bool:
+    """True if there are tokens, and both are equal on all of them: one answer for all ranks of a group.
+
+    What is measured depends on it, and ranks with different diagnostics could not add them. A rank whose micro-batch
+    has no tokens cannot tell.
+
+    Args:
+        old: log-probs (nats) of pi_old, (B, T).
+        sampling: those of the sampler, (B, T).
+        mask: not 0 on tokens, (B, T).
+        group: a process group, each of whose ranks calls this; None = this rank alone.
+    """
+    tokens = mask != 0
+    found = torch.stack([tokens.any(), ((old != sampling) & tokens).any()]).float()
+    if group is not None:
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+    present, different = found.tolist()
+    return bool(present) and not different
+
+
 class Recorder:
     """Writes a row of ``metrics.jsonl`` after each optimizer step, from all the calls since the one before.
 

@@ -18,10 +18,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from trl_offpolicy.integrations._common import Method, logged, measured_as_total, over_ranks, read_method, record
+from trl_offpolicy.integrations import _common as shared
 from trl_offpolicy.objective.losses import PPOClip
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.frameworks.verl.losses import AGGREGATIONS
@@ -63,7 +62,7 @@ def policy_loss(
         )
     method = _method(config)
     old = _old_policy(method, old_log_prob, sampling, response_mask, group)
-    objective = method.objective if old is not None else measured_as_total(method)
+    objective = method.objective if old is not None else shared.measured_as_total(method)
     batch = PolicyBatch(
         per_token_logps=log_prob,
         old_per_token_logps=old,
@@ -73,30 +72,31 @@ def policy_loss(
     )
     objective = replace(objective, aggregation=AGGREGATIONS[loss_agg_mode])
     result = objective(batch, _reduction(config.global_batch_info))
-    stats = over_ranks(result.stats, group)
+    stats = shared.over_ranks(result.stats, group)
     if log_prob.requires_grad:
-        record(method, stats, framework="verl", rows_of="one rank" if group is None else "all ranks")
-    numbers = logged(stats)
+        shared.record(method, stats, framework="verl", rows_of="one rank" if group is None else "all ranks")
+    numbers = shared.logged(stats)
     theirs = {name: numbers[PREFIX + ours] for name, ours in _THEIRS.items() if PREFIX + ours in numbers}
     return result.loss, {**theirs, **numbers}
 
 
-def _method(config: Any) -> Method:
+def _method(config: Any) -> shared.Method:
     """The method of an ``ActorConfig``; one that names no loss takes the actor's clip."""
     low, high = (config.clip_ratio if one is None else one for one in (config.clip_ratio_low, config.clip_ratio_high))
     base = Objective(policy_loss=PPOClip(low=low, high=high, dual_clip=config.get("clip_ratio_c", 3.0)))
-    return read_method(config.policy_loss.get(NAME), where=f"actor.policy_loss.{NAME}", framework="verl", base=base)
+    spec = config.policy_loss.get(NAME)
+    return shared.read_method(spec, where=f"actor.policy_loss.{NAME}", framework="verl", base=base)
 
 
-def _old_policy(method: Method, old: Tensor, sampling: Tensor | None, mask: Tensor, group: Any) -> Tensor | None:
-    """The log-probs of pi_old; None if verl gave those of the sampler in their place (bypass_mode)."""
+def _old_policy(method: shared.Method, old: Tensor, sampling: Tensor | None, mask: Tensor, group: Any) -> Tensor | None:
+    """The log-probs of pi_old; None if verl gave those of the sampler in their place (bypass_mode is not told)."""
     if sampling is None and method.objective.needs_sampling:
         raise ValueError(
             "rollout_log_probs must be in verl's batch, but there are none. Set rollout.calculate_log_probs to true, "
             "and let verl load trl_offpolicy.integrations.verl before it builds the actor."
         )
     bypass = method.objective.mode == "bypass"
-    if sampling is None or not _same_on_tokens(old, sampling, mask, group if bypass else None):
+    if sampling is None or not shared.same_on_tokens(old, sampling, mask, group if bypass else None):
         return old
     if bypass:
         return None
@@ -106,20 +106,6 @@ def _old_policy(method: Method, old: Tensor, sampling: Tensor | None, mask: Tens
         stacklevel=2,
     )
     return old
-
-
-def _same_on_tokens(old: Tensor, sampling: Tensor, mask: Tensor, group: Any) -> bool:
-    """True if there are tokens, and both are equal on all of them: one answer for all ranks of a group.
-
-    What is measured depends on it, and ranks with different diagnostics could not add them. A rank whose micro-batch
-    has no tokens cannot tell, and verl's workers do not get the setting bypass_mode.
-    """
-    tokens = mask != 0
-    found = torch.stack([tokens.any(), ((old != sampling) & tokens).any()]).float()
-    if group is not None:
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
-    present, different = found.tolist()
-    return bool(present) and not different
 
 
 def _reduction(info: dict[str, Any]) -> Reduction:
