@@ -40,6 +40,8 @@ FEATURES = (
             "tests/lightning/test_compact.py::test_the_steps_are_those_of_the_plain_path"),
     Feature("bfloat16 over 50 steps", "tests/lightning/test_precision.py::test_fifty_steps",
             "tests/lightning/test_precision.py::test_fifty_steps"),
+    Feature("float16 with a scaled loss", "accelerate takes it on a GPU alone: not run",
+            "tests/lightning/test_precision.py::test_float16_with_a_scaled_loss"),
     Feature("vLLM in the process, every sync proved", "tests/engines/test_colocate.py",
             "tests/lightning/test_vllm.py::test_engine_and_trainer_agree_after_every_sync"),
     Feature("vLLM server, weights or adapter", "tests/engines/server/test_server_training.py",
