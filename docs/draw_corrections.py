@@ -9,6 +9,7 @@ packages give the same files; ``tests/docs/test_docs_corrections.py`` draws them
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,45 @@ def staleness_bound(figure: Figure) -> None:
     axes.invert_yaxis()
     axes.grid(visible=False)
     label(axes, "position", "response", "versions between sampling and now, max_lag=2")
+
+
+@picture("EqualRewards: prompts that teach nothing leave the count of tokens")
+def equal_rewards(figure: Figure) -> None:
+    """Eight prompts of eight responses with fewer and fewer right ones; what is left of the gradient's size."""
+    left, right = figure.subplots(1, 2)
+    solved = torch.tensor([8, 8, 7, 5, 3, 1, 0, 0])
+    prompt, response = torch.arange(64) // 8 + 1, torch.arange(64) % 8 + 1
+    rewards = (response <= solved[prompt - 1]).float()
+    of_group = rewards.view(8, 8).repeat_interleave(8, dim=0)
+    responses = batch(torch.zeros(64, 4), group_rewards=of_group)
+    dots(left, response, prompt, kept(op.EqualRewards(), of=responses)[:, 0])
+    left.set(xlim=(0.5, 8.5), ylim=(8.6, 0.4), xticks=range(1, 9), yticks=range(1, 9))
+    left.grid(visible=False)
+    label(left, "response; the first ones are right", "prompt", "8 to 0 of 8 responses are right")
+    equal = range(8)
+    for denominator, text in (("all", "all tokens counted"), ("kept", 'denominator="kept"')):
+        sizes = [_gradient_size(count, denominator) for count in equal]
+        right.plot([count / 8 for count in equal], [size / sizes[0] for size in sizes], label=text)
+    right.set_ylim(0, 1.1)
+    label(right, "share of prompts without a spread", "size of the gradient", "against a batch without such prompts")
+    right.legend(loc="lower left")
+
+
+def _gradient_size(equal: int, denominator: Any) -> float:
+    """Sum of |d loss / d log pi| where ``equal`` of eight prompts have no spread of rewards."""
+    spread = torch.arange(8).repeat_interleave(8) >= equal
+    rewards = torch.where(spread, torch.arange(64) % 2, 1).float()
+    data = batch(
+        torch.zeros(64, 4),
+        advantages=torch.where(spread, 2 * rewards - 1, 0.0),
+        group_rewards=rewards.view(8, 8).repeat_interleave(8, dim=0),
+    )
+    leaf = data.per_token_logps.clone().requires_grad_()
+    correction = op.Correction(keep=(op.EqualRewards(),), measure=())
+    objective = op.Objective(correction=correction, aggregation="token_mean", denominator=denominator)
+    objective(replace(data, per_token_logps=leaf)).loss.backward()
+    assert leaf.grad is not None
+    return float(leaf.grad.abs().sum())
 
 
 @picture("SecondMomentBudget: the worst tokens of the batch go")

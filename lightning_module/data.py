@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
+from lightning_module.state import run_seed
 from lightning_module.streams import BatchPlan, HeldOutStream, PromptStream, Row
 from trl_offpolicy.parts import imported
 
@@ -28,7 +29,7 @@ class PromptDataModule(LightningDataModule):
         steps_per_generation: micro-batches per generation batch; None = the trainer's ``accumulate_grad_batches``.
         num_iterations: passes over each generation batch.
         shuffle: whether to draw a new order of the prompts each epoch; ``overfit_batches`` turns it off.
-        seed: seed of that order.
+        seed: seed of that order; None = that of ``seed_everything``.
         val_batch_size: prompts per validation batch and rank.
         val_generations: completions per validation prompt.
         test_dataset: rows of ``trainer.test`` and ``trainer.predict``, in the batches of validation; None = the
@@ -48,7 +49,7 @@ class PromptDataModule(LightningDataModule):
         steps_per_generation: int | None = None,
         num_iterations: int = 1,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         val_batch_size: int = 8,
         val_generations: int = 1,
         test_dataset: Any = None,
@@ -85,7 +86,7 @@ class PromptDataModule(LightningDataModule):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             shuffle=self.shuffle and not trainer.overfit_batches,  # type: ignore[attr-defined]
-            seed=self.seed,
+            seed=run_seed() if self.seed is None else self.seed,
             epoch_length=lambda: trainer.num_training_batches,
         )
 

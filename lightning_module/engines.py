@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_module.models import zero3_gathered
+from lightning_module.state import run_seed
 from trl_offpolicy.checks import near
 from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.engines.engine import Engine, Sampling, check_has_methods
@@ -191,7 +192,9 @@ def build_engine(
         return ServerEngine(**{"run": run, "folder": folder, **options})
     if model_name is None and "model" not in options:
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
-    seed = seed_of_rank(options.get("seed", 0), rank, tensor_parallel_size=options.get("tensor_parallel_size", 1))
+    seed = seed_of_rank(
+        options.get("seed", run_seed()), rank, tensor_parallel_size=options.get("tensor_parallel_size", 1)
+    )
     cut = {"truncated": True} if truncated else {}
     given = {"model": model_name, **cut, **options, "seed": seed}
     return _colocated(given, policy(), rows=rows, exact=wants_exact(spec))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -10,6 +11,11 @@ import torch
 
 from lightning_module.rollouts import RolloutBuffer
 from trl_offpolicy.functional.collective import gather_objects
+
+
+def run_seed() -> int:
+    """The seed of ``seed_everything``, 0 without one."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def seed_random(seed: int) -> None:

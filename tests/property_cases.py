@@ -14,6 +14,7 @@ from trl_offpolicy import (
     BandWeight,
     Correction,
     DivergenceBand,
+    EqualRewards,
     ESSWeight,
     GroupRejection,
     KLPenalty,
@@ -76,6 +77,7 @@ KEEPS = {  # a term, or several that belong together
     "groups": (RatioBand(level="token", low=0.4, high=3.0), GroupRejection(max_dropped_fraction=0.3)),
     "opsm": OffPolicySequenceMask(max_divergence=0.1),
     "staleness": StalenessBound(max_lag=2),
+    "equal rewards": EqualRewards(),
     "suffix veto": SuffixVeto(low=0.1),
     "prefix budget": PrefixBudget(high=0.3, budget=0.1),
     "prefix budget kl": PrefixBudget(
@@ -236,6 +238,7 @@ FAMILIES = {  # from tight to loose, by a bound in [0.01, 9]
     "prefix budget high": lambda x: PrefixBudget(high=x / 10),
     "prefix budget": lambda x: PrefixBudget(budget=x / 10, high=0.1, ratio="old/sampling"),
     "staleness": lambda x: StalenessBound(max_lag=int(x)),
+    "equal rewards": lambda x: EqualRewards(tolerance=1 / x),
     "groups": lambda x: (KEEPS["veto"], GroupRejection(max_dropped_fraction=x / 10)),
 }
 FIRES_UPWARDS = ("high", "k2", "k3", "veto high", "k1 low", "prob_diff ", "probability high")

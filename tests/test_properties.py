@@ -97,6 +97,7 @@ def test_on_policy_nothing_is_corrected(case, batch):
         sampling_per_token_logps=same,
         proximal_per_token_logps=same,
         policy_versions=torch.full_like(batch.policy_versions, batch.current_version),
+        group_rewards=torch.tensor([0.0, 1.0]).expand(len(batch.policy_versions), 2),
     )
     correction = correction_of(case)
 
@@ -293,6 +294,7 @@ def test_every_term_can_fire(family, batch):
         old_per_token_logps=old,
         sampling_per_token_logps=sampling,
         policy_versions=torch.zeros_like(batch.policy_versions),
+        group_rewards=torch.ones(len(drift), 2),
         advantages=torch.full((len(drift),), 1.0 if family == "probability high" else -1.0),
     )
 
@@ -313,6 +315,7 @@ def test_the_example_of_every_keep_term_can_fire(name):
             completion_mask=torch.ones(2, 3).bool(),
             advantages=torch.tensor([1.0, -1.0]),
             group_ids=torch.zeros(2).long(),
+            group_rewards=torch.ones(2, 2),
             policy_versions=torch.zeros(2).long(),
             current_version=9,
         )

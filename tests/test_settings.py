@@ -63,6 +63,7 @@ MEANT = {  # the odd values that a field accepts, with what they mean there
     ("DiscrepancyPenalty", "target"): (NONE, "the price stays"),
     ("DivergenceBand", "low"): (NONE, "open side"),
     ("DivergenceBand", "high"): (NONE, "open side"),
+    ("EqualRewards", "tolerance"): ({0}, "exactly equal"),
     ("ESSStep", "metric"): (NONE | {"0.2", "unknown"}, "the ESS of the products; the name of any metric"),
     ("FIPO", "dual_clip"): (NONE, "no dual clip"),
     ("FIPO", "influence_low"): ({0}, "factors above 1 only"),

@@ -5,6 +5,7 @@ from trl_offpolicy.correction.correction import Correction
 from trl_offpolicy.correction.terms import (
     BandWeight,
     DivergenceBand,
+    EqualRewards,
     ESSWeight,
     GroupRejection,
     KeepTerm,
@@ -40,6 +41,7 @@ __all__ = [
     "CorrectionOutput",
     "DivergenceBand",
     "ESSWeight",
+    "EqualRewards",
     "FixedKL",
     "GroupRejection",
     "KLController",

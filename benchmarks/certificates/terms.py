@@ -61,8 +61,9 @@ class Row:
     @property
     def exact(self) -> bool:
         """Whether it is the mean of one term for each response, which a sum over responses covers."""
-        reads_group = "group_rewards" in self.objective.policy_loss.reads
-        return self.by_group and self.objective.scope == "row" and not reads_group
+        keep = () if self.objective.correction is None else self.objective.correction.keep
+        read = {*self.objective.policy_loss.reads, *(name for term in keep for name in term.requires)}
+        return self.by_group and self.objective.scope == "row" and "group_rewards" not in read
 
 
 def objective(
@@ -115,7 +116,7 @@ def _keeps() -> Iterator[Row]:
     for part, cls in KEEP_TYPES.items():
         for name, term in _variants(cls):
             keep = (*BEFORE.get(cls, ()), term)
-            wide = term.scope != "row"
+            wide = term.scope != "row" or "group_rewards" in term.requires
             yield Row(name, "keep terms", part, objective(None, keep), "no correction" if wide else None)
             if term == cls(**cls.example):  # its bias alone, without that of the missing weight
                 control = "raw sequence" if wide else None

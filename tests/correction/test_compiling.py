@@ -54,6 +54,7 @@ def batch_of(
         advantages=torch.randn(rows, generator=random),
         rewards=torch.randint(2, (rows,), generator=random).float(),
         group_ids=torch.arange(rows) // 4,
+        group_rewards=torch.randint(2, (rows, 2), generator=random).float(),
         policy_versions=torch.randint(6, 10, (rows,), generator=random),
         current_version=version,
     )

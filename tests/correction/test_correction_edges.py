@@ -42,6 +42,7 @@ def a_batch(rows, length, trainable=True, **fields):
             "advantages": torch.linspace(-1, 1, rows),
             "rewards": torch.ones(rows),
             "group_ids": torch.arange(rows) // 3 - 1,
+            "group_rewards": torch.tensor([1.0, 0.0]).expand(rows, 2),
             "policy_versions": torch.arange(rows) % 5,
             "current_version": 4,
             **fields,

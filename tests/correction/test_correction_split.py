@@ -13,6 +13,7 @@ from batches import policy_batch
 from trl_offpolicy import (
     Correction,
     DivergenceBand,
+    EqualRewards,
     ESSWeight,
     GroupRejection,
     Objective,
@@ -50,7 +51,9 @@ MIXED = {
     "budget, then opsm": Correction(keep=(BUDGET, OPSM)),
     "opsm, then budget": Correction(keep=(OPSM, BUDGET, LAG, BAND)),
     "group level": Correction(keep=(GROUP, MOVED), weight=(TIS, replace(STALE, level="turn"))),
-    "groups": Correction(keep=(BAND, GEOMETRIC, GroupRejection(max_dropped_fraction=0.4), OPSM, LAG), weight=STALE),
+    "groups": Correction(
+        keep=(BAND, GEOMETRIC, GroupRejection(max_dropped_fraction=0.4), OPSM, LAG, EqualRewards()), weight=STALE
+    ),
     "ess and staleness": Correction(weight=(ESSWeight(target=0.95), STALE), keep=(OPSM,)),
     "ess of turns, capped staleness": Correction(
         weight=(ESSWeight(target=0.95, level="turn"), PrefixWeight(ratio="current/old")), keep=(BAND,)
@@ -110,6 +113,7 @@ def mixed_batch(seed, *, bad=False, old=True):
         advantages=torch.randn(12, generator=generator),
         group_ids=torch.randint(-2, 2, (12,), generator=generator),
         policy_versions=torch.randint(3, 8, (12,), generator=generator),
+        group_rewards=torch.randint(2, (12, 2), generator=generator).float(),
         current_version=8,
     )
 

@@ -8,6 +8,7 @@ import torch
 from trl_offpolicy import (
     BandWeight,
     DivergenceBand,
+    EqualRewards,
     ESSWeight,
     GroupRejection,
     OffPolicySequenceMask,
@@ -70,6 +71,7 @@ def test_scope_is_group_at_that_level():
         (SuffixVeto(), "suffix_veto"),
         (StalenessBound(max_lag=1), "staleness_bound"),
         (SecondMomentBudget(), "second_moment_budget"),
+        (EqualRewards(), "equal_rewards"),
         (GroupRejection(), "group_rejection"),
     ],
 )
@@ -248,6 +250,7 @@ def test_unknown_statistic_is_refused(statistic):
         (PrefixBudget, "min_weight", (0, -0.1), "min_weight must be positive and finite"),
         (PrefixBudget, "min_weight", (1.1, 2), "min_weight must be at most 1"),
         (SecondMomentBudget, "budget", (0, -0.1, 1e8), r"budget must be in \(0, 100000000\) nats squared to ever fire"),
+        (EqualRewards, "tolerance", (-1e-9, -1), r"tolerance must be at least 0, but got -"),
         (GroupRejection, "max_dropped_fraction", (-0.1, 1, 1.5), r"max_dropped_fraction must be in \[0, 1\) to ever"),
     ],
 )

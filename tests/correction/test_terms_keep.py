@@ -9,6 +9,7 @@ import torch
 
 from trl_offpolicy import (
     DivergenceBand,
+    EqualRewards,
     OffPolicySequenceMask,
     OutlierVeto,
     PolicyBatch,
@@ -360,6 +361,34 @@ def test_staleness_bound_reads_the_oldest_trainable_token(dtype, lags, max_lag, 
 def test_staleness_bound_needs_versions():
     with pytest.raises(ValueError, match=r"^policy_versions and current_version must be given for a staleness bound"):
         StalenessBound(max_lag=1).violations(SEEN)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "tolerance", "dropped"),
+    [
+        ([1.0, 1.0, 1.0], 0.0, True),
+        ([0.0, 0.0, 0.0], 0.0, True),
+        ([1.0, 1.0, 0.0], 0.5, False),
+        ([0.1, 0.1 + 2e-7, 0.1], 0.0, False),
+        ([0.1, 0.1 + 2e-7, 0.1], 1e-6, True),
+        ([-3.0, -3.25, -3.5], 0.5, True),  # inclusive
+        ([1.0, NAN, 1.0], 0.0, True),  # two rewards are enough
+        ([1.0, NAN, INF], 0.0, False),  # one says nothing of a spread
+        ([NAN, NAN, NAN], 0.0, False),
+    ],
+)
+def test_equal_rewards_reads_the_spread_of_the_group(rewards, tolerance, dropped):
+    seen = TermInputs(LOG_RATIOS, MASK, POSITIVE, group_rewards=torch.tensor([rewards, [0.0, 1.0, 1.0], rewards]))
+
+    violations = EqualRewards(tolerance=tolerance).violations(seen)
+
+    expected = [dropped, tolerance >= 1, dropped]
+    assert violations.above.flatten().tolist() == expected and violations.below is None
+
+
+def test_equal_rewards_needs_the_rewards_of_the_group():
+    with pytest.raises(ValueError, match=r"^group_rewards must be given for equal rewards, but got None"):
+        EqualRewards().violations(SEEN)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 1), (2, 4)])

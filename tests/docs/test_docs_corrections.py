@@ -218,6 +218,7 @@ def emitted():
         op.OutlierVeto(low=1e-4, high=None),
         op.SecondMomentBudget(),
         op.GroupRejection(),
+        op.EqualRewards(),
         op.PrefixBudget(),
         op.SuffixVeto(),
         op.OffPolicySequenceMask(max_divergence=0.05),
@@ -233,6 +234,7 @@ def emitted():
         advantages=torch.ones(2),
         rewards=torch.ones(2),
         group_ids=torch.arange(2),
+        group_rewards=torch.tensor([[1.0, 0.0]] * 2),
         policy_versions=torch.zeros(2).long(),
         current_version=0,
     )
@@ -354,6 +356,7 @@ def test_no_difference_means_weight_one_and_nothing_dropped():
         torch.zeros(4, 3),
         advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]),
         group_ids=torch.arange(4) // 2,
+        group_rewards=torch.tensor([[1.0, 0.0]] * 4),
         policy_versions=torch.zeros(4).long(),
         current_version=0,
     )

@@ -195,6 +195,7 @@ def test_keep_term_names_are_those_of_the_code():
                 op.SuffixVeto,
                 op.ProbabilityDifferenceMask,
                 op.StalenessBound,
+                op.EqualRewards,
                 op.SecondMomentBudget,
             )
         ),

@@ -92,6 +92,18 @@ def test_loss_gradients_metrics_and_weights_are_those_of_trl(case: str, build: A
         assert_same_numbers(watch.logs[step], rows[step])
 
 
+def test_prompts_without_a_spread_leave_the_step_as_with_trl(build: Any, tmp_path: Path) -> None:
+    term = {"type": "equal_rewards", "tolerance": 0.5}  # the rewards of this task are never quite equal
+    spec = {"preset": "paper/tis", "objective": {"denominator": "kept"}, "correction": {"keep": [term]}}
+    theirs, rows, calls = run_trl(build, gradient_accumulation_steps=2, offpolicy=spec)
+    watch, _ = run_lightning(tmp_path, calls, 2, {"correction": spec}, {})
+    dropped = [row["offpolicy/keep/equal_rewards/dropped_fraction"] for row in rows]
+    assert any(0 < share < 1 for share in dropped)
+    for step in range(STEPS):
+        assert distance(watch.gradients[step], theirs.gradients[step]) < GRADIENT_LIMIT
+        assert_same_numbers(watch.logs[step], rows[step])
+
+
 def test_noise_on_hidden_states_and_its_scale_are_those_of_trl(
     build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

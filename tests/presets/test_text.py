@@ -42,6 +42,7 @@ def test_weights(weight, text):
         (op.PrefixBudget(), "drop if A (rho_t - 1) > 0 and w_t |p - q| > min(0.2, 0.2 + 0.02 W - S)"),
         (op.SecondMomentBudget(), "drop the largest |log rho_t| until mean_t log^2 rho_t <= 0.04"),
         (op.GroupRejection(), "drop a prompt of which more than 0.5 were dropped"),
+        (op.EqualRewards(), "drop a prompt with max R - min R <= 1e-06"),
         (op.StalenessBound(max_lag=4), "drop a response older than 4 versions"),
         (
             op.presets.from_areal(metric="kl_k3", upper=0.1).correction.keep[0],

@@ -65,6 +65,7 @@ class RatioTable:
             version_lags=batch.version_lags,
             trainable=batch.mask,
             keep=keep,
+            group_rewards=batch.group_rewards,
         )
 
     def _measured_as(self, role: str) -> str:

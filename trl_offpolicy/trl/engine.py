@@ -58,6 +58,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         settings: the parsed ``engine`` field of the configuration.
         folder: where a server's weights are written, unless ``settings`` names a folder.
         rows: rows of one forward of the trainer, for ``engine.exact``; None = any.
+        seed: the run's; an engine in this process without a seed of its own draws by it.
         *args: TRL's arguments.
         **kwargs: TRL's keyword arguments.
     """
@@ -85,9 +86,9 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """Noise that the rollouts of the training are sampled with, with ``engine.norm_noise``."""
 
     def __init__(
-        self, *args: Any, settings: EngineSettings, folder: Path, rows: int | None = None, **kwargs: Any
+        self, *args: Any, settings: EngineSettings, folder: Path, rows: int | None = None, seed: int = 0, **kwargs: Any
     ) -> None:
-        self.settings, self._rows = settings, rows
+        self.settings, self._rows, self._run_seed = settings, rows, seed
         self._folder = settings.folder or folder
         self._adapters: AdapterFolder | None = None
         self._server: ServerEngine | None = None
@@ -213,11 +214,10 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         return arguments
 
     def _seed(self) -> dict[str, int]:
-        """This rank's part of the seed that the user set. TRL's own, without one, counts ranks from 0."""
-        if "seed" not in self.settings.arguments:
-            return {}
+        """This rank's part of ``engine.seed``, else of the run's seed. TRL's own counts ranks from 0 in every run."""
+        seed = self.settings.arguments.get("seed", self._run_seed)
         rank, size = self.accelerator.process_index, self.tensor_parallel_size
-        return {"seed": seed_of_rank(self.settings.arguments["seed"], rank, tensor_parallel_size=size)}
+        return {"seed": seed_of_rank(seed, rank, tensor_parallel_size=size)}
 
     @property
     def _on_cpu(self) -> bool:
@@ -521,8 +521,11 @@ def scattered(parts: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def trl_engine(engine: dict[str, Any] | None, *, folder: Path, rows: int | None = None) -> Iterator[None]:
-    """While active, a GRPOTrainer that is built uses :class:`TRLEngine` with these settings."""
+def trl_engine(
+    engine: dict[str, Any] | None, *, folder: Path, rows: int | None = None, seed: int = 0
+) -> Iterator[None]:
+    """While active, a GRPOTrainer that is built uses :class:`TRLEngine` with these settings and the run's seed."""
     settings = EngineSettings.parse(engine)
-    with rebound(grpo_trainer, VLLMGeneration=partial(TRLEngine, settings=settings, folder=folder, rows=rows)):
+    build = partial(TRLEngine, settings=settings, folder=folder, rows=rows, seed=seed)
+    with rebound(grpo_trainer, VLLMGeneration=build):
         yield

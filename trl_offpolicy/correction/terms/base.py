@@ -30,6 +30,7 @@ class TermInputs:
         version_lags: (B, 1) or (B, T) integer, weight versions between sampling and now.
         trainable: (B, T) bool, all trainable tokens, also those that ``mask`` leaves out; None = ``mask``.
         keep: (B, 1) or (B, T) bool, True = still in the loss.
+        group_rewards: (B, G) rewards of all responses of the row's group; one that is not finite does not count.
     """
 
     log_ratios: Tensor
@@ -41,6 +42,7 @@ class TermInputs:
     version_lags: Tensor | None = None
     trainable: Tensor | None = None
     keep: Tensor | None = None
+    group_rewards: Tensor | None = None
 
     def log_ratio_at(self, level: Level) -> Tensor:
         """Log-ratio at ``level``, nats, (B, 1) or (B, T)."""

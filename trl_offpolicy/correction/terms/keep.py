@@ -28,6 +28,7 @@ from trl_offpolicy.types import Ratio, Scope
 
 __all__ = [
     "DivergenceBand",
+    "EqualRewards",
     "OffPolicySequenceMask",
     "OutlierVeto",
     "PrefixBudget",
@@ -414,6 +415,45 @@ class StalenessBound(KeepTerm):
             )
         lags = torch.where(inputs.mask, inputs.version_lags, 0)
         return Violations(lags.amax(-1, keepdim=True) > self.max_lag, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualRewards(KeepTerm):
+    """Drop the responses to a prompt on which all have the same reward: they have an advantage of 0 (CompassMax).
+
+    They add nothing to the policy gradient, and without ``denominator="kept"`` they make it smaller by counting as
+    tokens. Needs ``group_rewards`` in the batch. A group with one reward stays.
+
+    Args:
+        tolerance: rewards that lie within this of each other are equal.
+
+    Reference: CompassMax team 2025 (arXiv:2512.07710), zero-variance elimination; the tolerance is that of SkyRL.
+    """
+
+    type_name: ClassVar[str] = "equal_rewards"
+    tolerance: float = 1e-6
+    reads_ratio: ClassVar[bool] = False
+    requires: ClassVar[tuple[str, ...]] = ("group_rewards",)
+
+    def __post_init__(self) -> None:
+        check_number("tolerance", self.tolerance)
+        if self.tolerance < 0:
+            raise ValueError(f"tolerance must be at least 0, but got {self.tolerance}.")
+
+    @property
+    def formula(self) -> str:
+        """The spread that counts as none, as ``drop a prompt with max R - min R <= 1e-06``."""
+        return f"drop a prompt with max R - min R <= {number(self.tolerance)}"
+
+    def violations(self, inputs: TermInputs) -> Violations:
+        """The rows (B, 1) whose group has at least two rewards and no spread."""
+        if inputs.group_rewards is None:
+            raise ValueError("group_rewards must be given for equal rewards, but got None.")
+        rewards = inputs.group_rewards.double()  # a difference of float32 rewards has no rounding of its own then
+        counts = rewards.isfinite()
+        low = torch.where(counts, rewards, torch.inf).amin(-1, keepdim=True)
+        high = torch.where(counts, rewards, -torch.inf).amax(-1, keepdim=True)
+        return Violations((high - low <= self.tolerance) & (counts.sum(-1, keepdim=True) > 1), None)
 
 
 def _outside(values: Tensor, low: float | None, high: float | None) -> Violations:

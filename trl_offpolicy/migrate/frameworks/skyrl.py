@@ -371,7 +371,8 @@ FRAMEWORK = Framework(
         f"{ALGORITHM}.kl_ctrl": "the KL in the reward alone reads it",
         f"{ALGORITHM}.advantage_batch_normalize": "set offpolicy.advantages: {type: grpo, scale: batch}",
         f"{ALGORITHM}.dynamic_sampling": "dynamic sampling has no counterpart here",
-        f"{ALGORITHM}.zero_variance_filter*": "prompts whose rewards are all equal have advantage 0 here, and stay",
+        f"{ALGORITHM}.zero_variance_filter*": "prompts with equal rewards have advantage 0 here, and stay in the count "
+        "of tokens; the keep term equal_rewards with denominator: kept and kl_on: kept takes them out",
         f"{ALGORITHM}.overlong_buffer_*": shared.REWARD,
         **shared.names(ALGORITHM, "lambd gamma value_clip value_head_prefix", "GAE and the critic alone read it"),
         **shared.names(ALGORITHM, "kl_cov dppo", "the chosen loss does not read it"),
