@@ -33,7 +33,7 @@ mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" DO_NOT_TRACK=1
 
 if [ -n "$REHEARSE" ]; then
-    DEVICE=cpu DTYPE=float32 BACKEND=gloo RUN="--max_steps 2"
+    DEVICE=cpu DTYPE=float32 BACKEND=gloo RUN="--max_steps 2 --eval_strategy no --eval_on_start false"
 else
     DEVICE=cuda DTYPE=bfloat16 BACKEND=nccl RUN=""
     "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
