@@ -26,6 +26,8 @@ LONG_CONTEXT = 256
 """Positions of a model that answers at length."""
 FIRST_WORD = 3
 """Id of ``w0``; word ``wN`` has id ``FIRST_WORD + N``."""
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+"""vLLM's speculative_config whose drafts are found even in a few tokens."""
 
 _SHAPE = {
     "vocab_size": len(VOCABULARY),

@@ -17,7 +17,7 @@ from pathlib import Path
 from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tiny_models import save_tiny_model, spread, tiny_prompts
+from tiny_models import DRAFTS, save_tiny_model, spread, tiny_prompts
 
 from trl_offpolicy.run_folder.syncs import read_syncs
 from trl_offpolicy.trl import engine as trl_engines
@@ -30,7 +30,6 @@ MISMATCH = "offpolicy/mismatch/logp_diff_max"
 AGREEMENT = "offpolicy/rollout/sync_agreement"
 BYTES = "offpolicy/rollout/sync_bytes"
 TAKEN = "offpolicy/rollout/draft_taken_fraction"
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 NOISE = "offpolicy/rollout/norm_noise"
 DRAWS = "offpolicy/rollout"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engines.server.servers import Server
+from tiny_models import DRAFTS
 
 pytestmark = pytest.mark.integration
 
@@ -123,8 +124,7 @@ def test_a_server_gets_the_weights_or_the_adapter_from_one_or_two_ranks(
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_tokens_taken_of_a_servers_draft_are_counted(tmp_path: Path, model_folder: Callable[..., Path]) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    flags = (*Server.flags, "--speculative-config", json.dumps(drafts))
+    flags = (*Server.flags, "--speculative-config", json.dumps(DRAFTS))
     server = Server(model_folder(), tmp_path / "log", flags=flags).start()
     try:
         seen = run(tmp_path, "--server", server.url, "--model", str(model_folder()))

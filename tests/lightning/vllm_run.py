@@ -20,13 +20,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agent_runs import lookup, tool_tokenizer
 from lightning_runs import Watch, data, module, trainer
-from tiny_models import EOS, VOCABULARY, save_tiny_model, spread, tiny_prompts
+from tiny_models import DRAFTS, EOS, VOCABULARY, save_tiny_model, spread, tiny_prompts
 from transformers import GenerationConfig
 
 from lightning_module import engines
 from trl_offpolicy.engines.engine import SyncError, SyncReport
-
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
 def agent_settings(model: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -60,6 +60,24 @@ def dual_ascent(coef: float, value: float, *, target: float, rate: float, larges
     return min(max(coef + rate * (value - target), 0.0), largest)
 
 
+def unanimous(group_rewards: Tensor, *, tolerance: float = 0.0) -> Tensor:
+    """Where all rewards of a group are equal: (B, 1) bool; False where fewer than two are known.
+
+    Args:
+        group_rewards: (B, G), the rewards of the row's whole group; one that is not finite does not count.
+        tolerance: rewards that lie within this of each other are equal.
+
+    Example:
+        >>> unanimous(torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, float("nan")]])).flatten().tolist()
+        [True, False, False]
+    """
+    rewards = group_rewards.double()  # a difference of float32 rewards has no rounding of its own then
+    counts = rewards.isfinite()
+    low = torch.where(counts, rewards, torch.inf).amin(-1, keepdim=True)
+    high = torch.where(counts, rewards, -torch.inf).amax(-1, keepdim=True)
+    return (high - low <= tolerance) & (counts.sum(-1, keepdim=True) > 1)
+
+
 @torch.no_grad()
 def zero_variance_advantages(
     advantages: Tensor, entropies: Tensor, mask: Tensor, unanimous: Tensor, correct: Tensor, *, alpha: float

@@ -172,15 +172,12 @@ class ZeroVariance(AdvantageShaping):
     def __call__(self, batch: PolicyBatch) -> Shaped:
         """The advantages, (B, T)."""
         entropies, rewards, of_group = needed(batch, self)
-        counts = of_group.isfinite()
-        low = torch.where(counts, of_group, torch.inf).amin(-1, keepdim=True)
-        high = torch.where(counts, of_group, -torch.inf).amax(-1, keepdim=True)
         own = rewards.unsqueeze(-1)
         advantages = shaping.zero_variance_advantages(
             batch.token_advantages,
             entropies.detach(),
             batch.mask,
-            (low == high) & own.isfinite() & (counts.sum(-1, keepdim=True) > 1),
+            shaping.unanimous(of_group) & own.isfinite(),
             own >= self.correct_threshold,
             alpha=self.alpha,
         )

@@ -237,7 +237,7 @@ def test_the_engine_in_this_process_keeps_its_routes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(TRLEngine, "_default_arguments", lambda self: {})
     monkeypatch.setattr(trl.vllm_generation.VLLMGeneration, "_init_vllm", lambda self: setattr(self, "llm", vllm))
     engine = TRLEngine.__new__(TRLEngine)
-    engine.settings = EngineSettings.parse({"return_routing": True, "transfer": transfer, "seed": 0})
+    engine.settings = EngineSettings.parse({"return_routing": True, "transfer": transfer})
     engine._run_seed, engine.tensor_parallel_size = 42, 1
     engine.accelerator = SimpleNamespace(process_index=0)
     engine._start_in_process()

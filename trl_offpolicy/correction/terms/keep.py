@@ -24,6 +24,7 @@ from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LOG_RATIO_LIMIT
 from trl_offpolicy.functional.masks import STATISTICS, Statistic
+from trl_offpolicy.functional.shaping import unanimous
 from trl_offpolicy.types import Ratio, Scope
 
 __all__ = [
@@ -419,10 +420,11 @@ class StalenessBound(KeepTerm):
 
 @dataclass(frozen=True, kw_only=True)
 class EqualRewards(KeepTerm):
-    """Drop the responses to a prompt on which all have the same reward: they have an advantage of 0 (CompassMax).
+    """Drop the responses to a prompt on which all have the same reward: their group's baseline equals it (CompassMax).
 
-    They add nothing to the policy gradient, and without ``denominator="kept"`` they make it smaller by counting as
-    tokens. Needs ``group_rewards`` in the batch. A group with one reward stays.
+    With a baseline of the group they have an advantage of 0: they add nothing to the policy gradient, and without
+    ``denominator="kept"`` they make it smaller by counting as tokens. With any other baseline they do teach something,
+    and dropping them is a bias. Needs ``group_rewards`` in the batch. A group with one reward stays.
 
     Args:
         tolerance: rewards that lie within this of each other are equal.
@@ -449,11 +451,7 @@ class EqualRewards(KeepTerm):
         """The rows (B, 1) whose group has at least two rewards and no spread."""
         if inputs.group_rewards is None:
             raise ValueError("group_rewards must be given for equal rewards, but got None.")
-        rewards = inputs.group_rewards.double()  # a difference of float32 rewards has no rounding of its own then
-        counts = rewards.isfinite()
-        low = torch.where(counts, rewards, torch.inf).amin(-1, keepdim=True)
-        high = torch.where(counts, rewards, -torch.inf).amax(-1, keepdim=True)
-        return Violations((high - low <= self.tolerance) & (counts.sum(-1, keepdim=True) > 1), None)
+        return Violations(unanimous(inputs.group_rewards, tolerance=self.tolerance), None)
 
 
 def _outside(values: Tensor, low: float | None, high: float | None) -> Violations:
