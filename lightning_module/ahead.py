@@ -13,13 +13,19 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from lightning_module.engines import engine_type
+from lightning_module.engines import engine_type, transfer_of
 from lightning_module.host import Host
 from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
 from trl_offpolicy.rollouts.agents import WrappedEngine
-from trl_offpolicy.rollouts.ahead.checks import check_arguments, check_objective, check_server, check_snapshots
-from trl_offpolicy.rollouts.ahead.lookahead import positions_ahead
+from trl_offpolicy.rollouts.ahead.checks import (
+    check_arguments,
+    check_keeps,
+    check_objective,
+    check_server,
+    check_snapshots,
+)
+from trl_offpolicy.rollouts.ahead.lookahead import generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
@@ -118,15 +124,30 @@ class ModuleAhead:
             for number in self._reached(step, end)[first:]:
                 yield repeated(module.agents.request(step.coming(number), 1).prompt_ids)
 
-        options = module.sampling.vllm_options
-        rollouts, waited = self._queue.take(repeated(ids), upcoming=upcoming, options=options, n=n)
+        accumulation = module.trainer.accumulate_grad_batches
+        rollouts, waited = self._queue.take(
+            repeated(ids),
+            upcoming=upcoming,
+            admitted=generations_admitted(
+                lag=self._settings.lag,
+                every=step.plan.window,
+                in_step=accumulation - self._done(step) % accumulation,
+                accumulation=accumulation,
+            ),
+            options=module.sampling.vllm_options,
+            n=n,
+        )
         module.measuring.add_rollout_number("wait_seconds", waited)
         return rollouts
 
+    @staticmethod
+    def _done(step: MicroStep) -> int:
+        """Micro-steps of this epoch before ``step``."""
+        return int(step.generation[1] * step.plan.window + step.position)
+
     def _reached(self, step: MicroStep, count: int) -> list[int]:
         """0, 1, ...: which of the next ``count`` generation batches the run reaches in this epoch, from this one on."""
-        trainer, window = self._module.trainer, step.plan.window
-        done = step.generation[1] * window + step.position  # micro-steps of this epoch
+        trainer, window, done = self._module.trainer, step.plan.window, self._done(step)
         left = trainer.num_training_batches - done
         if trainer.max_steps >= 0:
             accumulation = trainer.accumulate_grad_batches
@@ -204,6 +225,7 @@ def sample_ahead(module: Host) -> ModuleAhead | None:
             "while the trainer learns. Start a server (trl-offpolicy serve) and set engine: {type: server, base_url: "
             "http://127.0.0.1:8000}."
         )
+    check_keeps(settings, transfer_of(given["engine"]))
     check_arguments(settings, given)
     settings.check_sampling(module.sampling.extra)
     check_objective(settings, module.objective)
