@@ -173,7 +173,7 @@ def _check_adapters(settings: AsyncSettings, server: Any) -> None:
     if server.most_adapters is not None and server.most_adapters < versions:
         logger.warning(
             "The server samples with %d adapters at a time, but with lag %d there can be %d versions: requests of the "
-            "newest wait for those of the oldest. Start it with --max-loras %d.",
+            "newest wait for those of the oldest. Start it with `trl-offpolicy serve ... -- --max-loras %d`.",
             server.most_adapters,
             settings.lag,
             versions,
