@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import two_ranks
 
-RUNS: dict[str, tuple[bool, Any]] = {"plain": (False, False), "trimmed": (True, False), "shared": (True, True)}
+RUNS: dict[str, tuple[Any, Any]] = {
+    "plain": (False, False),
+    "trimmed": (True, False),
+    "shared": (True, True),
+    "ranks": ("ranks", False),
+}
 
 
 def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
@@ -51,7 +56,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trimmed", "shared"])
+@pytest.mark.parametrize("name", ["trimmed", "shared", "ranks"])
 def test_the_steps_are_those_of_the_plain_path(ranks: list[dict[str, Any]], name: str) -> None:
     from both_trainers import distance
 
