@@ -71,7 +71,7 @@ def test_wrong_values(value: Any, message: str) -> None:
         ({"vllm_mode": "colocate", "engine": None}, r"^async_rollouts must be left out with vllm_mode 'colocate'"),
         (
             {"engine": {"transfer": "nccl"}},
-            r"^engine\.transfer must be folder, adapter or broadcast with async_rollouts",
+            r"^engine\.transfer must be auto, folder, adapter or broadcast with async_rollouts, but got 'nccl'",
         ),
         (
             {"async_rollouts": 2, "generation_kwargs": {"min_tokens": 3}},

@@ -28,11 +28,10 @@ def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> No
             f"async_rollouts must be left out with {got}: an engine in the trainer's process cannot sample while the "
             "trainer learns. Start a server (trl-offpolicy serve) and set use_vllm: true, vllm_mode: server."
         )
-    if not EngineSettings.parse(args.engine).on_server(args.device.type):
+    if not EngineSettings.parse(args.engine).on_server(args.device.type, ahead=True):
         raise ValueError(
-            "engine.transfer must be folder, adapter or broadcast with async_rollouts (TRL's own client of the nccl "
-            "transfer asks for all completions in one call that a sync cannot wait for), but got nccl or, on a GPU, "
-            "auto."
+            "engine.transfer must be auto, folder, adapter or broadcast with async_rollouts, but got 'nccl': TRL's own "
+            "client asks for all completions in one call that a sync cannot wait for."
         )
     check_keeps(settings, EngineSettings.parse(args.engine).transfer)
     extra: dict[str, Any] = dict(args.generation_kwargs or {})
