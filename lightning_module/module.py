@@ -277,8 +277,6 @@ class OffPolicyGRPOModule(LightningModule):
         """Build the engine, unless an earlier run of this module built it."""
         self.generation.start()
         self.noise = PerturbedForward(self.policy, parse_perturbation(self.settings["perturbation"]), self.device)
-        if self.noise.adds and self.global_rank:  # seed_everything gives all ranks one seed, and so one noise
-            torch.manual_seed(torch.initial_seed() + self.global_rank)
         self.compact.prepare()
         if self.ahead is not None:
             self.ahead.start(self.generation.engine)

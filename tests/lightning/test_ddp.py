@@ -19,7 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(
-    folder: Path, *, devices: int, strategy: Any = "auto", resume: Path | None = None, tools: bool = False
+    folder: Path,
+    *,
+    devices: int,
+    strategy: Any = "auto",
+    resume: Path | None = None,
+    tools: bool = False,
+    perturbation: float | None = None,
 ) -> None:
     """Two steps of 8 completions in all; every rank leaves what it saw in ``folder``."""
     import lightning.pytorch as pl
@@ -27,12 +33,23 @@ def train(
     from tiny_models import tiny_prompts
 
     from lightning_module import RunFolder
+    from trl_offpolicy.rollouts import perturbed_forward
 
+    drawn: list[float] = []
+    normal = perturbed_forward._normal
+
+    def noted(hidden: torch.Tensor) -> torch.Tensor:
+        noise = normal(hidden)
+        drawn.append(float(noise.flatten()[0]))
+        return noise
+
+    perturbed_forward._normal = noted
     pl.seed_everything(1, verbose=False)
     watch = Watch()
     plain = {"correction": CORRECTION, "entropy": ENTROPY}
     prompts, engine, options = agent() if tools else (tiny_prompts(), Echo(), plain)
-    ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1), correct_threshold=0.5, **options)
+    ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1), correct_threshold=0.5,
+                  perturbation=perturbation, **options)  # fmt: skip
     owner = trainer(
         folder, devices=devices, strategy=strategy, max_steps=2 if resume is None else 4,
         callbacks=[watch, RunFolder(str(folder / "run"), report=False)],
@@ -41,8 +58,9 @@ def train(
     owner.fit(ours, data(prompts, **sizes), ckpt_path=resume, weights_only=True if resume else None)
     held_out = owner.validate(ours, data(prompts, **sizes), verbose=False)[0]
     owner.save_checkpoint(folder / "last.ckpt")
+    perturbed_forward._normal = normal
     seen = {"logs": watch.logs, "weights": watch.weights, "losses": watch.losses, "held_out": held_out,
-            "world": owner.world_size}  # fmt: skip
+            "world": owner.world_size, "drawn": drawn}  # fmt: skip
     torch.save(seen, folder / f"rank-{owner.global_rank}.pt")
 
 
@@ -154,6 +172,18 @@ def test_two_processes_with_tools_train_as_one(tmp_path: Path) -> None:
             same_numbers(rank["logs"][step], one["logs"][step])
         assert rank["held_out"] == pytest.approx(one["held_out"])
     assert one["logs"][0]["tools/call_frequency"] > 0.5 and one["held_out"]["eval_tools/call_frequency"] > 0
+
+
+def test_each_rank_has_noise_of_its_own_and_the_scales_are_one(tmp_path: Path) -> None:
+    """``seed_everything`` gives both ranks one seed."""
+    start(tmp_path / "two", devices=2, strategy="ddp", perturbation=0.05)
+    one, other = (loaded(tmp_path / "two", rank) for rank in range(2))
+
+    assert len(one["drawn"]) == 4 and not set(one["drawn"]) & set(other["drawn"])
+    scales = [[row["offpolicy/perturbation/std"] for row in rank["logs"]] for rank in (one, other)]
+    assert scales[0] == scales[1] and scales[0][0] != scales[0][1]
+    for name, value in one["weights"][-1].items():
+        assert torch.equal(value, other["weights"][-1][name])
 
 
 def test_held_out_numbers_are_those_of_all_ranks(runs: Path) -> None:

@@ -84,9 +84,8 @@ def test_both_ranks_take_the_same_step(ranks: list[dict[str, Any]], name: str) -
 def test_a_rounded_forward_is_learned_through(ranks: list[dict[str, Any]]) -> None:
     from both_trainers import distance
 
-    plain, rounded = ranks[0]["plain"], ranks[0]["rounded"]
-    assert distance(rounded["gradients"][0], plain["gradients"][0]) > 1e-2
-    assert rounded["records"][0]["offpolicy/mismatch/kl_k3"] > 5 * plain["records"][0]["offpolicy/mismatch/kl_k3"]
+    plain, rounded = (ranks[0][name]["gradients"][0] for name in ("plain", "rounded"))
+    assert distance(rounded, plain) > 1e-2
 
 
 def test_each_rank_has_noise_of_its_own_and_the_scales_are_one(ranks: list[dict[str, Any]]) -> None:
