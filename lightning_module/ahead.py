@@ -13,12 +13,14 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from lightning_module.engines import engine_type, transfer_of
+from lightning_module.engines import engine_type, rounding_of, transfer_of
 from lightning_module.host import Host
 from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
+from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.agents import WrappedEngine
 from trl_offpolicy.rollouts.ahead.checks import (
+    check_adapter,
     check_arguments,
     check_keeps,
     check_objective,
@@ -33,6 +35,8 @@ from trl_offpolicy.rollouts.batches import trainable
 
 _NEEDED = ("parts", "cut", "can_cut")
 """What a server has beyond an engine: requests in parts, and their end on demand."""
+_NEEDED_TO_KEEP = ("serve_several", "takes_adapter", "most_adapters", "keeps_kv")
+"""And what it has if requests in flight keep their adapter."""
 
 
 class ModuleAhead:
@@ -60,13 +64,15 @@ class ModuleAhead:
         """
         self.close()
         trainer, server = self._module.trainer, engine
-        if lacking := [name for name in _NEEDED if not hasattr(server, name)]:
+        needed = (*_NEEDED, *_NEEDED_TO_KEEP) if self._settings.keeps else _NEEDED
+        if lacking := [name for name in needed if not hasattr(server, name)]:
             raise TypeError(
                 f"engine must be a server with async_rollouts, but got a {type(engine).__name__}, which lacks "
                 f"{', '.join(lacking)} (trl_offpolicy.engines.server.engine.ServerEngine has them)."
             )
         whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
         check_snapshots(self._settings, sharded=None if whole else type(trainer.strategy).__name__)
+        check_adapter(self._settings, ModelWeights(self._module.policy).adapter() if self._settings.keeps else None)
         check_server(self._settings, server)
         self._old = OldPolicy(self._settings)
         self._queue = RolloutsAhead(self._settings, rank=trainer.global_rank, version=lambda: trainer.global_step)
@@ -91,7 +97,7 @@ class ModuleAhead:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which no request runs, so that weights may change. Afterwards the new ones are kept."""
+        """A context in which weights may change (:meth:`RolloutsAhead.quiet`). Afterwards the new ones are kept."""
         if self._queue is None:  # a validation without training
             yield
             return
@@ -225,7 +231,7 @@ def sample_ahead(module: Host) -> ModuleAhead | None:
             "while the trainer learns. Start a server (trl-offpolicy serve) and set engine: {type: server, base_url: "
             "http://127.0.0.1:8000}."
         )
-    check_keeps(settings, transfer_of(given["engine"]))
+    check_keeps(settings, transfer_of(given["engine"]), rounding_of(given["engine"])["weight_rounding"])
     check_arguments(settings, given)
     settings.check_sampling(module.sampling.extra)
     check_objective(settings, module.objective)

@@ -26,15 +26,25 @@ def train(
     resume: Path | None = None,
     tools: bool = False,
     perturbation: float | None = None,
+    trim: Any = True,
 ) -> None:
     """Two steps of 8 completions in all; every rank leaves what it saw in ``folder``."""
     import lightning.pytorch as pl
     from lightning_runs import Watch, data, module, trainer
     from tiny_models import tiny_prompts
 
-    from lightning_module import RunFolder
+    from lightning_module import RunFolder, rollouts
     from trl_offpolicy.rollouts import perturbed_forward
 
+    moved: list[bool] = []
+    deal = rollouts.balanced
+
+    def dealing(rows: Any, *rest: Any) -> Any:
+        found = deal(rows, *rest)
+        moved.append(found[0] is not rows)
+        return found
+
+    rollouts.balanced = dealing
     drawn: list[float] = []
     normal = perturbed_forward._normal
 
@@ -49,7 +59,7 @@ def train(
     plain = {"correction": CORRECTION, "entropy": ENTROPY}
     prompts, engine, options = agent() if tools else (tiny_prompts(), Echo(), plain)
     ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1), correct_threshold=0.5,
-                  perturbation=perturbation, **options)  # fmt: skip
+                  perturbation=perturbation, trim_padding=trim, **options)  # fmt: skip
     owner = trainer(
         folder, devices=devices, strategy=strategy, max_steps=2 if resume is None else 4,
         callbacks=[watch, RunFolder(str(folder / "run"), report=False)],
@@ -58,9 +68,9 @@ def train(
     owner.fit(ours, data(prompts, **sizes), ckpt_path=resume, weights_only=True if resume else None)
     held_out = owner.validate(ours, data(prompts, **sizes), verbose=False)[0]
     owner.save_checkpoint(folder / "last.ckpt")
-    perturbed_forward._normal = normal
+    perturbed_forward._normal, rollouts.balanced = normal, deal
     seen = {"logs": watch.logs, "weights": watch.weights, "losses": watch.losses, "held_out": held_out,
-            "world": owner.world_size, "drawn": drawn}  # fmt: skip
+            "world": owner.world_size, "drawn": drawn, "moved": moved}  # fmt: skip
     torch.save(seen, folder / f"rank-{owner.global_rank}.pt")
 
 
@@ -150,6 +160,18 @@ def test_two_processes_train_as_one(runs: Path) -> None:
         for rank in ranks:
             same_numbers(rank["logs"][step], one["logs"][step])
     assert ranks[0]["losses"][0] != ranks[1]["losses"][0]  # each trained on rows of its own
+
+
+def test_rows_that_change_ranks_teach_the_same(runs: Path, tmp_path: Path) -> None:
+    start(tmp_path / "two", devices=2, strategy="ddp", trim="ranks")
+    one, ranks = loaded(runs / "one", 0), [loaded(tmp_path / "two", rank) for rank in range(2)]
+    assert any(ranks[0]["moved"]) and ranks[0]["moved"] == ranks[1]["moved"]
+    for step in range(2):
+        for name, value in one["weights"][step].items():
+            assert torch.equal(ranks[0]["weights"][step][name], ranks[1]["weights"][step][name])
+            assert torch.allclose(ranks[0]["weights"][step][name], value, atol=2e-6), name
+        for rank in ranks:
+            same_numbers(rank["logs"][step], one["logs"][step])
 
 
 def same_numbers(logs: dict[str, float], expected: dict[str, float]) -> None:

@@ -34,12 +34,21 @@ def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
     shared = []
     original = trainer._compact._shared.prompts
     trainer._compact._shared.prompts = lambda *given: shared.append(original(*given)) or shared[-1]  # type: ignore[method-assign,func-returns-value]
+    split, moved = trainer._compact.split, []
+
+    def noted(rows: Any, parts: int) -> Any:
+        found = split(rows, parts)
+        moved.append(set(rows["group_ids"].tolist()) != {n for part in found for n in part["group_ids"].tolist()})
+        return found
+
+    trainer._compact.split = noted  # type: ignore[method-assign]
     watch = WatchTRL(trainer.model)
     trainer.add_callback(watch)
     trainer.train()
     return {
         "gradients": watch.gradients,
         "shared": sum(found is not None for found in shared),
+        "moved": moved,
         "records": records(trainer) if rank == 0 else None,
     }
 
@@ -62,6 +71,7 @@ def test_the_steps_are_those_of_the_plain_path(ranks: list[dict[str, Any]], name
 
     assert [said["plain"]["shared"] for said in ranks] == [0, 0]
     assert all((said[name]["shared"] > 0) == (name == "shared") for said in ranks)
+    assert all(any(said[name]["moved"]) == (name == "ranks") for said in ranks)  # rows of the other rank
     for said in ranks:
         assert len(said[name]["gradients"]) == 3
         for ours, theirs in zip(said[name]["gradients"], said["plain"]["gradients"], strict=True):

@@ -54,6 +54,7 @@ def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
         "gradients": watch.gradients,
         "weights": {key: value.clone() for key, value in unwrapped(trainer.model).state_dict().items()},
         "drawn": drawn,
+        "scales": trainer._noise.std,
         "records": records(trainer) if rank == 0 else None,
         "rollouts": rollouts(trainer) if rank == 0 else None,
     }
@@ -93,6 +94,7 @@ def test_each_rank_has_noise_of_its_own_and_the_scales_are_one(ranks: list[dict[
     assert len(one) > 4 and not set(one) & set(other)
     scales = [row["offpolicy/perturbation/std"] for row in ranks[0]["perturbed"]["records"]]
     assert len(set(scales)) == STEPS
+    assert torch.equal(*(said["perturbed"]["scales"] for said in ranks))
 
 
 def test_a_teacher_takes_part_on_both_ranks_and_no_completion_is_drawn_twice(ranks: list[dict[str, Any]]) -> None:

@@ -111,7 +111,7 @@ def split_rows(rows: Mapping[str, Any], parts: int, how: Splitting) -> list[dict
     size = count // parts
     order = torch.arange(count)
     if how.sort and count == size * parts and not has_image_inputs(rows):
-        order = _ordered(lengths_of(rows), size, how)
+        order = ordered(lengths_of(rows), size, how)
     micro_batches = [taken(rows, order[start : start + size]) for start in range(0, size * parts, size)]
     return [trimmed(part, multiple=how.multiple) for part in micro_batches] if how.trim else micro_batches
 
@@ -135,8 +135,14 @@ def taken(rows: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- ordering
 
 
-def _ordered(lengths: Lengths, size: int, how: Splitting) -> Tensor:
-    """(B,) the order of the rows: the cheapest of some, within windows."""
+def ordered(lengths: Lengths, size: int, how: Splitting) -> Tensor:
+    """(B,) the order of the rows: the cheapest of some, within windows.
+
+    Args:
+        lengths: of the rows.
+        size: rows of a micro-batch.
+        how: what may be done.
+    """
     count, window = len(lengths.prompt), size * how.window
     if size >= count and not how.whole_groups:
         return torch.arange(count)  # one micro-batch
@@ -296,7 +302,7 @@ def scoring_chunks(lengths: Lengths, size: int, *, whole_groups: bool | Literal[
         whole_groups: as in :class:`Splitting`.
     """
     parts = -(-len(lengths.prompt) // size)
-    return list(torch.split(_ordered(lengths, size, Splitting(parts, whole_groups=whole_groups)), size))
+    return list(torch.split(ordered(lengths, size, Splitting(parts, whole_groups=whole_groups)), size))
 
 
 def used_columns(mask: Tensor, prompt_width: int, *, multiple: int | None = None) -> slice:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
-from trl_offpolicy.rollouts.ahead.checks import check_server, check_snapshots
+from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_snapshots
 from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
@@ -92,7 +92,7 @@ class TrainerAhead:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which no request runs, so that weights may change. Afterwards the new ones are kept."""
+        """A context in which weights may change (:meth:`RolloutsAhead.quiet`). Afterwards the new ones are kept."""
         with self._queue.quiet():
             yield
             self._old.keep(self._trainer.model, self._engine.version, oldest=self._queue.oldest_version)
@@ -177,6 +177,7 @@ def sample_ahead(trainer: Any) -> TrainerAhead | None:
         return None
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     check_snapshots(settings, sharded="FSDP or DeepSpeed" if sharded else None)
+    check_adapter(settings, trainer.vllm_generation.source.adapter() if settings.keeps else None)
     if (server := trainer.vllm_generation.server) is not None:
         check_server(settings, server)
     ahead = TrainerAhead(trainer, settings)

@@ -194,11 +194,11 @@ def test_requests_that_keep_their_version_are_left_alone_and_new_ones_wait() -> 
             self, prompt: list[int], options: dict[str, Any], n: int, *, version: int | None = None
         ) -> list[tuple[list[int], list[float], str]]:
             started.release()
-            time.sleep(0.05)
+            assert go_on.wait(10)
             assert not (self.loading and version == self.version)
             return [([1], [float(version or 0)], "stop")] * n
 
-    started, server = threading.Semaphore(0), Several()
+    started, go_on, server = threading.Semaphore(0), threading.Event(), Several()
     flight = Flight(server, on_sync="keep", workers=2)
     futures = [flight.submit([7], OPTIONS, 1) for _ in range(3)]
     for _ in range(2):
@@ -208,6 +208,7 @@ def test_requests_that_keep_their_version_are_left_alone_and_new_ones_wait() -> 
     assert not any(future.done() for future in futures)
     server.load(1)
     flight.release()
+    go_on.set()
 
     versions = [future.result(timeout=10)[0].versions for future in futures]
     assert versions == [[0], [0], [1]]

@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def server_of_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("adapters")
     model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
-    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "8", "--max-loras", "3")
+    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "2", "--max-loras", "3")
     running = Server(model, folder / "log", lora_rank=8, flags=flags).start()
     yield running
     running.kill()
@@ -85,7 +85,7 @@ def test_several_versions_are_live_at_once(server_of_adapters: Server, tmp_path:
     flags = ("--lora", "--transfer", "adapter", "--lag", "2", "--partial", "keep", "--old-logps", "snapshot")
     result = run(server_of_adapters, tmp_path, *flags, "--length", "200", "--steps", "6")
 
-    assert max(map(len, result["at_sync"])) >= 2  # a sync met requests of several versions
+    assert max(map(len, result["at_sync"])) >= 2  # a sync met requests of several versions: two run at a time
     assert result["crossing"] == [0.0] * 6
     assert max(map(max, result["lags"])) == 2
     assert len(result["mismatch"]) == 6 and max(result["mismatch"]) < AGREE

@@ -86,6 +86,13 @@ def test_wrong_values(value: Any, message: str) -> None:
             r"^engine\.transfer must be adapter \(or auto\) with async_rollouts\.partial 'keep'.* Got 'folder'",
         ),
         (
+            {
+                "async_rollouts": {"partial": "keep"},
+                "engine": {"transfer": "adapter", "weight_rounding": "int8"},
+            },
+            r"^engine\.weight_rounding must be left out with async_rollouts\.partial 'keep'",
+        ),
+        (
             {"async_rollouts": {"old_logps": "refuse"}},
             r"^async_rollouts\.old_logps must not be 'refuse' with TruncateWeight on old/sampling",
         ),
@@ -135,9 +142,12 @@ def test_a_server_must_load_adapters_to_keep_several(caplog: pytest.LogCaptureFi
     with pytest.raises(EngineError, match="loads no adapters: start it with `trl-offpolicy serve --lora-rank N`"):
         check_server(settings, SimpleNamespace(takes_adapter=False))
 
-    check_server(settings, SimpleNamespace(takes_adapter=True, most_adapters=3))
+    with pytest.raises(EngineError, match="a vLLM server that has a KV connector"):
+        check_server(settings, SimpleNamespace(takes_adapter=True, keeps_kv=True))
+
+    check_server(settings, SimpleNamespace(takes_adapter=True, keeps_kv=False, most_adapters=3))
     assert not caplog.messages
-    check_server(settings, SimpleNamespace(takes_adapter=True, most_adapters=2))
+    check_server(settings, SimpleNamespace(takes_adapter=True, keeps_kv=False, most_adapters=2))
     assert "with 2 adapters at a time, but with lag 2 there can be 3 versions" in caplog.text
     assert "--max-loras 3" in caplog.text
 

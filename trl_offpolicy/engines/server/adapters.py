@@ -27,23 +27,35 @@ class ServerAdapters:
 
     def __init__(self, client: ServerClient, folder: Path, run: str) -> None:
         self._client, self._folder, self._run = client, folder, run
-        self._names: dict[int, str] = {}  # by version
-        self._replaced: list[str] = []  # of versions that were sent once more
+        self._versions: dict[str, int] = {}  # of every name that the server may have
+        self._names: dict[int, str] = {}  # the newest of each version
         self._syncs = 0
         self.in_use: Callable[[], Collection[int]] | None = None
         """Returns the versions that requests in flight use; None = a sync finds no request in flight."""
 
-    def new_name(self, version: int) -> str:
-        """The server's name for the adapter of a version that is about to be sent. All ranks call it."""
-        if version in self._names:
-            self._replaced.append(self._names[version])
+    def begin_sync(self) -> None:
+        """Count a sync. All ranks call it, before anything that may fail on one of them: their names are the same."""
         self._syncs += 1
-        self._names[version] = f"policy-{self._run}-{version}.{self._syncs}"
-        return self._names[version]
+
+    def new_name(self, version: int) -> str:
+        """The server's name for the adapter of a version that is about to be sent."""
+        name = f"policy-{self._run}-{version}.{self._syncs}"
+        self._versions[name], self._names[version] = version, name
+        return name
 
     def name_of(self, version: int) -> str:
         """The server's name for the adapter of a version that was sent."""
         return self._names[version]
+
+    def forget(self, name: str | None) -> None:
+        """Take back a :meth:`new_name`, because the adapter could not be sent; None = none was given."""
+        if name is None:
+            return
+        version = self._versions.pop(name)
+        older = [one for one, its_version in self._versions.items() if its_version == version]
+        del self._names[version]
+        if older:
+            self._names[version] = older[-1]
 
     def load(self, name: str) -> None:
         """Have the server load an adapter, unless it has it.
@@ -51,8 +63,7 @@ class ServerAdapters:
         Raises:
             Refused: it did not take it.
         """
-        version = next(one for one, known in self._names.items() if known == name)
-        folder = safe_child(self._folder, f"{self._run}-{version}")
+        folder = safe_child(self._folder, f"{self._run}-{self._versions[name]}")
         try:
             self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except Refused as error:
@@ -61,13 +72,15 @@ class ServerAdapters:
 
     def unload_all_but(self, version: int | None) -> list[str]:
         """Unload what neither ``version`` nor a request in flight uses; returns the folders of what is left."""
-        needed = set(() if self.in_use is None else self.in_use()) | {version}
-        old = {one: name for one, name in self._names.items() if one not in needed}
-        for name in (*self._replaced, *old.values()):
+        used = set(() if self.in_use is None else self.in_use())
+        newest = None if version is None else self._names.get(version)
+        for name, its_version in list(self._versions.items()):
+            if name == newest or its_version in used:
+                continue
             self._unload(name)
-        self._replaced.clear()
-        for one in old:
-            del self._names[one]
+            del self._versions[name]
+            if self._names.get(its_version) == name:
+                del self._names[its_version]
         return [f"{self._run}-{one}" for one in self._names]
 
     def _unload(self, name: str) -> None:

@@ -110,6 +110,16 @@ def require_fit(
         )
 
 
+def before_others(config: dict[str, Any]) -> dict[str, int]:
+    """The field of a request that goes before those which wait; empty if the server takes them in their order.
+
+    Args:
+        config: the server's.
+    """
+    by_priority = (config.get("scheduler_config") or {}).get("policy") == "priority"
+    return {"priority": -1} if by_priority else {}
+
+
 def broadcast_ends(client: ServerClient, config: dict[str, Any], *, has_gpu: bool) -> tuple[int, Backend]:
     """(number of the server's workers, backend) for :class:`~trl_offpolicy.engines.weights.broadcast.Sender`.
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +32,7 @@ from trl_offpolicy.engines.server.answers import (
 )
 from trl_offpolicy.engines.server.checks import (
     COMPLETIONS,
+    before_others,
     broadcast_ends,
     reload_method,
     require_fit,
@@ -151,6 +153,9 @@ class ServerEngine:
             most=int((config.get("scheduler_config") or {}).get("max_num_seqs") or 1),
             tries=self.client.patience.retries + 1,
         )
+        self._first = before_others(config)
+        self.keeps_kv = bool(config.get("kv_transfer_config"))
+        """Whether a connector keeps keys and values beyond the prefix cache."""
         self._started_with: str | None = model.get("model")
         self._dtype = torch_dtype(model.get("dtype")) if model.get("quantization") is None else None
 
@@ -201,7 +206,8 @@ class ServerEngine:
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
         require_room(ids, self.context_length, f"the vLLM server at {self.client.base_url}")
-        body = {"prompt": [list(row) for row in ids], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        rows = [list(row) for row in ids]
+        body = {"prompt": rows, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, **self._first}
         return scored(ids, self._post_completion(self._completions.with_top_k(body)), self.client.base_url)
 
     def parts(self, prompt: list[int], options: dict[str, Any], n: int, *, version: int | None = None) -> list[Answer]:
@@ -250,8 +256,7 @@ class ServerEngine:
             if error.status != 404 or self._adapter is None:
                 raise EngineError(f"The vLLM server at {self.client.base_url} refused a request: {error}") from error
             self._ensure_current()  # the adapter is gone, so the server has started anew
-            if (older := body.get("model", self._adapter)) != self._adapter:
-                self._adapters.load(older)
+            self._adapters.load(body.get("model") or self._adapter)
             return send()
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -265,6 +270,7 @@ class ServerEngine:
         if self._source is None:
             raise EngineError("bind(source) must be called before sync_weights, but no source is bound.")
         start = time.monotonic()
+        self._adapters.begin_sync()
         adapter = self._source.adapter() if self.takes_adapter else None
         if self.transfer == "adapter" and adapter is None:
             raise SyncError(
@@ -272,6 +278,8 @@ class ServerEngine:
                 "with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
             )
         if self._adapters.in_use is not None and adapter is None:
+            for _ in range(self.passes):  # the other ranks gather the weights, and would wait for this one
+                deque(self._source.merged(), maxlen=0)
             raise SyncError(
                 "async_rollouts.partial must be 'finish' or 'continue': the model has no adapter that stands alone, "
                 "and requests in flight would go on with other weights."
@@ -301,6 +309,7 @@ class ServerEngine:
                 try:
                     self._load(target)
                 except EngineError:
+                    self._adapters.forget(self._adapter)
                     self.version, self._adapter = before
                     shutil.rmtree(target, ignore_errors=True)
                     raise
@@ -423,7 +432,7 @@ class ServerEngine:
         except Refused as error:
             text = f"The vLLM server at {self.client.base_url} did not load {target}: {error}."
             raise SyncError(text if self._adapter else f"{text} {self._recover(before, str(error))}") from error
-        if self._adapters.in_use is not None:
+        if self._adapters.in_use is not None and self._sent is not None:
             return  # requests run, and blocks of the prefix cache belong to the adapter that made them
         try:
             reset_prefix_cache(self.client)
@@ -541,14 +550,10 @@ class ServerEngine:
             return
         # Of many requests of all ranks that find the server fresh, one sends; the others wait. If they sent too, their
         # reset of the prefix cache would meet the requests of those that had gone on.
-        with self._resending, FileLock(self._lock):
+        with self._resending, FileLock(self._versions.lock):
             if not self._holds_own():
                 logger.warning("The server lacks version %s (started anew?): sending it again.", self.version)
                 self._load(self._sent)
-
-    @property
-    def _lock(self) -> Path:
-        return self._versions.lock
 
     def _wait_for_main(self) -> None:
         """Wait until the main rank, which meets the same server, has sent the weights again."""

@@ -33,7 +33,8 @@ def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> No
             "engine.transfer must be auto, folder, adapter or broadcast with async_rollouts, but got 'nccl': TRL's own "
             "client asks for all completions in one call that a sync cannot wait for."
         )
-    check_keeps(settings, EngineSettings.parse(args.engine).transfer)
+    engine = EngineSettings.parse(args.engine)
+    check_keeps(settings, engine.transfer, engine.weight_rounding)
     extra: dict[str, Any] = dict(args.generation_kwargs or {})
     if args.vllm_structured_outputs_regex is not None:
         extra["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
@@ -41,16 +42,22 @@ def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> No
     check_objective(settings, objective)
 
 
-def check_keeps(settings: AsyncSettings, transfer: str) -> None:
+def check_keeps(settings: AsyncSettings, transfer: str, weight_rounding: Any) -> None:
     """Raise if several versions are to be live at once, but whole weights are sent.
 
     Args:
         settings: the parsed field.
         transfer: the engine's option.
+        weight_rounding: the engine's option.
 
     Raises:
-        ValueError: the transfer does not send an adapter alone.
+        ValueError: the adapter is not sent alone.
     """
+    if settings.keeps and weight_rounding is not None:
+        raise ValueError(
+            "engine.weight_rounding must be left out with async_rollouts.partial 'keep': weights are rounded with the "
+            "adapter merged into them, and a server can hold one version of whole weights."
+        )
     if settings.keeps and transfer not in ("auto", "adapter"):
         raise ValueError(
             "engine.transfer must be adapter (or auto) with async_rollouts.partial 'keep': a server can hold the "
@@ -168,13 +175,36 @@ def _check_adapters(settings: AsyncSettings, server: Any) -> None:
             "start it with `trl-offpolicy serve --lora-rank N`, or with --enable-lora and "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
         )
+    if server.keeps_kv:
+        raise EngineError(
+            "async_rollouts.partial must be 'finish' or 'continue' with a vLLM server that has a KV connector: what it "
+            "keeps is not known to tell adapters apart, and 'keep' does not reset it at a sync."
+        )
     versions = settings.lag + 1
     if server.most_adapters is not None and server.most_adapters < versions:
         logger.warning(
             "The server samples with %d adapters at a time, but with lag %d there can be %d versions: requests of the "
-            "newest wait for those of the oldest. Start it with `trl-offpolicy serve ... -- --max-loras %d`.",
+            "newest, and the proof of its sync, wait for those of the oldest. Start it with `trl-offpolicy serve ... "
+            "-- --max-loras %d`.",
             server.most_adapters,
             settings.lag,
             versions,
             versions,
+        )
+
+
+def check_adapter(settings: AsyncSettings, adapter: Any) -> None:
+    """Raise if several versions are to be live at once, but the model has no adapter that can be sent alone.
+
+    Args:
+        settings: the parsed field.
+        adapter: what the weights' source gives as the adapter.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if settings.keeps and adapter is None:
+        raise ValueError(
+            "async_rollouts.partial must be 'finish' or 'continue' here: 'keep' takes a PEFT model with plain LoRA on "
+            "linear layers (no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
         )

@@ -28,7 +28,7 @@ class AsyncSettings:
             version. "continue" cuts them, keeps the tokens with their log-probs and versions, and continues them under
             the new weights. "keep" lets them end under the adapter that they began with: the server holds the adapters
             of several versions, so nothing waits, and every response is of one version. None = "finish" up to lag 1,
-            where a sync finds at most the batch that is needed next, else "continue".
+            where a sync finds at most what the next optimizer step needs, else "continue".
         old_logps: what replaces the log-probs that the trainer would have given at the weights that sampled.
             "recompute_proximal": nothing. The current weights are the proximal policy, and importance weights hold
             proximal/sampling. "snapshot": the exact log-probs, from copies of the trainable weights of every version in
