@@ -57,7 +57,7 @@ def main() -> None:
         measure(name, engine, model)
         engine.close()
     command = [sys.executable, "-m", "trl_offpolicy.cli", "serve", "--model", path, "--port", str(PORT)]
-    command += ["--lora-rank", "16", "--max-model-len", "256", "--", "--max-num-seqs", "32"]
+    command += ["--lora-rank", "16", "--max-model-len", "256", "--beside-leftovers", "--", "--max-num-seqs", "32"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:

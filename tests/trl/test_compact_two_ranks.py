@@ -17,7 +17,10 @@ RUNS: dict[str, tuple[Any, Any]] = {
 
 
 def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
-    """Three steps of 2 x 2 x 4 rows under DDP, with a reference model: gradients and metrics of each."""
+    """Three steps of 2 x 2 x 4 rows under DDP, with a reference model: gradients and metrics of each.
+
+    Every other prompt is long: where both of a rank's are, rows that change ranks pay.
+    """
     from both_trainers import WatchTRL
     from datasets import Dataset
     from tiny_models import WORDS
@@ -26,7 +29,7 @@ def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
     engine = Engine(noise=0.3)
     engine.random.manual_seed(rank)  # or both ranks would say the same words
     trim, share = RUNS[name]
-    prompts = Dataset.from_dict({"prompt": [" ".join(WORDS[i : i + 4 + i % 7]) for i in range(24)]})
+    prompts = Dataset.from_dict({"prompt": [" ".join(WORDS[i : i + (4 + i % 7, 40)[i % 2]]) for i in range(24)]})
     trainer = two_ranks.tiny_trainer(
         folder, name, engine, prompts=prompts, per_device_train_batch_size=4, learning_rate=2e-2, optim="sgd",
         max_grad_norm=1e9, max_steps=3, beta=0.1, trim_padding=trim, share_prefix=share,
