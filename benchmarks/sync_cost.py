@@ -27,6 +27,8 @@ from trl_offpolicy.engines.server.client import ServerClient
 from trl_offpolicy.engines.weights import ModelWeights
 
 PORT = 8765
+MEMORY = Path("/dev/shm")
+"""A file system in memory, on Linux."""
 PROMPTS = [list(range(100 + i, 140 + i)) for i in range(2)]
 SAMPLING = Sampling(max_tokens=24, extra={"ignore_eos": True})
 
@@ -51,18 +53,23 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, rank in (("colocate, memory (merged)", 0), ("colocate, adapter", 16)):
-        engine = ColocateEngine(path, dtype="float32", adapter_rank=rank, max_model_len=256, max_num_seqs=32)
+        engine: Any = ColocateEngine(path, dtype="float32", adapter_rank=rank, max_model_len=256, max_num_seqs=32)
         measure(name, engine, model)
         engine.close()
     command = [sys.executable, "-m", "trl_offpolicy.cli", "serve", "--model", path, "--port", str(PORT)]
-    command += ["--lora-rank", "16", "--max-model-len", "256", "--", "--max-num-seqs", "32"]
+    command += ["--lora-rank", "16", "--max-model-len", "256", "--beside-leftovers", "--", "--max-num-seqs", "32"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             url = f"http://127.0.0.1:{PORT}"
             ServerClient(url).wait_until_up()
-            for transfer in ("adapter", "folder"):
+            for transfer in ("adapter", "folder", "broadcast"):
                 measure(f"server, {transfer}", ServerEngine(url, folder=folder + "/w", transfer=transfer), model)
+            if MEMORY.is_dir():
+                with tempfile.TemporaryDirectory(dir=MEMORY) as shared:
+                    measure(
+                        "server, folder in memory", ServerEngine(url, folder=shared + "/w", transfer="folder"), model
+                    )
         finally:
             server.terminate()
             server.wait()

@@ -13,13 +13,21 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from lightning_module.engines import engine_type
+from lightning_module.engines import engine_type, rounding_of, transfer_of
 from lightning_module.host import Host
 from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
+from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.agents import WrappedEngine
-from trl_offpolicy.rollouts.ahead.checks import check_arguments, check_objective, check_server, check_snapshots
-from trl_offpolicy.rollouts.ahead.lookahead import positions_ahead
+from trl_offpolicy.rollouts.ahead.checks import (
+    check_adapter,
+    check_arguments,
+    check_keeps,
+    check_objective,
+    check_server,
+    check_snapshots,
+)
+from trl_offpolicy.rollouts.ahead.lookahead import generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
@@ -27,6 +35,8 @@ from trl_offpolicy.rollouts.batches import trainable
 
 _NEEDED = ("parts", "cut", "can_cut")
 """What a server has beyond an engine: requests in parts, and their end on demand."""
+_NEEDED_TO_KEEP = ("serve_several", "takes_adapter", "most_adapters", "keeps_kv")
+"""And what it has if requests in flight keep their adapter."""
 
 
 class ModuleAhead:
@@ -54,13 +64,15 @@ class ModuleAhead:
         """
         self.close()
         trainer, server = self._module.trainer, engine
-        if lacking := [name for name in _NEEDED if not hasattr(server, name)]:
+        needed = (*_NEEDED, *_NEEDED_TO_KEEP) if self._settings.keeps else _NEEDED
+        if lacking := [name for name in needed if not hasattr(server, name)]:
             raise TypeError(
                 f"engine must be a server with async_rollouts, but got a {type(engine).__name__}, which lacks "
                 f"{', '.join(lacking)} (trl_offpolicy.engines.server.engine.ServerEngine has them)."
             )
         whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
         check_snapshots(self._settings, sharded=None if whole else type(trainer.strategy).__name__)
+        check_adapter(self._settings, ModelWeights(self._module.policy).adapter() if self._settings.keeps else None)
         check_server(self._settings, server)
         self._old = OldPolicy(self._settings)
         self._queue = RolloutsAhead(self._settings, rank=trainer.global_rank, version=lambda: trainer.global_step)
@@ -85,7 +97,7 @@ class ModuleAhead:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which no request runs, so that weights may change. Afterwards the new ones are kept."""
+        """A context in which weights may change (:meth:`RolloutsAhead.quiet`). Afterwards the new ones are kept."""
         if self._queue is None:  # a validation without training
             yield
             return
@@ -118,15 +130,30 @@ class ModuleAhead:
             for number in self._reached(step, end)[first:]:
                 yield repeated(module.agents.request(step.coming(number), 1).prompt_ids)
 
-        options = module.sampling.vllm_options
-        rollouts, waited = self._queue.take(repeated(ids), upcoming=upcoming, options=options, n=n)
+        accumulation = module.trainer.accumulate_grad_batches
+        rollouts, waited = self._queue.take(
+            repeated(ids),
+            upcoming=upcoming,
+            admitted=generations_admitted(
+                lag=self._settings.lag,
+                every=step.plan.window,
+                in_step=accumulation - self._done(step) % accumulation,
+                accumulation=accumulation,
+            ),
+            options=module.sampling.vllm_options,
+            n=n,
+        )
         module.measuring.add_rollout_number("wait_seconds", waited)
         return rollouts
 
+    @staticmethod
+    def _done(step: MicroStep) -> int:
+        """Micro-steps of this epoch before ``step``."""
+        return int(step.generation[1] * step.plan.window + step.position)
+
     def _reached(self, step: MicroStep, count: int) -> list[int]:
         """0, 1, ...: which of the next ``count`` generation batches the run reaches in this epoch, from this one on."""
-        trainer, window = self._module.trainer, step.plan.window
-        done = step.generation[1] * window + step.position  # micro-steps of this epoch
+        trainer, window, done = self._module.trainer, step.plan.window, self._done(step)
         left = trainer.num_training_batches - done
         if trainer.max_steps >= 0:
             accumulation = trainer.accumulate_grad_batches
@@ -204,6 +231,7 @@ def sample_ahead(module: Host) -> ModuleAhead | None:
             "while the trainer learns. Start a server (trl-offpolicy serve) and set engine: {type: server, base_url: "
             "http://127.0.0.1:8000}."
         )
+    check_keeps(settings, transfer_of(given["engine"]), rounding_of(given["engine"])["weight_rounding"])
     check_arguments(settings, given)
     settings.check_sampling(module.sampling.extra)
     check_objective(settings, module.objective)

@@ -14,7 +14,7 @@ from lightning_module.streams import BatchPlan
 from trl_offpolicy.checks import read_switch
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, CompactScoring, splitting_of
-from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding
+from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, sorts
 from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix, varying_rope
 
@@ -34,9 +34,9 @@ class CompactRows:
     def __init__(self, module: Host) -> None:
         settings = module.settings
         self._module = module
-        self._trim = cast("TrimPadding", read_switch("trim_padding", settings["trim_padding"], ["columns"]))
+        self._trim = cast("TrimPadding", read_switch("trim_padding", settings["trim_padding"], ["columns", "ranks"]))
         share = cast("SharePrefix", read_switch("share_prefix", settings["share_prefix"], ["auto"]))
-        self._shared = SharedPrefix(share, counted=True, drop_padding=self._trim is True)
+        self._shared = SharedPrefix(share, counted=True, drop_padding=sorts(self._trim))
         self.scoring = CompactScoring(trim=self._trim is not False, shared=self._shared)
 
     def prepare(self) -> None:
@@ -57,7 +57,7 @@ class CompactRows:
         if type(module.trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             refused = f"it is not proved equal under {type(module.trainer.strategy).__name__}"
         self._shared.prepare(module.policy, refused=refused)
-        if self._trim is True and (reason := self._why_whole()) is not None:
+        if sorts(self._trim) and (reason := self._why_whole()) is not None:
             logger.warning(NOT_SORTED, reason)
 
     def _why_whole(self) -> str | None:

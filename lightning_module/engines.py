@@ -86,6 +86,12 @@ def rounding_of(spec: Any) -> dict[str, Any]:
     return {"weight_rounding": own}
 
 
+def transfer_of(spec: Any) -> str:
+    """The ``engine`` setting's ``transfer``, of an engine that is built already as well; "auto" if it has none."""
+    own = spec.get("transfer") if isinstance(spec, Mapping) else getattr(spec, "transfer", None)
+    return str(own or "auto")
+
+
 def fusion_of(spec: Any) -> LogitFusion | None:
     """The ``engine`` setting's ``logit_fusion``: a teacher that takes part in the rollouts; None = there is none.
 

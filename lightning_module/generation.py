@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -114,7 +115,7 @@ class Generation:
         if self.engine is not None:
             return
         model = module.settings["model"]
-        run = module.trainer.strategy.broadcast(f"{id(self):x}-{torch.initial_seed() & 0xFFFF:x}")
+        run = module.trainer.strategy.broadcast(uuid.uuid4().hex[:12])  # another one in each fit: names are not reused
         module.exact.check_precision()
         deliberate.check_teacher(module)
         module.agents.start(self.prompts)

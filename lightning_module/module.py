@@ -114,7 +114,7 @@ class OffPolicyGRPOModule(LightningModule):
         router_aux_loss_coef: coefficient of the load-balancing loss; None = that of the model's configuration.
         trim_padding: true sorts the rows of an optimizer step into micro-batches of like length and cuts each to its
             own width, where the loss does not depend on the split, and leaves padding uncomputed where that pays;
-            ``columns`` only cuts; false does neither.
+            ``ranks`` does so with all ranks' rows, which change places; ``columns`` only cuts; false does neither.
         share_prefix: true computes a prompt once for its completions in a micro-batch, ``auto`` where that pays and is
             proved equal, false never (``docs/speed.md``).
         learner_rounding: ``engine`` computes the policy's own forward with linear weights that are rounded as the

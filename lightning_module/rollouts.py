@@ -13,6 +13,7 @@ from trl_offpolicy.engines.engine import Rollouts
 from trl_offpolicy.functional.truncated_sampling import KeptIds
 from trl_offpolicy.rollouts.kept import KEY
 from trl_offpolicy.rollouts.micro_batches import Splitting, split_rows, taken
+from trl_offpolicy.rollouts.rank_balance import balanced
 from trl_offpolicy.types import Average
 
 
@@ -75,7 +76,7 @@ class RolloutBuffer:
     ) -> RolloutBuffer:
         """Split the rows, in an order that is drawn for this generation, as far as ``how`` leaves it free.
 
-        With a single micro-batch no order is drawn.
+        With a single micro-batch no order is drawn. All ranks call it.
 
         Args:
             generation: (epoch, number within it) of the generation batch.
@@ -87,6 +88,7 @@ class RolloutBuffer:
             count = len(rows["completion_ids"])
             order = torch.randperm(count, generator=torch.Generator().manual_seed(hash(generation)))
             rows = taken(rows, order)
+        rows, how = balanced(rows, plan.steps_per_generation, how)
         return cls(generation, split_rows(rows, plan.steps_per_generation, how))
 
     def state_dict(self) -> dict[str, Any]:

@@ -102,10 +102,10 @@ quickstart() { # with and without the correction
 
 gsm8k() { # the shape of recipes/grpo_tis_gsm8k, on questions that need no network
     $LAUNCH recipes/grpo.py --config recipes/grpo_tis_gsm8k/config.yaml --output_dir "$OUT/gsm8k" \
-        --model_name_or_path "$MODEL" --dataset_name reasoning-gym/gsm_symbolic --dataset_config null --eval_size 32 \
+        --model_name_or_path "$MODEL" --dataset_name reasoning-gym/gsm_symbolic --dataset_config null \
         --engine "{dtype: $DTYPE}" $(on_gpu) \
         $([ -n "$REHEARSE" ] && echo --max_steps 1 --max_completion_length 16 --per_device_train_batch_size 8 \
-            --gradient_accumulation_steps 1 --vllm_max_model_length 512 || echo --max_steps 20)
+            --gradient_accumulation_steps 1 --vllm_max_model_length 512 --eval_size 4 || echo --max_steps 20 --eval_size 32)
 }
 
 on_gpu() { [ -n "$REHEARSE" ] && echo --use_cpu true --bf16 false --dtype float32 || echo --use_cpu false --bf16 true; }

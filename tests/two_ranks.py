@@ -86,7 +86,7 @@ def leave(train):
     torch.save(train(folder, rank), folder / f"{rank}.pt")
 
 
-def tiny_trainer(folder, name, engine, *, prompts=None, **options):
+def tiny_trainer(folder, name, rollout_func, *, prompts=None, **options):
     """The kit's TRL trainer on the model of ``trained``, ready to train into ``folder / name``."""
     from tiny_models import score_last_word, tiny_prompts, tiny_tokenizer
     from trainer_runs import tiny_options
@@ -101,7 +101,7 @@ def tiny_trainer(folder, name, engine, *, prompts=None, **options):
         OffPolicyGRPOConfig(**tiny_options(folder / name, **{**quick, **options})),
         train_dataset=tiny_prompts() if prompts is None else prompts,
         processing_class=tiny_tokenizer(),
-        rollout_func=engine,
+        rollout_func=rollout_func,
     )
 
 

@@ -19,30 +19,67 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(
-    folder: Path, *, devices: int, strategy: Any = "auto", resume: Path | None = None, tools: bool = False
+    folder: Path,
+    *,
+    devices: int,
+    strategy: Any = "auto",
+    resume: Path | None = None,
+    tools: bool = False,
+    perturbation: float | None = None,
+    trim: Any = True,
+    uneven: bool = False,
 ) -> None:
-    """Two steps of 8 completions in all; every rank leaves what it saw in ``folder``."""
+    """Two steps of 8 completions in all; every rank leaves what it saw in ``folder``.
+
+    Args:
+        uneven: one rank's prompts are long and the other's short, in two micro-batches a step.
+    """
     import lightning.pytorch as pl
     from lightning_runs import Watch, data, module, trainer
-    from tiny_models import tiny_prompts
+    from tiny_models import WORDS, tiny_prompts
 
-    from lightning_module import RunFolder
+    from lightning_module import RunFolder, rollouts
+    from trl_offpolicy.rollouts import perturbed_forward
 
+    moved: list[bool] = []
+    deal = rollouts.balanced
+
+    def dealing(rows: Any, *rest: Any) -> Any:
+        found = deal(rows, *rest)
+        moved.append(found[0] is not rows)
+        return found
+
+    rollouts.balanced = dealing
+    drawn: list[float] = []
+    normal = perturbed_forward._normal
+
+    def noted(hidden: torch.Tensor) -> torch.Tensor:
+        noise = normal(hidden)
+        drawn.append(float(noise.flatten()[0]))
+        return noise
+
+    perturbed_forward._normal = noted
     pl.seed_everything(1, verbose=False)
     watch = Watch()
     plain = {"correction": CORRECTION, "entropy": ENTROPY}
     prompts, engine, options = agent() if tools else (tiny_prompts(), Echo(), plain)
-    ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1), correct_threshold=0.5, **options)
+    if uneven:  # two by two, as a rank takes them in a step
+        prompts = [{"prompt": " ".join(WORDS[i : i + (40, 3)[i // 2 % 2]])} for i in range(32)]
+        options = {"correction": CORRECTION}  # terms of entropy tie rows to the micro-batch that they were drawn into
+    ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1), correct_threshold=0.5,
+                  perturbation=perturbation, trim_padding=trim, **options)  # fmt: skip
     owner = trainer(
         folder, devices=devices, strategy=strategy, max_steps=2 if resume is None else 4,
+        accumulate_grad_batches=1 + uneven,
         callbacks=[watch, RunFolder(str(folder / "run"), report=False)],
     )  # fmt: skip
     sizes = {"micro_batch_size": 8 // devices, "val_dataset": [*prompts][:5], "val_batch_size": 2}
     owner.fit(ours, data(prompts, **sizes), ckpt_path=resume, weights_only=True if resume else None)
     held_out = owner.validate(ours, data(prompts, **sizes), verbose=False)[0]
     owner.save_checkpoint(folder / "last.ckpt")
+    perturbed_forward._normal, rollouts.balanced = normal, deal
     seen = {"logs": watch.logs, "weights": watch.weights, "losses": watch.losses, "held_out": held_out,
-            "world": owner.world_size}  # fmt: skip
+            "world": owner.world_size, "drawn": drawn, "moved": moved}  # fmt: skip
     torch.save(seen, folder / f"rank-{owner.global_rank}.pt")
 
 
@@ -134,6 +171,21 @@ def test_two_processes_train_as_one(runs: Path) -> None:
     assert ranks[0]["losses"][0] != ranks[1]["losses"][0]  # each trained on rows of its own
 
 
+def test_rows_that_change_ranks_teach_the_same(tmp_path: Path) -> None:
+    start(tmp_path / "two", devices=2, strategy="ddp", trim="ranks", uneven=True)
+    torch.set_num_threads(1)
+    (tmp_path / "one").mkdir()
+    train(tmp_path / "one", devices=1, uneven=True)
+    one, ranks = loaded(tmp_path / "one", 0), [loaded(tmp_path / "two", rank) for rank in range(2)]
+    assert any(ranks[0]["moved"]) and ranks[0]["moved"] == ranks[1]["moved"]
+    for step in range(2):
+        for name, value in one["weights"][step].items():
+            assert torch.equal(ranks[0]["weights"][step][name], ranks[1]["weights"][step][name])
+            assert torch.allclose(ranks[0]["weights"][step][name], value, atol=2e-6), name
+        for rank in ranks:
+            same_numbers(rank["logs"][step], one["logs"][step])
+
+
 def same_numbers(logs: dict[str, float], expected: dict[str, float]) -> None:
     from trainer_runs import TIMES
 
@@ -154,6 +206,18 @@ def test_two_processes_with_tools_train_as_one(tmp_path: Path) -> None:
             same_numbers(rank["logs"][step], one["logs"][step])
         assert rank["held_out"] == pytest.approx(one["held_out"])
     assert one["logs"][0]["tools/call_frequency"] > 0.5 and one["held_out"]["eval_tools/call_frequency"] > 0
+
+
+def test_each_rank_has_noise_of_its_own_and_the_scales_are_one(tmp_path: Path) -> None:
+    """``seed_everything`` gives both ranks one seed."""
+    start(tmp_path / "two", devices=2, strategy="ddp", perturbation=0.05)
+    one, other = (loaded(tmp_path / "two", rank) for rank in range(2))
+
+    assert len(one["drawn"]) == 4 and not set(one["drawn"]) & set(other["drawn"])
+    scales = [[row["offpolicy/perturbation/std"] for row in rank["logs"]] for rank in (one, other)]
+    assert scales[0] == scales[1] and scales[0][0] != scales[0][1]
+    for name, value in one["weights"][-1].items():
+        assert torch.equal(value, other["weights"][-1][name])
 
 
 def test_held_out_numbers_are_those_of_all_ranks(runs: Path) -> None:

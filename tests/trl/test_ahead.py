@@ -14,6 +14,7 @@ from trainer_runs import records, rollouts
 from transformers import TrainerCallback
 
 from trl_offpolicy.control import read_actions
+from trl_offpolicy.rollouts.ahead.flight import Flight
 from trl_offpolicy.trl import engine as trl_engines
 
 pytestmark = pytest.mark.integration
@@ -201,8 +202,8 @@ def test_an_epoch_that_a_callback_ends_leaves_nothing_behind(run: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # two generations a step: the second was asked for in the step, the first in the one before
-        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, [[0], *[[0, 1]] * 5]),
+        # two generations a step: both were asked for in the step before
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, [[0], *[[1]] * 5]),
         # one generation for two steps, at lags 0 and 1, then 2 and 3
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 4}, [[0], [1], [2], [3], [2], [3]]),
         # every row twice
@@ -221,6 +222,35 @@ def test_generations_and_optimizer_steps_of_different_length(
     assert [sorted(seen[step]) for step in range(6)] == expected
     assert len({tuple(ids) for ids, _ in server.asked}) == len(server.asked)
     assert len(set(frame.prompt)) * 4 == len(frame)
+
+
+def test_periodic_asynchrony_asks_for_a_whole_step_and_is_never_stale(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four generations a step, lag 0: the later ones are sampled while the trainer learns from the first."""
+    in_step = {"gradient_accumulation_steps": 4, "steps_per_generation": 1, "loss_type": "grpo", "max_steps": 3}
+    counts, submitted, submit = list[int](), list[Any](), Flight.submit
+
+    def submitting(self: Flight, prompt: Any, *rest: Any) -> Any:
+        submitted.append(prompt)
+        return submit(self, prompt, *rest)
+
+    class Count(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            counts.append(len(submitted))
+
+    whole, _ = run(async_rollouts=None, **in_step)
+    monkeypatch.setattr(Flight, "submit", submitting)
+    trainer, server = run(async_rollouts=0, callback=Count(), **in_step)
+
+    prompts = len(submitted) // 3  # of a step
+    assert counts == [prompts] * 3 + [2 * prompts] * 3 + [3 * prompts] * 3  # all of a step before its first loss
+    assert server.syncs == [0, 1, 2]
+    assert lags(trainer) == [[0]] * 3
+    assert all(row["offpolicy/mismatch/logp_diff_max"] < 2e-5 for row in records(trainer))
+    for one, other in zip(records(whole), records(trainer), strict=True):
+        for name in ("loss", "grad_norm", "reward"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
 
 
 def test_several_steps_on_a_stale_batch_have_a_proximal_policy_and_no_old_one(run: Any) -> None:

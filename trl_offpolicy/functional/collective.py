@@ -6,6 +6,7 @@ same calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,3 +80,17 @@ def broadcast_object(value: Any) -> Any:
     sent = [value]
     torch.distributed.broadcast_object_list(sent, src=0)
     return sent[0]
+
+
+def exchange_objects(sent: Sequence[Any]) -> list[Any]:
+    """One picklable object from each rank, in rank order: what they have for this one.
+
+    Args:
+        sent: this rank's object for each rank. No rank holds more than what is sent to it.
+    """
+    if not is_distributed():
+        return list(sent)
+    here, received = torch.distributed.get_rank(), [None] * len(sent)
+    for rank, value in enumerate(sent):
+        torch.distributed.gather_object(value, received if rank == here else None, dst=rank)
+    return received

@@ -60,7 +60,7 @@ def dual_ascent(coef: float, value: float, *, target: float, rate: float, larges
     return min(max(coef + rate * (value - target), 0.0), largest)
 
 
-def unanimous(group_rewards: Tensor, *, tolerance: float = 0.0) -> Tensor:
+def is_unanimous(group_rewards: Tensor, *, tolerance: float = 0.0) -> Tensor:
     """Where all rewards of a group are equal: (B, 1) bool; False where fewer than two are known.
 
     Args:
@@ -68,7 +68,7 @@ def unanimous(group_rewards: Tensor, *, tolerance: float = 0.0) -> Tensor:
         tolerance: rewards that lie within this of each other are equal.
 
     Example:
-        >>> unanimous(torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, float("nan")]])).flatten().tolist()
+        >>> is_unanimous(torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, float("nan")]])).flatten().tolist()
         [True, False, False]
     """
     rewards = group_rewards.double()  # a difference of float32 rewards has no rounding of its own then

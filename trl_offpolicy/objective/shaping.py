@@ -177,7 +177,7 @@ class ZeroVariance(AdvantageShaping):
             batch.token_advantages,
             entropies.detach(),
             batch.mask,
-            shaping.unanimous(of_group) & own.isfinite(),
+            shaping.is_unanimous(of_group) & own.isfinite(),
             own >= self.correct_threshold,
             alpha=self.alpha,
         )

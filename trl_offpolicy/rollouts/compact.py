@@ -15,6 +15,7 @@ from trl_offpolicy.rollouts.micro_batches import (
     in_first_order,
     lengths_of,
     scoring_chunks,
+    sorts,
     used_columns,
 )
 from trl_offpolicy.rollouts.model_parts import innermost
@@ -51,9 +52,10 @@ def splitting_of(
     return Splitting(
         window=window,
         trim=trim is not False,
-        sort=free and (trim is True or groups is True),
+        sort=free and (sorts(trim) or groups is True),
         whole_groups=groups,
         multiple=multiple,
+        balance=free and trim == "ranks",
     )
 
 

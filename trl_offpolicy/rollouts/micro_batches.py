@@ -17,8 +17,8 @@ from torch import Tensor
 
 from trl_offpolicy.rollouts.batches import MODEL_INPUTS
 
-TrimPadding = Literal[True, False, "columns"]
-"""True: sort and cut; "columns": only cut; False: as TRL does."""
+TrimPadding = Literal[True, False, "columns", "ranks"]
+"""True: sort and cut; "ranks": and rows change places between ranks; "columns": only cut; False: as TRL does."""
 
 _PROMPT = {"prompt_ids", "prompt_mask"}
 _WHOLE = {"routed_experts"}
@@ -56,6 +56,8 @@ class Splitting:
             window; "auto": those of a window, where computing prompts once then costs less than sorted rows do. It also
             needs ``sort``.
         multiple: widths are multiples of it (``pad_to_multiple_of``); None = any.
+        balance: rows may change places between ranks as well (:mod:`trl_offpolicy.rollouts.rank_balance`). It also
+            needs ``sort``.
     """
 
     window: int
@@ -63,6 +65,12 @@ class Splitting:
     sort: bool = True
     whole_groups: bool | Literal["auto"] = False
     multiple: int | None = None
+    balance: bool = False
+
+
+def sorts(trim: TrimPadding) -> bool:
+    """True if the option asks for micro-batches of like length."""
+    return trim is True or trim == "ranks"
 
 
 def lengths_of(rows: Mapping[str, Tensor]) -> Lengths:
@@ -103,7 +111,7 @@ def split_rows(rows: Mapping[str, Any], parts: int, how: Splitting) -> list[dict
     size = count // parts
     order = torch.arange(count)
     if how.sort and count == size * parts and not has_image_inputs(rows):
-        order = _ordered(lengths_of(rows), size, how)
+        order = ordered(lengths_of(rows), size, how)
     micro_batches = [taken(rows, order[start : start + size]) for start in range(0, size * parts, size)]
     return [trimmed(part, multiple=how.multiple) for part in micro_batches] if how.trim else micro_batches
 
@@ -127,8 +135,14 @@ def taken(rows: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- ordering
 
 
-def _ordered(lengths: Lengths, size: int, how: Splitting) -> Tensor:
-    """(B,) the order of the rows: the cheapest of some, within windows."""
+def ordered(lengths: Lengths, size: int, how: Splitting) -> Tensor:
+    """(B,) the order of the rows: the cheapest of some, within windows.
+
+    Args:
+        lengths: of the rows.
+        size: rows of a micro-batch.
+        how: what may be done.
+    """
     count, window = len(lengths.prompt), size * how.window
     if size >= count and not how.whole_groups:
         return torch.arange(count)  # one micro-batch
@@ -228,20 +242,20 @@ def trimmed(rows: Mapping[str, Any], *, multiple: int | None = None) -> dict[str
     """
     prompt, completion = rows["prompt_mask"], rows["completion_mask"]
     old = prompt.shape[1], completion.shape[1]
-    if has_image_inputs(rows) or any(_unknown(name, value, old) for name, value in rows.items()):
+    if has_image_inputs(rows) or has_unknown_columns(rows):
         return dict(rows)
     used = int(_used(prompt.flip(-1)).max()), int(_used(completion).max())
     new = tuple(_rounded(width, multiple, limit) for width, limit in zip(used, old, strict=True))
     if new == old:
         return dict(rows)
     columns = {
-        **dict.fromkeys(_PROMPT, slice(old[0] - new[0], old[0])),
-        **dict.fromkeys(_COMPLETION, slice(0, new[1])),
-        **dict.fromkeys(_WHOLE, slice(old[0] - new[0], old[0] + new[1])),
+        "prompt": slice(old[0] - new[0], old[0]),
+        "completion": slice(0, new[1]),
+        "whole": slice(old[0] - new[0], old[0] + new[1]),
     }
 
     def cut(name: str, value: Any) -> Any:
-        kept = columns.get(name)
+        kept = columns.get(columns_of(name) or "")
         if kept is None or not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] < kept.stop:
             return value  # one value for each row, also as (B, 1)
         return value[:, kept].contiguous()
@@ -255,10 +269,25 @@ def _rounded(width: int, multiple: int | None, limit: int) -> int:
     return min(limit, width if multiple is None else -(-width // multiple) * multiple)
 
 
-def _unknown(name: str, value: Any, widths: tuple[int, int]) -> bool:
-    known = name in _PROMPT | _COMPLETION | _WHOLE | _ROW
-    wide = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] in (*widths, sum(widths))
-    return wide and not known
+def columns_of(name: str) -> Literal["prompt", "completion", "whole"] | None:
+    """What the columns of a field are: the prompt's tokens, the completion's, or both; None = it has none."""
+    if name in _PROMPT:
+        return "prompt"
+    if name in _COMPLETION:
+        return "completion"
+    return "whole" if name in _WHOLE else None
+
+
+def has_unknown_columns(rows: Mapping[str, Any]) -> bool:
+    """True if a field is as wide as prompts, completions or both, but it is not known what its columns are."""
+    prompt, completion = rows["prompt_mask"].shape[1], rows["completion_mask"].shape[1]
+
+    def is_unknown(name: str, value: Any) -> bool:
+        known = columns_of(name) is not None or name in _ROW
+        wide = isinstance(value, Tensor) and value.dim() > 1
+        return wide and not known and value.shape[1] in (prompt, completion, prompt + completion)
+
+    return any(is_unknown(name, value) for name, value in rows.items())
 
 
 # ----------------------------------------------------------------------------------------------------------- scoring
@@ -273,7 +302,7 @@ def scoring_chunks(lengths: Lengths, size: int, *, whole_groups: bool | Literal[
         whole_groups: as in :class:`Splitting`.
     """
     parts = -(-len(lengths.prompt) // size)
-    return list(torch.split(_ordered(lengths, size, Splitting(parts, whole_groups=whole_groups)), size))
+    return list(torch.split(ordered(lengths, size, Splitting(parts, whole_groups=whole_groups)), size))
 
 
 def used_columns(mask: Tensor, prompt_width: int, *, multiple: int | None = None) -> slice:

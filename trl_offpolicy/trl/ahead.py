@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
-from trl_offpolicy.rollouts.ahead.checks import check_server, check_snapshots
-from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, positions_ahead
+from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_snapshots
+from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
@@ -28,7 +28,7 @@ class TrainerAhead:
     """
 
     def __init__(self, trainer: Any, settings: AsyncSettings) -> None:
-        self._trainer, self._engine = trainer, trainer.vllm_generation
+        self._trainer, self._engine, self._lag = trainer, trainer.vllm_generation, settings.lag
         self._old = OldPolicy(settings)
         self._every = trainer.args.steps_per_generation * trainer.num_iterations
         rank = trainer.accelerator.process_index
@@ -62,14 +62,22 @@ class TrainerAhead:
     def _upcoming(self, first: int, end: int) -> Iterator[Prompts]:
         """Prompts of generation batches, the present one being number 0; fewer near the end of the epoch or run."""
         trainer = self._trainer
-        position = trainer._step - self._first_step
         later = trainer.state.max_steps - trainer.state.global_step - 1
-        in_step = trainer.current_gradient_accumulation_steps - position
-        left = in_step + later * trainer.args.gradient_accumulation_steps
-        for at in positions_ahead(position=position, every=self._every, count=end, left=left)[first:]:
+        left = self._in_step + later * trainer.args.gradient_accumulation_steps
+        for at in positions_ahead(position=self._position, every=self._every, count=end, left=left)[first:]:
             if (rows := self._lookahead.at(at)) is None:
                 return
             yield self._tokenized(rows)
+
+    @property
+    def _position(self) -> int:
+        """Number of the present micro-batch in its optimizer step."""
+        return int(self._trainer._step - self._first_step)
+
+    @property
+    def _in_step(self) -> int:
+        """Micro-batches that are left of the optimizer step, the present one included."""
+        return int(self._trainer.current_gradient_accumulation_steps - self._position)
 
     def _tokenized(self, rows: list[dict[str, Any]]) -> Prompts:
         """Token ids of the rows' prompts, made as TRL will make them when the batch is due."""
@@ -84,7 +92,7 @@ class TrainerAhead:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which no request runs, so that weights may change. Afterwards the new ones are kept."""
+        """A context in which weights may change (:meth:`RolloutsAhead.quiet`). Afterwards the new ones are kept."""
         with self._queue.quiet():
             yield
             self._old.keep(self._trainer.model, self._engine.version, oldest=self._queue.oldest_version)
@@ -99,7 +107,18 @@ class TrainerAhead:
         def options() -> dict[str, Any]:
             return dict(self._engine._sampling().vllm_options())
 
-        rollouts, waited = self._queue.take(prompts, upcoming=self._upcoming, options=options, n=num_generations)
+        rollouts, waited = self._queue.take(
+            prompts,
+            upcoming=self._upcoming,
+            admitted=generations_admitted(
+                lag=self._lag,
+                every=self._every,
+                in_step=self._in_step,
+                accumulation=self._trainer.args.gradient_accumulation_steps,
+            ),
+            options=options,
+            n=num_generations,
+        )
         self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(waited)
         self.versions, ids = rollouts.policy_versions, rollouts.completion_ids
         routes, kept = rollouts.routed_experts or [None] * len(ids), rollouts.sampling_mask or []
@@ -158,6 +177,7 @@ def sample_ahead(trainer: Any) -> TrainerAhead | None:
         return None
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     check_snapshots(settings, sharded="FSDP or DeepSpeed" if sharded else None)
+    check_adapter(settings, trainer.vllm_generation.source.adapter() if settings.keeps else None)
     if (server := trainer.vllm_generation.server) is not None:
         check_server(settings, server)
     ahead = TrainerAhead(trainer, settings)

@@ -13,8 +13,9 @@ from trl_offpolicy.functional.truncated_sampling import KeptIds
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, Columns, CompactScoring, splitting_of
-from trl_offpolicy.rollouts.micro_batches import TrimPadding, has_image_inputs, split_rows
+from trl_offpolicy.rollouts.micro_batches import TrimPadding, has_image_inputs, sorts, split_rows
 from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
+from trl_offpolicy.rollouts.rank_balance import balanced
 from trl_offpolicy.rollouts.shared_prefix import COMPILED, SharedPrefix, SharePrefix, varying_rope
 from trl_offpolicy.trl.exact import wants_exact
 
@@ -39,7 +40,7 @@ class CompactRows:
             logger.warning(NOT_TRIMMED, reason)
             self._trim = False
         share = cast("SharePrefix", args.share_prefix)
-        self._shared = SharedPrefix(share, counted=False, drop_padding=self._trim is True)
+        self._shared = SharedPrefix(share, counted=False, drop_padding=sorts(self._trim))
         refused = BIT_BY_BIT if wants_exact(args.engine) else self._why_whole()
         if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version < 2:
             refused = "it is not proved equal under FSDP1 (FSDP2 is)"
@@ -50,7 +51,7 @@ class CompactRows:
         if args.pad_to_multiple_of:
             refused = "pad_to_multiple_of wants widths that a forward of the completions alone does not have"
         self._shared.prepare(trainer.model, refused=refused)
-        if self._trim is True and (reason := self._why_whole()) is not None:
+        if sorts(self._trim) and (reason := self._why_whole()) is not None:
             logger.warning(NOT_SORTED, reason)
 
     def _why_whole(self) -> str | None:
@@ -78,6 +79,7 @@ class CompactRows:
             window=math.gcd(parts, args.gradient_accumulation_steps),
             multiple=args.pad_to_multiple_of,
         )
+        rows, how = balanced(rows, parts, how)
         return split_rows(rows, parts, how)
 
     def score(

@@ -109,7 +109,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             ``offpolicy/noise_floor/*`` is how far the trainer then differs from itself. 0 = never.
         trim_padding: ``true`` sorts the rows of an optimizer step into micro-batches of like length and cuts each to
             its own width, where the loss does not depend on the split (bnpo does: then it only cuts, and says so).
-            Padding that is left is not computed where that pays. ``columns`` only cuts; ``false`` leaves TRL's padding.
+            Padding that is left is not computed where that pays. ``ranks`` does so with the rows of all ranks, which
+            change places so that each rank computes about as many tokens. ``columns`` only cuts; ``false`` leaves TRL's
+            padding.
         share_prefix: ``true`` computes a prompt once for its completions in a micro-batch, ``auto`` where that pays and
             is proved equal, ``false`` never (``docs/speed.md``).
         tiled_head: ``true`` computes log-probs and entropies of the completions with this kit's head, in tiles of 128
@@ -220,7 +222,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         default="true",
         metadata={
             "help": "true: micro-batches of rows of like length, each cut to its own width (only cut where the loss "
-            "depends on the split); columns: only cut; false: TRL's padding."
+            "depends on the split); ranks: the same with the rows of all ranks, so that each computes as many tokens; "
+            "columns: only cut; false: TRL's padding."
         },
     )
     share_prefix: str = field(
@@ -280,7 +283,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             check_number("correct_threshold", self.correct_threshold)
         check_bool(record_rollouts=self.record_rollouts, write_report=self.write_report)
         check_bool(freeze_router=self.freeze_router, freeze_router_bias=self.freeze_router_bias)
-        self.trim_padding = cast("str", read_switch("trim_padding", self.trim_padding, ["columns"]))
+        self.trim_padding = cast("str", read_switch("trim_padding", self.trim_padding, ["columns", "ranks"]))
         self.share_prefix = cast("str", read_switch("share_prefix", self.share_prefix, ["auto"]))
         self.tiled_head = cast("str", read_switch("tiled_head", self.tiled_head, ["auto"]))
         check_choice("check_token_ids", self.check_token_ids, get_args(CheckTokenIds))

@@ -59,6 +59,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         folder: where a server's weights are written, unless ``settings`` names a folder.
         rows: rows of one forward of the trainer, for ``engine.exact``; None = any.
         seed: the run's; an engine in this process without a seed of its own draws by it.
+        ahead: whether requests will be sent ahead (``async_rollouts``).
         *args: TRL's arguments.
         **kwargs: TRL's keyword arguments.
     """
@@ -86,9 +87,16 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """Noise that the rollouts of the training are sampled with, with ``engine.norm_noise``."""
 
     def __init__(
-        self, *args: Any, settings: EngineSettings, folder: Path, rows: int | None = None, seed: int = 0, **kwargs: Any
+        self,
+        *args: Any,
+        settings: EngineSettings,
+        folder: Path,
+        rows: int | None = None,
+        seed: int = 0,
+        ahead: bool = False,
+        **kwargs: Any,
     ) -> None:
-        self.settings, self._rows, self._run_seed = settings, rows, seed
+        self.settings, self._rows, self._run_seed, self._asks_ahead = settings, rows, seed, ahead
         self._folder = settings.folder or folder
         self._adapters: AdapterFolder | None = None
         self._server: ServerEngine | None = None
@@ -156,7 +164,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     def _init_vllm(self) -> None:
         if self.mode == "colocate":
             self._start_in_process()
-        elif self.settings.on_server(self.accelerator.device.type):
+        elif self.settings.on_server(self.accelerator.device.type, ahead=self._asks_ahead):
             self._connect()
         else:
             super()._init_vllm()
@@ -522,10 +530,10 @@ def scattered(parts: Sequence[Any]) -> Any:
 
 @contextmanager
 def trl_engine(
-    engine: dict[str, Any] | None, *, folder: Path, rows: int | None = None, seed: int = 0
+    engine: dict[str, Any] | None, *, folder: Path, rows: int | None = None, seed: int = 0, ahead: bool = False
 ) -> Iterator[None]:
     """While active, a GRPOTrainer that is built uses :class:`TRLEngine` with these settings and the run's seed."""
     settings = EngineSettings.parse(engine)
-    build = partial(TRLEngine, settings=settings, folder=folder, rows=rows, seed=seed)
+    build = partial(TRLEngine, settings=settings, folder=folder, rows=rows, seed=seed, ahead=ahead)
     with rebound(grpo_trainer, VLLMGeneration=build):
         yield

@@ -107,7 +107,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._clock = StepClock()
         folder, rows = Path(args.output_dir) / ENGINE_WEIGHTS_FOLDER, args.per_device_train_batch_size
         self._guard = ToolGuard(timeout=args.tool_timeout)
-        with trl_engine(engine_options(args), folder=folder, rows=rows, seed=args.seed):
+        ahead = args.async_rollouts is not None
+        with trl_engine(engine_options(args), folder=folder, rows=rows, seed=args.seed, ahead=ahead):
             super().__init__(**made_in_guard(given, self._guard))
         round_learner(args.learner_rounding, args.engine, self.model, self.ref_model)
         self._noise = perturbed(self)

@@ -43,6 +43,7 @@ def test_the_key_is_never_on_the_command_line_and_guards_every_route():
 
 def test_flags_that_the_trainer_relies_on(model_folder):
     line = " ".join(command(ServeOptions(model=str(model_folder()), lora_rank=12, extra=("--seed", "3"))))
+    assert "--scheduling-policy priority" in line
     for part in ("--logprobs-mode processed_logprobs", "--dtype float32", "--max-lora-rank 16", "--host 127.0.0.1"):
         assert part in line
     assert line.endswith("--seed 3")

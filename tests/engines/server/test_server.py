@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,66 @@ def test_an_adapter_sends_a_fraction_of_the_bytes(
         engine.bind(ModelWeights(model))
         sizes[transfer] = engine.sync_weights(0).bytes
     assert sizes["adapter"] < sizes["folder"] / 10
+
+
+def test_a_version_that_is_sent_again_with_other_weights_is_another_adapter(
+    server: Server, fresh_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A rejected update is sent again as the same version, with the weights before it."""
+    server_reset(server)
+    model = adapted(fresh_model())
+    engine = engine_of(server, tmp_path / "w", transfer="adapter")
+    engine.bind(ModelWeights(model))
+    for _ in range(2):
+        nudge(model, 0.1)
+        engine.sync_weights(0)
+        (found, _), (wanted, _) = engine.score(PROBE), sequence_logps(model, PROBE, pad=0)
+        assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_requests_in_flight_end_under_the_adapter_that_they_began_with(
+    server: Server, fresh_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Most of 96 responses are sampled after the sync: the server takes 16 at a time."""
+    server_reset(server)
+    model, begun, in_use = adapted(fresh_model()), threading.Event(), [0]
+    engine = engine_of(server, tmp_path / "w", transfer="adapter")
+    engine.bind(ModelWeights(model))
+    engine.serve_several(lambda: in_use)
+    nudge(model, 0.1)
+    engine.sync_weights(0)
+    old = deepcopy(model)
+    post = engine.client.post
+
+    def posting(path: str, body: dict[str, Any], **kwargs: Any) -> Any:
+        if path == "/v1/completions":
+            begun.set()
+        return post(path, body, **kwargs)
+
+    engine.client.post = posting  # type: ignore[method-assign]
+    options = {**Sampling(max_tokens=40, temperature=1.0).vllm_options(), "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(engine.parts, PROMPTS[0], options, 96, version=0)
+        assert begun.wait(20)
+        nudge(model, 0.1)
+        engine.sync_weights(1)
+        assert not answers.done()  # nothing waited for it
+        young = engine.parts(PROMPTS[0], options, 2, version=1)
+        everything = answers.result(timeout=60)
+    for policy, answered in ((old, everything), (model, young)):
+        for answer in answered:
+            wanted = logps_of(policy, PROMPTS[0], answer.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(answer.logps), wanted, atol=1e-4, rtol=0)
+
+    # a server that was started anew has lost the old adapter, and gets it again from its folder
+    post("/v1/unload_lora_adapter", {"lora_name": engine._adapters.name_of(0)})
+    (again,) = engine.parts(PROMPTS[1], options, 1, version=0)
+    wanted = logps_of(old, PROMPTS[1], again.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(again.logps), wanted, atol=1e-4, rtol=0)
+    in_use.clear()
+    engine.sync_weights(2)
+    folders = [path.name for path in (tmp_path / "w").iterdir() if path.is_dir()]
+    assert sorted(folders) == [f"{engine.run}-1", f"{engine.run}-2"]
 
 
 @pytest.mark.parametrize(

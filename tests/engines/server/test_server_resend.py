@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from trl_offpolicy.engines.engine import EngineError, SyncError
+from trl_offpolicy.engines.server.adapters import ServerAdapters
+from trl_offpolicy.engines.server.client import Patience
+from trl_offpolicy.engines.server.contact import Refused
 from trl_offpolicy.engines.server.engine import ServerEngine
 
 
@@ -63,6 +66,8 @@ class Weights:
 
 
 class _Started:
+    base_url, patience = RestartedServer.base_url, Patience()
+
     def wait_until_up(self) -> None: ...
 
     def get(self, path: str) -> Any:
@@ -177,3 +182,62 @@ def test_the_other_ranks_are_not_left_in_the_gather_when_the_disk_is_full(monkey
     with pytest.raises(SyncError, match="no space left"):
         engine.sync_weights(5)
     assert seen == ["a", "b", "c"]
+
+
+class FreshOfAdapters(RestartedServer):
+    """Has lost its adapters, and refuses requests for those that it lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[str] = []
+        self.answered: list[str] = []
+
+    def post(self, path: str, body: dict[str, Any], **_: Any) -> Any:
+        if path == "/v1/load_lora_adapter":
+            if body["lora_name"] in self.held:
+                raise Refused(400, "has already been loaded")
+            assert body["lora_path"].endswith(body["lora_name"].removeprefix("policy-").partition(".")[0])
+            self.held.append(body["lora_name"])
+        elif path == "/v1/completions":
+            if body["model"] not in self.held:
+                raise Refused(404, "no such model")
+            self.answered.append(body["model"])
+        return super().post(path, body) or {"success": True}
+
+    def once(self, method: str, path: str, *, json: dict[str, Any], **_: Any) -> None:
+        self.held.remove(json["lora_name"])
+
+
+def test_requests_of_several_versions_find_a_server_started_anew(monkeypatch, tmp_path):
+    """Each gets the adapter that it began with, and the newest is the one with the label."""
+    server = FreshOfAdapters()
+    engine = engine_of(server, monkeypatch, tmp_path)
+    adapters = engine._adapters = ServerAdapters(server, tmp_path, "mine")  # type: ignore[arg-type]
+    engine.serve_several(lambda: {3})
+    old, engine._adapter = adapters.new_name(3), adapters.new_name(4)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda i: engine._post_completion({"model": old} if i % 2 else {}), range(16)))
+
+    assert server.label == "mine:4:adapter"
+    assert sorted(server.held) == sorted([old, engine._adapter])
+    assert sorted(server.answered) == sorted([old, engine._adapter] * 8)
+    assert set(adapters.unload_all_but(4)) == {"mine-3", "mine-4"}  # in use
+    engine.serve_several(set)
+    assert adapters.unload_all_but(4) == ["mine-4"] and server.held == [engine._adapter]
+
+
+def test_names_of_adapters(tmp_path):
+    """A version that is sent again has another name; one that could not be sent leaves the name before it."""
+    server = FreshOfAdapters()
+    adapters = ServerAdapters(server, tmp_path, "mine")  # type: ignore[arg-type]
+    adapters.begin_sync()
+    adapters.load(first := adapters.new_name(0))
+    adapters.begin_sync()
+    adapters.load(second := adapters.new_name(0))
+    assert first != second == adapters.name_of(0)
+    assert adapters.unload_all_but(0) == ["mine-0"] and server.held == [second]
+    adapters.begin_sync()
+    adapters.forget(adapters.new_name(0))
+    assert adapters.name_of(0) == second
+    adapters.forget(adapters.new_name(1))
+    assert adapters.unload_all_but(0) == ["mine-0"] and server.held == [second]

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.weights import files as weight_files
 from trl_offpolicy.engines.weights.files import (
     WeightVersions,
+    require_same,
     require_writable,
     safe_child,
-    verify,
     write_adapter,
     write_weights,
 )
@@ -51,23 +51,44 @@ def test_a_failure_in_the_middle_leaves_the_old_version_and_no_new_one(tmp_path)
     with pytest.raises(SyncError, match="No space left on device"):
         write_weights(tmp_path / "v2", broken())
     assert [path.name for path in tmp_path.iterdir()] == ["v1"]
-    verify(tmp_path / "v1")
+    require_same(tmp_path / "v1" / "model-00000.safetensors", dict(WEIGHTS))
 
 
-@pytest.mark.parametrize("damage", ["shorter", "changed", "absent"])
+@pytest.mark.parametrize("damage", ["shorter", "changed", "absent", "other names"])
 def test_damage_is_found_and_the_file_named(tmp_path, damage):
     write_weights(tmp_path / "v1", iter(WEIGHTS))
     path = tmp_path / "v1" / "model-00000.safetensors"
     content = bytearray(path.read_bytes())
+    wanted = dict(WEIGHTS)
     if damage == "absent":
         path.unlink()
+    elif damage == "other names":
+        wanted["w5"] = wanted.pop("w4")
     elif damage == "shorter":
         path.write_bytes(content[:-1])
     else:
         content[-1] ^= 1
         path.write_bytes(content)
     with pytest.raises(SyncError, match=r"model-00000\.safetensors"):
-        verify(tmp_path / "v1")
+        require_same(path, wanted)
+
+
+def test_what_is_written_is_read_back(tmp_path, monkeypatch):
+    """A disk that returns something else: NaN is equal to itself here, and types without arithmetic are compared."""
+    odd = [
+        ("nan", torch.full((2,), torch.nan)),
+        ("float8", torch.ones(3).to(torch.float8_e4m3fn)),
+        ("one", torch.ones(())),
+    ]
+    write_weights(tmp_path / "v1", iter(odd))
+
+    def damaged(tensors, path):
+        save_file({name: -value for name, value in tensors.items()}, path)
+
+    monkeypatch.setattr(weight_files, "save_file", damaged)
+    with pytest.raises(SyncError, match=r"model-00000\.safetensors does not hold what was written"):
+        write_weights(tmp_path / "v2", iter(WEIGHTS))
+    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 
 def test_an_adapter_has_pefts_layout(tmp_path):

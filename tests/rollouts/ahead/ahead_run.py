@@ -1,6 +1,7 @@
 """Train a tiny model ahead of a real vLLM server; prints one JSON line.
 
-python tests/rollouts/ahead/ahead_run.py FOLDER URL --model M [--lag K] [--old-logps O] [--save N] [--resume]
+python tests/rollouts/ahead/ahead_run.py FOLDER URL --model M [--lag K] [--partial P] [--old-logps O] [--lora]
+                                          [--save N] [--resume]
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tiny_models import spread, tiny_prompts
 
+from trl_offpolicy.engines.server import engine
+from trl_offpolicy.engines.server.adapters import ServerAdapters
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
@@ -27,6 +31,19 @@ KEYS = {
 }
 
 
+at_sync: list[list[int]] = []
+"""At each sync of adapters, the versions that requests in flight were sampled with."""
+
+
+class NotedAdapters(ServerAdapters):
+    """Notes what is in flight when the adapters of old versions are unloaded."""
+
+    def unload_all_but(self, version: int | None) -> list[str]:
+        """As in the class above."""
+        at_sync.append(sorted(() if self.in_use is None else self.in_use()))
+        return super().unload_all_but(version)
+
+
 def main() -> None:
     """Train and print what was logged and recorded."""
     parser = argparse.ArgumentParser()
@@ -35,12 +52,15 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--transfer", default="folder")
     parser.add_argument("--lag", type=int, default=1)
+    parser.add_argument("--partial")
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--old-logps", default="recompute_proximal")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--save", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--length", type=int, default=16)
     options = parser.parse_args()
+    engine.ServerAdapters = NotedAdapters  # type: ignore[misc]
     saving = {"save_strategy": "steps", "save_steps": options.save} if options.save else {"save_strategy": "no"}
     args = OffPolicyGRPOConfig(
         output_dir=str(options.folder / "run"),
@@ -52,7 +72,7 @@ def main() -> None:
         vllm_mode="server",
         vllm_server_base_url=options.url,
         engine={"transfer": options.transfer, "retries": 1, "timeout": 60.0},
-        async_rollouts={"lag": options.lag, "old_logps": options.old_logps},
+        async_rollouts={"lag": options.lag, "partial": options.partial, "old_logps": options.old_logps},
         generation_kwargs={"ignore_eos": True},
         offpolicy="paper/tis",
         learning_rate=0.003,
@@ -67,7 +87,8 @@ def main() -> None:
         control=None,
         **saving,
     )
-    trainer = OffPolicyGRPOTrainer(options.model, spread, args, train_dataset=tiny_prompts())
+    lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
+    trainer = OffPolicyGRPOTrainer(options.model, spread, args, train_dataset=tiny_prompts(), peft_config=lora)
     trainer.train(resume_from_checkpoint=options.resume or None)
     if not trainer.accelerator.is_main_process:
         return
@@ -84,6 +105,7 @@ def main() -> None:
                     for step, part in frame.groupby("step")
                 ],
                 "in_order": all((versions[1:] >= versions[:-1]).all() for versions in frame.policy_versions),
+                "at_sync": at_sync,
                 "processes": trainer.accelerator.num_processes,
             },
             default=int,

@@ -51,7 +51,7 @@ class Slow:
 @pytest.mark.parametrize("cuts", [True, False])
 def test_every_token_is_of_the_version_that_it_is_labelled_with(cuts: bool) -> None:
     server = Slow()
-    flight = Flight(server, cuts=cuts, workers=4)
+    flight = Flight(server, on_sync="continue" if cuts else "finish", workers=4)
     futures = [flight.submit([7] * (1 + i), OPTIONS, 2) for i in range(6)]
     for version in (1, 2, 3):
         time.sleep(0.012)
@@ -72,7 +72,7 @@ def test_every_token_is_of_the_version_that_it_is_labelled_with(cuts: bool) -> N
 
 def test_the_rest_is_asked_for_with_what_is_there_as_prompt() -> None:
     server = Slow(seconds=0.01)
-    flight = Flight(server, cuts=True, workers=2)
+    flight = Flight(server, on_sync="continue", workers=2)
     future = flight.submit([1, 2], OPTIONS, 2)
     time.sleep(0.035)
     flight.hold()
@@ -87,7 +87,7 @@ def test_the_rest_is_asked_for_with_what_is_there_as_prompt() -> None:
 
 def test_older_prompts_go_first_and_one_worker_is_enough() -> None:
     server = Slow(seconds=0.0005)
-    flight = Flight(server, cuts=True, workers=1)
+    flight = Flight(server, on_sync="continue", workers=1)
     futures = [flight.submit([i], OPTIONS, 1) for i in range(4)]
     flight.hold()
     flight.release()
@@ -106,7 +106,7 @@ def test_an_error_of_a_request_is_one_of_its_rows_alone() -> None:
                 raise EngineError("gone")
             return super().parts(prompt, options, n)
 
-    flight = Flight(Broken(seconds=0.0), cuts=False)
+    flight = Flight(Broken(seconds=0.0), on_sync="finish")
     futures = [flight.submit([i], OPTIONS, 1) for i in range(3)]
     flight.hold()  # returns all the same
 
@@ -125,7 +125,7 @@ def test_a_server_that_ends_every_request_is_not_asked_for_ever(tokens: int) -> 
             return [([1] * tokens, [0.0] * tokens, "abort")] * n
 
     server = Paused()
-    flight = Flight(server, cuts=False)
+    flight = Flight(server, on_sync="finish")
     future = flight.submit([1], {"max_tokens": 200}, 1)
     if tokens:
         assert len(future.result(timeout=10)[0].token_ids) == len(server.requests) == 200
@@ -137,7 +137,7 @@ def test_a_server_that_ends_every_request_is_not_asked_for_ever(tokens: int) -> 
 
 
 def test_closing_gives_up_what_is_in_flight() -> None:
-    flight = Flight(Slow(seconds=0.5), cuts=True, workers=1)
+    flight = Flight(Slow(seconds=0.5), on_sync="continue", workers=1)
     futures = [flight.submit([i], OPTIONS, 1) for i in range(3)]
     time.sleep(0.02)
     start = time.monotonic()
@@ -157,7 +157,7 @@ def test_dropped_requests_end_and_new_ones_go_on(can_cut: bool) -> None:
                 super().cut()
 
     server = Stubborn(seconds=0.01)
-    flight = Flight(server, cuts=can_cut, workers=1)
+    flight = Flight(server, on_sync="continue" if can_cut else "finish", workers=1)
     old = [flight.submit([i], OPTIONS, 2) for i in range(3)]
     while not server.requests:
         time.sleep(0.001)
@@ -176,11 +176,42 @@ def test_dropped_requests_end_and_new_ones_go_on(can_cut: bool) -> None:
 
 def test_requests_run_at_once() -> None:
     """Forty of 50 ms: none waits for another."""
-    flight = Flight(Slow(seconds=0.005), cuts=False)
+    flight = Flight(Slow(seconds=0.005), on_sync="finish")
     start = time.monotonic()
     futures = [flight.submit([i], {"max_tokens": 10}, 1) for i in range(40)]
     for future in futures:
         future.result(timeout=10)
 
     assert time.monotonic() - start < 1.0
+    flight.close()
+
+
+def test_requests_that_keep_their_version_are_left_alone_and_new_ones_wait() -> None:
+    """Those in flight at a sync end with the version that they began with; one behind them begins with the new one."""
+
+    class Several(Slow):
+        def parts(
+            self, prompt: list[int], options: dict[str, Any], n: int, *, version: int | None = None
+        ) -> list[tuple[list[int], list[float], str]]:
+            started.release()
+            assert go_on.wait(10)
+            assert not (self.loading and version == self.version)
+            return [([1], [float(version or 0)], "stop")] * n
+
+    started, go_on, server = threading.Semaphore(0), threading.Event(), Several()
+    flight = Flight(server, on_sync="keep", workers=2)
+    futures = [flight.submit([7], OPTIONS, 1) for _ in range(3)]
+    for _ in range(2):
+        assert started.acquire(timeout=10)
+    flight.hold()
+    assert flight.versions() == {0}
+    assert not any(future.done() for future in futures)
+    server.load(1)
+    flight.release()
+    go_on.set()
+
+    versions = [future.result(timeout=10)[0].versions for future in futures]
+    assert versions == [[0], [0], [1]]
+    assert [future.result()[0].logps for future in futures] == [[0.0], [0.0], [1.0]]
+    assert flight.versions() == frozenset()
     flight.close()

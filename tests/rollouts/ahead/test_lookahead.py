@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, positions_ahead
+from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, generations_admitted, positions_ahead
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -56,3 +56,14 @@ def test_nothing_is_read_before_it_is_asked_for() -> None:
 )
 def test_positions_of_generations(position: int, every: int, count: int, left: int, expected: list[int]) -> None:
     assert positions_ahead(position=position, every=every, count=count, left=left) == expected
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize(("every", "accumulation"), [(1, 1), (4, 4), (8, 4), (1, 4), (2, 4), (3, 4), (4, 6)])
+def test_admitted_is_what_stays_within_the_lag(lag: int, every: int, accumulation: int) -> None:
+    """Counted out: a generation may be requested if it is at most ``lag`` generations or optimizer steps away."""
+    for position in range(0, 2 * accumulation * every, every):  # micro-batches since the start, at a generation
+        in_step = accumulation - position % accumulation
+        admitted = generations_admitted(lag=lag, every=every, in_step=in_step, accumulation=accumulation)
+        steps_away = [(position + k * every) // accumulation - position // accumulation for k in range(40)]
+        assert admitted == sum(k <= lag or away <= lag for k, away in enumerate(steps_away))

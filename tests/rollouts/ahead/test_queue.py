@@ -53,6 +53,7 @@ class Trainer:
         self.queue = RolloutsAhead(parsed, rank=rank, version=lambda: self.version)
         self.server = server if rank == 0 else None
         self.queue.start(self.server)
+        self.admitted = parsed.lag + 1
 
     def prompts(self, number: int) -> list[list[int]]:
         """Of this rank: one prompt in each batch, for each of its responses."""
@@ -66,7 +67,8 @@ class Trainer:
             if self.server is not None:
                 self.server.version = self.version
         asked = self.prompts(self.version) if prompts is None else prompts
-        landed = self.queue.take(asked, upcoming=self.upcoming, options=lambda: {"max_tokens": 9}, n=N)
+        options = {"max_tokens": 9}
+        landed = self.queue.take(asked, upcoming=self.upcoming, admitted=self.admitted, options=lambda: options, n=N)
         self.version += 1
         return landed
 

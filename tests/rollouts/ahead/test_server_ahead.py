@@ -32,6 +32,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running.kill()
 
 
+@pytest.fixture(scope="module")
+def server_of_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("adapters")
+    model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
+    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "2", "--max-loras", "3")
+    running = Server(model, folder / "log", lora_rank=8, flags=flags).start()
+    yield running
+    running.kill()
+
+
 def run(server: Server, folder: Path, *flags: str, processes: int = 1) -> dict[str, Any]:
     launcher = [sys.executable]
     if processes > 1:
@@ -67,6 +77,18 @@ def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: P
     assert max(map(max, result["lags"])) <= 2
     assert result["in_order"]
     assert len(result["mismatch"]) == 5 and max(result["mismatch"]) < AGREE
+    assert min(result["total"][2:]) > 10 * AGREE
+
+
+def test_several_versions_are_live_at_once(server_of_adapters: Server, tmp_path: Path) -> None:
+    """No sync waits or cuts, and each response is of the one version that it began with (DORA)."""
+    flags = ("--lora", "--transfer", "adapter", "--lag", "2", "--partial", "keep", "--old-logps", "snapshot")
+    result = run(server_of_adapters, tmp_path, *flags, "--length", "200", "--steps", "6")
+
+    assert max(map(len, result["at_sync"])) >= 2  # a sync met requests of several versions: two run at a time
+    assert result["crossing"] == [0.0] * 6
+    assert max(map(max, result["lags"])) == 2
+    assert len(result["mismatch"]) == 6 and max(result["mismatch"]) < AGREE
     assert min(result["total"][2:]) > 10 * AGREE
 
 

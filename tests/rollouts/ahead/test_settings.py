@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trl import TrlParser
 
-from trl_offpolicy.rollouts.ahead.checks import check_trainer
+from trl_offpolicy.engines.engine import EngineError
+from trl_offpolicy.rollouts.ahead.checks import check_server, check_trainer
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
@@ -49,7 +51,10 @@ def test_none_is_in_turn() -> None:
             {"lags": 1},
             r"^async_rollouts must hold some of \['lag', 'partial', 'old_logps', 'ewma_decay'\], but got lags",
         ),
-        ({"partial": "keep"}, r"^async_rollouts\.partial must be one of \['continue', 'finish'\], but got 'keep'"),
+        (
+            {"partial": "drop"},
+            r"^async_rollouts\.partial must be one of \['continue', 'finish', 'keep'\], but got 'drop'",
+        ),
         ({"old_logps": "guess"}, r"^async_rollouts\.old_logps must be one of .*, but got 'guess'"),
         ({"ewma_decay": 1.0}, r"^async_rollouts\.ewma_decay must be in \[0, 1\), but got 1\.0"),
     ],
@@ -66,7 +71,7 @@ def test_wrong_values(value: Any, message: str) -> None:
         ({"vllm_mode": "colocate", "engine": None}, r"^async_rollouts must be left out with vllm_mode 'colocate'"),
         (
             {"engine": {"transfer": "nccl"}},
-            r"^engine\.transfer must be folder, adapter or broadcast with async_rollouts",
+            r"^engine\.transfer must be auto, folder, adapter or broadcast with async_rollouts, but got 'nccl'",
         ),
         (
             {"async_rollouts": 2, "generation_kwargs": {"min_tokens": 3}},
@@ -75,6 +80,17 @@ def test_wrong_values(value: Any, message: str) -> None:
         (
             {"async_rollouts": 2, "vllm_structured_outputs_regex": "a+"},
             r"^async_rollouts\.partial must be 'finish' .* vllm_structured_outputs_regex",
+        ),
+        (
+            {"async_rollouts": {"lag": 2, "partial": "keep"}},
+            r"^engine\.transfer must be adapter \(or auto\) with async_rollouts\.partial 'keep'.* Got 'folder'",
+        ),
+        (
+            {
+                "async_rollouts": {"partial": "keep"},
+                "engine": {"transfer": "adapter", "weight_rounding": "int8"},
+            },
+            r"^engine\.weight_rounding must be left out with async_rollouts\.partial 'keep'",
         ),
         (
             {"async_rollouts": {"old_logps": "refuse"}},
@@ -109,11 +125,31 @@ def test_what_cannot_be_combined_is_said_at_once(
         },
         {"async_rollouts": {"old_logps": "refuse", "lag": 0}},
         {"async_rollouts": 1, "generation_kwargs": {"min_tokens": 3}},
+        {
+            "async_rollouts": {"lag": 2, "partial": "keep"},
+            "engine": {"transfer": "adapter"},
+            "generation_kwargs": {"min_tokens": 3},
+        },
         {"async_rollouts": 2, "generation_kwargs": {"repetition_penalty": 1.1, "ignore_eos": True}},
     ],
 )
 def test_what_can(make_args: Callable[..., Any], options: dict[str, Any]) -> None:
     make_args(**{**ON_SERVER, **options})
+
+
+def test_a_server_must_load_adapters_to_keep_several(caplog: pytest.LogCaptureFixture) -> None:
+    settings = AsyncSettings(lag=2, partial="keep")
+    with pytest.raises(EngineError, match="loads no adapters: start it with `trl-offpolicy serve --lora-rank N`"):
+        check_server(settings, SimpleNamespace(takes_adapter=False))
+
+    with pytest.raises(EngineError, match="a vLLM server that has a KV connector"):
+        check_server(settings, SimpleNamespace(takes_adapter=True, keeps_kv=True))
+
+    check_server(settings, SimpleNamespace(takes_adapter=True, keeps_kv=False, most_adapters=3))
+    assert not caplog.messages
+    check_server(settings, SimpleNamespace(takes_adapter=True, keeps_kv=False, most_adapters=2))
+    assert "with 2 adapters at a time, but with lag 2 there can be 3 versions" in caplog.text
+    assert "--max-loras 3" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["rollout_func", "tools", "environment_factory"])

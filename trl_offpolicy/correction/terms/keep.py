@@ -24,7 +24,7 @@ from trl_offpolicy.functional import masks
 from trl_offpolicy.functional.levels import Level
 from trl_offpolicy.functional.log_ratios import LOG_RATIO_CLAMP, LOG_RATIO_LIMIT
 from trl_offpolicy.functional.masks import STATISTICS, Statistic
-from trl_offpolicy.functional.shaping import unanimous
+from trl_offpolicy.functional.shaping import is_unanimous
 from trl_offpolicy.types import Ratio, Scope
 
 __all__ = [
@@ -451,7 +451,7 @@ class EqualRewards(KeepTerm):
         """The rows (B, 1) whose group has at least two rewards and no spread."""
         if inputs.group_rewards is None:
             raise ValueError("group_rewards must be given for equal rewards, but got None.")
-        return Violations(unanimous(inputs.group_rewards, tolerance=self.tolerance), None)
+        return Violations(is_unanimous(inputs.group_rewards, tolerance=self.tolerance), None)
 
 
 def _outside(values: Tensor, low: float | None, high: float | None) -> Violations:

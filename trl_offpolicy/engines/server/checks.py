@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.kept import ARGUMENT
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, server_arguments
 from trl_offpolicy.engines.server.client import ServerClient
-from trl_offpolicy.engines.weights.broadcast import Backend
+from trl_offpolicy.engines.server.contact import Refused
+from trl_offpolicy.engines.weights.broadcast import Backend, Sender, own_address
+from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
 from trl_offpolicy.engines.worker import EXTENSION, WorkerExtension
+
+logger = logging.getLogger(__name__)
 
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 """Routes that sample; the second one reports the sampling mask."""
@@ -78,6 +83,43 @@ def reload_method(config: dict[str, Any]) -> str:
     return WorkerExtension.reload_experts.__name__ if extension == EXTENSION else "reload_weights"
 
 
+def require_fit(
+    client: ServerClient, shapes: Mapping[str, tuple[int, ...]], *, model: str | None, adapter: bool
+) -> None:
+    """Raise if names or shapes of weights are not those of the model of a server that ``trl-offpolicy serve`` started.
+
+    Args:
+        client: of the server.
+        shapes: of the weights that are to be sent.
+        model: with which the server was started.
+        adapter: whether the weights are an adapter's.
+
+    Raises:
+        SyncError: they are of another model; the message names the first difference.
+    """
+    body = {"method": WorkerExtension.offpolicy_shapes.__name__}
+    try:
+        answers = client.post("/collective_rpc", body, final=500)["results"]
+    except Refused as error:  # another version of vLLM, whose layers say less
+        logger.warning("The server's shapes could not be compared before the sync: %s", error)
+        return
+    if reason := (why_not_adapter if adapter else why_not)(shapes, answers):
+        raise SyncError(
+            f"The vLLM server at {client.base_url} runs another model ({model}) than the trainer: {reason}. Nothing "
+            "was sent. Start it with the model that is trained."
+        )
+
+
+def before_others(config: dict[str, Any]) -> dict[str, int]:
+    """The field of a request that goes before those which wait; empty if the server takes them in their order.
+
+    Args:
+        config: the server's.
+    """
+    by_priority = (config.get("scheduler_config") or {}).get("policy") == "priority"
+    return {"priority": -1} if by_priority else {}
+
+
 def broadcast_ends(client: ServerClient, config: dict[str, Any], *, has_gpu: bool) -> tuple[int, Backend]:
     """(number of the server's workers, backend) for :class:`~trl_offpolicy.engines.weights.broadcast.Sender`.
 
@@ -124,3 +166,26 @@ def reset_prefix_cache(client: ServerClient) -> None:
         "of another client are running, or keys and values are being moved. Its answers would come from those of the "
         "old weights. Give the trainer a server of its own."
     )
+
+
+def sender_to(client: ServerClient, ends: tuple[int, Backend]) -> Sender:
+    """What broadcasts weights into a server's workers.
+
+    Args:
+        client: of the server.
+        ends: from :func:`broadcast_ends`.
+
+    Raises:
+        SyncError: the way to the server is not known.
+    """
+
+    def call(method: str, **kwargs: Any) -> Any:
+        body = {"method": method, "kwargs": kwargs}
+        return client.once("POST", "/collective_rpc", json=body, final=500, bounded=False)
+
+    workers, backend = ends
+    try:
+        address = own_address(client.host, client.port)
+    except OSError as error:
+        raise SyncError(f"The way to {client.base_url} is not known: {error}. Nothing was sent.") from error
+    return Sender(call, address=address, workers=workers, backend=backend, timeout=client.patience.timeout)

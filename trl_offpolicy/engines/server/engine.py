@@ -7,7 +7,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,12 +19,11 @@ from torch import Tensor
 from trl_offpolicy.engines.drafts import drafts_of_server
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.interview import Interview
-from trl_offpolicy.engines.kept import ARGUMENT, EVERY
+from trl_offpolicy.engines.kept import ARGUMENT
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
+from trl_offpolicy.engines.server.adapters import ServerAdapters
 from trl_offpolicy.engines.server.answers import (
     Answer,
-    as_completion,
-    choices_of,
     require_room,
     sampled_logps,
     sampled_mask,
@@ -32,22 +32,24 @@ from trl_offpolicy.engines.server.answers import (
 )
 from trl_offpolicy.engines.server.checks import (
     COMPLETIONS,
-    GENERATE,
+    before_others,
     broadcast_ends,
     reload_method,
+    require_fit,
     require_ready,
     reset_prefix_cache,
+    sender_to,
     server_config,
     why_no_mask,
 )
 from trl_offpolicy.engines.server.client import Patience, ServerClient
+from trl_offpolicy.engines.server.completions import Completions
 from trl_offpolicy.engines.server.contact import Refused, meet
 from trl_offpolicy.engines.server.interview import interview_server
 from trl_offpolicy.engines.server.labels import ADAPTER, FRESH, is_loading, loading, refusal, unusable
 from trl_offpolicy.engines.server.parallel import at_once
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
-from trl_offpolicy.engines.truncation import truncation_of
-from trl_offpolicy.engines.weights.broadcast import Sender, own_address
+from trl_offpolicy.engines.weights.broadcast import Sender
 from trl_offpolicy.engines.weights.files import (
     WeightVersions,
     require_writable,
@@ -55,7 +57,6 @@ from trl_offpolicy.engines.weights.files import (
     write_adapter,
     write_weights,
 )
-from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
 from trl_offpolicy.engines.weights.source import Adapter, WeightSource
 from trl_offpolicy.engines.worker import WorkerExtension
 
@@ -122,6 +123,7 @@ class ServerEngine:
         self._resending = threading.Lock()
         self._sent: Path | None = None
         self._adapter: str | None = None
+        self._adapters = ServerAdapters(self.client, self.folder, self.run)
         self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
         self._versions = WeightVersions(self.folder, self.run)
         self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
@@ -141,8 +143,19 @@ class ServerEngine:
         model = config.get("model_config") or {}
         self.no_mask = why_no_mask(config, self._routes)
         """Why its rollouts do not say which tokens truncated sampling kept; None = they do."""
-        self._needs_top_k = bool(model.get(ARGUMENT))
-        self._most = int((config.get("scheduler_config") or {}).get("max_num_seqs") or 1)
+        self.most_adapters: int | None = (config.get("lora_config") or {}).get("max_loras")
+        """Adapters that can sample at the same time; None = it does not tell, or takes none."""
+        self._completions = Completions(
+            self._post_completion,
+            base_url=self.client.base_url,
+            masks=self.no_mask is None,
+            needs_top_k=bool(model.get(ARGUMENT)),
+            most=int((config.get("scheduler_config") or {}).get("max_num_seqs") or 1),
+            tries=self.client.patience.retries + 1,
+        )
+        self._first = before_others(config)
+        self.keeps_kv = bool(config.get("kv_transfer_config"))
+        """Whether a connector keeps keys and values beyond the prefix cache."""
         self._started_with: str | None = model.get("model")
         self._dtype = torch_dtype(model.get("dtype")) if model.get("quantization") is None else None
 
@@ -156,6 +169,14 @@ class ServerEngine:
             require_writable(self.folder, where="engine.folder")
         self._source = source
 
+    def serve_several(self, in_use: Callable[[], Collection[int]]) -> None:
+        """From now on a sync leaves requests in flight the adapter that they began with, and stops none of them.
+
+        Args:
+            in_use: returns the versions with which requests in flight have begun; their adapters are kept.
+        """
+        self._adapters.in_use = in_use
+
     # ------------------------------------------------------------------------------------------------------ sampling
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, n: int = 1) -> Rollouts:
@@ -166,7 +187,7 @@ class ServerEngine:
             EngineError: another run has put its weights on the server.
         """
         options = {**sampling.vllm_options(), "n": n, "return_token_ids": True}
-        answers = at_once(lambda ids: self._complete(list(ids), options, n), prompt_ids)
+        answers = at_once(lambda ids: self._completions(list(ids), options, n), prompt_ids)
         self._ensure_current()
         choices = [choice for answer in answers for choice in answer]
         completions = [list(choice["token_ids"]) for choice in choices]
@@ -179,18 +200,27 @@ class ServerEngine:
             policy_versions=[[version] * len(ids) for ids in completions],
             finish_reasons=[str(choice["finish_reason"]) for choice in choices],
             routed_experts=list(map(sampled_routes, prompts, choices)) if self.return_routing else None,
-            sampling_mask=[sampled_mask(choice) for choice in choices] if self._reports(options) else None,
+            sampling_mask=[sampled_mask(choice) for choice in choices] if self._completions.reports(options) else None,
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of tokens 1, 2, ... of each sequence."""
         require_room(ids, self.context_length, f"the vLLM server at {self.client.base_url}")
-        body = {"prompt": [list(row) for row in ids], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        return scored(ids, self._post_completion(self._with_top_k(body)), self.client.base_url)
+        rows = [list(row) for row in ids]
+        body = {"prompt": rows, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, **self._first}
+        return scored(ids, self._post_completion(self._completions.with_top_k(body)), self.client.base_url)
 
-    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> list[Answer]:
-        """``n`` completions; their finish reason is "abort" where :meth:`cut` ended one early."""
-        choices = self._complete(prompt, {**options, "return_token_ids": True}, n)
+    def parts(self, prompt: list[int], options: dict[str, Any], n: int, *, version: int | None = None) -> list[Answer]:
+        """``n`` completions; their finish reason is "abort" where :meth:`cut` ended one early.
+
+        Args:
+            prompt: token ids.
+            options: fields of the request.
+            n: number of completions.
+            version: of the adapter that samples them (:meth:`serve_several`); None = the weights of now.
+        """
+        model = None if version is None else self._adapters.name_of(version)
+        choices = self._completions(prompt, {**options, "return_token_ids": True}, n, model=model)
         return [
             Answer(
                 list(choice["token_ids"]),
@@ -214,42 +244,9 @@ class ServerEngine:
         except Exception as error:
             logger.warning("The requests in flight could not be cut: %s", error)
 
-    def _complete(self, prompt: list[int], options: dict[str, Any], n: int) -> list[dict[str, Any]]:
-        """The ``n`` completions of a prompt; if the server returns fewer, the rest is requested again."""
-        if self._reports(options):
-            return self._complete_with_masks(prompt, options, n)
-        found: list[dict[str, Any]] = []
-        for _ in range(self.client.patience.retries + 1):
-            answer = self._post_completion({**self._with_top_k(options), "prompt": prompt, "n": n - len(found)})
-            found += choices_of(answer, self.client.base_url)
-            if len(found) >= n:
-                return found[:n]
-            logger.warning("The server returned %d of %d completions; asking for the rest.", len(found), n)
-        raise EngineError(f"The vLLM server returned {len(found)} completions, but {n} were asked for.")
-
-    def _complete_with_masks(self, prompt: list[int], options: dict[str, Any], n: int) -> list[dict[str, Any]]:
-        """The same from the route that reports the sampling mask, which takes few completions at a time."""
-        sampling = {name: value for name, value in self._with_top_k(options).items() if name != "return_token_ids"}
-        found: list[dict[str, Any]] = []
-        while len(found) < n:
-            body = {"token_ids": prompt, "sampling_params": {**sampling, "n": min(n - len(found), self._most)}}
-            choices = choices_of(self._post_completion(body, GENERATE), self.client.base_url, route=GENERATE)
-            if not choices:
-                raise EngineError(f"The vLLM server returned {len(found)} completions, but {n} were asked for.")
-            found += map(as_completion, choices)
-        return found[:n]
-
-    def _reports(self, options: Mapping[str, Any]) -> bool:
-        """True if the answers to requests with these options say which tokens were kept."""
-        return self.no_mask is None and bool(truncation_of(options))
-
-    def _with_top_k(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A request with a ``top_k``, which cuts nothing where it has none: a server that reports masks wants one."""
-        return {**body, "top_k": EVERY} if self._needs_top_k and body.get("top_k", 0) <= 0 else body
-
     def _post_completion(self, body: dict[str, Any], route: str = COMPLETIONS) -> Any:
         def send() -> Any:
-            named = {**body, "model": self._adapter or self.model}
+            named = {"model": self._adapter or self.model, **body}
             return self.client.post(route, named, recover=self._ensure_current)
 
         self._ensure_current()  # a server that came back between two requests has old weights
@@ -259,6 +256,7 @@ class ServerEngine:
             if error.status != 404 or self._adapter is None:
                 raise EngineError(f"The vLLM server at {self.client.base_url} refused a request: {error}") from error
             self._ensure_current()  # the adapter is gone, so the server has started anew
+            self._adapters.load(body.get("model") or self._adapter)
             return send()
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -272,11 +270,19 @@ class ServerEngine:
         if self._source is None:
             raise EngineError("bind(source) must be called before sync_weights, but no source is bound.")
         start = time.monotonic()
+        self._adapters.begin_sync()
         adapter = self._source.adapter() if self.takes_adapter else None
         if self.transfer == "adapter" and adapter is None:
             raise SyncError(
                 "transfer must be 'folder': the model has no adapter that stands alone, or the server was not started "
                 "with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+            )
+        if self._adapters.in_use is not None and adapter is None:
+            for _ in range(self.passes):  # the other ranks gather the weights, and would wait for this one
+                deque(self._source.merged(), maxlen=0)
+            raise SyncError(
+                "async_rollouts.partial must be 'finish' or 'continue': the model has no adapter that stands alone, "
+                "and requests in flight would go on with other weights."
             )
         if self.transfer == "broadcast":
             size = self._send_by_broadcast(version)
@@ -295,18 +301,20 @@ class ServerEngine:
                 for _ in gathered:  # go on gathering: the other ranks do so too, and would wait for this one
                     pass
                 raise
-        before = self.version, self._adapter
-        self.version = version
-        self._adapter = None if adapter is None else f"policy-{target.name}"
-        if self._source.is_main:
-            try:
-                self._load(target)
-            except EngineError:
-                self.version, self._adapter = before
-                shutil.rmtree(target, ignore_errors=True)
-                raise
-            self._tidy(target, before[1])
-        self._sent = target  # of the other ranks too: each checks that the server holds it
+        with self._resending:  # a request in flight that finds the server started anew waits for the new version
+            before = self.version, self._adapter
+            self.version = version
+            self._adapter = None if adapter is None else self._adapters.new_name(version)
+            if self._source.is_main:
+                try:
+                    self._load(target)
+                except EngineError:
+                    self._adapters.forget(self._adapter)
+                    self.version, self._adapter = before
+                    shutil.rmtree(target, ignore_errors=True)
+                    raise
+                self._tidy(target)
+            self._sent = target  # of the other ranks too: each checks that the server holds it
         kind = "folder" if adapter is None else "adapter"
         return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
 
@@ -368,7 +376,7 @@ class ServerEngine:
     def _broadcast_labelled(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Broadcast under the label of a load in progress, as :meth:`_load` does with a folder; returns the bytes."""
         if self._broadcast is None:
-            self._broadcast = self._sender()
+            self._broadcast = sender_to(self.client, self._ends)
         before = self._server_label()
         self._set_label(loading(self._label))
         try:
@@ -381,19 +389,6 @@ class ServerEngine:
         if not self._labelled():
             raise SyncError(f"The vLLM server at {self.client.base_url} was started anew while it took the weights.")
         return size
-
-    def _sender(self) -> Sender:
-        def call(method: str, **kwargs: Any) -> Any:
-            body = {"method": method, "kwargs": kwargs}
-            return self.client.once("POST", "/collective_rpc", json=body, final=500, bounded=False)
-
-        workers, backend = self._ends
-        timeout = self.client.patience.timeout
-        try:
-            address = own_address(self.client.host, self.client.port)
-        except OSError as error:
-            raise SyncError(f"The way to {self.client.base_url} is not known: {error}. Nothing was sent.") from error
-        return Sender(call, address=address, workers=workers, backend=backend, timeout=timeout)
 
     @property
     def precision(self) -> Precision:
@@ -433,10 +428,12 @@ class ServerEngine:
                 self._set_label(loading(self._label))
                 self._reload(target)
             else:
-                self._load_adapter(target)
+                self._adapters.load(self._adapter)
         except Refused as error:
             text = f"The vLLM server at {self.client.base_url} did not load {target}: {error}."
             raise SyncError(text if self._adapter else f"{text} {self._recover(before, str(error))}") from error
+        if self._adapters.in_use is not None and self._sent is not None:
+            return  # requests run, and blocks of the prefix cache belong to the adapter that made them
         try:
             reset_prefix_cache(self.client)
         except SyncError as error:
@@ -464,25 +461,9 @@ class ServerEngine:
         return True
 
     def _require_fit(self) -> None:
-        """Raise if names or shapes of the weights are not those of the server's model. Nothing has been sent then.
-
-        Raises:
-            SyncError: they are of another model; the message names the first difference.
-        """
-        if self._reload_method != WorkerExtension.reload_experts.__name__:
-            return  # not started by `trl-offpolicy serve`: its worker cannot be asked
-        body = {"method": WorkerExtension.offpolicy_shapes.__name__}
-        try:
-            answers = self.client.post("/collective_rpc", body, final=500)["results"]
-        except Refused as error:  # another version of vLLM, whose layers say less
-            logger.warning("The server's shapes could not be compared before the sync: %s", error)
-            return
-        reason = (why_not if self._adapter is None else why_not_adapter)(self._shapes, answers)
-        if reason is not None:
-            raise SyncError(
-                f"The vLLM server at {self.client.base_url} runs another model ({self._started_with}) than the "
-                f"trainer: {reason}. Nothing was sent. Start it with the model that is trained."
-            )
+        """Raise if the weights are of another model than the server's. Nothing has been sent then."""
+        if self._reload_method == WorkerExtension.reload_experts.__name__:  # else its worker cannot be asked
+            require_fit(self.client, self._shapes, model=self._started_with, adapter=self._adapter is not None)
 
     def _recover(self, before: str, error: str) -> str:
         """After a failed load, give the server the weights that it had; returns what it has now, in words.
@@ -517,28 +498,14 @@ class ServerEngine:
             "again or takes whole weights."
         )
 
-    def _tidy(self, target: Path, old_adapter: str | None) -> None:
-        """Unload the previous version, and keep only the last two folders of this run, and none of runs that died."""
-        if old_adapter not in (None, self._adapter):
-            self._forget(str(old_adapter))
-        self._versions.keep([path.name for path in (target, self._sent) if path is not None])
+    def _tidy(self, target: Path) -> None:
+        """Unload adapters that are not needed, and keep the folders of the others and the last two of this run."""
+        live = self._adapters.unload_all_but(self.version if self._adapter else None)
+        self._versions.keep([*live, *(path.name for path in (target, self._sent) if path is not None)])
 
     def _reload(self, target: str | Path | None) -> None:
         body = {"method": self._reload_method, "kwargs": {"weights_path": str(target)}}
         self.client.post("/collective_rpc", body, final=500)
-
-    def _load_adapter(self, target: Path) -> None:
-        try:
-            self.client.post("/v1/load_lora_adapter", {"lora_name": self._adapter, "lora_path": str(target)})
-        except Refused as error:
-            if "already been loaded" not in str(error):
-                raise
-
-    def _forget(self, adapter: str) -> None:
-        try:
-            self.client.once("POST", "/v1/unload_lora_adapter", json={"lora_name": adapter})
-        except Exception as error:
-            logger.warning("The old adapter %s could not be unloaded: %s", adapter, error)
 
     @property
     def _label(self) -> str:
@@ -583,14 +550,10 @@ class ServerEngine:
             return
         # Of many requests of all ranks that find the server fresh, one sends; the others wait. If they sent too, their
         # reset of the prefix cache would meet the requests of those that had gone on.
-        with self._resending, FileLock(self._lock):
+        with self._resending, FileLock(self._versions.lock):
             if not self._holds_own():
                 logger.warning("The server lacks version %s (started anew?): sending it again.", self.version)
                 self._load(self._sent)
-
-    @property
-    def _lock(self) -> Path:
-        return self._versions.lock
 
     def _wait_for_main(self) -> None:
         """Wait until the main rank, which meets the same server, has sent the weights again."""
@@ -615,6 +578,8 @@ class ServerEngine:
             return False
         if reason := refusal(label):
             raise EngineError(f"The vLLM server at {self.client.base_url} cannot be used: {reason}. Start it again.")
+        if self._adapters.in_use is not None and label.startswith(f"{self.run}:"):
+            return True  # beside requests in flight a sync is under way, or has just ended
         if label != self._label:
             raise EngineError(
                 f"The vLLM server at {self.client.base_url} holds weights of another run ({label}; this run's are "

@@ -77,6 +77,7 @@ def command(options: ServeOptions) -> list[str]:
         own += ["--max-model-len", str(options.max_model_len)]
     if options.lora_rank:
         own += ["--enable-lora", "--max-lora-rank", str(served_rank(options.lora_rank)), "--max-loras", "2"]
+        own += ["--scheduling-policy", "priority"]  # the probe of a sync does not wait behind rollouts in flight
         own += ["--lora-target-modules", *options.lora_modules]
     if options.api_key:
         own += ["--middleware", GUARD]  # the last one is asked first

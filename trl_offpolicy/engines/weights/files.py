@@ -1,11 +1,10 @@
 """Weights in a folder that another process reads: only safetensors, complete or absent, never half a file.
 
-A version is written under a temporary name, fsynced, read back against its checksums and renamed.
+A version is written under a temporary name, fsynced, read back, compared with the weights, and renamed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,7 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -49,20 +50,29 @@ def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
     return _publish(folder, text, iter([("adapter_model.safetensors", dict(tensors))]))
 
 
-def verify(folder: Path) -> None:
-    """Compare every file with the manifest.
+def require_same(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read a file of tensors back and compare it, byte by byte, with what was to be written.
+
+    Args:
+        path: a safetensors file.
+        tensors: contiguous, on the CPU.
 
     Raises:
-        SyncError: a file is absent, short or changed; the message names it.
+        SyncError: the file is absent, short or holds something else; the message names it.
     """
-    manifest = json.loads((folder / MANIFEST).read_text())
-    for name, expected in manifest.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != expected["bytes"]:
-            raise SyncError(f"{path} must have {expected['bytes']} bytes, but has {size}: a partial file (disk full?).")
-        if _checksum(path) != expected["sha256"]:
-            raise SyncError(f"{path} does not have the checksum of what was written: the file was changed or damaged.")
+    try:
+        with safe_open(path, "pt") as stored:
+            same = set(stored.keys()) == set(tensors) and all(
+                torch.equal(_bytes(stored.get_tensor(name)), _bytes(tensor)) for name, tensor in tensors.items()
+            )
+    except (OSError, SafetensorError) as error:
+        raise SyncError(f"{path} cannot be read back: a partial file (disk full?): {error}.") from error
+    if not same:
+        raise SyncError(f"{path} does not hold what was written: the file was changed or damaged.")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class WeightVersions:
@@ -204,9 +214,11 @@ def _publish(folder: Path, texts: Mapping[str, str], shards: Iterator[tuple[str,
         for name, text in texts.items():
             (temporary / name).write_text(text)
         for name, tensors in shards:
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary / name)
+            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(whole, temporary / name)
+            fsync(temporary / name)
+            require_same(temporary / name, whole)
         total = _seal(temporary)
-        verify(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
         fsync(folder.parent)
@@ -219,15 +231,12 @@ def _publish(folder: Path, texts: Mapping[str, str], shards: Iterator[tuple[str,
 
 
 def _seal(folder: Path) -> int:
-    """Write the manifest of the folder's files and wait until all is on the disk; returns the bytes."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    for path in files:
-        fsync(path)
-    manifest = {path.name: {"bytes": path.stat().st_size, "sha256": _checksum(path)} for path in files}
+    """Write the manifest, by which a version is known, and wait until all is on the disk; returns the bytes."""
+    manifest = {path.name: {"bytes": path.stat().st_size} for path in sorted(folder.iterdir()) if path.is_file()}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
     fsync(folder / MANIFEST)
     fsync(folder)
-    return sum(path.stat().st_size for path in files)
+    return sum(file["bytes"] for file in manifest.values())
 
 
 def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -240,8 +249,3 @@ def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[s
         part[name] = tensor.detach().to("cpu")
         size += tensor.nbytes
     yield f"model-{number:05d}.safetensors", part
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

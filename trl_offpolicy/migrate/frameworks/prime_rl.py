@@ -173,7 +173,8 @@ FRAMEWORK = Framework(
             shared.ASYNC,
         ),
         "orchestrator.train.source*": shared.DATA,
-        "orchestrator.train.filter_zero_advantages": "groups of equal rewards have advantage 0 here, and stay",
+        "orchestrator.train.filter_zero_advantages": "groups of equal rewards have advantage 0 here, and stay in "
+        "the count of tokens; the keep term equal_rewards with denominator: kept and kl_on: kept takes them out",
         "orchestrator.train.sampling": "set generation_kwargs",
         "orchestrator.eval": shared.EVALUATION,
         "orchestrator.renderer": shared.DATA,

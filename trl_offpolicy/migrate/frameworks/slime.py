@@ -288,7 +288,7 @@ FRAMEWORK = Framework(
         "use_rollout_entropy": shared.LOGGING,
         "use_dynamic_batch_size": "batches are counted in responses here, not in tokens",
         "*max_tokens_per_gpu": "batches are counted in responses here, not in tokens",
-        "balance_data": "rows are not sorted by length here",
+        "balance_data": "trim_padding: ranks deals rows to the ranks by length",
         "loss_type": "set offpolicy.objective.policy_loss",
         "custom_loss_function_path": "set offpolicy.objective.policy_loss: {type: 'module:Class'}",
         "custom_pg_loss_reducer_function_path": "set offpolicy.objective.aggregation",

@@ -398,7 +398,7 @@ FRAMEWORK = Framework(
         "trainer.max_critic_ckpt_to_keep": shared.CRITIC,
         "trainer.del_local_ckpt_after_load": shared.CHECKPOINTS,
         "trainer.critic_warmup": shared.CRITIC,
-        "trainer.balance_batch": "rows are not sorted by length here",
+        "trainer.balance_batch": "trim_padding: ranks deals rows to the ranks by length",
         "trainer.rollout_data_dir": "record_rollouts writes rollouts.parquet here",
         **shared.names(
             "trainer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.objective.proximal import InterpolatedProximal, RecomputedProximal
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+
+logger = logging.getLogger(__name__)
 
 
 def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> None:
@@ -25,17 +28,41 @@ def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> No
             f"async_rollouts must be left out with {got}: an engine in the trainer's process cannot sample while the "
             "trainer learns. Start a server (trl-offpolicy serve) and set use_vllm: true, vllm_mode: server."
         )
-    if not EngineSettings.parse(args.engine).on_server(args.device.type):
+    if not EngineSettings.parse(args.engine).on_server(args.device.type, ahead=True):
         raise ValueError(
-            "engine.transfer must be folder, adapter or broadcast with async_rollouts (TRL's own client of the nccl "
-            "transfer asks for all completions in one call that a sync cannot wait for), but got nccl or, on a GPU, "
-            "auto."
+            "engine.transfer must be auto, folder, adapter or broadcast with async_rollouts, but got 'nccl': TRL's own "
+            "client asks for all completions in one call that a sync cannot wait for."
         )
+    engine = EngineSettings.parse(args.engine)
+    check_keeps(settings, engine.transfer, engine.weight_rounding)
     extra: dict[str, Any] = dict(args.generation_kwargs or {})
     if args.vllm_structured_outputs_regex is not None:
         extra["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
     settings.check_sampling(extra)
     check_objective(settings, objective)
+
+
+def check_keeps(settings: AsyncSettings, transfer: str, weight_rounding: Any) -> None:
+    """Raise if several versions are to be live at once, but whole weights are sent.
+
+    Args:
+        settings: the parsed field.
+        transfer: the engine's option.
+        weight_rounding: the engine's option.
+
+    Raises:
+        ValueError: the adapter is not sent alone.
+    """
+    if settings.keeps and weight_rounding is not None:
+        raise ValueError(
+            "engine.weight_rounding must be left out with async_rollouts.partial 'keep': weights are rounded with the "
+            "adapter merged into them, and a server can hold one version of whole weights."
+        )
+    if settings.keeps and transfer not in ("auto", "adapter"):
+        raise ValueError(
+            "engine.transfer must be adapter (or auto) with async_rollouts.partial 'keep': a server can hold the "
+            f"adapters of several versions, but only one version of whole weights. Got {transfer!r}."
+        )
 
 
 def check_objective(settings: AsyncSettings, objective: Objective) -> None:
@@ -129,10 +156,55 @@ def check_server(settings: AsyncSettings, server: Any) -> None:
     """Raise unless the server can do what a sync asks of it.
 
     Raises:
-        EngineError: a sync is to cut requests in flight, but the server cannot do that.
+        EngineError: a sync is to cut requests in flight, or to leave them their adapter, but the server cannot do that.
     """
+    if settings.keeps:
+        _check_adapters(settings, server)
     if settings.cuts and not server.can_cut:
         raise EngineError(
             "async_rollouts.partial must be 'finish' with this vLLM server, which has no /abort_requests: start it "
             "with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
+        )
+
+
+def _check_adapters(settings: AsyncSettings, server: Any) -> None:
+    """Raise unless the server loads adapters; warn if fewer than ``lag + 1`` of them can sample at the same time."""
+    if not server.takes_adapter:
+        raise EngineError(
+            "async_rollouts.partial must be 'finish' or 'continue' with this vLLM server, which loads no adapters: "
+            "start it with `trl-offpolicy serve --lora-rank N`, or with --enable-lora and "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+        )
+    if server.keeps_kv:
+        raise EngineError(
+            "async_rollouts.partial must be 'finish' or 'continue' with a vLLM server that has a KV connector: what it "
+            "keeps is not known to tell adapters apart, and 'keep' does not reset it at a sync."
+        )
+    versions = settings.lag + 1
+    if server.most_adapters is not None and server.most_adapters < versions:
+        logger.warning(
+            "The server samples with %d adapters at a time, but with lag %d there can be %d versions: requests of the "
+            "newest, and the proof of its sync, wait for those of the oldest. Start it with `trl-offpolicy serve ... "
+            "-- --max-loras %d`.",
+            server.most_adapters,
+            settings.lag,
+            versions,
+            versions,
+        )
+
+
+def check_adapter(settings: AsyncSettings, adapter: Any) -> None:
+    """Raise if several versions are to be live at once, but the model has no adapter that can be sent alone.
+
+    Args:
+        settings: the parsed field.
+        adapter: what the weights' source gives as the adapter.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if settings.keeps and adapter is None:
+        raise ValueError(
+            "async_rollouts.partial must be 'finish' or 'continue' here: 'keep' takes a PEFT model with plain LoRA on "
+            "linear layers (no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
         )

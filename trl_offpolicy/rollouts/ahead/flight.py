@@ -1,9 +1,10 @@
-"""Sends requests to a server in the background. A change of the weights waits for them or cuts them."""
+"""Sends requests to a server in the background. A sync waits for them, cuts them, or passes them by."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from trl_offpolicy.engines.engine import EngineError
 from trl_offpolicy.engines.server.answers import Answer
 from trl_offpolicy.rollouts.ahead.parts import Part, ResponseInParts
+from trl_offpolicy.rollouts.ahead.settings import Partial
 
 WORKERS = 256
 _AGAIN = 0.05
@@ -29,11 +31,23 @@ class Server(Protocol):
 
     version: int | None
 
-    def parts(self, prompt: list[int], options: dict[str, Any], n: int) -> Sequence[Answer | tuple[Any, ...]]:
-        """Sample ``n`` completions; returns the fields of an :class:`Answer` for each, at least the first three."""
+    def parts(
+        self, prompt: list[int], options: dict[str, Any], n: int, *, version: int | None = None
+    ) -> Sequence[Answer | tuple[Any, ...]]:
+        """Sample ``n`` completions; returns the fields of an :class:`Answer` for each, at least the first three.
+
+        Args:
+            prompt: token ids.
+            options: fields of the request.
+            n: number of completions.
+            version: of the adapter that samples; None = the weights of now. Only given with ``on_sync="keep"``.
+        """
 
     def cut(self) -> None:
         """End every request at once. Each returns the tokens that it has."""
+
+    def serve_several(self, in_use: Callable[[], Collection[int]]) -> None:
+        """From now on keep the adapters of the versions ``in_use()`` at a sync. Called with ``on_sync="keep"``."""
 
 
 @dataclass
@@ -59,13 +73,14 @@ class Flight:
 
     Args:
         server: the server that samples.
-        cuts: what :meth:`hold` does with requests in flight: True cuts them, False waits for them.
+        on_sync: what :meth:`hold` does with requests in flight: "continue" cuts them, "finish" waits for them, "keep"
+            leaves them alone; each then ends under the version that it began with.
         workers: largest number of requests in flight; further ones wait.
     """
 
-    def __init__(self, server: Server, *, cuts: bool, workers: int = WORKERS) -> None:
+    def __init__(self, server: Server, *, on_sync: Partial, workers: int = WORKERS) -> None:
         self._server = server
-        self._cuts = cuts
+        self._on_sync = on_sync
         self._workers = workers
         self._threads = 0
         self._items = 0  # of work, waiting or running
@@ -75,7 +90,7 @@ class Flight:
         self._gate = threading.Condition()
         self._open = True
         self._closed = False
-        self._requests = 0
+        self._running: Counter[int] = Counter()  # requests by the version that they began with
 
     def submit(self, prompt: Sequence[int], options: dict[str, Any], n: int) -> Future[list[ResponseInParts]]:
         """Request ``n`` responses to a prompt; returns at once.
@@ -92,24 +107,31 @@ class Flight:
         return job.future
 
     def hold(self) -> None:
-        """Return when no request runs. None starts before :meth:`release`."""
-        if not self._cuts:
+        """Return when no request runs that a change of the weights would change. None starts before :meth:`release`."""
+        if self._on_sync == "finish":
             with self._gate:
                 jobs = list(self._unfinished.values())
             wait([job.future for job in jobs])
         with self._gate:
             self._open = False
-        while self._requests:
-            if self._cuts:
+        if self._on_sync == "keep":
+            return
+        while self._running.total():
+            if self._on_sync == "continue":
                 self._server.cut()
             with self._gate:
-                self._gate.wait_for(lambda: not self._requests, _AGAIN)
+                self._gate.wait_for(lambda: not self._running.total(), _AGAIN)
 
     def release(self) -> None:
         """Let requests start again, after :meth:`hold`."""
         with self._gate:
             self._open = True
             self._gate.notify_all()
+
+    def versions(self) -> frozenset[int]:
+        """The versions with which requests in flight have begun."""
+        with self._gate:
+            return frozenset(+self._running)
 
     def drop(self) -> None:
         """Give up requests that are not finished, as :meth:`close`, but go on: new ones may be submitted.
@@ -130,7 +152,7 @@ class Flight:
 
     def _give_up(self, why: str) -> None:
         with self._gate:
-            jobs, running = list(self._unfinished.values()), self._requests
+            jobs, running = list(self._unfinished.values()), self._running.total()
         for job in jobs:
             self._finish(job, EngineError(why))
         if running:
@@ -191,18 +213,19 @@ class Flight:
             job.future.set_result(job.responses)
 
     def _request(self, job: _Job, prompt: list[int], options: dict[str, Any], n: int) -> list[Part]:
-        """One request under one version: it begins after a sync and has ended before the next."""
+        """One request under one version: it ends before the next sync, or under the adapter that it began with."""
         with self._gate:
             self._gate.wait_for(lambda: self._open or self._closed)
             if self._closed or job.number not in self._unfinished:  # given up while it waited, or cut and to go on
                 raise EngineError(_ENDED if self._closed else _DROPPED)
-            self._requests += 1
             version = -1 if self._server.version is None else self._server.version
+            self._running[version] += 1
         try:
-            answers = self._server.parts(prompt, options, n)
+            pinned = {"version": version} if self._on_sync == "keep" else {}
+            answers = self._server.parts(prompt, options, n, **pinned)
         finally:
             with self._gate:
-                self._requests -= 1
+                self._running[version] -= 1
                 self._gate.notify_all()
         return [
             Part(

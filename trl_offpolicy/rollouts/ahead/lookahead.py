@@ -56,3 +56,27 @@ def positions_ahead(*, position: int, every: int, count: int, left: int) -> list
         Positions counted like ``position``, at most ``count``; none of them after the end of training.
     """
     return [position + offset for offset in range(0, every * count, every) if offset < left]
+
+
+def generations_admitted(*, lag: int, every: int, in_step: int, accumulation: int) -> int:
+    """How many generation batches may be requested by now, the one that is due included (AReaL's bound).
+
+    Where an optimizer step learns from several generations, the lag counts optimizer steps: all batches of the present
+    step may be requested at its start, also at lag 0. Otherwise it counts generations.
+
+    Args:
+        lag: AReaL's eta.
+        every: micro-batches from one generation to the next.
+        in_step: micro-batches left of the present optimizer step, including the one that is due.
+        accumulation: micro-batches of a later optimizer step.
+
+    Example:
+        >>> generations_admitted(lag=0, every=1, in_step=4, accumulation=4)  # periodic asynchrony
+        4
+        >>> generations_admitted(lag=1, every=4, in_step=4, accumulation=4)
+        2
+
+    Reference: Fu et al. 2025, AReaL (arXiv:2505.24298), equation 3; Lu 2025, periodic asynchrony (arXiv:2511.18871).
+    """
+    micro_batches = in_step + lag * accumulation
+    return max(lag + 1, -(-micro_batches // every))

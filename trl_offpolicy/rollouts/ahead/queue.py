@@ -1,9 +1,9 @@
 """The queue of generation batches that were requested from a server before a trainer needs them.
 
-At a generation boundary all ranks do three things: replace the engine's weights (requests in flight are cut or waited
-for), request as many batches as the bound on their lag admits, and take the oldest batch. Only the requests run in
-other threads, on the main rank. Prompts and results travel between ranks here, in the main thread. Which prompts come
-next is the trainer's to say.
+At a generation boundary all ranks do three things: replace the engine's weights (requests in flight are cut, waited
+for, or go on under the adapter that they began with), request as many batches as the bound on their lag admits, and
+take the oldest batch. Only the requests run in other threads, on the main rank. Prompts and results travel between
+ranks here, in the main thread. Which prompts come next is the trainer's to say.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from trl_offpolicy.engines.engine import EngineError, Rollouts
 from trl_offpolicy.functional.collective import broadcast_object, gather_objects
-from trl_offpolicy.rollouts.ahead.admission import Admission
 from trl_offpolicy.rollouts.ahead.flight import Flight, Server
 from trl_offpolicy.rollouts.ahead.parts import ResponseInParts
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
@@ -70,8 +69,7 @@ class RolloutsAhead:
     """
 
     def __init__(self, settings: AsyncSettings, *, rank: int, version: Callable[[], int]) -> None:
-        self._cuts, self._rank, self._version = settings.cuts, rank, version
-        self._admission = Admission(batch_size=1, lag=settings.lag)  # it counts whole generation batches here
+        self._on_sync, self._rank, self._version = settings.on_sync, rank, version
         self._flight: Flight | None = None
         self.close()
 
@@ -82,7 +80,11 @@ class RolloutsAhead:
             server: on the main rank, what samples; its requests run in threads of their own. None on other ranks.
         """
         self.close()
-        self._flight = None if server is None else Flight(server, cuts=self._cuts)
+        if server is None:
+            return
+        self._flight = Flight(server, on_sync=self._on_sync)
+        if self._on_sync == "keep":
+            server.serve_several(self._flight.versions)
 
     def close(self) -> None:
         """Give up requests in flight and empty the queue."""
@@ -90,8 +92,6 @@ class RolloutsAhead:
             self._flight.close()
         self._flight = None
         self._queue: deque[_Batch] = deque()
-        self._learned = 0  # batches handed to the trainer: AReaL's i
-        self._submitted = 0  # batches requested
         self._waited = 0.0  # seconds of waiting for requests in flight, since the last generation
 
     def drop(self) -> None:
@@ -103,12 +103,11 @@ class RolloutsAhead:
             return
         if self._flight is not None:
             self._flight.drop()
-        self._submitted -= len(self._queue)
         self._queue.clear()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which no request runs, so that weights may change."""
+        """A context in which weights may change: no request runs, or only such as keep the adapter that they have."""
         start = time.monotonic()
         if self._flight is not None:
             self._flight.hold()
@@ -124,6 +123,7 @@ class RolloutsAhead:
         prompts: Prompts,
         *,
         upcoming: Upcoming,
+        admitted: int,
         options: Callable[[], dict[str, Any]],
         n: int,
     ) -> Landed:
@@ -132,13 +132,15 @@ class RolloutsAhead:
         Args:
             prompts: those of the batch that is due.
             upcoming: gives the prompts of the batches that may be requested now; fewer if training ends before.
+            admitted: batches that may be requested by now, this one included
+                (:func:`~trl_offpolicy.rollouts.ahead.lookahead.generations_admitted`).
             options: returns the fields of a request, with ``max_tokens``.
             n: responses per prompt. A group of responses lies in consecutive rows of the ranks in their order.
 
         Raises:
             EngineError: on all ranks, if a request failed or the rows are not those that were requested.
         """
-        self._submit(upcoming, options, n)
+        self._submit(upcoming, admitted, options, n)
         batch = self._queue.popleft()
         as_asked = all(gather_objects(batch.prompts == prompts))
         start = time.monotonic()
@@ -150,21 +152,18 @@ class RolloutsAhead:
             raise landed
         assert landed is not None
         waited, self._waited = self._waited + time.monotonic() - start, 0.0
-        self._learned += 1
         first = self._rank * len(prompts)
         return Landed(_rows(landed, prompts, slice(first, first + len(prompts))), waited)
 
-    def _submit(self, upcoming: Upcoming, options: Callable[[], Any], n: int) -> None:
+    def _submit(self, upcoming: Upcoming, admitted: int, options: Callable[[], Any], n: int) -> None:
         """Request the batches that are not requested yet, as far as the bound admits."""
-        room = self._admission.allowance(submitted=self._submitted, version=self._learned)
         known = len(self._queue)
-        for prompts in upcoming(known, known + room):
+        for prompts in upcoming(known, max(known, admitted)):
             everyone = [row for rank in gather_objects(prompts) for row in rank]
             flight, asked = self._flight, []
             if flight is not None:
                 asked = [flight.submit(prompt, options(), n) for prompt in everyone[::n]]
             self._queue.append(_Batch(prompts, self._version(), asked))
-            self._submitted += 1
 
     @property
     def oldest_version(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from trl_offpolicy.checks import check_number
 from trl_offpolicy.parts import read_numbers
 
-Partial = Literal["continue", "finish"]
+Partial = Literal["continue", "finish", "keep"]
 OldLogps = Literal["recompute_proximal", "snapshot", "balance", "ewma", "refuse"]
 
 _CONTINUABLE = frozenset({"repetition_penalty", "ignore_eos", "logit_bias", "stop_token_ids"})
@@ -22,11 +22,13 @@ class AsyncSettings:
 
     Args:
         lag: generation batches that may be sampled ahead (AReaL's eta). A batch is learned from at most ``lag``
-            generations after the weights that its requests were sent with. 1 = one-step off-policy, 0 = in turn.
+            generations after the weights that its requests were sent with. 1 = one-step off-policy, 0 = in turn. Where
+            an optimizer step learns from several generations, it counts optimizer steps.
         partial: what a weight sync does with requests in flight. "finish" waits for them, so every response is of one
             version. "continue" cuts them, keeps the tokens with their log-probs and versions, and continues them under
-            the new weights. None = "finish" up to lag 1, where a sync finds at most the batch that is needed next, else
-            "continue".
+            the new weights. "keep" lets them end under the adapter that they began with: the server holds the adapters
+            of several versions, so nothing waits, and every response is of one version. None = "finish" up to lag 1,
+            where a sync finds at most what the next optimizer step needs, else "continue".
         old_logps: what replaces the log-probs that the trainer would have given at the weights that sampled.
             "recompute_proximal": nothing. The current weights are the proximal policy, and importance weights hold
             proximal/sampling. "snapshot": the exact log-probs, from copies of the trainable weights of every version in
@@ -61,9 +63,19 @@ class AsyncSettings:
             raise ValueError(f"async_rollouts.ewma_decay must be in [0, 1), but got {self.ewma_decay}.")
 
     @property
+    def on_sync(self) -> Partial:
+        """What a sync does with requests in flight: ``partial``, or what its None stands for."""
+        return self.partial or ("continue" if self.lag > 1 else "finish")
+
+    @property
     def cuts(self) -> bool:
         """True if a sync cuts requests in flight."""
-        return self.partial == "continue" or (self.partial is None and self.lag > 1)
+        return self.on_sync == "continue"
+
+    @property
+    def keeps(self) -> bool:
+        """True if requests in flight go on under the adapter that they began with."""
+        return self.on_sync == "keep"
 
     @classmethod
     def parse(cls, value: Any) -> AsyncSettings | None:
@@ -93,7 +105,7 @@ class AsyncSettings:
         """
         if self.cuts and (bad := sorted(name for name, value in options.items() if _counts(name, value))):
             raise ValueError(
-                "async_rollouts.partial must be 'finish' (lag 0 or 1, or said) with the sampling options "
+                "async_rollouts.partial must be 'finish' (lag 0 or 1, or said) or 'keep' with the sampling options "
                 f"{', '.join(bad)}: they begin anew where a cut response is continued."
             )
 
