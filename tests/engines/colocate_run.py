@@ -14,11 +14,13 @@ import json
 import sys
 from pathlib import Path
 
+from accelerate.utils import gather_object
 from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_models import DRAFTS, save_tiny_model, spread, tiny_prompts
 
+from trl_offpolicy.engines.norm_noise import NoisyNorms, norms
 from trl_offpolicy.run_folder.syncs import read_syncs
 from trl_offpolicy.trl import engine as trl_engines
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
@@ -63,6 +65,20 @@ def lose_the_second_sync() -> None:
     trl_engines.reload_in_process = lose_the_second
 
 
+def noted_norms() -> list[float]:
+    """What the norms of this rank's engine add up to, each time that they have got noise."""
+    sums: list[float] = []
+    original = NoisyNorms.on
+
+    def on(self: NoisyNorms, version: int, sigma: float) -> None:
+        original(self, version, sigma)
+        if sigma:
+            sums.append(sum(float(weight.double().sum()) for weight in norms(self._model()).values()))
+
+    NoisyNorms.on = on  # type: ignore[method-assign]
+    return sums
+
+
 def main() -> None:
     """Train, then print the largest |log-ratio| of every step and the engine's settings."""
     options = parse()
@@ -71,6 +87,7 @@ def main() -> None:
         trl_engines.TRLEngine.sync_weights = lambda self: None  # type: ignore[method-assign]
     if options.lost_sync:
         lose_the_second_sync()
+    noisy = noted_norms()
     engine = {
         "dtype": options.dtype,
         "enforce_eager": True,
@@ -111,6 +128,7 @@ def main() -> None:
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
     held_out = trainer.evaluate(tiny_prompts(8)) if options.noise else {}
+    noisy_by_rank = gather_object([noisy])
     if not trainer.accelerator.is_main_process:
         return
     moved = max(float((value - before[name]).abs().max()) for name, value in trainer.model.named_parameters())
@@ -122,6 +140,7 @@ def main() -> None:
                 "mismatch": [row[MISMATCH] for row in rows if MISMATCH in row],
                 "agreement": [row[AGREEMENT] for row in rows if AGREEMENT in row],
                 "noise": [row[NOISE] for row in rows if NOISE in row],
+                "noisy_norms": noisy_by_rank,
                 "taken": [row[TAKEN] for row in rows if TAKEN in row],
                 "held_out": held_out.get(f"eval_{MISMATCH}"),
                 "bytes": [row[BYTES] for row in rows if BYTES in row],

@@ -18,6 +18,8 @@ AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
 
 def start(*flags: str, launcher: tuple[str, ...] = (), threads: int = 2) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -134,11 +136,20 @@ def test_the_adapter_alone_gives_the_same_policy_for_a_fraction_of_the_bytes() -
 @pytest.mark.slow
 def test_two_processes_each_with_an_engine() -> None:
     """One group of 16 lies on both: with the same seed for both engines half of it would be copies."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = start("--generations", "16", launcher=launcher)
+    done = start("--generations", "16", launcher=TWO_RANKS)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])  # of the main rank: the metrics are those of both
     assert result["ranks"] == 2
     assert max(result["copied"]) == 0.0 and result["distinct"][0] > 0.8
     assert len(result["mismatch"]) == 3 and max(result["mismatch"]) < AGREE
     assert min(result["agreement"]) > 1 - AGREE
+
+
+@pytest.mark.slow
+def test_the_engines_of_two_processes_have_the_same_noise() -> None:
+    done = start("--noise", launcher=TWO_RANKS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    one, other = result["noisy_norms"]
+    assert one == other and len(set(one)) > 1  # and each version has noise of its own
+    assert result["noise"] == pytest.approx([0.0, 0.3, 0.1], rel=0.2)
