@@ -72,7 +72,7 @@ class ModuleAhead:
             )
         whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
         check_snapshots(self._settings, sharded=None if whole else type(trainer.strategy).__name__)
-        check_adapter(self._settings, ModelWeights(self._module.policy).adapter() if self._settings.keeps else None)
+        check_adapter(self._settings, has_adapter=ModelWeights(self._module.policy).has_adapter)
         check_server(self._settings, server)
         self._old = OldPolicy(self._settings)
         self._queue = RolloutsAhead(self._settings, rank=trainer.global_rank, version=lambda: trainer.global_step)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trl_offpolicy import PolicyBatch, presets
+from trl_offpolicy.engines.weights.files import write_adapter, write_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -46,3 +47,9 @@ def test_nothing_waits_for_the_device(name):
     assert torch.equal(out.keep_mask.cpu(), expected.keep_mask)
     torch.testing.assert_close(out.weights.cpu(), expected.weights, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.loss.detach().cpu(), expected.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_a_device_are_written_and_compared(tmp_path):
+    weights = {"a": torch.rand(8, 8, device="cuda"), "b": torch.ones(4, device="cuda", dtype=torch.bfloat16)}
+    assert write_adapter(tmp_path / "adapter", {"r": 8}, weights) > 0
+    assert write_weights(tmp_path / "whole", iter(weights.items())) > 0

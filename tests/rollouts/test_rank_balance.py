@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import two_ranks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_offpolicy.rollouts.micro_batches import Lengths, Splitting, split_rows
@@ -23,6 +23,7 @@ def lengths_of(rows: list[list[tuple[int, int]]]) -> list[Lengths]:
     return [Lengths(*torch.tensor(own).T, torch.arange(len(own))) for own in rows]
 
 
+@settings(deadline=None)  # the first example may wait for a busy machine
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.randoms())
 def test_each_row_once_within_its_window(ranks: int, size: int, window: int, windows: int, draw: Any) -> None:
     count = size * window * windows
@@ -89,6 +90,8 @@ PROMPTS = [torch.tensor([1, 2, 2, 1]), torch.tensor([2, 3, 3, 2])]
 COMPLETIONS = [torch.tensor([3, 1, 6, 1]), torch.tensor([7, 5, 8, 2])]
 """One of rank 0 is longer than one of rank 1, so that they meet in a micro-batch."""
 HOW = Splitting(window=PARTS, balance=True)
+MULTIPLE = 4
+"""Of which widths are multiples, where that is asked for."""
 
 
 def run(rank: int) -> dict[str, Any]:
@@ -108,8 +111,25 @@ def run(rank: int) -> dict[str, Any]:
         found, how = balanced(those, PARTS, replace(HOW, balance=why != "not asked for"))
         kept[why] = found is those and how.sort
     parts = split_rows(rows, PARTS, then)
+    rounded, how = balanced(in_multiples(given), PARTS, replace(HOW, multiple=MULTIPLE))
+    widths = [
+        (part["prompt_ids"].shape[1], part["completion_ids"].shape[1]) for part in split_rows(rounded, PARTS, how)
+    ]
     plain = [{name: _plain(value) for name, value in part.items()} for part in parts]
-    return {"parts": plain, "kept": kept, "sorts again": then.sort}
+    return {"parts": plain, "kept": kept, "sorts again": then.sort, "widths": widths, "dealt": not how.sort}
+
+
+def in_multiples(rows: dict[str, Any]) -> dict[str, Any]:
+    """Rows as a trainer pads them with ``pad_to_multiple_of``: prompts left and completions right."""
+    left, right = (-rows[name].shape[1] % MULTIPLE for name in ("prompt_ids", "completion_ids"))
+    sides = {
+        "prompt_ids": (left, 0),
+        "prompt_mask": (left, 0),
+        "completion_ids": (0, right),
+        "completion_mask": (0, right),
+    }
+    kept = {name: rows[name] for name in ("advantages", "num_items_in_batch")}
+    return kept | {name: torch.nn.functional.pad(rows[name], side) for name, side in sides.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -125,6 +145,7 @@ def test_two_ranks_exchange_rows_with_all_that_belongs_to_them(tmp_path: Path) -
         first, second = (len(part["completion_ids"][0]) for part in one["parts"])
         assert first > second  # the longest first, on both ranks
         assert not one["sorts again"]
+        assert one["dealt"] and all(width % MULTIPLE == 0 for widths in one["widths"] for width in widths)
         assert one["kept"] and all(one["kept"].values()), one["kept"]
     sizes = {
         10 * (1 + rank) + i: (int(PROMPTS[rank][i]), int(COMPLETIONS[rank][i])) for rank in (0, 1) for i in range(4)

@@ -316,10 +316,8 @@ def test_gradient_checkpointing_shares_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["sometimes", 3, None])
 def test_other_values_are_refused(value: Any, tmp_path: Path) -> None:
-    for name, others in (("trim_padding", "columns"), ("share_prefix", "auto")):
-        with pytest.raises(
-            ValueError, match=f"{name} must be true, false or one of \\['{others}'\\], but got {value!r}"
-        ):
+    for name, others in (("trim_padding", "'columns', 'ranks'"), ("share_prefix", "'auto'")):
+        with pytest.raises(ValueError, match=f"{name} must be true, false or one of \\[{others}\\], but got {value!r}"):
             OffPolicyGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{name: value})
 
 

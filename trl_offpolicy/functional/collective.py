@@ -83,10 +83,10 @@ def broadcast_object(value: Any) -> Any:
 
 
 def exchange_objects(sent: Sequence[Any]) -> list[Any]:
-    """One picklable object from each rank, in rank order: what they have for this one.
+    """The picklable objects that the ranks have for this one, in rank order.
 
     Args:
-        sent: this rank's object for each rank. No rank holds more than what is sent to it.
+        sent: this rank's object for each rank. On its way each takes as much room as the largest.
     """
     if not is_distributed():
         return list(sent)

@@ -58,7 +58,7 @@ def balanced(rows: Mapping[str, Any], parts: int, how: Splitting) -> tuple[Mappi
     if min(tokens) >= _most([one.tokens for one in told]):
         return rows, how
     plan = plans[tokens.index(min(tokens))]
-    return {**rows, **_exchanged(rows, plan)}, replace(how, sort=False, whole_groups=False)
+    return {**rows, **_exchanged(rows, plan, how.multiple)}, replace(how, sort=False, whole_groups=False)
 
 
 # ----------------------------------------------------------------------------------------------------------- the plan
@@ -137,9 +137,8 @@ def _most(tokens: Sequence[Sequence[int]]) -> int:
 def _dealt_lengths(lengths: Sequence[Lengths], places: Sequence[Place]) -> Lengths:
     prompt, completion = (torch.stack([one[column] for one in lengths]) for column in range(2))
     ranks, rows = torch.tensor(places).T
-    return Lengths(
-        prompt[ranks, rows], completion[ranks, rows], torch.arange(len(places))
-    )  # no prompt counts as shared
+    groups = torch.arange(len(places))  # no prompt counts as shared
+    return Lengths(prompt[ranks, rows], completion[ranks, rows], groups)
 
 
 # ------------------------------------------------------------------------------------------------------- the exchange
@@ -169,11 +168,11 @@ def _field(name: str, value: Any, columns: str) -> tuple[Any, ...]:
     return name, str(value.dtype), tuple(value.shape[2 if columns else 1 :]), columns
 
 
-def _exchanged(rows: Mapping[str, Any], plan: Sequence[Sequence[Place]]) -> dict[str, Any]:
-    """This rank's rows by ``plan``, on the device that its own have."""
+def _exchanged(rows: Mapping[str, Any], plan: Sequence[Sequence[Place]], multiple: int | None) -> dict[str, Any]:
+    """This rank's rows by ``plan``, on the device that its own have; widths are multiples of ``multiple``."""
     here, columns = torch.distributed.get_rank(), _columns(rows)
     mine = {name: rows[name] for name in columns}
-    sent = [_sent(mine, [row for rank, row in places if rank == here]) for places in plan]
+    sent = [_sent(mine, [row for rank, row in places if rank == here], multiple) for places in plan]
     arrived = exchange_objects(sent)  # of each rank, those that this one takes
     filled = [part for part in arrived if len(part["completion_ids"])]
     widest = (
@@ -197,10 +196,10 @@ def _exchanged(rows: Mapping[str, Any], plan: Sequence[Sequence[Place]]) -> dict
     return {name: joined(name, own) for name, own in mine.items()}
 
 
-def _sent(rows: Mapping[str, Any], index: list[int]) -> dict[str, Any]:
+def _sent(rows: Mapping[str, Any], index: list[int], multiple: int | None) -> dict[str, Any]:
     """Some rows on the host, without columns that all of them leave empty."""
     part = taken(rows, torch.tensor(index, dtype=torch.long))
-    part = trimmed(part) if index else part
+    part = trimmed(part, multiple=multiple) if index else part
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in part.items()}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_snapshots
 from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
@@ -177,7 +178,7 @@ def sample_ahead(trainer: Any) -> TrainerAhead | None:
         return None
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     check_snapshots(settings, sharded="FSDP or DeepSpeed" if sharded else None)
-    check_adapter(settings, trainer.vllm_generation.source.adapter() if settings.keeps else None)
+    check_adapter(settings, has_adapter=ModelWeights(trainer.vllm_generation.model).has_adapter)
     if (server := trainer.vllm_generation.server) is not None:
         check_server(settings, server)
     ahead = TrainerAhead(trainer, settings)

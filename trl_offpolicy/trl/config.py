@@ -147,8 +147,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         default=None,
         metadata={
             "help": "Sample ahead with a vLLM server: generation batches that may be in flight while the trainer "
-            "learns (a lag, 1 = one-step off-policy), or a mapping with the keys lag, partial (continue, finish), "
-            "old_logps (recompute_proximal, snapshot, ewma, refuse), ewma_decay. Default: sample and learn in turn."
+            "learns (a lag, 1 = one-step off-policy), or a mapping with the keys lag, partial (continue, finish, "
+            "keep), old_logps (recompute_proximal, snapshot, ewma, balance, refuse), ewma_decay. Default: sample and "
+            "learn in turn."
         },
     )
     record_rollouts: bool = field(

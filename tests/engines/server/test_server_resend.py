@@ -12,6 +12,7 @@ import torch
 
 from trl_offpolicy.engines.engine import EngineError, SyncError
 from trl_offpolicy.engines.server.adapters import ServerAdapters
+from trl_offpolicy.engines.server.checks import before_others
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.contact import Refused
 from trl_offpolicy.engines.server.engine import ServerEngine
@@ -224,6 +225,32 @@ def test_requests_of_several_versions_find_a_server_started_anew(monkeypatch, tm
     assert set(adapters.unload_all_but(4)) == {"mine-3", "mine-4"}  # in use
     engine.serve_several(set)
     assert adapters.unload_all_but(4) == ["mine-4"] and server.held == [engine._adapter]
+
+
+class Scorer(RestartedServer):
+    """Keeps the bodies of requests for completions; knows no log-probs."""
+
+    def post(self, path: str, body: dict[str, Any], **_: Any) -> Any:
+        self.body = body
+        return {"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -0.5}}]}]}
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"scheduler_config": {"policy": "priority"}}, {"priority": -1}),
+        ({"scheduler_config": {"policy": "fcfs"}}, {}),
+        ({}, {}),
+    ],
+)
+def test_the_proof_of_a_sync_goes_before_rollouts_where_the_server_can(monkeypatch, tmp_path, config, field):
+    """A server that takes requests in their order refuses the field."""
+    server = Scorer()
+    server.label = "mine:4"
+    engine = engine_of(server, monkeypatch, tmp_path)
+    engine._first = before_others(config)
+    assert engine.score([[7, 5]]) == [[-0.5]]
+    assert {name: value for name, value in server.body.items() if name == "priority"} == field
 
 
 def test_names_of_adapters(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_a_failure_in_the_middle_leaves_the_old_version_and_no_new_one(tmp_path)
     require_same(tmp_path / "v1" / "model-00000.safetensors", dict(WEIGHTS))
 
 
-@pytest.mark.parametrize("damage", ["shorter", "changed", "absent", "other names"])
+@pytest.mark.parametrize("damage", ["shorter", "changed", "absent", "other names", "other dtype", "other shape"])
 def test_damage_is_found_and_the_file_named(tmp_path, damage):
     write_weights(tmp_path / "v1", iter(WEIGHTS))
     path = tmp_path / "v1" / "model-00000.safetensors"
@@ -64,6 +65,10 @@ def test_damage_is_found_and_the_file_named(tmp_path, damage):
         path.unlink()
     elif damage == "other names":
         wanted["w5"] = wanted.pop("w4")
+    elif damage == "other dtype":
+        wanted["w4"] = wanted["w4"].view(torch.int32)  # the same bytes
+    elif damage == "other shape":
+        wanted["w4"] = wanted["w4"].T.contiguous()  # the same number everywhere
     elif damage == "shorter":
         path.write_bytes(content[:-1])
     else:
@@ -89,6 +94,45 @@ def test_what_is_written_is_read_back(tmp_path, monkeypatch):
     with pytest.raises(SyncError, match=r"model-00000\.safetensors does not hold what was written"):
         write_weights(tmp_path / "v2", iter(WEIGHTS))
     assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that counts how often it is brought to the host, as one of a GPU must be."""
+
+    brought = 0
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        Elsewhere.brought += 1
+        return torch.Tensor(self)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_what_lies_on_a_device_is_compared_on_the_host(tmp_path, adapter):
+    there = [(name, value.as_subclass(Elsewhere)) for name, value in WEIGHTS]
+    before = Elsewhere.brought
+    if adapter:
+        write_adapter(tmp_path / "v1", {"r": 4}, dict(there))
+    else:
+        write_weights(tmp_path / "v1", iter(there))
+    assert Elsewhere.brought == before + len(there)
+
+
+def test_all_that_is_written_is_waited_for(tmp_path, monkeypatch):
+    """A loss of power leaves no file of a complete version empty."""
+    waited = []
+    monkeypatch.setattr(weight_files, "fsync", lambda path: waited.append(path.name))
+    write_adapter(tmp_path / "a", {"r": 4}, dict(WEIGHTS))
+    assert {path.name for path in (tmp_path / "a").iterdir()} <= set(waited)
+
+
+def test_what_is_no_fault_of_the_disk_is_not_called_one(tmp_path, monkeypatch):
+    def broken():
+        yield WEIGHTS[0]
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+    with pytest.raises(RuntimeError, match="same device"):
+        write_weights(tmp_path / "v1", broken())
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_adapter_has_pefts_layout(tmp_path):

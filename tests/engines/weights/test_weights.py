@@ -112,7 +112,7 @@ def test_an_adapter_stands_alone_only_if_it_is_all_of_the_policy(fresh_model):
     assert adapter is not None
     assert len(adapter.tensors) == 8 and all(name.startswith("base_model.model.") for name in adapter.tensors)
     assert adapter.config["target_modules"] == ["down_proj", "q_proj"]
-    assert ModelWeights(fresh_model()).adapter() is None
+    assert ModelWeights(fresh_model()).adapter() is None and not ModelWeights(fresh_model()).has_adapter
     for options in (
         {"modules_to_save": ["lm_head"]},
         {"target_modules": ["lm_head"]},

@@ -73,6 +73,22 @@ class Trainer:
         return landed
 
 
+def test_a_server_is_told_of_the_versions_in_use_while_a_run_keeps_several() -> None:
+    """A run after it, which does not, syncs as ever."""
+
+    class Several(Scripted):
+        in_use: Any = None
+
+        def serve_several(self, in_use: Any) -> None:
+            self.in_use = in_use
+
+    server = Several()
+    trainer = Trainer({"lag": 2, "partial": "keep"}, server)
+    assert server.in_use() == frozenset()
+    trainer.queue.close()
+    assert server.in_use is None
+
+
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_each_batch_once_in_order_at_most_lag_versions_old(lag: int) -> None:
     trainer = Trainer({"lag": lag, "partial": "finish"}, Scripted())

@@ -11,7 +11,7 @@ import pytest
 from trl import TrlParser
 
 from trl_offpolicy.engines.engine import EngineError
-from trl_offpolicy.rollouts.ahead.checks import check_server, check_trainer
+from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_trainer
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
@@ -83,7 +83,7 @@ def test_wrong_values(value: Any, message: str) -> None:
         ),
         (
             {"async_rollouts": {"lag": 2, "partial": "keep"}},
-            r"^engine\.transfer must be adapter \(or auto\) with async_rollouts\.partial 'keep'.* Got 'folder'",
+            r"^engine\.transfer must be adapter \(or auto\) with async_rollouts\.partial 'keep', but got 'folder'",
         ),
         (
             {
@@ -139,7 +139,9 @@ def test_what_can(make_args: Callable[..., Any], options: dict[str, Any]) -> Non
 
 def test_a_server_must_load_adapters_to_keep_several(caplog: pytest.LogCaptureFixture) -> None:
     settings = AsyncSettings(lag=2, partial="keep")
-    with pytest.raises(EngineError, match="loads no adapters: start it with `trl-offpolicy serve --lora-rank N`"):
+    with pytest.raises(
+        EngineError, match="loads no adapters, but got 'keep': start it with `trl-offpolicy serve --lora-rank N`"
+    ):
         check_server(settings, SimpleNamespace(takes_adapter=False))
 
     with pytest.raises(EngineError, match="a vLLM server that has a KV connector"):
@@ -150,6 +152,15 @@ def test_a_server_must_load_adapters_to_keep_several(caplog: pytest.LogCaptureFi
     check_server(settings, SimpleNamespace(takes_adapter=True, keeps_kv=False, most_adapters=2))
     assert "with 2 adapters at a time, but with lag 2 there can be 3 versions" in caplog.text
     assert "--max-loras 3" in caplog.text
+
+
+def test_what_keeps_several_needs_an_adapter_of_its_own() -> None:
+    with pytest.raises(
+        ValueError, match=r"^async_rollouts\.partial must be .* but got 'keep', which takes a PEFT model"
+    ):
+        check_adapter(AsyncSettings(lag=2, partial="keep"), has_adapter=False)
+    check_adapter(AsyncSettings(lag=2, partial="keep"), has_adapter=True)
+    check_adapter(AsyncSettings(lag=2, partial="continue"), has_adapter=False)
 
 
 @pytest.mark.parametrize("name", ["rollout_func", "tools", "environment_factory"])

@@ -82,7 +82,7 @@ class ServerEngine:
 
     Args:
         base_url: ``http://127.0.0.1:8000``.
-        folder: weights are written here, one folder per version; the last two are kept.
+        folder: weights are written here, one folder per version; the last two are kept, and what is in use.
         transfer: "folder" sends merged weights, "adapter" the LoRA adapter (a few MB). "auto" sends the adapter if it
             is all that is trained and the server can load it, else through a folder. "broadcast" sends merged weights
             straight into the server's workers (NCCL between GPUs, else Gloo), without a disk; a server that is started
@@ -169,11 +169,11 @@ class ServerEngine:
             require_writable(self.folder, where="engine.folder")
         self._source = source
 
-    def serve_several(self, in_use: Callable[[], Collection[int]]) -> None:
+    def serve_several(self, in_use: Callable[[], Collection[int]] | None) -> None:
         """From now on a sync leaves requests in flight the adapter that they began with, and stops none of them.
 
         Args:
-            in_use: returns the versions with which requests in flight have begun; their adapters are kept.
+            in_use: returns the versions whose adapters are kept, as requests in flight began with them; None ends it.
         """
         self._adapters.in_use = in_use
 

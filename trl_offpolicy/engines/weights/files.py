@@ -51,7 +51,7 @@ def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
 
 
 def require_same(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read a file of tensors back and compare it, byte by byte, with what was to be written.
+    """Read a file of tensors back and compare names, dtypes, shapes and bytes with what was to be written.
 
     Args:
         path: a safetensors file.
@@ -63,12 +63,17 @@ def require_same(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         with safe_open(path, "pt") as stored:
             same = set(stored.keys()) == set(tensors) and all(
-                torch.equal(_bytes(stored.get_tensor(name)), _bytes(tensor)) for name, tensor in tensors.items()
+                _is_same(stored.get_tensor(name), tensor) for name, tensor in tensors.items()
             )
     except (OSError, SafetensorError) as error:
         raise SyncError(f"{path} cannot be read back: a partial file (disk full?): {error}.") from error
     if not same:
         raise SyncError(f"{path} does not hold what was written: the file was changed or damaged.")
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -213,8 +218,9 @@ def _publish(folder: Path, texts: Mapping[str, str], shards: Iterator[tuple[str,
         temporary.mkdir(mode=0o700)
         for name, text in texts.items():
             (temporary / name).write_text(text)
+            fsync(temporary / name)
         for name, tensors in shards:
-            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
             save_file(whole, temporary / name)
             fsync(temporary / name)
             require_same(temporary / name, whole)
@@ -224,14 +230,17 @@ def _publish(folder: Path, texts: Mapping[str, str], shards: Iterator[tuple[str,
         fsync(folder.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, SyncError) or not isinstance(error, Exception):
+        if not isinstance(error, OSError | SafetensorError):
             raise
         raise SyncError(f"weights could not be written to {folder.parent}: {error}. Is the disk full?") from error
     return total
 
 
 def _seal(folder: Path) -> int:
-    """Write the manifest, by which a version is known, and wait until all is on the disk; returns the bytes."""
+    """Write the manifest, by which a version is known, and wait until it and all names are on the disk.
+
+    Returns the bytes of the files, which were waited for when they were written.
+    """
     manifest = {path.name: {"bytes": path.stat().st_size} for path in sorted(folder.iterdir()) if path.is_file()}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
     fsync(folder / MANIFEST)
@@ -246,6 +255,6 @@ def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, dict[s
         if part and size + tensor.nbytes > SHARD_BYTES:
             yield f"model-{number:05d}.safetensors", part
             part, size, number = {}, 0, number + 1
-        part[name] = tensor.detach().to("cpu")
+        part[name] = tensor.detach().cpu()  # here already, so that a shard never lies on the device as a whole
         size += tensor.nbytes
     yield f"model-{number:05d}.safetensors", part

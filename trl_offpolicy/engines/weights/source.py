@@ -68,11 +68,21 @@ class ModelWeights:
             with _gathered(parameters):
                 yield from _own_weights(path, module, parameters)
 
+    @property
+    def has_adapter(self) -> bool:
+        """Whether :meth:`adapter` returns one. No weight is gathered or copied."""
+        return self._adapter_config is not None
+
+    @property
+    def _adapter_config(self) -> Any:
+        config = getattr(self.model, "peft_config", {}).get("default")
+        return config if config is not None and _stands_alone(self.model, config) else None
+
     @torch.no_grad()
     def adapter(self) -> Adapter | None:
         """The default adapter if it is plain LoRA on linear layers and nothing else is trained."""
-        config = getattr(self.model, "peft_config", {}).get("default")
-        if config is None or not _stands_alone(self.model, config):
+        config = self._adapter_config
+        if config is None:
             return None
         from peft import get_peft_model_state_dict
 

@@ -28,12 +28,12 @@ def check_config(args: Any, settings: AsyncSettings, objective: Objective) -> No
             f"async_rollouts must be left out with {got}: an engine in the trainer's process cannot sample while the "
             "trainer learns. Start a server (trl-offpolicy serve) and set use_vllm: true, vllm_mode: server."
         )
-    if not EngineSettings.parse(args.engine).on_server(args.device.type, ahead=True):
+    engine = EngineSettings.parse(args.engine)
+    if not engine.on_server(args.device.type, ahead=True):
         raise ValueError(
             "engine.transfer must be auto, folder, adapter or broadcast with async_rollouts, but got 'nccl': TRL's own "
             "client asks for all completions in one call that a sync cannot wait for."
         )
-    engine = EngineSettings.parse(args.engine)
     check_keeps(settings, engine.transfer, engine.weight_rounding)
     extra: dict[str, Any] = dict(args.generation_kwargs or {})
     if args.vllm_structured_outputs_regex is not None:
@@ -55,13 +55,14 @@ def check_keeps(settings: AsyncSettings, transfer: str, weight_rounding: Any) ->
     """
     if settings.keeps and weight_rounding is not None:
         raise ValueError(
-            "engine.weight_rounding must be left out with async_rollouts.partial 'keep': weights are rounded with the "
-            "adapter merged into them, and a server can hold one version of whole weights."
+            "engine.weight_rounding must be left out with async_rollouts.partial 'keep', but got "
+            f"{weight_rounding!r}: weights are rounded with the adapter merged into them, and a server can hold one "
+            "version of whole weights."
         )
     if settings.keeps and transfer not in ("auto", "adapter"):
         raise ValueError(
-            "engine.transfer must be adapter (or auto) with async_rollouts.partial 'keep': a server can hold the "
-            f"adapters of several versions, but only one version of whole weights. Got {transfer!r}."
+            f"engine.transfer must be adapter (or auto) with async_rollouts.partial 'keep', but got {transfer!r}: a "
+            "server can hold the adapters of several versions, but only one version of whole weights."
         )
 
 
@@ -162,8 +163,8 @@ def check_server(settings: AsyncSettings, server: Any) -> None:
         _check_adapters(settings, server)
     if settings.cuts and not server.can_cut:
         raise EngineError(
-            "async_rollouts.partial must be 'finish' with this vLLM server, which has no /abort_requests: start it "
-            "with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
+            "async_rollouts.partial must be 'finish' with a vLLM server that has no /abort_requests, but got "
+            f"{settings.on_sync!r}: start it with `trl-offpolicy serve`, or with VLLM_SERVER_DEV_MODE=1 (vLLM 0.27+)."
         )
 
 
@@ -171,14 +172,14 @@ def _check_adapters(settings: AsyncSettings, server: Any) -> None:
     """Raise unless the server loads adapters; warn if fewer than ``lag + 1`` of them can sample at the same time."""
     if not server.takes_adapter:
         raise EngineError(
-            "async_rollouts.partial must be 'finish' or 'continue' with this vLLM server, which loads no adapters: "
-            "start it with `trl-offpolicy serve --lora-rank N`, or with --enable-lora and "
+            "async_rollouts.partial must be 'finish' or 'continue' with a vLLM server that loads no adapters, but got "
+            "'keep': start it with `trl-offpolicy serve --lora-rank N`, or with --enable-lora and "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
         )
     if server.keeps_kv:
         raise EngineError(
-            "async_rollouts.partial must be 'finish' or 'continue' with a vLLM server that has a KV connector: what it "
-            "keeps is not known to tell adapters apart, and 'keep' does not reset it at a sync."
+            "async_rollouts.partial must be 'finish' or 'continue' with a vLLM server that has a KV connector, but got "
+            "'keep': what it keeps is not known to tell adapters apart, and 'keep' does not reset it at a sync."
         )
     versions = settings.lag + 1
     if server.most_adapters is not None and server.most_adapters < versions:
@@ -193,18 +194,19 @@ def _check_adapters(settings: AsyncSettings, server: Any) -> None:
         )
 
 
-def check_adapter(settings: AsyncSettings, adapter: Any) -> None:
+def check_adapter(settings: AsyncSettings, *, has_adapter: bool) -> None:
     """Raise if several versions are to be live at once, but the model has no adapter that can be sent alone.
 
     Args:
         settings: the parsed field.
-        adapter: what the weights' source gives as the adapter.
+        has_adapter: whether it has one (:attr:`~trl_offpolicy.engines.weights.source.ModelWeights.has_adapter`).
 
     Raises:
         ValueError: there is none.
     """
-    if settings.keeps and adapter is None:
+    if settings.keeps and not has_adapter:
         raise ValueError(
-            "async_rollouts.partial must be 'finish' or 'continue' here: 'keep' takes a PEFT model with plain LoRA on "
-            "linear layers (no lm_head, embeddings, bias, modules_to_save or DoRA), which is all that is trained."
+            "async_rollouts.partial must be 'finish' or 'continue' without an adapter that can be sent alone, but got "
+            "'keep', which takes a PEFT model with plain LoRA on linear layers (no lm_head, embeddings, bias, "
+            "modules_to_save or DoRA), which is all that is trained."
         )

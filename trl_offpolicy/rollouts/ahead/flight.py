@@ -46,8 +46,8 @@ class Server(Protocol):
     def cut(self) -> None:
         """End every request at once. Each returns the tokens that it has."""
 
-    def serve_several(self, in_use: Callable[[], Collection[int]]) -> None:
-        """From now on keep the adapters of the versions ``in_use()`` at a sync. Called with ``on_sync="keep"``."""
+    def serve_several(self, in_use: Callable[[], Collection[int]] | None) -> None:
+        """From now on keep the adapters of the versions ``in_use()`` at a sync (``on_sync="keep"``); None ends it."""
 
 
 @dataclass

@@ -105,8 +105,8 @@ class AsyncSettings:
         """
         if self.cuts and (bad := sorted(name for name, value in options.items() if _counts(name, value))):
             raise ValueError(
-                "async_rollouts.partial must be 'finish' (lag 0 or 1, or said) or 'keep' with the sampling options "
-                f"{', '.join(bad)}: they begin anew where a cut response is continued."
+                "async_rollouts.partial must be 'finish' (the default up to lag 1) or 'keep' with the sampling options "
+                f"{', '.join(bad)}, but got 'continue': they begin anew where a cut response is continued."
             )
 
 

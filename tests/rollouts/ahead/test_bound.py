@@ -10,43 +10,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trl_offpolicy.rollouts.ahead.admission import Admission
+from trl_offpolicy.rollouts.ahead.lookahead import generations_admitted
 
 
 @pytest.mark.parametrize("lag", [0, 1, 4])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_the_bound_is_areals(batch_size: int, lag: int) -> None:
-    bound = Admission(batch_size=batch_size, lag=lag)
+    """Batch k is learned from at version k, so batches up to version + lag may be requested, and no later one."""
+    admitted = generations_admitted(lag=lag, every=4, in_step=4, accumulation=4)  # one batch in a step
     for version in range(4):
-        for submitted in range(60):
-            number = submitted + 1  # of the rollout that is to be admitted, counted from 1
-            assert bound.admits(submitted=submitted, version=version) == (
-                math.floor((number - 1) / batch_size) <= version + lag
-            )
-        room = bound.allowance(submitted=5, version=version)
-        assert all(bound.admits(submitted=5 + i, version=version) for i in range(room))
-        assert room == 0 or not bound.admits(submitted=5 + room, version=version)
-
-
-def test_unbounded() -> None:
-    bound = Admission(batch_size=2, lag=None)
-
-    assert bound.admits(submitted=10**9, version=0)
-    with pytest.raises(ValueError, match=r"^lag must be a number for an allowance"):
-        bound.allowance(submitted=0, version=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0, "lag": 1}, r"^batch_size must be a whole number >= 1, but got 0"),
-        ({"batch_size": 1, "lag": -1}, r"^lag must be a whole number >= 0 or None, but got -1"),
-        ({"batch_size": 1, "lag": True}, r"^lag must be a whole number >= 0 or None, but got True"),
-    ],
-)
-def test_wrong_options(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Admission(**options)
+        for number in range(1, 60):  # of the rollout, counted from 1
+            by_batch = (number - 1) // batch_size < version + admitted
+            assert by_batch == (math.floor((number - 1) / batch_size) <= version + lag)
 
 
 # ------------------------------------------------------------------------------------------------------- long tails
@@ -75,12 +50,13 @@ def times(count: int) -> list[float]:
 
 def paced(seconds: list[float], lag: int) -> Run:
     """Admitted by the bound, learned from in the order of admission; a simulated clock."""
-    bound, run = Admission(batch_size=BATCH, lag=lag), Run()
+    run = Run()
+    admitted = generations_admitted(lag=lag, every=1, in_step=1, accumulation=1)
     free = [0.0] * SLOTS  # when each slot of the server is free again
     submitted, version = 0, 0
     asked: dict[int, tuple[int, float]] = {}  # prompt: (version, when it is there)
     while version * BATCH < len(seconds):
-        while submitted < len(seconds) and bound.admits(submitted=submitted, version=version):
+        while submitted < min(len(seconds), (version + admitted) * BATCH):
             start = max(heapq.heappop(free), run.time)
             asked[submitted] = (version, start + seconds[submitted])
             heapq.heappush(free, start + seconds[submitted])
