@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--lag", type=int, default=1)
     parser.add_argument("--old-logps", default="recompute_proximal")
+    parser.add_argument("--partial")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--lora", action="store_true")
@@ -46,7 +47,7 @@ def main() -> None:
         tokenizer=None,
         reward_funcs=spread,
         correction="paper/tis",
-        async_rollouts={"lag": options.lag, "old_logps": options.old_logps},
+        async_rollouts={"lag": options.lag, "old_logps": options.old_logps, "partial": options.partial},
         adapter={"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]} if options.lora else None,
         optimizer=partial(torch.optim.SGD, lr=5.0) if options.lora else partial(torch.optim.AdamW, lr=0.003),
         sampling={"max_tokens": options.length, "extra": {"ignore_eos": True}},

@@ -25,7 +25,7 @@ AGREE = 2e-3
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
-    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "8")
+    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "8", "--max-loras", "3")
     running = Server(model, folder / "log", lora_rank=8, flags=flags).start()
     yield running
     running.kill()
@@ -47,6 +47,15 @@ def test_an_adapter_one_step_off_policy(server: Server, tmp_path: Path) -> None:
     assert len(result["mismatch"]) == 4 and max(result["mismatch"]) < AGREE
     assert min(result["total"][1:]) > 10 * AGREE
     assert max(result["bytes"]) < 100_000
+
+
+def test_responses_end_under_the_adapter_that_they_began_with(server: Server, tmp_path: Path) -> None:
+    """No sync waits for them or cuts them."""
+    flags = ("--lora", "--partial", "keep", "--lag", "2", "--old-logps", "snapshot", "--length", "200", "--steps", "5")
+    result = run(server, tmp_path, *flags)
+    assert max(map(max, result["lags"])) == 2 and result["crossing"] == [0.0] * 5
+    assert len(result["mismatch"]) == 5 and max(result["mismatch"]) < AGREE
+    assert min(result["total"][2:]) > 10 * AGREE
 
 
 def test_one_step_off_policy_and_a_resume(server: Server, tmp_path: Path) -> None:
