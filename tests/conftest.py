@@ -17,7 +17,8 @@ from known_runs import rollout_parts, write_run  # noqa: F401
 from other_digits import OtherDigits
 from triton_interpreter import interpreter_environment
 
-collect_ignore = ["triton_interpreter", "integrations/verl_on_cpu.py"]  # no tests; they import Triton and verl
+# no tests; they import Triton and verl
+collect_ignore = ["triton_interpreter", "integrations/verl_on_cpu.py", "integrations/verl_vllm_on_cpu.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
