@@ -194,6 +194,8 @@ def test_requests_that_keep_their_version_are_left_alone_and_new_ones_wait() -> 
     """Those in flight at a sync end with the version that they began with; one behind them begins with the new one."""
 
     class Several(Slow):
+        def serve_several(self, in_use: Any) -> None: ...
+
         def parts(
             self, prompt: list[int], options: dict[str, Any], n: int, *, version: int | None = None
         ) -> list[tuple[list[int], list[float], str]]:

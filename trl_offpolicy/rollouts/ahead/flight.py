@@ -74,7 +74,8 @@ class Flight:
     Args:
         server: the server that samples.
         on_sync: what :meth:`hold` does with requests in flight: "continue" cuts them, "finish" waits for them, "keep"
-            leaves them alone; each then ends under the version that it began with.
+            leaves them alone; each then ends under the version that it began with, which the server keeps until
+            :meth:`close`.
         workers: largest number of requests in flight; further ones wait.
     """
 
@@ -91,6 +92,8 @@ class Flight:
         self._open = True
         self._closed = False
         self._running: Counter[int] = Counter()  # requests by the version that they began with
+        if on_sync == "keep":
+            server.serve_several(self.versions)
 
     def submit(self, prompt: Sequence[int], options: dict[str, Any], n: int) -> Future[list[ResponseInParts]]:
         """Request ``n`` responses to a prompt; returns at once.
@@ -149,6 +152,8 @@ class Flight:
         self._give_up(_ENDED)
         for i in range(threads):
             self._work.put((-1, i, None, range(0)))
+        if self._on_sync == "keep":
+            self._server.serve_several(None)
 
     def _give_up(self, why: str) -> None:
         with self._gate:

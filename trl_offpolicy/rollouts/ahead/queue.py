@@ -71,7 +71,6 @@ class RolloutsAhead:
     def __init__(self, settings: AsyncSettings, *, rank: int, version: Callable[[], int]) -> None:
         self._on_sync, self._rank, self._version = settings.on_sync, rank, version
         self._flight: Flight | None = None
-        self._keeping: Server | None = None  # told that several versions are in use
         self.close()
 
     def start(self, server: Server | None) -> None:
@@ -84,17 +83,12 @@ class RolloutsAhead:
         if server is None:
             return
         self._flight = Flight(server, on_sync=self._on_sync)
-        if self._on_sync == "keep":
-            self._keeping = server
-            server.serve_several(self._flight.versions)
 
     def close(self) -> None:
         """Give up requests in flight and empty the queue."""
         if self._flight is not None:
             self._flight.close()
-        if self._keeping is not None:
-            self._keeping.serve_several(None)
-        self._flight = self._keeping = None
+        self._flight = None
         self._queue: deque[_Batch] = deque()
         self._waited = 0.0  # seconds of waiting for requests in flight, since the last generation
 
