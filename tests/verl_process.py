@@ -15,6 +15,13 @@ HOW = (
     "torchmetrics."
 )
 
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+OURS = (
+    f"{POLICY_LOSS}._target_=trl_offpolicy.integrations.verl.PolicyLossConfig",
+    f"{POLICY_LOSS}.loss_mode=offpolicy",
+)
+"""Lines of verl's configuration that choose this kit's loss; one with the method comes after them."""
+
 
 def start(script, *arguments, given="", **environment):
     """The process, which imports this checkout."""

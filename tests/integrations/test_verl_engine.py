@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from tiny_models import VOCABULARY, save_tiny_model
-from verl_process import HOW, PYTHON, answer, made_up_batch, start
+from verl_process import HOW, OURS, POLICY_LOSS, PYTHON, answer, made_up_batch, start
 
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
@@ -13,11 +13,6 @@ from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason=HOW)]
 
 PRESET, OPTIONS, STEPS = "decoupled_geo_rs_token_tis", {"is_threshold": 1.2, "rs_threshold": "0.8_1.2"}, 3
-POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
-OURS = [
-    f"{POLICY_LOSS}._target_=trl_offpolicy.integrations.verl.PolicyLossConfig",
-    f"{POLICY_LOSS}.loss_mode=offpolicy",
-]
 
 
 def train(folder, ranks, lines, correction=None):

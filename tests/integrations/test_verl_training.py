@@ -15,7 +15,7 @@ import pytest
 from datasets import Dataset
 from integrations.verl_whole_on_cpu import ENVIRONMENT, OVERRIDES, name_vllm
 from tiny_models import save_tiny_model, tiny_tokenizer
-from verl_process import HERE
+from verl_process import HERE, OURS, POLICY_LOSS
 
 from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.run_folder.run_data import read_metrics, read_run_info
@@ -30,14 +30,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.skipif(PYTHON is N
 
 VLLM = "0.31.0"
 STEPS, MINI_BATCHES = 2, 2
-POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 
 
 def lines(folder, model):
     """verl's configuration: the lines of docs/integrations.md, and a small GRPO run."""
     return [
-        f"{POLICY_LOSS}._target_=trl_offpolicy.integrations.verl.PolicyLossConfig",
-        f"{POLICY_LOSS}.loss_mode=offpolicy",
+        *OURS,
         f"+{POLICY_LOSS}.offpolicy={{preset: paper/tis, run_dir: {folder / 'run'}}}",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         "algorithm.adv_estimator=grpo",
