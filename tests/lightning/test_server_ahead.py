@@ -75,13 +75,10 @@ def test_one_step_off_policy_and_a_resume(server: Server, tmp_path: Path) -> Non
 def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: Path) -> None:
     """Scored with the weights of each token's own version, the trainer agrees with the engine."""
     flags = ("--lag", "2", "--old-logps", "snapshot", "--length", "200", "--steps", "5")
-    for attempt in range(3):  # whether a response is in flight at a sync depends on how fast both sides are just then
-        result = run(server, tmp_path / str(attempt), *flags)
-        if max(result["crossing"]) > 0.1:
-            break
+    result = run(server, tmp_path, *flags)
 
     assert max(map(max, result["lags"])) == 2 and result["in_order"]
-    assert max(result["crossing"]) > 0.1
+    assert max(result["crossing"]) > 0.2
     assert len(result["mismatch"]) == 5 and max(result["mismatch"]) < AGREE
     assert min(result["total"][2:]) > 10 * AGREE
 
