@@ -47,7 +47,7 @@ class Server:
         environment.pop("VLLM_API_KEY", None)
         if self.api_key:
             environment["VLLM_API_KEY"] = self.api_key
-        # Not a session of its own: on a busy machine Linux then let the server run for seconds and the trainer not at all
+        # In a session of its own it would be a scheduling group, which was seen to starve the trainer for seconds.
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0)
         if wait:
