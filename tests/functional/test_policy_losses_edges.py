@@ -11,6 +11,7 @@ from trl_offpolicy.functional.policy_losses import (
     aspo,
     cispo,
     clip_cov,
+    ctpo,
     dppo,
     espo,
     gmpo,
@@ -225,3 +226,12 @@ def test_min_p_of_one_is_the_most_likely_token_alone():
     assert Truncation(min_p=1.0)
     with pytest.raises(ValueError, match=r"min_p must be in \[0, 1\], but got 1.5"):
         Truncation(min_p=1.5)
+
+
+def test_ctpo_flags_by_the_sign_of_the_advantage_and_beyond_the_bound_alone():
+    low, high = math.log(1.25), math.log(1.5)
+    logs = torch.tensor([[-0.5], [-0.5], [0.5], [0.5], [-low], [high]])
+    advantages = torch.tensor([[0.5], [-0.5], [0.5], [-0.5], [-0.5], [0.5]])
+    terms = ctpo(logs, advantages, everywhere(logs), low=low, high=high)
+    assert flags(terms.clipped_low) == [False, True, False, False, False, False]
+    assert flags(terms.clipped_high) == [False, False, True, False, False, False]

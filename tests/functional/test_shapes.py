@@ -25,6 +25,18 @@ from trl_offpolicy.functional.routing import routing_moments
 TOKENS, ROWS, ROW = torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 1)
 MASK, IDS, COUNTED = torch.ones(2, 3).bool(), torch.zeros(2).long(), torch.ones(2).bool()
 LONG = torch.zeros(2, 4)
+
+
+def future_influence(logs, advantages):
+    return losses.future_influence(
+        logs, advantages, MASK, half_life=1.0, low=0.2, high=0.2, max_ratio=None, safe_ratio=None
+    )
+
+
+def qurl(logs, mismatch, advantages):
+    return losses.qurl(logs, mismatch, advantages, low=0.2, high=0.2, max_weight=2.0)
+
+
 CALLS = {  # a call with one argument of a wrong shape, and the name of the argument
     "advantages: groups": (lambda: advantages.group_advantages(ROWS, torch.zeros(3).long(), COUNTED), "group_ids"),
     "advantages: energy": (lambda: advantages.score_energy(TOKENS, LONG, MASK), "sum_sq_probs"),
@@ -47,6 +59,14 @@ CALLS = {  # a call with one argument of a wrong shape, and the name of the argu
     "ppo: advantages (B,)": (lambda: losses.ppo_clip(TOKENS, torch.zeros(3), low=0.2, high=0.2), "advantages"),
     "gspo": (lambda: losses.gspo_token(LONG, ROW, MASK, low=0.2, high=0.2), "log_ratios"),
     "topr": (lambda: losses.topr(TOKENS, TOKENS, ROWS, MASK, low=0.0, high=1.0), "advantages"),
+    "ctpo: log-ratios": (lambda: losses.ctpo(LONG, ROW, MASK, low=0.1, high=0.1), "log_ratios"),
+    "ctpo: advantages (B,)": (lambda: losses.ctpo(TOKENS, torch.zeros(3), MASK, low=0.1, high=0.1), "advantages"),
+    "fipo: log-ratios": (lambda: future_influence(LONG, ROW), "log_ratios"),
+    "fipo: advantages (B,)": (lambda: future_influence(TOKENS, ROWS), "advantages"),
+    "qurl: mismatch": (lambda: qurl(TOKENS, LONG, ROW), "mismatch_log_ratios"),
+    "qurl: advantages (B,)": (lambda: qurl(TOKENS, TOKENS, torch.zeros(3)), "advantages"),
+    "p3o: log-probs": (lambda: losses.p3o(TOKENS, LONG, ROW, MASK), "logps"),
+    "p3o: advantages (B,)": (lambda: losses.p3o(TOKENS, TOKENS, ROWS, MASK), "advantages"),
 }
 
 

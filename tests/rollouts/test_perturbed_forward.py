@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -38,6 +39,24 @@ def test_noise_of_the_size_of_the_hidden_state_is_added_to_the_layers_input() ->
     hidden = plain.get_input_embeddings()(IDS)
     hidden = hidden + 0.3 * hidden.norm(dim=-1, keepdim=True) / hidden.shape[-1] ** 0.5 * torch.randn(hidden.shape)
     torch.testing.assert_close(found, plain(inputs_embeds=hidden).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_takes_its_own_scale_and_keeps_the_precision_however_it_is_called(dtype: torch.dtype) -> None:
+    layer = nn.Identity()
+    noise = PerturbedForward(tiny_model(), Perturbation(std=0.1))
+    noise.learning()
+    with torch.no_grad():
+        noise._log_std[1] += 1.0
+    given = torch.ones(1, 20_000, dtype=dtype)
+    for place, size in ((0, 0.1), (1, 0.1 * math.e)):
+        hook = noise._hook(place)
+        (by_place, *rest), _ = hook(layer, (given, "mask"), {})
+        _, named = hook(layer, (), {"hidden_states": given, "other": 3})
+        assert rest == ["mask"] and set(named) == {"hidden_states", "other"}
+        for found in (by_place, named["hidden_states"]):
+            assert found.dtype == dtype
+            assert (found - given).float().std().item() == pytest.approx(size, rel=0.03)
 
 
 def test_it_is_off_until_it_learns_and_after() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trl_offpolicy.engines.rounding import WeightRounding, round_weights
-from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding, round_forward
+from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding, round_forward, round_learner
 
 INT4 = WeightRounding("int4", group_size=16)
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -33,9 +33,10 @@ def holding_rounded(model: Any, rounding: WeightRounding) -> Any:
     return other
 
 
-def with_adapter(**options: Any) -> Any:
+def with_adapter(*, attention_bias: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", LINEAR], r=4, lora_alpha=6, **options))
+    options = {"target_modules": ["q_proj", LINEAR], **options}
+    model = get_peft_model(tiny_model(attention_bias=attention_bias), LoraConfig(r=4, lora_alpha=6, **options))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -70,6 +71,15 @@ def test_a_layer_with_lora_rounds_the_sum() -> None:
     a, b, scale = layer.lora_A.default.weight, layer.lora_B.default.weight, layer.scaling["default"]
     torch.testing.assert_close(a.grad, scale * b.T @ of_sum)
     torch.testing.assert_close(b.grad, scale * of_sum @ a.T)
+
+
+def test_a_layer_with_lora_keeps_its_bias() -> None:
+    model = with_adapter(attention_bias=True)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    torch.nn.init.normal_(layer.base_layer.bias)
+    merged = holding_rounded(copy.deepcopy(model).merge_and_unload(), INT4)
+    round_forward(model, INT4)
+    torch.testing.assert_close(loss_of(model), loss_of(merged))
 
 
 def test_without_its_adapter_the_layer_rounds_its_own_weight() -> None:
@@ -110,6 +120,9 @@ def test_gradient_checkpointing_computes_the_same() -> None:
         (lambda: tiny_model("qwen3_moe"), "mlp.experts.gate_up_proj"),
         (lambda: with_adapter(lora_dropout=0.1), "lora_dropout must be 0"),
         (lambda: with_adapter(use_dora=True), "must be plain LoRA"),
+        (lambda: with_adapter(alora_invocation_tokens=[1], task_type="CAUSAL_LM"), "must be plain LoRA"),
+        (lambda: with_adapter(attention_bias=True, target_modules=["q_proj"], lora_bias=True), "must be plain LoRA"),
+        (lambda: nn.LayerNorm(4), "LayerNorm has no linear layer"),
     ],
 )
 def test_what_cannot_follow_the_engine_is_refused_by_name(model: Any, names: str) -> None:
@@ -130,3 +143,13 @@ def test_the_learners_rounding_is_the_engines_or_one_of_its_own() -> None:
         parse_learner_rounding("engine", {"quantization": "fp8"})
     with pytest.raises(ValueError, match="learner_rounding"):
         parse_learner_rounding("int5", None)
+
+
+def test_the_policy_and_its_reference_are_rounded_as_configured() -> None:
+    policy, reference = tiny_model(), tiny_model()
+    plain, rounded = loss_of(policy).item(), loss_of(holding_rounded(policy, INT4)).item()
+    engine = {"weight_rounding": {"type": "int4", "group_size": 16}}
+    round_learner(None, engine, policy, None)
+    assert loss_of(policy).item() == plain
+    round_learner("engine", engine, policy, reference, None)
+    assert loss_of(policy).item() == loss_of(reference).item() == rounded != plain
