@@ -176,8 +176,8 @@ def sample_ahead(trainer: Any) -> TrainerAhead | None:
     settings = AsyncSettings.parse(trainer.args.async_rollouts)
     if settings is None:
         return None
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    check_snapshots(settings, sharded="FSDP or DeepSpeed" if sharded else None)
+    fsdp1 = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version < 2
+    check_snapshots(settings, strategy="FSDP1 (fsdp_version: 1)" if fsdp1 else None)
     check_adapter(settings, has_adapter=ModelWeights(trainer.vllm_generation.model).has_adapter)
     if (server := trainer.vllm_generation.server) is not None:
         check_server(settings, server)

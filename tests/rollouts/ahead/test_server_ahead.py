@@ -17,6 +17,9 @@ from tiny_models import LONG_CONTEXT, save_tiny_model
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("ahead_run.py")
+ACCELERATE = Path(__file__).resolve().parents[3] / "recipes" / "accelerate"
+CUT = ("--lag", "2", "--old-logps", "snapshot", "--length", "200", "--steps", "5")
+"""Responses so long that a sync meets them in flight."""
 AGREE = 2e-3
 """Nats. Rounding of two float32 forwards grows with the position: up to 2.2e-4 among 8,000 tokens of responses of 200.
 The weights of another version are 3 nats away or more (both seen in four runs)."""
@@ -42,9 +45,13 @@ def server_of_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     running.kill()
 
 
-def run(server: Server, folder: Path, *flags: str, processes: int = 1) -> dict[str, Any]:
+def run(server: Server, folder: Path, *flags: str, processes: int = 1, strategy: str | None = None) -> dict[str, Any]:
+    """What a training has seen; under ``recipes/accelerate/STRATEGY.yaml`` if one is given."""
     launcher = [sys.executable]
-    if processes > 1:
+    if strategy is not None:
+        config = str(ACCELERATE / f"{strategy}.yaml")
+        launcher += ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
+    elif processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     command = [*launcher, str(SCRIPT), str(folder), server.url, "--model", str(server.model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -70,8 +77,7 @@ def test_one_step_off_policy_and_a_resume(server: Server, tmp_path: Path) -> Non
 
 def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: Path) -> None:
     """Scored with the weights of each token's own version, the trainer agrees with the engine."""
-    flags = ("--lag", "2", "--old-logps", "snapshot", "--length", "200", "--steps", "5")
-    result = run(server, tmp_path, *flags)
+    result = run(server, tmp_path, *CUT)
 
     assert max(result["crossing"]) > 0.2
     assert max(map(max, result["lags"])) <= 2
@@ -100,3 +106,16 @@ def test_two_ranks_share_the_server(server: Server, tmp_path: Path, transfer: st
     assert result["lags"] == [[0], [1], [1], [1]]
     assert len({prompt for step in result["prompts"] for prompt in step}) == 4 * 4
     assert max(result["mismatch"]) < AGREE
+
+
+@pytest.mark.parametrize("strategy", ["cpu_fsdp2", "cpu_zero3"])
+def test_sharded_weights_of_the_versions_that_sampled(server: Server, tmp_path: Path, strategy: str) -> None:
+    """Each rank keeps its shards of a version; the two have rows of different versions, and gather all of them."""
+    if "zero" in strategy:
+        pytest.importorskip("deepspeed")
+    result = run(server, tmp_path, *CUT, strategy=strategy)
+
+    assert result["processes"] == 2 and result["sharded"]
+    assert max(result["crossing"]) > 0.2
+    assert len(result["mismatch"]) == 5 and max(result["mismatch"]) < AGREE
+    assert min(result["total"][2:]) > 10 * AGREE
