@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -28,7 +29,7 @@ from trl_offpolicy.rollouts.ahead.checks import (
     check_server,
     check_snapshots,
 )
-from trl_offpolicy.rollouts.ahead.local_weights import is_sharded
+from trl_offpolicy.rollouts.ahead.local_weights import free_gathered, is_sharded
 from trl_offpolicy.rollouts.ahead.lookahead import generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
@@ -78,7 +79,8 @@ class ModuleAhead:
         check_snapshots(self._settings, strategy=None if copies else type(trainer.strategy).__name__)
         check_adapter(self._settings, has_adapter=ModelWeights(self._module.policy).has_adapter)
         check_server(self._settings, server)
-        self._old = OldPolicy(self._settings)
+        engine = trainer.strategy.deepspeed_engine if isinstance(trainer.strategy, DeepSpeedStrategy) else None
+        self._old = OldPolicy(self._settings, release=partial(free_gathered, engine))
         self._queue = RolloutsAhead(self._settings, rank=trainer.global_rank, version=lambda: trainer.global_step)
         self._queue.start(server if trainer.is_global_zero else None)  # type: ignore[arg-type]
 

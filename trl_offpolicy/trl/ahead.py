@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_snapshots
+from trl_offpolicy.rollouts.ahead.local_weights import free_gathered
 from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
@@ -30,7 +31,7 @@ class TrainerAhead:
 
     def __init__(self, trainer: Any, settings: AsyncSettings) -> None:
         self._trainer, self._engine, self._lag = trainer, trainer.vllm_generation, settings.lag
-        self._old = OldPolicy(settings)
+        self._old = OldPolicy(settings, release=lambda: free_gathered(trainer.deepspeed))
         self._every = trainer.args.steps_per_generation * trainer.num_iterations
         rank = trainer.accelerator.process_index
         self._queue = RolloutsAhead(settings, rank=rank, version=lambda: self._engine.version)

@@ -5,7 +5,7 @@ A copy of a shard is small, and exchanging the shards of all ranks exchanges the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,31 +28,38 @@ def copied(model: Any) -> Weights:
     Raises:
         NotImplementedError: ZeRO-3 keeps a second copy of the shards (hpZ) or has them on a disk.
     """
-    _free_gathered(model)
+    _reshard(model)
     return {name: _part(name, value).to("cpu", copy=True) for name, value in trainable(model).items()}
 
 
 @contextmanager
 @torch.no_grad()
-def loaded(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def loaded(model: Any, weights: Mapping[str, Tensor], *, release: Callable[[], None] | None = None) -> Iterator[None]:
     """A context in which the weights that ``weights`` names have its values. Afterwards they have their own again.
 
     Args:
         model: no graph of it may wait for its backward.
         weights: as :func:`copied` returns them. With sharded weights all ranks enter together.
+        release: under DeepSpeed, :func:`free_gathered` of its engine.
 
     Raises:
         NotImplementedError: as :func:`copied`.
     """
-    _free_gathered(model)
+    _reshard(model)
     parts = {name: _part(name, value) for name, value in model.named_parameters() if name in weights}
     own = {name: part.clone() for name, part in parts.items()}
     try:
-        _write(parts, weights)
+        _write(model, parts, weights, release)
         yield
     finally:
-        _free_gathered(model)
-        _write(parts, own)
+        _write(model, parts, own, release)
+
+
+def free_gathered(engine: Any) -> None:
+    """Free the weights that a DeepSpeed engine of stage 3 has gathered or is gathering; nothing for others, or None."""
+    release = getattr(getattr(engine, "optimizer", None), "empty_partition_cache", None)
+    if release is not None:
+        release()
 
 
 def is_sharded(model: Any) -> bool:
@@ -76,21 +83,17 @@ def _part(name: str, value: Any) -> Tensor:
     return shard.data  # type: ignore[no-any-return]
 
 
-def _free_gathered(model: Any) -> None:
-    """Let the next forward gather the shards as they are then.
-
-    After a forward without a backward FSDP2 keeps the weights of the outermost module gathered, and ZeRO-3 small ones.
-    """
+def _reshard(model: Any) -> None:
+    """After a forward without a backward, FSDP2 keeps the weights of the outermost module gathered."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    # 1 is DeepSpeed's ZeroParamStatus.AVAILABLE
-    gathered = [value for value in model.parameters() if hasattr(value, "ds_tensor") and value.ds_status.value == 1]
-    if gathered:
-        gathered[0].partition(param_list=gathered, has_been_updated=False)
 
 
-def _write(parts: Weights, values: Mapping[str, Tensor]) -> None:
+def _write(model: Any, parts: Weights, values: Mapping[str, Tensor], release: Callable[[], None] | None) -> None:
+    _reshard(model)
+    if release is not None:
+        release()  # small weights stay gathered, and the first of the next forward are on their way already
     for name, part in parts.items():
         part.copy_(values[name])
     torch.clear_autocast_cache()  # within autocast it holds the weights of before, rounded

@@ -16,6 +16,7 @@ from trl_offpolicy.rollouts.ahead.parts import padded_versions
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 OLD, PROXIMAL, SAMPLING = "old_per_token_logps", "proximal_per_token_logps", "sampling_per_token_logps"
+Release = Callable[[], None] | None
 
 
 class Snapshots:
@@ -25,9 +26,13 @@ class Snapshots:
 
     The old log-probs are then exact, because a token is scored with the weights that sampled it (Guan et al. 2026,
     arXiv:2605.12070, "snapshot").
+
+    Args:
+        release: as :func:`~trl_offpolicy.rollouts.ahead.local_weights.loaded` takes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, release: Release = None) -> None:
+        self._release = release
         self._copies: dict[int, Weights] = {}
 
     @property
@@ -91,7 +96,7 @@ class Snapshots:
         """(K, B, T) log-probs under each version."""
         found = []
         for version in present:
-            with loaded(model, self._copies[version]):
+            with loaded(model, self._copies[version], release=self._release):
                 found.append(score())
         return torch.stack(found)
 
@@ -109,14 +114,15 @@ class WeightAverage:
 
     Args:
         decay: weight of the past per optimizer step.
+        release: as :func:`~trl_offpolicy.rollouts.ahead.local_weights.loaded` takes it.
 
     Reference: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641). Deviation: the
     average is updated once per generation, with decay to the power of the optimizer steps since. It starts at the first
     weights that it sees, without their bias correction.
     """
 
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
+    def __init__(self, decay: float, release: Release = None) -> None:
+        self._decay, self._release = decay, release
         self._average: Weights = {}
         self._version = 0
 
@@ -133,7 +139,7 @@ class WeightAverage:
 
     def score(self, model: Any, score: Callable[[], Tensor]) -> Tensor:
         """(B, T) log-probs under the averaged weights; ``score`` is called while the model has them."""
-        with loaded(model, self._average):
+        with loaded(model, self._average, release=self._release):
             return score()
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,13 +157,14 @@ class OldPolicy:
 
     Args:
         settings: the parsed field.
+        release: as :func:`~trl_offpolicy.rollouts.ahead.local_weights.loaded` takes it.
     """
 
-    def __init__(self, settings: AsyncSettings) -> None:
+    def __init__(self, settings: AsyncSettings, release: Release = None) -> None:
         self._recomputes = settings.old_logps == "recompute_proximal"
         self._balances = settings.old_logps == "balance"
-        self._snapshots = Snapshots() if self._balances or settings.old_logps == "snapshot" else None
-        self.average = WeightAverage(settings.ewma_decay) if settings.old_logps == "ewma" else None
+        self._snapshots = Snapshots(release) if self._balances or settings.old_logps == "snapshot" else None
+        self.average = WeightAverage(settings.ewma_decay, release) if settings.old_logps == "ewma" else None
 
     def keep(self, model: Any, version: int, *, oldest: int) -> None:
         """Keep a copy of the weights that were just sent to the engine, if ``old_logps`` needs one.
