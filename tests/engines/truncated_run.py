@@ -140,7 +140,8 @@ def main() -> None:
         for row in map(json.loads, lines)
         if "loss" in row
     ]
-    cuts = {name: sample(trainer, data, cut, options.prompts) for name, cut in (TRL_6789 if options.trl_6789 else CUTS).items()}
+    wanted = TRL_6789 if options.trl_6789 else CUTS
+    cuts = {name: sample(trainer, data, cut, options.prompts) for name, cut in wanted.items()}
     print(json.dumps({"trained": trained, "cuts": cuts, "no_mask": trainer.vllm_generation.no_mask}))
 
 
