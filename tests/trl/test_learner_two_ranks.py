@@ -16,7 +16,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "rounded": {"learner_rounding": "int4"},
     "perturbed": {"perturbation": 0.05},
     "fused": {"engine": {"logit_fusion": {"teacher": "model", "alpha": 0.4}}, "offpolicy": "paper/logit-fusion"},
+    "generate": {"offpolicy": "measure"},  # by transformers, with TRL's seeds
 }
+SAMPLED_BY_TRANSFORMERS = ("fused", "generate")
 STEPS = 2
 
 
@@ -32,7 +34,9 @@ def train(folder: Path, name: str, rank: int) -> dict[str, Any]:
     engine.random.manual_seed(rank)  # or both ranks would say the same words
     if name == "fused":
         fusion = {**options["engine"]["logit_fusion"], "teacher": str(folder / "model")}
-        options["engine"], engine = {"logit_fusion": fusion}, None
+        options["engine"] = {"logit_fusion": fusion}
+    if name in SAMPLED_BY_TRANSFORMERS:
+        engine = None
     trainer = two_ranks.tiny_trainer(
         folder, name, engine, learning_rate=2e-2, optim="sgd", max_grad_norm=1e9, max_steps=STEPS, **options
     )
@@ -97,13 +101,18 @@ def test_each_rank_has_noise_of_its_own_and_the_scales_are_one(ranks: list[dict[
     assert torch.equal(*(said["perturbed"]["scales"] for said in ranks))
 
 
-def test_a_teacher_takes_part_on_both_ranks_and_no_completion_is_drawn_twice(ranks: list[dict[str, Any]]) -> None:
-    found = ranks[0]["fused"]
-    assert all(row["offpolicy/rollout/teacher_share"] == pytest.approx(0.4, abs=0.21) for row in found["records"])
-    frame = found["rollouts"]
+def test_a_teacher_takes_part_on_both_ranks(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["fused"]["records"]
+    assert all(row["offpolicy/rollout/teacher_share"] == pytest.approx(0.4, abs=0.21) for row in found)
+
+
+@pytest.mark.parametrize("name", SAMPLED_BY_TRANSFORMERS)
+def test_no_completion_is_drawn_twice(ranks: list[dict[str, Any]], name: str) -> None:
+    frame = ranks[0][name]["rollouts"]
     assert len(frame) == STEPS * 2 * 2 * 2
     for _, group in frame.groupby(["step", "prompt"]):
-        assert len({tuple(ids) for ids in group.completion_ids}) == len(group)
+        assert len(group) == 4  # of both ranks
+        assert len({tuple(ids) for ids in group.completion_ids}) == 4
 
 
 if __name__ == "__main__":
