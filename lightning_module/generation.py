@@ -35,7 +35,7 @@ from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.coefficients import ShapingControl
 from trl_offpolicy.rollouts.agents import Completions, Request
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
-from trl_offpolicy.rollouts.duplicates import duplicate_stats
+from trl_offpolicy.rollouts.duplicates import draws_as_scored, marked_duplicates
 from trl_offpolicy.rollouts.images import check_completions
 from trl_offpolicy.rollouts.kept import announce, collated
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
@@ -357,8 +357,9 @@ class Generation:
         if module.settings["mask_truncated_completions"]:
             without_truncated(rows, sampled.terminated)
         module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))
-        sampling = rows.get("sampling_per_token_logps")
-        module.measuring.add_stats(duplicate_stats(rows["completion_ids"], trainable(rows), sampling, group_size=count))
+        as_scored = self.is_trainer and draws_as_scored({"generation_kwargs": module.sampling.extra})
+        as_scored &= module.agents.rollout is None
+        module.measuring.add_stats(marked_duplicates(rows, group_size=count, drawn_as_scored=as_scored))
         trainer, groups = module.trainer, len(step.prompts)
         first = self._groups + trainer.global_rank * groups
         self._groups += groups * trainer.world_size

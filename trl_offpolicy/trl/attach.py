@@ -21,11 +21,13 @@ from trl.trainer.utils import pad
 from trl_offpolicy import presets
 from trl_offpolicy.control import parse_control
 from trl_offpolicy.engines.colocate import reload_in_process
+from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts.duplicates import draws_as_scored, late_copies, marked_duplicates
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.callbacks import record_run, rollout_recorder
 from trl_offpolicy.trl.control import ControlCallback, watch
@@ -120,6 +122,9 @@ class Observer:
             output |= self._kept.fields(output)
             self._kept = None
         output |= self._row_counter.fields(self.trainer, output, self._rewards)
+        if self._mode == "train":
+            size, as_scored = self.trainer.num_generations, scores_what_it_drew(self.trainer)
+            self._add_stats("train", marked_duplicates(output, group_size=size, drawn_as_scored=as_scored))
         return output
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -178,12 +183,15 @@ class Observer:
         except (ValueError, TypeError) as error:
             return self._say(f"a micro-batch is not measured: {error}")
         mode = self._mode
-        self._stats[mode] = self._stats.get(mode, Stats({})).merge(result.stats)
+        self._add_stats(mode, result.stats.union(late_copies(inputs, batch)))
         # a rollout is recorded once, on the first pass over its generation batch
         args = self.trainer.args
         first_pass = self.trainer._step % (args.steps_per_generation * args.num_iterations) < args.steps_per_generation
         if self._recorder is not None and mode == "train" and first_pass:
             self._recorder.add(self.trainer.state.global_step, **batches.recorded_rows(inputs, batch, result))
+
+    def _add_stats(self, mode: str, stats: Stats) -> None:
+        self._stats[mode] = self._stats.get(mode, Stats({})).merge(stats)
 
     def _say(self, what: str) -> None:
         if what not in self._said:
@@ -218,6 +226,13 @@ def _has_own_loss(trainer: GRPOTrainer | RLOOTrainer) -> bool:
     """
     loss: Any = type(trainer)._compute_loss
     return loss is not GRPOTrainer._compute_loss and loss.__module__.startswith("trl.")
+
+
+def scores_what_it_drew(trainer: Any) -> bool:
+    """True if the trainer's model samples, and from the distribution that TRL scores: all of it, at its temperature."""
+    options = vars(trainer.args)
+    own_model = not trainer.use_vllm and getattr(trainer, "rollout_func", None) is None
+    return own_model and draws_as_scored(options) and not truncation_of(options)
 
 
 def _drops_logps(trainer: Any) -> bool:

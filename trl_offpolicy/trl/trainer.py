@@ -43,7 +43,7 @@ from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches, kept
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.clock import StepClock
-from trl_offpolicy.rollouts.duplicates import duplicate_stats
+from trl_offpolicy.rollouts.duplicates import draws_as_scored, late_copies, marked_duplicates
 from trl_offpolicy.rollouts.rounded_forward import round_learner
 from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck
@@ -233,8 +233,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return output
 
     def _duplicates(self, output: dict[str, Any]) -> Stats:
-        mask, sampled = batches.trainable(output), output.get("sampling_per_token_logps")
-        return duplicate_stats(output["completion_ids"], mask, sampled, group_size=self.num_generations)
+        own_model = not self.use_vllm and self.rollout_func is None
+        as_scored = own_model and draws_as_scored(vars(self.args))
+        return marked_duplicates(output, group_size=self.num_generations, drawn_as_scored=as_scored)
 
     def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
         """Run what needs the whole generation batch before TRL shuffles and splits it. Results travel with the rows."""
@@ -316,7 +317,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if result.average is not None:
             inputs["past_average"] = result.average  # the dict is TRL's buffer: it comes back with its rows
         of_cut = self._filtered.stats(batch.mask).union(kept.kept_stats(inputs, batch.mask))
-        self._add_stats(mode, result.stats.union(of_cut).union(self._routing.stats()))
+        stats = result.stats.union(of_cut).union(self._routing.stats())
+        self._add_stats(mode, stats.union(late_copies(inputs, batch)))
         if mode == "train":
             self._window.add(batch, result.stats)
             if self.accelerator.sync_gradients:
