@@ -32,6 +32,7 @@ from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.callbacks import record_run, rollout_recorder
 from trl_offpolicy.trl.control import ControlCallback, watch
 from trl_offpolicy.trl.engine import TRLEngine
+from trl_offpolicy.trl.positions import THEIRS, positions_under_padding
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Observer:
         self._in_loss = False
         self._kept: _Kept | None = None  # while RLOO makes a generation batch
         self._said: set[str] = set()
+        if positions_under_padding(trainer.model) != "fine":
+            self._say(THEIRS)
         self._recorder = rollout_recorder(trainer) if record_rollouts else None
         self._callbacks: list[Any] = [record_run(trainer, _description(trainer), report=write_report)]
         if spec is not None:

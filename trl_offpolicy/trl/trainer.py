@@ -62,7 +62,7 @@ from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
 from trl_offpolicy.trl.fusion import TrainerFusion
 from trl_offpolicy.trl.kept import TrainerKept
 from trl_offpolicy.trl.perturbed import perturbed
-from trl_offpolicy.trl.positions import counted_positions, learns_positions
+from trl_offpolicy.trl.positions import counted_positions, positions_are_wanted
 from trl_offpolicy.trl.rebinding import as_if_aligned, rebound
 from trl_offpolicy.trl.routing import KEY, TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
@@ -112,7 +112,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             super().__init__(**made_in_guard(given, self._guard))
         round_learner(args.learner_rounding, args.engine, self.model, self.ref_model)
         self._noise = perturbed(self)
-        self._learns_positions = learns_positions(self.model)
+        self._wants_positions = positions_are_wanted(self.model, say=self.accelerator.is_main_process)
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
@@ -275,7 +275,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's method, but on the truncated distribution (current and old policy) and with positions of the text."""
         score = partial(self._filtered, super()._get_per_token_logps_and_entropies, self.ref_model)
-        with counted_positions(model, wanted=self._learns_positions):
+        with counted_positions(model, wanted=self._wants_positions):
             return self._compact.score(score, model, *args, **kwargs)
 
     def _score(
