@@ -46,8 +46,9 @@ from trl_offpolicy.rollouts.clock import StepClock
 from trl_offpolicy.rollouts.duplicates import draws_as_scored, late_copies, marked_duplicates
 from trl_offpolicy.rollouts.rounded_forward import round_learner
 from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
-from trl_offpolicy.rollouts.token_ids import TokenIdCheck
-from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
+from trl_offpolicy.rollouts.token_ids import TokenIdCheck, run_entry
+from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE, TOKEN_IDS
+from trl_offpolicy.run_folder.writer import add_to_run
 from trl_offpolicy.stats import PREFIX, Stats
 from trl_offpolicy.trl.ahead import sample_ahead
 from trl_offpolicy.trl.auto import choose_correction, judge_first
@@ -124,7 +125,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._screen = TrainerScreen(self, args.on_bad_rollout)
         self._guard.know(self._tokenizer, max_tokens=args.max_completion_length)
         self._screen.bound_environments(self, self._guard)
-        self._token_ids = TokenIdCheck(self, args.check_token_ids)
+        self._token_ids, self._told_token_ids = TokenIdCheck(self, args.check_token_ids), False
         self._kl = self.objective.kl  # its coefficient may move
         self._shaping = ShapingControl(self.objective.shaping)  # likewise
         if not self.use_adaptive_entropy:  # `offpolicy` may have set it
@@ -210,7 +211,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._add_stats(self._mode, self._fusion.stats())
         if self.tools:
             self._add_stats(self._mode, self._guard.stats(self.accelerator.device))
-        self._add_stats(self._mode, self._token_ids(output))
+        self._add_stats(self._mode, self._check_token_ids(output))
         if self.model.training:
             self._add_stats("train", self._duplicates(output))
         elif self.args.correct_threshold is not None and self._rewards is not None:
@@ -231,6 +232,14 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._auto is not None and self._auto.undecided and self.model.training:
             judge_first(self, self._auto, output)
         return output
+
+    def _check_token_ids(self, output: dict[str, Any]) -> Stats:
+        stats = self._token_ids(output)
+        if self.model.training and not self._told_token_ids:
+            self._told_token_ids, entry = True, run_entry(stats, self.args.check_token_ids)
+            if self.accelerator.is_main_process:
+                add_to_run(self.args.output_dir, TOKEN_IDS, entry)
+        return stats
 
     def _duplicates(self, output: dict[str, Any]) -> Stats:
         own_model = not self.use_vllm and self.rollout_func is None
