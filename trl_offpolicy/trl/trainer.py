@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import ProgressCallback
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
@@ -61,6 +62,7 @@ from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
 from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
 from trl_offpolicy.trl.fusion import TrainerFusion
+from trl_offpolicy.trl.held_out import HeldOutMeans
 from trl_offpolicy.trl.kept import TrainerKept
 from trl_offpolicy.trl.perturbed import perturbed
 from trl_offpolicy.trl.positions import counted_positions, positions_are_wanted
@@ -136,6 +138,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._place = 0  # of the next micro-batch in its optimizer step
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
+        self._held_out = HeldOutMeans(self.reward_func_names, args.correct_threshold)
         self._row_counter = batches.RowCounter()
         self._recorder = rollout_recorder(self) if args.record_rollouts else None
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
@@ -172,6 +175,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with self._clock.part("generation", counted=self.model.training):
             generated = super()._generate(prompts)
         _, completions, tool_mask, _, logps, *_ = generated
+        if not self.model.training:
+            self._held_out.sampled(completions, tool_mask)
         self._screen.agree(completions, tool_mask, logps)
         return generated
 
@@ -214,10 +219,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._add_stats(self._mode, self._check_token_ids(output))
         if self.model.training:
             self._add_stats("train", self._duplicates(output))
-        elif self.args.correct_threshold is not None and self._rewards is not None:
-            rewards = batches.total_rewards(self._rewards, self.reward_weights)
-            correct = batches.is_correct(rewards, self.args.correct_threshold)
-            self._metrics["eval"]["pass@1"].append(float(correct.nanmean()))
+        elif self._rewards is not None:
+            total = batches.total_rewards(self._rewards, self.reward_weights)
+            self._held_out.add(self._rewards, total, self.accelerator.gather)
         output |= self._row_counter.fields(self, output, self._rewards)
         output |= self._routing.engine_fields(output)
         output |= self._kept.fields(output)
@@ -421,6 +425,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce the stats over ranks in one collective, add them under TRL's and this kit's names, and log."""
         mode = self._mode
+        if mode == "eval":
+            self._metrics[mode].update({name: [value] for name, value in self._held_out.close().items()})
         if (stats := self._stats.pop(mode, None)) is not None:
             values = stats.all_reduce(self.accelerator.gather).measured(stale=self._ahead is not None).compute()
             chosen = self._auto.metrics() if self._auto is not None and mode == "train" else {}
@@ -432,6 +438,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._recorder is not None:
             self._recorder.flush()
         super().log(logs, start_time)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's method; ``eval_reward``, ``eval_pass@1`` and the like are then means over the held-out prompts."""
+        prompts = dataloader.dataset if has_length(dataloader.dataset) else None
+        self._held_out.begin(None if prompts is None else len(prompts) * self.num_generations_eval)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """TRL's card, with the correction, its citation, the diagnosis table and the recipe.
