@@ -269,12 +269,42 @@ def trl_preset(trainer: GRPOTrainer) -> Preset:
     return presets.from_trl(**options)
 
 
+_FROM_TEACHER = "which learns from a teacher's distribution at each position: no ratio to the sampler is in its loss"
+_FROM_DATA = "which learns from a data set: nothing is sampled"
+NOT_WATCHED = {
+    "AsyncGRPOTrainer": "which has the engine's log-probs, but no generation batch, and rows without padding: "
+    "trl_offpolicy.async_grpo measures and corrects it",
+    "SDPOTrainer": "which asks vLLM for no log-probs, and whose loss has a teacher's term",
+    "IWOPDTrainer": "whose engine's log-probs are part of its advantage, log teacher - log mu: the mismatch is in the "
+    "target, not in a ratio",
+    "OnlineDPOTrainer": "which learns which of two samples is preferred: no ratio to the sampler is in its loss",
+    "A2POTrainer": "which samples with the trainer's own model: there is no mismatch",
+    **dict.fromkeys(
+        (
+            "SDFTTrainer", "DistillationTrainer", "ServerDistillationTrainer", "AsyncDistillationTrainer",
+            "GOLDTrainer", "GKDTrainer",
+        ),
+        _FROM_TEACHER,
+    ),
+    **dict.fromkeys(
+        ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer"),
+        _FROM_DATA,
+    ),
+}  # fmt: skip
+"""Why a trainer of TRL 1.16 cannot be watched, by the name of its class."""
+
+
+def why_not_watched(cls: type) -> str:
+    """The reason for a class, or for the trainer of TRL that it is made from."""
+    named = (NOT_WATCHED.get(base.__name__) for base in cls.__mro__)
+    return next((reason for reason in named if reason is not None), "whose batches attach does not know")
+
+
 def _check(trainer: Any) -> None:
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise TypeError(
-            f"trainer must be a trl.GRPOTrainer or a trl.RLOOTrainer, but got {type(trainer).__name__}, which keeps no "
-            "log-prob of each sampled token. For AsyncGRPOTrainer there is trl_offpolicy.async_grpo; "
-            "docs/integrations.md says for each trainer of TRL what can be done."
+            f"trainer must be a trl.GRPOTrainer or a trl.RLOOTrainer, but got {type(trainer).__name__}, "
+            f"{why_not_watched(type(trainer))}. docs/integrations.md says for each trainer of TRL what can be done."
         )
     if hasattr(trainer, "_stages"):
         raise ValueError("trainer must be TRL's own, but got an OffPolicyGRPOTrainer, which measures all this itself.")
