@@ -24,7 +24,7 @@ from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.engines.sync import raised_on_all_ranks
 from trl_offpolicy.rollouts.sampler_stats import on_purpose
 from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
-from trl_offpolicy.run_folder.declared import declared_sides
+from trl_offpolicy.run_folder.declared import declared_sides, tools_in_use
 from trl_offpolicy.run_folder.layout import EVAL_PREFIX, SETTINGS
 from trl_offpolicy.run_folder.lock import RunFolderError, check_run_folder
 from trl_offpolicy.run_folder.syncs import append_sync
@@ -241,6 +241,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
             module.policy,
             engine=engine if isinstance(engine, dict) else {},
             autocast=next(precisions, None),
+            tools=tools_in_use(module.agents.has_tools, own_rollouts=module.agents.rollout is not None),
             sampling={name: getattr(module.sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
         "effective": effective_settings(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_module import deliberate, models
+from lightning_module.callbacks import run_folder
 from lightning_module.engines import build_engine, engine_numerics, in_this_process, teacher_of
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
@@ -38,12 +39,15 @@ from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.agents import Completions, Request
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, PROXIMAL
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
-from trl_offpolicy.rollouts.duplicates import duplicate_stats
+from trl_offpolicy.rollouts.duplicates import draws_as_scored, marked_duplicates
 from trl_offpolicy.rollouts.images import check_completions
 from trl_offpolicy.rollouts.kept import announce, collated
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
 from trl_offpolicy.rollouts.screening import Screened
-from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER
+from trl_offpolicy.rollouts.token_ids import run_entry
+from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, TOKEN_IDS
+from trl_offpolicy.run_folder.writer import add_to_run
+from trl_offpolicy.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +94,7 @@ class Generation:
         self._prompts: Prompts | None = None
         self._requested: Request | None = None  # for the batch that begins
         self._announced = False  # how the trainer's distribution is cut
+        self._told_ids = False  # what the check of the first batch's ids showed
 
     # --------------------------------------------------------------------------------------------------------- engine
 
@@ -359,9 +364,10 @@ class Generation:
         module.measuring.add_stats(deliberate.measured(self.engine, module.device))
         if module.settings["mask_truncated_completions"]:
             without_truncated(rows, sampled.terminated)
-        module.measuring.add_stats(module.agents.check_ids(rows, sampled.completions))
-        sampling = rows.get("sampling_per_token_logps")
-        module.measuring.add_stats(duplicate_stats(rows["completion_ids"], trainable(rows), sampling, group_size=count))
+        module.measuring.add_stats(self._check_ids(rows, sampled.completions))
+        as_scored = self.is_trainer and draws_as_scored({"generation_kwargs": module.sampling.extra})
+        as_scored &= module.agents.rollout is None
+        module.measuring.add_stats(marked_duplicates(rows, group_size=count, drawn_as_scored=as_scored))
         trainer, groups = module.trainer, len(step.prompts)
         first = self._groups + trainer.global_rank * groups
         self._groups += groups * trainer.world_size
@@ -383,6 +389,17 @@ class Generation:
             score_old = partial(self._score_old, mixed, step.plan.micro_batch_size)
             self._run(replace(module.stages, advantages=None), mixed, None, score_old, keep_as=PROXIMAL)
         return mixed
+
+    def _check_ids(self, rows: dict[str, Any], completions: Completions) -> Stats:
+        """Whether the rows hold the ids that the engine sampled; ``run.json`` keeps the answer of the first batch."""
+        module = self._module
+        stats: Stats = module.agents.check_ids(rows, completions)
+        if not self._told_ids:
+            self._told_ids, folder = True, run_folder(module.trainer)
+            entry = run_entry(stats, module.settings["check_token_ids"])
+            if module.trainer.is_global_zero:
+                add_to_run(folder, TOKEN_IDS, entry)
+        return stats
 
     def _count_tokens(self, rows: dict[str, Any], lengths: Tensor) -> None:
         counts = torch.stack([trainable(rows).sum(), lengths.sum() + rows["prompt_mask"].sum()])

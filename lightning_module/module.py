@@ -44,6 +44,7 @@ from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.packages import check_model, warn_about_builds
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
+from trl_offpolicy.rollouts.duplicates import late_copies
 from trl_offpolicy.rollouts.kept import kept_stats
 from trl_offpolicy.rollouts.model_parts import is_flattened
 from trl_offpolicy.rollouts.perturbed_forward import PerturbedForward, parse_perturbation
@@ -351,7 +352,7 @@ class OffPolicyGRPOModule(LightningModule):
             inputs["past_average"] = result.average  # the next pass over these rows reads it
         loss = result.loss + self.experts.aux_term(scores.aux_loss, reduction)
         stats = result.stats.union(self.scorer.support_stats(scores, policy.mask)).union(self.experts.stats())
-        stats = stats.union(kept_stats(inputs, policy.mask))
+        stats = stats.union(kept_stats(inputs, policy.mask)).union(late_copies(inputs, policy))
         self.measuring.add_loss(loss, stats, policy)
         if scores.aux_loss is not None:
             self.measuring.add_mean("aux_loss", scores.aux_loss.detach())

@@ -19,6 +19,7 @@ from trl_offpolicy.control import parse_control
 from trl_offpolicy.control.session import ControlSession
 from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.rollouts.batches import policy_batch, recorded_rows
+from trl_offpolicy.rollouts.duplicates import duplicate_stats_here
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.types import PolicyBatch
 
@@ -128,6 +129,11 @@ class OffPolicyObserver(RunRecords):
         policy = _policy_batch(rows, version=self._version)
         result = self.preset.objective(policy)
         self._stats = self._stats.merge(result.stats)
+        if all(isinstance(rows.get(name), Tensor) for name in ("completion_ids", "group_ids")):
+            duplicates = duplicate_stats_here(
+                rows["completion_ids"], policy.mask, rows["sampling_per_token_logps"], rows["group_ids"]
+            )
+            self._stats = self._stats.merge(duplicates)
         self._responses += len(policy.mask)
         if self._recorder is not None and all(isinstance(rows.get(name), Tensor) for name in RECORDED):
             self._recorder.add(self._version, **recorded_rows(rows, policy, result))

@@ -15,7 +15,12 @@ ENTROPY = "tests/lightning/test_equality_entropy.py::test_loss_gradients_metrics
 EXPERTS = "tests/lightning/test_equality_experts.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"
 AHEAD = "tests/lightning/test_ahead.py::test_weights_and_numbers_are_those_of_trl"
 SHARDED = "tests/lightning/test_sharded.py::test_it_shards_and_trains_as_ddp"
-STRATEGIES = "tests/scale_out/test_strategies.py"
+STRATEGIES = "tests/scale_out/test_strategies.py::test_weights_are_those_of_one_process"
+SERVER = "tests/engines/server/test_server_training.py::test_engine_and_trainer_agree_through_a_server"
+DUPLICATES = "tests/rollouts/test_duplicates_hf.py::test_rows_that_draw_the_same_numbers_are_found"
+EXACTLY = "tests/trl/test_resume.py::test_a_resumed_run_goes_on_exactly"
+EXACTLY_TOO = "tests/lightning/test_checkpoints.py::test_a_resumed_run_goes_on_exactly"
+HELD_OUT = "tests/trl/test_evaluation.py::test_both_trainers_count_each_prompt_once"
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,8 @@ class Feature:
 
     Args:
         name: what the reader looks for.
-        trl: ``file::test`` that shows it in ``OffPolicyGRPOTrainer``, or a sentence that says why it is not there.
+        trl: ``file::test`` that shows it in ``OffPolicyGRPOTrainer``, several with ", " between them, or a sentence
+            that says why it is not there. ``[id]`` names the parameters, if one set of them shows it.
         lightning: the same for ``OffPolicyGRPOModule``.
     """
 
@@ -42,11 +48,13 @@ FEATURES = (
             "tests/lightning/test_precision.py::test_fifty_steps"),
     Feature("float16 with a scaled loss", "accelerate takes it on a GPU alone: not run",
             "tests/lightning/test_precision.py::test_float16_with_a_scaled_loss"),
-    Feature("vLLM in the process, every sync proved", "tests/engines/test_colocate.py",
+    Feature("vLLM in the process, every sync proved",
+            "tests/engines/test_colocate.py::test_engine_and_trainer_agree_after_large_steps, "
+            "tests/engines/test_colocate.py::test_every_sync_is_proven_and_logged",
             "tests/lightning/test_vllm.py::test_engine_and_trainer_agree_after_every_sync"),
-    Feature("vLLM server, weights or adapter", "tests/engines/server/test_server_training.py",
+    Feature("vLLM server, weights or adapter", SERVER,
             "tests/lightning/test_vllm.py::test_a_server_gets_the_weights_or_the_adapter_from_one_or_two_ranks"),
-    Feature("weights by broadcast (Gloo here, NCCL on GPUs)", "tests/engines/server/test_server_training.py",
+    Feature("weights by broadcast (Gloo here, NCCL on GPUs)", SERVER,
             "tests/lightning/test_vllm.py::test_a_server_gets_the_weights_or_the_adapter_from_one_or_two_ranks"),
     Feature("TRL's own NCCL client", "on a GPU: not run", "no: `broadcast` has its place"),
     Feature("exact engine", "tests/trl/test_exact.py::test_the_first_generation_is_checked_and_run_json_says_so",
@@ -66,7 +74,8 @@ FEATURES = (
     Feature("tokens taken of a speculative draft",
             "tests/engines/test_colocate.py::test_the_tokens_taken_of_a_draft_are_counted",
             "tests/lightning/test_vllm.py::test_the_tokens_taken_of_a_draft_are_counted"),
-    Feature("independent draws on every rank", "tests/trl/test_trainer_two_ranks.py",
+    Feature("independent draws on every rank",
+            "tests/engines/test_colocate.py::test_two_processes_each_with_an_engine",
             "tests/lightning/test_noise.py::test_two_ranks_draw_apart"),
     Feature("tools", "tests/trl/test_agents.py::test_trls_tool_loop",
             "tests/lightning/test_agents.py::test_the_calculator_agent_is_the_same_in_both_trainers"),
@@ -75,12 +84,13 @@ FEATURES = (
     Feature("your own rollout function", "tests/lightning/test_agents.py::test_a_rollout_function_is_that_of_trl",
             "tests/lightning/test_agents.py::test_a_rollout_function_is_that_of_trl"),
     Feature("weights and masks by turn", "tests/trl/test_agents.py::test_weights_and_keep_terms_go_by_turn",
-            "tests/lightning/test_agents.py::test_a_broken_mask_is_seen"),
+            "tests/lightning/test_agents.py::test_the_calculator_agent_is_the_same_in_both_trainers"),
     Feature("token-id check", "tests/trl/test_agents.py::test_ids_that_were_not_sampled_are_found",
             "tests/lightning/test_agents.py::test_ids_that_were_not_sampled_are_found"),
     Feature("sampling ahead, versions by token",
             "tests/trl/test_ahead.py::test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights", AHEAD),
-    Feature("sampling ahead of a real server", "tests/rollouts/ahead/test_server_ahead.py",
+    Feature("sampling ahead of a real server",
+            "tests/rollouts/ahead/test_server_ahead.py::test_one_step_off_policy_and_a_resume",
             "tests/lightning/test_server_ahead.py::test_one_step_off_policy_and_a_resume"),
     Feature("old policy from snapshots or an average",
             "tests/trl/test_ahead.py::test_snapshots_give_the_old_policy_to_the_last_digit", AHEAD),
@@ -96,7 +106,8 @@ FEATURES = (
             "tests/lightning/test_replay.py::test_weights_and_numbers_are_those_of_trl"),
     Feature("routing replay R2 and R3, load-balancing loss", EXPERTS, EXPERTS),
     Feature("R3 with a real vLLM",
-            "tests/engines/routing/test_moe_vllm.py::test_a_training_run_with_r3", "tests/lightning/test_moe_vllm.py"),
+            "tests/engines/routing/test_moe_vllm.py::test_a_training_run_with_r3",
+            "tests/lightning/test_moe_vllm.py::test_a_training_run_with_r3"),
     Feature("R3 ahead of the trainer", "tests/rollouts/ahead/test_routing_ahead.py::test_trl",
             "tests/rollouts/ahead/test_routing_ahead.py::test_lightning"),
     Feature("replay of the sampling mask", "tests/trl/test_kept.py::test_behind_a_server",
@@ -111,43 +122,77 @@ FEATURES = (
             "tests/lightning/test_images.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"),
     Feature("images with a real vLLM in the process", "TRL's own request, not changed here: not run",
             "tests/lightning/test_images_vllm.py::test_engine_and_trainer_see_the_same_images_after_every_sync"),
-    Feature("control: stop, act", "tests/trl/test_control.py::test_stop_ends_the_run_with_a_checkpoint_to_go_on_from",
+    Feature("control: stop", "tests/trl/test_control.py::test_stop_ends_the_run_with_a_checkpoint_to_go_on_from",
             "tests/lightning/test_control.py::test_stop_leaves_a_checkpoint_to_go_on_from"),
+    Feature("control: act",
+            "tests/trl/test_control.py::test_escalation_changes_the_correction_in_use_and_comes_back",
+            "tests/lightning/test_control.py::test_escalation_changes_the_correction_in_use_and_comes_back"),
     Feature("`auto`", "tests/trl/test_auto.py::test_it_moves_where_the_mismatch_grows",
             "tests/lightning/test_auto.py::test_it_moves_where_the_mismatch_grows_and_a_resumed_run_moves_alike"),
     Feature("run folder, report, recorded rollouts",
             "tests/trl/test_trainer.py::test_rollouts_have_one_correct_row_per_completion",
             "tests/lightning/test_module.py::test_the_run_folder_holds_what_the_trl_side_writes"),
-    Feature("validation with pass@1",
-            "tests/trl/test_trainer.py::test_evaluation_logs_the_share_of_correct_completions",
-            "tests/lightning/test_module.py::test_validation_reports_reward_and_pass_at_1_over_counted_prompts"),
+    Feature("validation with pass@1, each prompt once", HELD_OUT, HELD_OUT),
     Feature("test and predict loops", "no: TRL has `evaluate` alone",
             "tests/lightning/test_held_out.py::test_predict_returns_what_was_sampled_for_each_prompt"),
-    Feature("model card, upload", "tests/diagnosis/report/test_model_card.py",
+    Feature("model card, upload",
+            "tests/diagnosis/report/test_model_card.py::"
+            "test_push_to_hub_writes_the_card_and_leaves_out_what_is_ours_alone",
             "tests/lightning/test_export.py::test_the_folder_is_uploaded_to_the_named_repository"),
-    Feature("resume that goes on exactly", "tests/trl/test_trainer.py::test_resuming_continues_the_records",
-            "tests/lightning/test_checkpoints.py::test_a_resumed_run_goes_on_exactly"),
+    Feature("resume that goes on exactly", EXACTLY, EXACTLY_TOO),
+    Feature("the same on two ranks that draw by themselves",
+            "tests/trl/test_resume_two_ranks.py::test_each_rank_draws_what_the_whole_run_drew",
+            "tests/lightning/test_ddp_resume.py::test_each_rank_draws_what_the_whole_run_drew"),
+    Feature("a checkpoint at a validation", f"{EXACTLY}[at_an_evaluation]", f"{EXACTLY_TOO}[at_a_validation]"),
     Feature("replies that cannot be used (`on_bad_rollout`)",
             "tests/trl/test_screening.py::test_a_dropped_reply_leaves_the_step_and_its_baseline",
             "tests/lightning/test_screening.py::test_a_dropped_reply_leaves_the_step_and_its_baseline"),
     Feature("tools and environments that fail",
             "tests/lightning/test_agents.py::test_faults_of_tools_and_environments_are_the_same_in_both_trainers",
             "tests/lightning/test_agents.py::test_faults_of_tools_and_environments_are_the_same_in_both_trainers"),
-    Feature("one folder, one run; whole checkpoints; a full disk", "tests/trl/test_checkpoints.py",
-            "tests/lightning/test_whole_checkpoints.py"),
-    Feature("two ranks train as one", "tests/trl/test_trainer_two_ranks.py",
+    Feature("one folder, one run", "tests/trl/test_checkpoints.py::test_a_second_run_in_the_folder_is_refused",
+            "tests/lightning/test_whole_checkpoints.py::test_a_second_run_in_the_folder_is_refused"),
+    Feature("whole checkpoints", "tests/trl/test_checkpoints.py::test_a_half_written_checkpoint_is_passed_over",
+            "tests/lightning/test_whole_checkpoints.py::test_a_half_written_checkpoint_is_passed_over"),
+    Feature("a full disk", "tests/trl/test_checkpoints.py::test_a_full_disk_ends_the_run_with_one_sentence",
+            "tests/lightning/test_whole_checkpoints.py::test_a_full_disk_ends_the_run_with_one_sentence"),
+    Feature("two ranks train as one", f"{STRATEGIES}[cpu_ddp-full]",
             "tests/lightning/test_ddp.py::test_two_processes_train_as_one"),
     Feature("FSDP2, ZeRO-3, two processes", STRATEGIES, SHARDED),
     Feature("FSDP1, two processes", "trains on two CPU processes; torch crashes at saving a full state dict", SHARDED),
+    Feature("weight decay", "that of transformers' Trainer, not changed here",
+            "tests/lightning/test_optimization.py::test_what_decays_is_what_transformers_trainer_lets_decay"),
+    Feature("top-p where transformers' `generate` samples",
+            "tests/trl/test_kept.py::test_what_generate_kept_is_what_is_scored",
+            "tests/lightning/test_kept.py::test_transformers_generate_reports_by_itself"),
+    Feature("absolute positions under padding",
+            "tests/trl/test_positions.py::test_the_trainer_says_it_once_and_counts",
+            "tests/rollouts/test_scoring.py::test_scores_are_those_without_padding[absolute_positions-5]"),
+    Feature("`chat_template_kwargs`", "TRL's own option, not changed here",
+            "tests/lightning/test_agents.py::test_variables_of_the_chat_template_are_passed"),
+    Feature("settings that change the sampling policy, in `run.json`",
+            "tests/engines/test_sampling_states.py::test_run_json_and_the_attribution_know",
+            "tests/lightning/test_module.py::test_run_json_names_the_settings_that_change_the_sampling_policy"),
+    Feature("copies among the completions of a prompt", f"{DUPLICATES}[by_trl]", f"{DUPLICATES}[by_lightning]"),
     Feature("a trainer that is not this kit's",
             "tests/trl/test_attach_rloo.py::test_the_engines_log_probs_are_measured_and_recorded",
             "tests/lightning/test_observer.py::test_it_measures_records_and_reports"),
 )  # fmt: skip
 
 
+def tests_of(shown_by: str) -> list[str]:
+    """The tests that a cell names; none if it is a sentence.
+
+    Example:
+        >>> tests_of("tests/a.py::test_b, tests/a.py::test_c[d]"), tests_of("no: TRL has none")
+        (['tests/a.py::test_b', 'tests/a.py::test_c[d]'], [])
+    """
+    return shown_by.split(", ") if shown_by.startswith("tests/") else []
+
+
 def cell(shown_by: str) -> str:
-    """A cell: the test's file and name in code, or the sentence."""
-    return f"`{shown_by.removeprefix('tests/')}`" if shown_by.startswith("tests/") else shown_by
+    """A cell: each test's file and name in code, or the sentence."""
+    return ", ".join(f"`{one.removeprefix('tests/')}`" for one in tests_of(shown_by)) or shown_by
 
 
 def table() -> str:

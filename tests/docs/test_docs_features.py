@@ -16,15 +16,29 @@ matrix = importlib.util.module_from_spec(_spec)
 sys.modules["feature_matrix"] = matrix  # dataclasses look their module up
 _spec.loader.exec_module(matrix)
 
-NAMED = sorted({one for row in matrix.FEATURES for one in (row.trl, row.lightning) if one.startswith("tests/")})
+CELLS = [cell for row in matrix.FEATURES for cell in (row.trl, row.lightning)]
+NAMED = sorted({one for cell in CELLS for one in matrix.tests_of(cell)})
 
 
 @pytest.mark.parametrize("named", NAMED)
 def test_the_test_exists(named: str) -> None:
+    """A whole file shows no one feature: a cell names a function, and the parameters that it names are in its file."""
     file, _, name = named.partition("::")
-    tree = ast.parse((ROOT / file).read_text())
-    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-    assert found if not name else name in found
+    source = (ROOT / file).read_text()
+    functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    function, _, parameters = name.partition("[")
+    assert function.startswith("test_") and function in functions
+    assert not parameters or parameters.endswith("]")
+    assert all(part in source for part in parameters.rstrip("]").split("-"))
+
+
+TRAINER = "tests/trl/test_trainer.py"
+
+
+@pytest.mark.parametrize("shown_by", [TRAINER, f"{TRAINER}::test_nothing", f"{TRAINER}::records"])
+def test_a_file_or_a_name_that_is_no_test_is_found(shown_by: str) -> None:
+    with pytest.raises(AssertionError):
+        test_the_test_exists(shown_by)
 
 
 def test_the_page_is_current() -> None:
@@ -33,5 +47,5 @@ def test_the_page_is_current() -> None:
 
 
 def test_a_cell_without_a_test_says_why() -> None:
-    sentences = [one for row in matrix.FEATURES for one in (row.trl, row.lightning) if not one.startswith("tests/")]
+    sentences = [cell for cell in CELLS if not matrix.tests_of(cell)]
     assert sentences and all(len(one.split()) > 3 for one in sentences)

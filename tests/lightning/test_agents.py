@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from trainer_runs import TIMES, generation_batches, records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import trl_offpolicy as op
+from lightning_module import RunFolder
 from recipes.agent_calculator.calculator import calculator
 from recipes.tasks import final_number
 from trl_offpolicy.engines.engine import Call, Rollouts
@@ -100,7 +102,8 @@ def run_lightning(folder: Path, seen: dict[str, Any], **options: Any) -> tuple[W
         return batches[-1]
 
     ours.generation._generate = kept  # type: ignore[method-assign]
-    trainer(folder, callbacks=[watch], max_steps=STEPS).fit(ours, data(PROMPTS, micro_batch_size=8))
+    callbacks = [watch, RunFolder(str(folder), report=False)]
+    trainer(folder, callbacks=callbacks, max_steps=STEPS).fit(ours, data(PROMPTS, micro_batch_size=8))
     return watch, batches, engine
 
 
@@ -161,6 +164,14 @@ def test_the_calculator_agent_is_the_same_in_both_trainers(make_args: Any, tmp_p
         assert row["offpolicy/rollout/retokenised_fraction"] == 0.0
         assert row["offpolicy/keep/dropped_token_fraction"] > 0
     assert any(row["reward_std"] > 0 for row in rows)
+    described = [run_json(Path(theirs[0].args.output_dir)), run_json(tmp_path)]
+    assert [one["declared"]["engine"]["tools"] for one in described] == [True, True]
+    assert [one["token_ids"] for one in described] == [{"check": "warn", "rows": 8, "changed": 0}] * 2
+
+
+def run_json(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return found
 
 
 @pytest.mark.integration
@@ -346,15 +357,20 @@ def test_ids_that_were_not_sampled_are_found(tmp_path: Path) -> None:
     def fit(mode: str, changed: int | None) -> Watch:
         watch = Watch()
         ours = module(OwnMismatch(), rollout=by_agent(Agent(changed=changed)), check_token_ids=mode)
-        trainer(tmp_path, callbacks=[watch], max_steps=1).fit(ours, data())
+        callbacks = [watch, RunFolder(str(tmp_path), report=False)]
+        trainer(tmp_path, callbacks=callbacks, max_steps=1).fit(ours, data())
         return watch
 
     assert fit("warn", 1).logs[0]["offpolicy/rollout/retokenised_fraction"] == 0.25
+    described = run_json(tmp_path)
+    assert described["token_ids"] == {"check": "warn", "rows": 4, "changed": 1}
+    assert described["declared"]["engine"]["tools"] is None  # a rollout function may call tools of its own
     with pytest.raises(ValueError, match=r"First: row 1, token 1 of the completion: .* had 102 \('w99'\)"):
         fit("raise", 1)
     with pytest.raises(ValueError, match=r"check_token_ids must be one of .* but got 'no'"):
         module(check_token_ids="no")
     assert "offpolicy/rollout/retokenised_fraction" not in fit("off", 1).logs[0]
+    assert run_json(tmp_path)["token_ids"] == {"check": "off", "rows": 0, "changed": 0}
 
 
 def extra_columns(prompts: Sequence[Any], engine: Any, sampling: Any, rows: Any) -> Rollouts | dict[str, Any]:

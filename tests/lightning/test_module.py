@@ -225,6 +225,16 @@ def test_the_run_folder_holds_what_the_trl_side_writes(tmp_path: Path) -> None:
     assert len(watch.logs) == 4
 
 
+def test_run_json_names_the_settings_that_change_the_sampling_policy(tmp_path: Path) -> None:
+    sampling = {"max_tokens": 6, "extra": {"min_tokens": 2}}
+    ours = module(OwnMismatch(noise=0.2), sampling=sampling)
+    fit(tmp_path, ours, callbacks=[RunFolder(str(tmp_path), report=False)], max_steps=1)
+    info = json.loads((tmp_path / "run.json").read_text())
+    (found,) = info["sampling_states"]
+    assert (found["severity"], found["setting"]) == ("warn", "min_tokens=2") and "1 - p(end)" in found["reason"]
+    assert info["declared"]["engine"]["tools"] is False
+
+
 def test_validation_reports_reward_and_pass_at_1_over_counted_prompts(tmp_path: Path) -> None:
     def by_prompt(prompts: list[str], **_: Any) -> list[float]:
         return [float(prompt.startswith("w0")) for prompt in prompts]

@@ -66,7 +66,7 @@ def test_two_ranks_draw_apart(tmp_path: Path, engine: str) -> None:
     # twelve tokens of a model that knows nothing: equal ones are a seed that both ranks have
     long = [{row for row in rows if len(row) > 6} for rows in (first, second)]
     assert min(map(len, long)) > 4 and not long[0] & long[1]
-    assert all(row.get("offpolicy/rollout/copied_fraction", 0.0) == 0.0 for row in logs)
+    assert all(row["offpolicy/rollout/copied_fraction"] == 0.0 for row in logs)
     assert all(row["offpolicy/rollout/distinct_fraction"] > 0.8 for row in logs)
 
 

@@ -90,6 +90,20 @@ def test_it_measures_records_and_reports(tmp_path: Path, capsys: pytest.CaptureF
     assert any(finding.cause == "engine_mismatch" for finding in found.diagnosis.findings)
 
 
+def test_copies_of_a_micro_batch_are_found(tmp_path: Path) -> None:
+    """Two groups of two, of which the first holds one completion twice."""
+
+    def copying(loss: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        ids = tensors["completion_ids"].clone()
+        ids[1] = ids[0]
+        return {"loss": loss, **tensors, "completion_ids": ids, "group_ids": torch.tensor([4, 4, 9, 9])}
+
+    fit(tmp_path, Stranger(copying), OffPolicyObserver(report=False))
+    for row in rows_of(tmp_path):
+        assert row["offpolicy/rollout/distinct_fraction"] == 0.75 and row["offpolicy/rollout/copied_fraction"] == 0.5
+    assert "repeated_draws" in {finding.cause for finding in examine(tmp_path).diagnosis.findings}
+
+
 def test_the_training_is_untouched(tmp_path: Path) -> None:
     alone, watched = Stranger(), Stranger()
     fit(tmp_path / "alone", alone)

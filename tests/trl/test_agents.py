@@ -1,5 +1,7 @@
 """Completions with tool output in between: masked everywhere, weighed by turn, by TRL's tool loop and rollout_func."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -201,7 +203,11 @@ def test_mismatch_after_the_tool_is_reported_apart(train):
 
 
 def test_ids_that_were_not_sampled_are_found(train):
-    assert records(train(Agent(changed=1)))[0]["offpolicy/rollout/retokenised_fraction"] == pytest.approx(1 / 8)
+    trainer = train(Agent(changed=1))
+    assert records(trainer)[0]["offpolicy/rollout/retokenised_fraction"] == pytest.approx(1 / 8)
+    described = json.loads((Path(trainer.args.output_dir) / "run.json").read_text())
+    assert described["token_ids"] == {"check": "warn", "rows": 8, "changed": 1}
+    assert described["declared"]["engine"]["tools"] is None  # a rollout function may call tools of its own
     with pytest.raises(ValueError, match=r"First: row 1, token 1 of the completion: .* had 102 \('w99'\)"):
         train(Agent(changed=1), check_token_ids="raise")
 

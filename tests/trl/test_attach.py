@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tiny_models import score_last_word, tiny_prompts
 from trainer_runs import Engine, records, rollouts, tiny_options
 
 import trl_offpolicy as op
+from trl_offpolicy.trl.attach import NOT_WATCHED
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 pytestmark = pytest.mark.integration
@@ -188,7 +190,7 @@ def test_detach_leaves_the_trainer_as_it_was(stock: Stock) -> None:
 
 
 def test_what_cannot_be_attached_is_refused(stock: Stock, build: Callable[..., OffPolicyGRPOTrainer]) -> None:
-    with pytest.raises(TypeError, match=r"trainer must be a trl\.GRPOTrainer or a trl\.RLOOTrainer, but got str"):
+    with pytest.raises(TypeError, match=r"a trl\.GRPOTrainer or a trl\.RLOOTrainer, but got str, whose batches"):
         op.attach("trainer")
     with pytest.raises(ValueError, match="but got an OffPolicyGRPOTrainer"):
         op.attach(build(Engine()))
@@ -198,3 +200,36 @@ def test_what_cannot_be_attached_is_refused(stock: Stock, build: Callable[..., O
     op.attach(trainer)
     with pytest.raises(ValueError, match="must not be attached twice"):
         op.attach(trainer)
+
+
+# ------------------------------------------------------------------------------------------------ other trainers of TRL
+
+TRL_SOURCE = Path(trl.__file__).parent
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "reason"),
+    [
+        ("async_grpo", "AsyncGRPOTrainer", r"has the engine's log-probs, .*: trl_offpolicy\.async_grpo measures"),
+        ("sdpo", "SDPOTrainer", r"asks vLLM for no log-probs"),
+        ("iw_opd", "IWOPDTrainer", r"engine's log-probs are part of its advantage"),
+        ("gkd", "GKDTrainer", r"a teacher's distribution"),  # TRL makes it from its SFTTrainer
+    ],
+)
+def test_another_trainer_is_refused_with_its_own_reason(module: str, name: str, reason: str) -> None:
+    cls = getattr(import_module(f"trl.experimental.{module}"), name)
+    own = type("Own", (cls,), {})
+    for one in (cls, own):
+        with pytest.raises(TypeError, match=f"but got {one.__name__}, .*{reason}"):
+            op.attach(object.__new__(one))
+
+
+def test_the_reasons_are_of_trainers_that_trl_has_and_the_page_lists() -> None:
+    source = "\n".join(path.read_text() for path in TRL_SOURCE.rglob("*_trainer.py"))
+    page = DOCS.read_text()
+    for name in NOT_WATCHED:
+        assert f"class {name}(" in source and f"`{name}`" in page, name
+    asks = TRL_SOURCE / "experimental" / "sdpo" / "sdpo_trainer.py", TRL_SOURCE / "experimental" / "iw_opd"
+    assert "logprobs=None" in asks[0].read_text()  # what is said of the two, as TRL has it
+    assert 'logprobs=0 if args.distillation_objective == "iw_opd"' in (asks[1] / "iw_opd_trainer.py").read_text()

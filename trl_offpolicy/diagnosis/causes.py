@@ -140,7 +140,7 @@ CAUSES: dict[str, Cause] = {
         "A",
         "Completions of one prompt are copies of each other, and not by chance: two ranks or two requests draw the "
         "same random numbers, or the engine takes the likeliest token. The group holds fewer samples than it seems to.",
-        "rollout/copied_fraction above 0: of the completions that the engine gave a probability below 1e-4, those "
+        "rollout/copied_fraction above 0: of the completions with a probability below 1e-4, those "
         "that another row of their group has too. rollout/distinct_fraction says how many are left.",
         "Give every rank a seed of its own. Leave out a seed per request, and sample at a temperature above 0.",
         "engine: {seed: 0}   # each rank adds its number; no generation_kwargs.seed\n",

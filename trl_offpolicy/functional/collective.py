@@ -44,6 +44,17 @@ def gather_rows(values: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def own_rows(rows: Tensor) -> Tensor:
+    """The rows of this rank in what :func:`gather_rows` returned.
+
+    Args:
+        rows: (world * B, ...), the rows of all ranks in rank order.
+    """
+    if not is_distributed():
+        return rows
+    return rows.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()]
+
+
 def gather_flat(values: Tensor, *, padding: float) -> Tensor:
     """Entries of all ranks as one vector; ranks may hold different numbers, ``padding`` fills the gaps.
 

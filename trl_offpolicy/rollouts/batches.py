@@ -226,9 +226,6 @@ def replace_last(table: deque[float], values: list[float]) -> None:
 
 def recorded_rows(inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveOutput) -> dict[str, Tensor | None]:
     """A micro-batch as the recorder takes it. Old log-probs that were not computed are NaN."""
-    old, lags = batch.logps("old"), batch.version_lags
-    if batch.old_per_token_logps is None and lags is not None:
-        old = torch.where(lags > 0, torch.nan, old)
     return {
         "prompt_ids": inputs["prompt_ids"],
         "prompt_mask": inputs["prompt_mask"],
@@ -236,7 +233,7 @@ def recorded_rows(inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveO
         "attention_mask": inputs["completion_mask"],
         "completion_mask": batch.mask,
         "sampling_per_token_logps": batch.sampling_per_token_logps,
-        "old_per_token_logps": old,
+        "old_per_token_logps": old_where_known(batch),
         "entropies": batch.entropies if batch.old_per_token_logps is None else None,  # those of old
         "weights": result.weights,
         "keep_mask": result.keep_mask,
@@ -246,6 +243,14 @@ def recorded_rows(inputs: dict[str, Any], batch: PolicyBatch, result: ObjectiveO
         "policy_version": oldest_versions(batch),
         "policy_versions": batch.policy_versions if versions_by_token(batch) else None,
     }
+
+
+def old_where_known(batch: PolicyBatch) -> Tensor:
+    """(B, T) log-probs of the old policy; NaN where older weights sampled and their log-probs were not computed."""
+    old, lags = batch.logps("old"), batch.version_lags
+    if batch.old_per_token_logps is not None or lags is None:
+        return old
+    return torch.where(lags > 0, torch.nan, old)
 
 
 def versions_by_token(batch: PolicyBatch) -> bool:

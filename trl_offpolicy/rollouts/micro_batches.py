@@ -22,7 +22,7 @@ TrimPadding = Literal[True, False, "columns", "ranks"]
 
 _PROMPT = {"prompt_ids", "prompt_mask"}
 _WHOLE = {"routed_experts"}
-_ROW = {"group_rewards", "rewards", "group_ids"}
+_ROW = {"group_rewards", "rewards", "group_ids", "has_twin"}
 """Fields of this kit without columns of tokens; that of ``group_rewards`` (B, G) are responses."""
 _COMPLETION = {
     "completion_ids", "completion_mask", "tool_mask", "advantages", "sampling_per_token_logps", "old_per_token_logps",

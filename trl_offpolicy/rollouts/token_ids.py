@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trl_offpolicy.engines.engine import Call
+from trl_offpolicy.functional.collective import gather_rows
 from trl_offpolicy.functional.diagnostics import fraction
 from trl_offpolicy.functional.moments import Layout, moments
 from trl_offpolicy.stats import Group, Stats
@@ -189,6 +190,20 @@ class TokenIds:
             raise ValueError(message)
         self._warned = True
         logger.warning(message)
+
+
+def run_entry(stats: Stats, mode: str) -> dict[str, Any]:
+    """The entry of ``run.json`` for the first generation batch. All ranks call it.
+
+    ``check`` is the option, ``rows`` the rows of all ranks whose ids were compared with the engine's (0: these are not
+    known), ``changed`` those that hold other ids.
+
+    Args:
+        stats: what the check returned.
+        mode: the option.
+    """
+    ids = stats.all_reduce(gather_rows).groups.get("rollout#ids")
+    return {"check": mode, **{name: 0 if ids is None else int(ids.moments[name]) for name in _ROWS.sums}}
 
 
 class TokenIdCheck:

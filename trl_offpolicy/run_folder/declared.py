@@ -53,6 +53,11 @@ def declared_sides(
     }
 
 
+def tools_in_use(has_tools: bool, *, own_rollouts: bool) -> bool | None:
+    """Whether completions hold tool output; None = not known, as a rollout function of the user's may call its own."""
+    return None if own_rollouts and not has_tools else has_tools
+
+
 def rounding_of_forward(model: nn.Module) -> str:
     """Type of the rounding in the forward of the model's linear layers, "none" without."""
     found = (getattr(module, "weight_rounding", None) for module in model.modules())

@@ -80,6 +80,9 @@ def step_of_part(part: Path) -> int:
 SETTINGS = "settings"
 """Entry of ``run.json`` with the settings of the run, by their names in YAML: the doctor fits its fix to them."""
 
+TOKEN_IDS = "token_ids"
+"""Entry of ``run.json`` with the option ``check_token_ids`` and what the first generation batch showed."""
+
 # -------------------------------------------------------------------------------------------------- rows of the metrics
 
 STEP = "step"

@@ -21,15 +21,18 @@ from trl.trainer.utils import pad
 from trl_offpolicy import presets
 from trl_offpolicy.control import parse_control
 from trl_offpolicy.engines.colocate import reload_in_process
+from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.presets.frameworks.trl import TRLOptions
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts import batches
+from trl_offpolicy.rollouts.duplicates import draws_as_scored, late_copies, marked_duplicates
 from trl_offpolicy.stats import Stats
 from trl_offpolicy.trl.callbacks import record_run, rollout_recorder
 from trl_offpolicy.trl.control import ControlCallback, watch
 from trl_offpolicy.trl.engine import TRLEngine
+from trl_offpolicy.trl.positions import THEIRS, positions_under_padding
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class Observer:
         self._in_loss = False
         self._kept: _Kept | None = None  # while RLOO makes a generation batch
         self._said: set[str] = set()
+        if positions_under_padding(trainer.model) != "fine":
+            self._say(THEIRS)
         self._recorder = rollout_recorder(trainer) if record_rollouts else None
         self._callbacks: list[Any] = [record_run(trainer, _description(trainer), report=write_report)]
         if spec is not None:
@@ -120,6 +125,9 @@ class Observer:
             output |= self._kept.fields(output)
             self._kept = None
         output |= self._row_counter.fields(self.trainer, output, self._rewards)
+        if self._mode == "train":
+            size, as_scored = self.trainer.num_generations, scores_what_it_drew(self.trainer)
+            self._add_stats("train", marked_duplicates(output, group_size=size, drawn_as_scored=as_scored))
         return output
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -178,12 +186,15 @@ class Observer:
         except (ValueError, TypeError) as error:
             return self._say(f"a micro-batch is not measured: {error}")
         mode = self._mode
-        self._stats[mode] = self._stats.get(mode, Stats({})).merge(result.stats)
+        self._add_stats(mode, result.stats.union(late_copies(inputs, batch)))
         # a rollout is recorded once, on the first pass over its generation batch
         args = self.trainer.args
         first_pass = self.trainer._step % (args.steps_per_generation * args.num_iterations) < args.steps_per_generation
         if self._recorder is not None and mode == "train" and first_pass:
             self._recorder.add(self.trainer.state.global_step, **batches.recorded_rows(inputs, batch, result))
+
+    def _add_stats(self, mode: str, stats: Stats) -> None:
+        self._stats[mode] = self._stats.get(mode, Stats({})).merge(stats)
 
     def _say(self, what: str) -> None:
         if what not in self._said:
@@ -220,6 +231,13 @@ def _has_own_loss(trainer: GRPOTrainer | RLOOTrainer) -> bool:
     return loss is not GRPOTrainer._compute_loss and loss.__module__.startswith("trl.")
 
 
+def scores_what_it_drew(trainer: Any) -> bool:
+    """True if the trainer's model samples, and from the distribution that TRL scores: all of it, at its temperature."""
+    options = vars(trainer.args)
+    own_model = not trainer.use_vllm and getattr(trainer, "rollout_func", None) is None
+    return own_model and draws_as_scored(options) and not truncation_of(options)
+
+
 def _drops_logps(trainer: Any) -> bool:
     """True if the trainer throws the engine's log-probs away."""
     return isinstance(trainer, RLOOTrainer) and trainer.use_vllm
@@ -251,12 +269,42 @@ def trl_preset(trainer: GRPOTrainer) -> Preset:
     return presets.from_trl(**options)
 
 
+_FROM_TEACHER = "which learns from a teacher's distribution at each position: no ratio to the sampler is in its loss"
+_FROM_DATA = "which learns from a data set: nothing is sampled"
+NOT_WATCHED = {
+    "AsyncGRPOTrainer": "which has the engine's log-probs, but no generation batch, and rows without padding: "
+    "trl_offpolicy.async_grpo measures and corrects it",
+    "SDPOTrainer": "which asks vLLM for no log-probs, and whose loss has a teacher's term",
+    "IWOPDTrainer": "whose engine's log-probs are part of its advantage, log teacher - log mu: the mismatch is in the "
+    "target, not in a ratio",
+    "OnlineDPOTrainer": "which learns which of two samples is preferred: no ratio to the sampler is in its loss",
+    "A2POTrainer": "which samples with the trainer's own model: there is no mismatch",
+    **dict.fromkeys(
+        (
+            "SDFTTrainer", "DistillationTrainer", "ServerDistillationTrainer", "AsyncDistillationTrainer",
+            "GOLDTrainer", "GKDTrainer",
+        ),
+        _FROM_TEACHER,
+    ),
+    **dict.fromkeys(
+        ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "CPOTrainer", "ORPOTrainer", "TPOTrainer"),
+        _FROM_DATA,
+    ),
+}  # fmt: skip
+"""Why a trainer of TRL 1.16 cannot be watched, by the name of its class."""
+
+
+def why_not_watched(cls: type) -> str:
+    """The reason for a class, or for the trainer of TRL that it is made from."""
+    named = (NOT_WATCHED.get(base.__name__) for base in cls.__mro__)
+    return next((reason for reason in named if reason is not None), "whose batches attach does not know")
+
+
 def _check(trainer: Any) -> None:
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise TypeError(
-            f"trainer must be a trl.GRPOTrainer or a trl.RLOOTrainer, but got {type(trainer).__name__}, which keeps no "
-            "log-prob of each sampled token. For AsyncGRPOTrainer there is trl_offpolicy.async_grpo; "
-            "docs/integrations.md says for each trainer of TRL what can be done."
+            f"trainer must be a trl.GRPOTrainer or a trl.RLOOTrainer, but got {type(trainer).__name__}, "
+            f"{why_not_watched(type(trainer))}. docs/integrations.md says for each trainer of TRL what can be done."
         )
     if hasattr(trainer, "_stages"):
         raise ValueError("trainer must be TRL's own, but got an OffPolicyGRPOTrainer, which measures all this itself.")

@@ -11,7 +11,7 @@ from trl_offpolicy.engines.sampling_states import described
 from trl_offpolicy.presets import Preset
 from trl_offpolicy.rollouts.sampler_stats import on_purpose
 from trl_offpolicy.run_folder.base_model import BASE_MODEL, base_model
-from trl_offpolicy.run_folder.declared import declared_sides
+from trl_offpolicy.run_folder.declared import declared_sides, tools_in_use
 from trl_offpolicy.run_folder.layout import SETTINGS
 from trl_offpolicy.trl.checks import sampling_findings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
@@ -58,7 +58,7 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
             model,
             engine=engine,
             autocast=next((name for name, used in precisions.items() if used), None),
-            tools=bool(trainer.tools),
+            tools=tools_in_use(bool(trainer.tools), own_rollouts=trainer.rollout_func is not None),
             sampling={name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")},
         ),
         "effective": effective_settings(

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import ProgressCallback
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
@@ -44,11 +45,12 @@ from trl_offpolicy.rollouts import batches, kept
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.ahead.old_policy import OLD
 from trl_offpolicy.rollouts.clock import StepClock
-from trl_offpolicy.rollouts.duplicates import duplicate_stats
+from trl_offpolicy.rollouts.duplicates import draws_as_scored, late_copies, marked_duplicates
 from trl_offpolicy.rollouts.rounded_forward import round_learner
 from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
-from trl_offpolicy.rollouts.token_ids import TokenIdCheck
-from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE
+from trl_offpolicy.rollouts.token_ids import TokenIdCheck, run_entry
+from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE, TOKEN_IDS
+from trl_offpolicy.run_folder.writer import add_to_run
 from trl_offpolicy.stats import PREFIX, Stats
 from trl_offpolicy.trl.ahead import sample_ahead
 from trl_offpolicy.trl.auto import choose_correction, judge_first
@@ -61,9 +63,10 @@ from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
 from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
 from trl_offpolicy.trl.fusion import TrainerFusion
+from trl_offpolicy.trl.held_out import HeldOutMeans
 from trl_offpolicy.trl.kept import TrainerKept
 from trl_offpolicy.trl.perturbed import perturbed
-from trl_offpolicy.trl.positions import counted_positions, learns_positions
+from trl_offpolicy.trl.positions import counted_positions, positions_are_wanted
 from trl_offpolicy.trl.rebinding import as_if_aligned, rebound
 from trl_offpolicy.trl.routing import KEY, TrainerRouting, engine_options, scores_old
 from trl_offpolicy.trl.run_description import run_description
@@ -113,7 +116,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             super().__init__(**made_in_guard(given, self._guard))
         round_learner(args.learner_rounding, args.engine, self.model, self.ref_model)
         self._noise = perturbed(self)
-        self._learns_positions = learns_positions(self.model)
+        self._wants_positions = positions_are_wanted(self.model, say=self.accelerator.is_main_process)
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
@@ -125,7 +128,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._screen = TrainerScreen(self, args.on_bad_rollout)
         self._guard.know(self._tokenizer, max_tokens=args.max_completion_length)
         self._screen.bound_environments(self, self._guard)
-        self._token_ids = TokenIdCheck(self, args.check_token_ids)
+        self._token_ids, self._told_token_ids = TokenIdCheck(self, args.check_token_ids), False
         self._kl = self.objective.kl  # its coefficient may move
         self._shaping = ShapingControl(self.objective.shaping)  # likewise
         if not self.use_adaptive_entropy:  # `offpolicy` may have set it
@@ -136,6 +139,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._place = 0  # of the next micro-batch in its optimizer step
         self._stats: dict[str, Stats] = {}
         self._rewards: Tensor | None = None  # (N, K): of all ranks, by function
+        self._held_out = HeldOutMeans(self.reward_func_names, args.correct_threshold)
         self._row_counter = batches.RowCounter()
         self._recorder = rollout_recorder(self) if args.record_rollouts else None
         if self.pop_callback(ProgressCallback) is not None:  # absent in notebooks and with disable_tqdm
@@ -172,6 +176,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with self._clock.part("generation", counted=self.model.training):
             generated = super()._generate(prompts)
         _, completions, tool_mask, _, logps, *_ = generated
+        if not self.model.training:
+            self._held_out.sampled(completions, tool_mask)
         self._screen.agree(completions, tool_mask, logps)
         return generated
 
@@ -211,13 +217,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._add_stats(self._mode, self._fusion.stats())
         if self.tools:
             self._add_stats(self._mode, self._guard.stats(self.accelerator.device))
-        self._add_stats(self._mode, self._token_ids(output))
+        self._add_stats(self._mode, self._check_token_ids(output))
         if self.model.training:
             self._add_stats("train", self._duplicates(output))
-        elif self.args.correct_threshold is not None and self._rewards is not None:
-            rewards = batches.total_rewards(self._rewards, self.reward_weights)
-            correct = batches.is_correct(rewards, self.args.correct_threshold)
-            self._metrics["eval"]["pass@1"].append(float(correct.nanmean()))
+        elif self._rewards is not None:
+            total = batches.total_rewards(self._rewards, self.reward_weights)
+            self._held_out.add(self._rewards, total, self.accelerator.gather)
         output |= self._row_counter.fields(self, output, self._rewards)
         output |= self._routing.engine_fields(output)
         output |= self._kept.fields(output)
@@ -233,9 +238,18 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             judge_first(self, self._auto, output)
         return output
 
+    def _check_token_ids(self, output: dict[str, Any]) -> Stats:
+        stats = self._token_ids(output)
+        if self.model.training and not self._told_token_ids:
+            self._told_token_ids, entry = True, run_entry(stats, self.args.check_token_ids)
+            if self.accelerator.is_main_process:
+                add_to_run(self.args.output_dir, TOKEN_IDS, entry)
+        return stats
+
     def _duplicates(self, output: dict[str, Any]) -> Stats:
-        mask, sampled = batches.trainable(output), output.get("sampling_per_token_logps")
-        return duplicate_stats(output["completion_ids"], mask, sampled, group_size=self.num_generations)
+        own_model = not self.use_vllm and self.rollout_func is None
+        as_scored = own_model and draws_as_scored(vars(self.args))
+        return marked_duplicates(output, group_size=self.num_generations, drawn_as_scored=as_scored)
 
     def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
         """Run what needs the whole generation batch before TRL shuffles and splits it. Results travel with the rows."""
@@ -280,7 +294,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's method, but on the truncated distribution (current and old policy) and with positions of the text."""
         score = partial(self._filtered, super()._get_per_token_logps_and_entropies, self.ref_model)
-        with counted_positions(model, wanted=self._learns_positions):
+        with counted_positions(model, wanted=self._wants_positions):
             return self._compact.score(score, model, *args, **kwargs)
 
     def _score(
@@ -322,7 +336,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if result.average is not None:
             inputs["past_average"] = result.average  # the dict is TRL's buffer: it comes back with its rows
         of_cut = self._filtered.stats(batch.mask).union(kept.kept_stats(inputs, batch.mask))
-        self._add_stats(mode, result.stats.union(of_cut).union(self._routing.stats()))
+        stats = result.stats.union(of_cut).union(self._routing.stats())
+        self._add_stats(mode, stats.union(late_copies(inputs, batch)))
         if mode == "train":
             self._window.add(batch, result.stats)
             if self.accelerator.sync_gradients:
@@ -416,6 +431,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce the stats over ranks in one collective, add them under TRL's and this kit's names, and log."""
         mode = self._mode
+        if mode == "eval":
+            self._metrics[mode].update({name: [value] for name, value in self._held_out.close().items()})
         if (stats := self._stats.pop(mode, None)) is not None:
             values = stats.all_reduce(self.accelerator.gather).measured(stale=self._ahead is not None).compute()
             chosen = self._auto.metrics() if self._auto is not None and mode == "train" else {}
@@ -427,6 +444,12 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._recorder is not None:
             self._recorder.flush()
         super().log(logs, start_time)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's method; ``eval_reward``, ``eval_pass@1`` and the like are then means over the held-out prompts."""
+        prompts = dataloader.dataset if has_length(dataloader.dataset) else None
+        self._held_out.begin(None if prompts is None else len(prompts) * self.num_generations_eval)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """TRL's card, with the correction, its citation, the diagnosis table and the recipe.
