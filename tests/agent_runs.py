@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_models import EOS, FIRST_WORD, VOCABULARY, tiny_tokenizer
+from tiny_models import EOS, FIRST_WORD, VOCABULARY, WORDS, tiny_tokenizer
 
 TOOL_WORDS = (FIRST_WORD + 100, FIRST_WORD + 101, FIRST_WORD + 102)
 """What the tool always answers."""
@@ -91,3 +91,50 @@ def tool_tokenizer() -> Any:
 
     tokenizer.parse_response = parse_response
     return tokenizer
+
+
+class Library:
+    """An environment with that tool, whose reward says how often it was asked and how long the prompt is.
+
+    ``made`` counts the instances.
+    """
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.asked = 0
+
+    def reset(self, prompt: Any, **_: Any) -> str:
+        """Begin again; tells the model something."""
+        self.asked, self.about = 0, prompt[-1]["content"]
+        return " w7"
+
+    def lookup(self, word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: The word.
+
+        Returns:
+            Three words.
+        """
+        self.asked += 1
+        return lookup(word)
+
+    def get_reward(self) -> float:
+        """What it was asked, and what of."""
+        return self.asked + len(self.about) / 100
+
+
+def conversations(count: int = 8) -> list[dict[str, Any]]:
+    """Prompts as messages, all different."""
+    return [{"prompt": [{"role": "user", "content": " ".join(WORDS[i : i + 1 + i % 3])}]} for i in range(count)]
+
+
+def first_prompts(count: int = 2) -> list[list[int]]:
+    """Token ids of the first conversations."""
+    prompts = [row["prompt"] for row in conversations(count)]
+    found = tool_tokenizer().apply_chat_template(prompts, tools=[lookup], add_generation_prompt=True)
+    ids: list[list[int]] = found["input_ids"]
+    return ids

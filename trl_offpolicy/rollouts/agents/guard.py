@@ -58,6 +58,9 @@ class ToolGuard:
     tool's own time. After a call that hangs, another thread takes the place of the one that hangs: an object that only
     its first thread may use, such as a connection of sqlite3, then fails in every call.
 
+    Generation batches that are sampled ahead call tools from threads of their own. All the same, one plain call runs at
+    a time: the next one waits for it, and this wait is not a part of its time.
+
     Args:
         timeout: seconds that a call may take; None = any time, and plain functions run in the caller's thread.
         max_tokens: length of the longest completion, which bounds that of an answer.
@@ -69,6 +72,7 @@ class ToolGuard:
         self.timeout, self.longest = timeout, max(1000, CHARACTERS * max_tokens)
         self._control = _control_tokens(tokenizer)
         self._worker: _Worker | None = None
+        self._turn = threading.Lock()  # whoever has it may make a plain call
         self._inside: set[int] = set()  # threads that run a plain call
         self._hung: dict[str, list[_Worker]] = {}
         self._counts = [0] * 4
@@ -78,7 +82,11 @@ class ToolGuard:
         self._control, self.longest = _control_tokens(tokenizer), max(1000, CHARACTERS * max_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_worker": None, "_hung": {}, "_inside": set()}  # threads are not copied
+        kept = {name: value for name, value in self.__dict__.items() if name != "_turn"}
+        return {**kept, "_worker": None, "_hung": {}, "_inside": set()}  # threads are not copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _turn=threading.Lock())
 
     @property
     def inside(self) -> bool:
@@ -89,7 +97,8 @@ class ToolGuard:
         """What a factory makes, in the thread that will call its methods. The time for it is not bounded."""
         if self.timeout is None or self.inside:
             return make()
-        return self._free_worker().call(functools.partial(self._marked, make)).result()
+        with self._turn:
+            return self._free_worker().call(functools.partial(self._marked, make)).result()
 
     def wrap(self, tool: Tool, *, text: bool = True) -> Tool:
         """The tool with these bounds, under its own name, plain or async as it was.
@@ -126,9 +135,10 @@ class ToolGuard:
         if self.inside:  # the worker is busy with the caller: to wait for it would be to wait for oneself
             return tool(*args, **kwargs)
         call = functools.partial(self._marked, functools.partial(tool, *args, **kwargs))
-        if self.timeout is None:
-            return call()
-        name = getattr(tool, "__name__", "tool")
+        with self._turn:
+            return call() if self.timeout is None else self._timed(getattr(tool, "__name__", "tool"), call)
+
+    def _timed(self, name: str, call: Callable[[], Any]) -> Any:
         hung = self._hung[name] = [one for one in self._hung.get(name, ()) if one.busy]
         if len(hung) >= MOST_HUNG:
             self._counts[1] += 1

@@ -101,12 +101,12 @@ def _reads_old(objective: Objective) -> str | None:
     return None
 
 
-SEVERAL_REQUESTS = ("rollout_func", "rollout", "tools", "environment_factory")
-"""Arguments of the trainers whose rollouts ask the engine again in between."""
+OWN_LOOPS = ("rollout_func", "rollout")
+"""Arguments of the trainers that ask the engine by a loop of the user's."""
 
 
 def check_arguments(settings: AsyncSettings | None, given: Mapping[str, Any]) -> None:
-    """Raise if an argument of the trainer needs more than one request per response.
+    """Raise if an argument of the trainer samples by a loop of its own.
 
     Args:
         settings: the parsed field ``async_rollouts``.
@@ -115,11 +115,11 @@ def check_arguments(settings: AsyncSettings | None, given: Mapping[str, Any]) ->
     Raises:
         ValueError: there is such an argument; the message names it.
     """
-    for name in SEVERAL_REQUESTS:
+    for name in OWN_LOOPS:
         if settings is not None and given.get(name):
             raise ValueError(
-                f"{name} must be left out with async_rollouts: its rollouts ask the engine again in between, at the "
-                "trainer's pace, and cannot be asked for ahead."
+                f"{name} must be left out with async_rollouts, but got {given[name]!r}: it asks the engine at the "
+                "trainer's pace. What tools and environment_factory sample is sampled ahead."
             )
 
 
