@@ -93,6 +93,26 @@ def tool_tokenizer() -> Any:
     return tokenizer
 
 
+def closed(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: The word.
+
+    Returns:
+        Nothing.
+    """
+    raise OSError("the library is closed")
+
+
+closed.__name__ = "lookup"
+
+
+def count_letters(completions: Any, **_: Any) -> list[float]:
+    """A reward that differs within every group."""
+    return [float(sum(map(ord, str(one))) % 7) for one in completions]
+
+
 class Library:
     """An environment with that tool, whose reward says how often it was asked and how long the prompt is.
 

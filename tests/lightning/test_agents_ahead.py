@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from agent_runs import TOOL_WORDS, Library, conversations, first_prompts, lookup, tool_tokenizer
+from agent_runs import TOOL_WORDS, Library, closed, conversations, count_letters, first_prompts, lookup, tool_tokenizer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Watch, data, module, trainer
 from rollouts.ahead.fake_server import FakeServer, server_class
@@ -26,10 +26,6 @@ SERVER = {"type": "server", "base_url": "http://127.0.0.1:1"}
 FINISH = {"lag": 2, "partial": "finish"}
 CUT = {"free": first_prompts(), "before_cut": 3}
 WAIT, CROSSING = "offpolicy/rollout/wait_seconds", "offpolicy/rollout/cross_version_fraction"
-
-
-def count_words(completions: Any, **_: Any) -> list[float]:
-    return [float(sum(map(ord, str(one))) % 7) for one in completions]
 
 
 class Run:
@@ -73,7 +69,7 @@ def run(fresh_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_pa
         callbacks = [watch, RunFolder(str(place), report=False), *(flags or {}).pop("callbacks", [])]
         given = {
             "correction": "paper/tis", "optimizer": partial(torch.optim.SGD, lr=0.02), "control": "off",
-            "tokenizer": tool_tokenizer(), "sampling": {"max_tokens": LENGTH}, "reward_funcs": count_words,
+            "tokenizer": tool_tokenizer(), "sampling": {"max_tokens": LENGTH}, "reward_funcs": count_letters,
             "max_tool_calling_iterations": 2, "check_token_ids": "raise", **options,
         }  # fmt: skip
         given |= {} if {"tools", "environment_factory"} & set(options) else {"tools": [lookup]}
@@ -189,23 +185,8 @@ def test_tools_run_while_the_module_learns(run: Any) -> None:
     assert seen.lags == [[min(step, 1)] for step in range(STEPS)]
 
 
-def broken(word: str) -> str:
-    """Look a word up.
-
-    Args:
-        word: The word.
-
-    Returns:
-        Nothing.
-    """
-    raise OSError("the library is closed")
-
-
-broken.__name__ = "lookup"
-
-
 def test_a_failing_tool_is_an_answer(run: Any) -> None:
-    seen = run(1, tools=[broken])
+    seen = run(1, tools=[closed])
 
     assert all(row["tools/failure_frequency"] == 1.0 for row in seen.logs)
     assert seen.lags == [[min(step, 1)] for step in range(STEPS)]
