@@ -21,6 +21,7 @@ from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.agents import AgentBatch, Completions, WrappedEngine
 from trl_offpolicy.rollouts.ahead.checks import (
     check_adapter,
+    check_agents,
     check_arguments,
     check_keeps,
     check_objective,
@@ -74,10 +75,12 @@ class ModuleAhead:
         check_snapshots(self._settings, sharded=None if whole else type(trainer.strategy).__name__)
         check_adapter(self._settings, has_adapter=ModelWeights(self._module.policy).has_adapter)
         check_server(self._settings, server)
+        in_turns = self._module.agents.in_turns
+        check_agents(self._settings, ranks=trainer.world_size if in_turns else 1)
         self._old = OldPolicy(self._settings)
         self._queue = RolloutsAhead(self._settings, rank=trainer.global_rank, version=lambda: trainer.global_step)
-        samples = trainer.is_global_zero or self._module.agents.in_turns
-        self._queue.start(server if samples else None)  # type: ignore[arg-type]
+        asks = trainer.is_global_zero or in_turns
+        self._queue.start(server if asks else None)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Give up requests in flight and empty the queue."""

@@ -92,7 +92,7 @@ def test_without_lag_it_is_trls_own_loop(run: Any, options: dict[str, Any]) -> N
     for ours, theirs in zip(records(ahead), records(in_turn), strict=True):
         expected = {key: value for key, value in theirs.items() if key not in LEFT_OUT}
         seen = {key: value for key, value in ours.items() if key not in LEFT_OUT}
-        assert seen == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert seen == pytest.approx(expected, rel=1e-3, abs=5e-4)
         assert ours["tools/call_frequency"] > 0 and WAIT in ours
     by_row = [rollouts(one).sort_values(["step", "group_id", "reward"], kind="stable") for one in (ahead, in_turn)]
     for name in ("prompt", "completion", "reward"):

@@ -11,7 +11,7 @@ import pytest
 from trl import TrlParser
 
 from trl_offpolicy.engines.engine import EngineError
-from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_trainer
+from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_agents, check_server, check_trainer
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
@@ -161,6 +161,13 @@ def test_what_keeps_several_needs_an_adapter_of_its_own() -> None:
         check_adapter(AsyncSettings(lag=2, partial="keep"), has_adapter=False)
     check_adapter(AsyncSettings(lag=2, partial="keep"), has_adapter=True)
     check_adapter(AsyncSettings(lag=2, partial="continue"), has_adapter=False)
+
+
+def test_ranks_that_sample_their_own_episodes_cannot_keep_adapters() -> None:
+    with pytest.raises(ValueError, match=r"^async_rollouts\.partial must be .* on 2 ranks, but got 'keep'"):
+        check_agents(AsyncSettings(partial="keep"), ranks=2)
+    check_agents(AsyncSettings(partial="keep"), ranks=1)
+    check_agents(AsyncSettings(partial="finish"), ranks=2)
 
 
 @pytest.mark.parametrize("name", ["rollout_func", "rollout"])

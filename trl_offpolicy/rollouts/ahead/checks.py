@@ -66,6 +66,24 @@ def check_keeps(settings: AsyncSettings, transfer: str, weight_rounding: Any) ->
         )
 
 
+def check_agents(settings: AsyncSettings, *, ranks: int) -> None:
+    """Raise if several versions are to be live at once, but several ranks sample episodes of their own.
+
+    Args:
+        settings: the parsed field.
+        ranks: how many of them do.
+
+    Raises:
+        ValueError: it is more than one.
+    """
+    if settings.keeps and ranks > 1:
+        raise ValueError(
+            f"async_rollouts.partial must be 'finish' or 'continue' with tools or environment_factory on {ranks} "
+            "ranks, but got 'keep': each rank samples its own episodes, and the main one, which unloads adapters, does "
+            "not know with which of them another one still samples."
+        )
+
+
 def check_objective(settings: AsyncSettings, objective: Objective) -> None:
     """Raise if the objective and ``old_logps`` do not go together.
 
