@@ -57,9 +57,8 @@ def test_two_processes_train_as_one(old_logps: str, tmp_path: Path) -> None:
             assert ("offpolicy/staleness/kl_k3" in row) == (old_logps != "recompute_proximal")
 
 
-@pytest.mark.parametrize("partial", ["finish", "continue"])
-def test_two_processes_sample_their_own_agents(partial: str, tmp_path: Path) -> None:
-    options = {"ahead": {"lag": 1, "old_logps": "snapshot", "partial": partial}, "agents": True}
+def test_two_processes_sample_their_own_agents(tmp_path: Path) -> None:
+    options = {"ahead": {"lag": 1, "old_logps": "snapshot"}, "agents": True}
     one, ranks = one_and_two_processes(tmp_path, options)
 
     assert sorted(ranks[0]["asked"] + ranks[1]["asked"]) == one["asked"]  # where its environments are

@@ -83,9 +83,9 @@ def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: P
     assert min(result["total"][2:]) > 10 * AGREE
 
 
-@pytest.mark.parametrize("flags", [("--lag", "1"), ("--lag", "2", "--steps", "5"), ("--lag", "1", "--devices", "2")])
+@pytest.mark.parametrize("flags", [("--lag", "1"), ("--lag", "2", "--devices", "2", "--steps", "5")])
 def test_episodes_with_tools_are_sampled_ahead(server: Server, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """At lag 2 syncs cut turns. Each token has its version, whatever the tool said between two of them."""
+    """At lag 2 syncs cut turns, here of two ranks. Each token has its version, whatever the tool said in between."""
     lag = int(flags[1])
     result = run(server, tmp_path, "--tools", "--old-logps", "snapshot", "--length", "200", *flags)
 

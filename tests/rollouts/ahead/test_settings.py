@@ -182,6 +182,15 @@ def test_loops_of_the_user_are_refused(make_args: Callable[..., Any], name: str)
     check_trainer(make_args(**ON_SERVER), {name: [print]})
 
 
+@pytest.mark.parametrize("name", ["tools", "environment_factory"])
+def test_tools_of_the_trainers_thread_are_refused(make_args: Callable[..., Any], name: str) -> None:
+    with pytest.raises(ValueError, match=r"^tool_timeout must be a number of seconds .*, but got None"):
+        check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=None), {name: [print]})
+    check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=5.0), {name: [print]})
+    check_trainer(make_args(**ON_SERVER, tool_timeout=None), {name: [print]})
+    check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=None), {})
+
+
 @pytest.mark.parametrize(("text", "lag"), [("1", 1), ('{"lag": 3, "partial": "finish"}', 3)])
 def test_on_the_command_line(tmp_path: Path, text: str, lag: int) -> None:
     options = ["--use_vllm", "true", "--vllm_mode", "server", "--engine", '{"transfer": "folder"}', "--use_cpu", "true"]

@@ -124,21 +124,28 @@ OWN_LOOPS = ("rollout_func", "rollout")
 
 
 def check_arguments(settings: AsyncSettings | None, given: Mapping[str, Any]) -> None:
-    """Raise if an argument of the trainer samples by a loop of its own.
+    """Raise if an argument of the trainer samples by a loop of its own, or tools must run in the trainer's thread.
 
     Args:
         settings: the parsed field ``async_rollouts``.
-        given: arguments of the trainer by name.
+        given: arguments of the trainer by name, ``tool_timeout`` among them.
 
     Raises:
-        ValueError: there is such an argument; the message names it.
+        ValueError: the message names the argument.
     """
+    if settings is None:
+        return
     for name in OWN_LOOPS:
-        if settings is not None and given.get(name):
+        if given.get(name):
             raise ValueError(
                 f"{name} must be left out with async_rollouts, but got {given[name]!r}: it asks the engine at the "
-                "trainer's pace. What tools and environment_factory sample is sampled ahead."
+                "trainer's pace. Agents with tools or environment_factory are sampled ahead."
             )
+    if (given.get("tools") or given.get("environment_factory")) and given["tool_timeout"] is None:
+        raise ValueError(
+            "tool_timeout must be a number of seconds with async_rollouts and tools or environment_factory, but got "
+            "None: calls would run in the threads of the batches in flight, and not in the trainer's own."
+        )
 
 
 def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
@@ -151,7 +158,7 @@ def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is such an argument; the message names it.
     """
-    check_arguments(AsyncSettings.parse(args.async_rollouts), given)
+    check_arguments(AsyncSettings.parse(args.async_rollouts), {**given, "tool_timeout": args.tool_timeout})
 
 
 def check_snapshots(settings: AsyncSettings, *, sharded: str | None) -> None:
