@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from tiny_models import EOS, FIRST_WORD, VOCABULARY, WORDS, tiny_tokenizer
 
 TOOL_WORDS = (FIRST_WORD + 100, FIRST_WORD + 101, FIRST_WORD + 102)
 """What the tool always answers."""
+SHORT_TURNS = {"stop_token_ids": [*range(8, len(VOCABULARY), 8)]}
+"""Sampling options of a tiny model whose turns have eight tokens or so; every second one calls the tool."""
 GARBAGE = -7.0
 """Log-prob that stands at tool tokens: no result may depend on it."""
 TEMPLATE = (
@@ -158,3 +161,8 @@ def first_prompts(count: int = 2) -> list[list[int]]:
     found = tool_tokenizer().apply_chat_template(prompts, tools=[lookup], add_generation_prompt=True)
     ids: list[list[int]] = found["input_ids"]
     return ids
+
+
+def turns(mask: np.ndarray) -> int:
+    """Number of turns of a completion, by its mask of sampled tokens, (T,) bool."""
+    return int((mask & ~np.concatenate([[False], mask[:-1]])).sum())

@@ -19,21 +19,13 @@ import pandas as pd
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from agent_runs import conversations, count_letters, lookup, tool_tokenizer
+from agent_runs import SHORT_TURNS, conversations, count_letters, lookup, tool_tokenizer, turns
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Watch, data, module, trainer
 from rollouts.ahead.ahead_run import KEYS
-from tiny_models import VOCABULARY, spread
+from tiny_models import spread
 
 from lightning_module import RunFolder
-
-TURNS = {"stop_token_ids": [*range(8, len(VOCABULARY), 8)]}
-"""Turns of eight tokens or so; every second one calls the tool."""
-
-
-def turns(mask: np.ndarray) -> int:
-    """Number of turns of a completion, by its mask."""
-    return int((mask & ~np.concatenate([[False], mask[:-1]])).sum())
 
 
 def main() -> None:
@@ -64,7 +56,10 @@ def main() -> None:
         async_rollouts={"lag": options.lag, "old_logps": options.old_logps, "partial": options.partial},
         adapter={"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]} if options.lora else None,
         optimizer=partial(torch.optim.SGD, lr=5.0) if options.lora else partial(torch.optim.AdamW, lr=0.003),
-        sampling={"max_tokens": options.length, "extra": {"ignore_eos": True, **(TURNS if options.tools else {})}},
+        sampling={
+            "max_tokens": options.length,
+            "extra": {"ignore_eos": True, **(SHORT_TURNS if options.tools else {})},
+        },
         sync_check=True,
         control="off",
     )

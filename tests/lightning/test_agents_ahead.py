@@ -14,7 +14,8 @@ import torch
 from agent_runs import TOOL_WORDS, Library, closed, conversations, count_letters, first_prompts, lookup, tool_tokenizer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Watch, data, module, trainer
-from rollouts.ahead.fake_server import FakeServer, server_class
+from rollouts.ahead.fake_server import FakeServer, bad_later_turns, server_class
+from tiny_models import WORDS
 from trainer_runs import TIMES
 
 from lightning_module import RunFolder, engines
@@ -190,6 +191,33 @@ def test_a_failing_tool_is_an_answer(run: Any) -> None:
 
     assert all(row["tools/failure_frequency"] == 1.0 for row in seen.logs)
     assert seen.lags == [[min(step, 1)] for step in range(STEPS)]
+
+
+def test_a_reply_that_cannot_be_used_leaves_its_own_batch(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad_later_turns(monkeypatch)
+    seen = run(FINISH, on_bad_rollout="drop")
+
+    assert max(row.get("offpolicy/rollout/unusable_fraction", 0.0) for row in seen.logs) > 0
+    dropped = ~seen.rollouts.completion_mask.map(any)
+    assert 0 < dropped.sum() < len(seen.rollouts) and seen.rollouts.reward[dropped].isna().all()
+    with pytest.raises(RuntimeError, match=r"cannot be used: its token 0 is 1000000, outside the vocabulary"):
+        run(1)
+
+
+class Closed(Library):
+    """A library that has a day off."""
+
+    def reset(self, prompt: Any, **row: Any) -> str:
+        if prompt[-1]["content"] == WORDS[6]:
+            raise OSError("closed today")
+        return super().reset(prompt, **row)
+
+
+def test_an_environment_that_cannot_be_reset_leaves_its_own_batch(run: Any) -> None:
+    seen = run(FINISH, environment_factory=Closed, reward_funcs=None, on_bad_rollout="drop")
+
+    dropped = ~seen.rollouts.completion_mask.map(any)
+    assert dropped.any() and dropped.tolist() == [row == f"<unk> {WORDS[6]} <eos>" for row in seen.rollouts.prompt]
 
 
 def test_a_failed_request_stops_the_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

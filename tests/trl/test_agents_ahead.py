@@ -11,7 +11,7 @@ import torch
 from agent_runs import TOOL_WORDS, Library, closed, conversations, count_letters, first_prompts, lookup, tool_tokenizer
 from both_trainers import ENGINE_ONLY
 from datasets import Dataset
-from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer, server_class
+from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer, bad_later_turns, server_class
 from trainer_runs import TIMES, records, rollouts
 
 from trl_offpolicy.trl import engine as trl_engines
@@ -149,6 +149,16 @@ def test_a_failing_tool_is_an_answer(run: Any) -> None:
 
     assert all(row["tools/failure_frequency"] == 1.0 for row in records(trainer))
     assert lags(trainer) == [[min(step, 1)] for step in range(STEPS)]
+
+
+def test_a_reply_that_cannot_be_used_leaves_its_own_batch(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad_later_turns(monkeypatch)
+    trainer, _ = run(FINISH, on_bad_rollout="drop")
+
+    assert max(row.get("offpolicy/rollout/unusable_fraction", 0.0) for row in records(trainer)) > 0
+    frame = rollouts(trainer)
+    dropped = ~frame.completion_mask.map(any)
+    assert 0 < dropped.sum() < len(frame) and frame.reward[dropped].isna().all()
 
 
 def test_a_failed_request_stops_the_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,3 +158,14 @@ def note_submissions(monkeypatch: pytest.MonkeyPatch) -> None:
         return submit(self, prompt, *args)
 
     monkeypatch.setattr(Flight, "submit", submitting)
+
+
+def bad_later_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of a later turn of an agent is sometimes no word that the model knows."""
+    parts = FakeServer.parts
+
+    def sometimes(server: FakeServer, prompt: list[int], options: Any, n: int) -> Any:
+        found = parts(server, prompt, options, n)
+        return [([10**6, *ids[1:]] if n == 1 and ids[0] % 3 == 0 else ids, *rest) for ids, *rest in found]
+
+    monkeypatch.setattr(FakeServer, "parts", sometimes)
