@@ -16,7 +16,7 @@ class InFlight(WrappedEngine):
 
     Args:
         server: the server.
-        submit: requests responses, as :meth:`Flight.run` gives it to a rollout.
+        submit: requests responses, as the flight gives it to a rollout that it runs.
     """
 
     def __init__(self, server: Any, submit: Submit) -> None:

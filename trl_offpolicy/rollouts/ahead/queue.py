@@ -225,9 +225,13 @@ _OTHER_ROWS = EngineError(
 
 def _landed(responses: Sequence[Future[list[ResponseInParts]]]) -> Rollouts | EngineError:
     """Wait for the rows of a batch. Returns them (without prompts), or the error that all ranks must raise."""
-    found = list(map(_result, responses))
-    error = next((one for one in found if isinstance(one, EngineError)), None)
-    return as_rollouts([response for rows in found for response in rows]) if error is None else error
+    rows: list[ResponseInParts] = []
+    for future in responses:
+        found = _result(future)
+        if isinstance(found, EngineError):
+            return found
+        rows += found
+    return as_rollouts(rows)
 
 
 def _result(future: Future[Any]) -> Any:
