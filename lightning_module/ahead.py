@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_module.engines import engine_type, rounding_of, transfer_of
@@ -28,12 +30,15 @@ from trl_offpolicy.rollouts.ahead.checks import (
     check_server,
     check_snapshots,
 )
+from trl_offpolicy.rollouts.ahead.local_weights import free_gathered, is_sharded
 from trl_offpolicy.rollouts.ahead.lookahead import generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
 
+_COPIES_WEIGHTS = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+"""Strategies under which the weights of a version can be copied and exchanged."""
 _NEEDED = ("parts", "cut", "can_cut")
 """What a server has beyond an engine: requests in parts, and their end on demand."""
 _NEEDED_TO_KEEP = ("serve_several", "takes_adapter", "most_adapters", "keeps_kv")
@@ -61,7 +66,7 @@ class ModuleAhead:
         Raises:
             TypeError: the engine is not a server.
             EngineError: a sync is to cut requests in flight, but the server cannot do that.
-            ValueError: the strategy shards weights of which copies are needed.
+            ValueError: copies of the weights are needed, which are not made under the strategy.
         """
         self.close()
         trainer, server = self._module.trainer, engine
@@ -71,13 +76,14 @@ class ModuleAhead:
                 f"engine must be a server with async_rollouts, but got a {type(engine).__name__}, which lacks "
                 f"{', '.join(lacking)} (trl_offpolicy.engines.server.engine.ServerEngine has them)."
             )
-        whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
-        check_snapshots(self._settings, sharded=None if whole else type(trainer.strategy).__name__)
+        copies = isinstance(trainer.strategy, _COPIES_WEIGHTS)
+        check_snapshots(self._settings, strategy=None if copies else type(trainer.strategy).__name__)
         check_adapter(self._settings, has_adapter=ModelWeights(self._module.policy).has_adapter)
         check_server(self._settings, server)
         in_turns = self._module.agents.in_turns
         check_agents(self._settings, ranks=trainer.world_size if in_turns else 1)
-        self._old = OldPolicy(self._settings)
+        engine = trainer.strategy.deepspeed_engine if isinstance(trainer.strategy, DeepSpeedStrategy) else None
+        self._old = OldPolicy(self._settings, release=partial(free_gathered, engine))
         self._queue = RolloutsAhead(self._settings, rank=trainer.global_rank, version=lambda: trainer.global_step)
         asks = trainer.is_global_zero or in_turns
         self._queue.start(server if asks else None)  # type: ignore[arg-type]
@@ -242,13 +248,19 @@ class ModuleAhead:
     # -------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The average of the weights with ``old_logps: ewma``, else nothing."""
-        return {} if self._old.average is None else self._old.average.state_dict()
+        """The average of the weights with ``old_logps: ewma``; nothing without it, or if weights are sharded."""
+        if self._old.average is None or is_sharded(self._module.policy):
+            return {}
+        return self._old.average.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
-        if self._old.average is not None and state:
+        if self._old.average is None:
+            return
+        if state:
             self._old.average.load_state_dict(state)
+        else:
+            rank_zero_warn("async_rollouts.old_logps 'ewma': the checkpoint has no average, which starts anew here.")
 
 
 class _Due(WrappedEngine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,8 +32,11 @@ from trl_offpolicy.engines.sync_watch import UNKNOWN, WatchedSource
 from trl_offpolicy.engines.truncation import truncation_of
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import sum_ranks
+from trl_offpolicy.objective.advantages import AdvantageInputs
 from trl_offpolicy.objective.coefficients import ShapingControl
+from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.agents import AgentBatch, Completions
+from trl_offpolicy.rollouts.ahead.old_policy import OLD, PROXIMAL
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.images import check_completions
@@ -391,6 +394,9 @@ class Generation:
             return rows
         by_reference = partial(self._score_reference, size=step.plan.micro_batch_size)
         mixed: dict[str, Any] = module.replay.mixed(rows, step, pad=self.prompts.pad, score_reference=by_reference)
+        if module.stages.early is not None:  # its rows are fresh and replayed ones
+            score_old = partial(self._score_old, mixed, step.plan.micro_batch_size)
+            self._run(replace(module.stages, advantages=None), mixed, None, score_old, keep_as=PROXIMAL)
         return mixed
 
     def _count_tokens(self, rows: dict[str, Any], lengths: Tensor) -> None:
@@ -400,29 +406,41 @@ class Generation:
 
     def _decide(self, rows: dict[str, Any], sampled: Sampled, step: MicroStep) -> None:
         """Add advantages, the old log-probs if they will be read, and the decisions of a batch-wide correction."""
-        module, stages, size = self._module, self._module.stages, step.plan.micro_batch_size
-
-        def score_old() -> tuple[Tensor, Tensor]:
-            with module.experts.recorded(module.policy, rows):
-                scores = module.score(rows, batch_size=size)
-            return scores.logps, scores.sum_sq_probs
-
+        module, stages = self._module, self._module.stages
+        score_old = partial(self._score_old, rows, step.plan.micro_batch_size)
+        if module.replay is not None:
+            stages = replace(stages, early=None)  # decided when the replayed rows are there
         if self._misaligned(step) and not stages.needs_old:  # else `decide` scores them and leaves them in the rows
             rows["old_per_token_logps"] = score_old()[0]
         if module.ahead is not None:
             module.ahead.complete(rows, lambda: score_old()[0])
         rows["advantages"] = torch.zeros_like(sampled.total)  # `decide` fills them
         inputs = advantage_inputs(rows, sampled.by_function, module.rewards.weights, rank=0)  # rewards of this rank
-        stats = decide(
-            stages,
-            rows,
-            inputs,
-            score_old=score_old,
-            version=module.trainer.global_step,
-            keep_as="old_per_token_logps" if module.ahead is None else module.ahead.name_of_scores,
-        )
+        keep_as = OLD if module.ahead is None else module.ahead.name_of_scores
+        self._run(stages, rows, inputs, score_old, keep_as=keep_as)
+
+    def _run(
+        self,
+        stages: Stages,
+        rows: dict[str, Any],
+        inputs: AdvantageInputs | None,
+        score_old: Callable[[], tuple[Tensor, Tensor]],
+        *,
+        keep_as: str | None,
+    ) -> None:
+        """Run stages on a batch (:func:`~trl_offpolicy.rollouts.batches.decide`) and note their numbers."""
+        module = self._module
+        version = module.trainer.global_step
+        stats = decide(stages, rows, inputs, score_old=score_old, version=version, keep_as=keep_as)
         if stats.groups:
             module.measuring.add_stats(stats)
+
+    def _score_old(self, rows: dict[str, Any], size: int) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probs at the current weights, and sums of their squared probabilities."""
+        module = self._module
+        with module.experts.recorded(module.policy, rows):
+            scores = module.score(rows, batch_size=size)
+        return scores.logps, scores.sum_sq_probs
 
     def _misaligned(self, step: MicroStep) -> bool:
         """True if this generation batch spans several optimizer steps and something reads what the old pass gives."""

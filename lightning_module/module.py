@@ -31,7 +31,7 @@ from lightning_module.measuring import Measuring
 from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
 from lightning_module.replay import replayed
 from lightning_module.rewards import Rewards
-from lightning_module.spec import hyperparameters, resolve
+from lightning_module.spec import fields_of_method, hyperparameters, resolve
 from lightning_module.streams import HeldOut, MicroStep
 from lightning_module.validation import Validation
 from trl_offpolicy.checks import check_bool
@@ -178,6 +178,7 @@ class OffPolicyGRPOModule(LightningModule):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        given |= fields_of_method(given, OffPolicyGRPOModule.__init__)
         check_model("model", model)
         self.save_hyperparameters(hyperparameters(given))
         self.settings = given
@@ -214,7 +215,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.generation = Generation(self)
         self.validation = Validation(self, self.generation)
         self.strict_loading = adapter is None
-        self.control = Control(control)
+        self.control = Control(given["control"])
         self.auto = AutoCorrection(self.preset)
         parse_perturbation(perturbation)
         self.noise = PerturbedForward(None, None)  # the policy is not there yet

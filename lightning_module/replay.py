@@ -13,9 +13,8 @@ from lightning_module.engines import engine_type, fusion_of
 from lightning_module.host import Host
 from lightning_module.streams import BatchPlan, MicroStep
 from trl_offpolicy.engines.routing.options import RoutingReplay
-from trl_offpolicy.objective.advantages import GRPO
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
-from trl_offpolicy.rollouts.replay.mixing import check_sizes, mixed, refuse, warn_of_other_sizes
+from trl_offpolicy.rollouts.replay.mixing import check_sizes, mixed, refuse, refused_objectives, warn_of_other_sizes
 from trl_offpolicy.rollouts.replay.settings import ReplaySettings
 
 _OWNER, _FOLDER = "replay", "replay"
@@ -159,8 +158,6 @@ def replayed(module: Host) -> ModuleReplay | None:
     settings = ReplaySettings.parse(given["replay"])
     if settings is None:
         return None
-    stages = module.stages
-    whole = stages.early is not None or stages.kl_in_reward is not None or stages.advantages != GRPO()
     refused = {
         "async_rollouts": given["async_rollouts"] is not None,
         "tools": bool(given["tools"]),
@@ -168,7 +165,7 @@ def replayed(module: Host) -> ModuleReplay | None:
         "a rollout function": given["rollout"] is not None,
         "routing_replay": RoutingReplay.parse(given["routing_replay"]).mode != "none",
         "engine.return_routing": isinstance(given["engine"], Mapping) and bool(given["engine"].get("return_routing")),
-        "an objective that must see the whole generation batch": whole,
+        **refused_objectives(module.stages),
         "an engine without log-probs": engine_type(given["engine"]) == "transformers"
         and fusion_of(given["engine"]) is None,
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,15 @@ def _chosen(correction: Any, default: str) -> tuple[Preset, Any]:
         own = parse_correction(spec["correction"], where="correction.correction", base=chosen.correction)
         objective = replace(objective, correction=own)
     return replace(chosen, objective=objective), spec.get("advantages")
+
+
+def fields_of_method(given: Mapping[str, Any], taker: Callable[..., Any]) -> dict[str, Any]:
+    """What of the method is no part of the loss (``Preset.trainer``), where arguments of ``taker`` leave it open."""
+    if given["correction"] is None:
+        return {}
+    defaults = {name: one.default for name, one in inspect.signature(taker).parameters.items()}
+    chosen, _ = _chosen(given["correction"], "")
+    return chosen.fields_for(given, defaults)
 
 
 def _with_objective(chosen: Preset, objective: Objective, *, said: bool) -> Preset:

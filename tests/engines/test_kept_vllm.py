@@ -21,7 +21,7 @@ SCRIPT = str(Path(__file__).with_name("truncated_run.py"))
 LIGHTNING = str(Path(__file__).resolve().parents[1] / "lightning" / "kept_run.py")
 CUTS = ("top_p 0.8", "top_p 0.9", "top_k 20", "min_p 0.05", "all three")
 AGREE = 2e-4  # nats: float32 on both sides of a two-layer model agrees to about 1e-5
-SERVED = ("--max-model-len", "64", "--", "--max-num-seqs", "16", "--return-sampling-mask", "--enable-scale-out")
+SERVED = ("--max-model-len", "64", "--sampling-mask", "--", "--max-num-seqs", "16")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -1,6 +1,7 @@
 """Sample with a real vLLM under top-p, top-k and min-p, score with and without the same cut; prints one JSON line.
 
     python tests/engines/truncated_run.py FOLDER [--model FOLDER] [--prompts 32] [--rounding int8] [--lora] [--url URL]
+                                            [--trl-6789]
 
 First two training steps through the configuration alone (``top_p: 0.8``); then, in the same engine, one generation for
 every cut at the weights of the last step. Ratios are exp(old - sampling), one a token; the error is that of the mean.
@@ -39,6 +40,16 @@ CUTS = {
     "all three": Truncation(top_p=0.9, top_k=20, min_p=0.02),
     "none": Truncation(),
 }
+TRL_6789 = {
+    "top_p 1": Truncation(),
+    "top_p 0.95": Truncation(top_p=0.95),
+    "top_p 0.9": Truncation(top_p=0.9),
+    "top_p 0.8": Truncation(top_p=0.8),
+    "top_k 50": Truncation(top_k=50),
+    "top_k 20": Truncation(top_k=20),
+    "top_p 0.9, top_k 50": Truncation(top_p=0.9, top_k=50),
+}
+"""The rows of the table in TRL's issue 6789."""
 
 
 def train(options: argparse.Namespace, model: Path, data: Dataset) -> OffPolicyGRPOTrainer:
@@ -114,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rounding", help="of the engine's weights: int8, int4, fp8")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--url")
+    parser.add_argument("--trl-6789", action="store_true", help="the cuts of TRL's issue 6789")
     options = parser.parse_args()
     data = tiny_prompts()
     if options.model is not None:
@@ -128,7 +140,8 @@ def main() -> None:
         for row in map(json.loads, lines)
         if "loss" in row
     ]
-    cuts = {name: sample(trainer, data, cut, options.prompts) for name, cut in CUTS.items()}
+    wanted = TRL_6789 if options.trl_6789 else CUTS
+    cuts = {name: sample(trainer, data, cut, options.prompts) for name, cut in wanted.items()}
     print(json.dumps({"trained": trained, "cuts": cuts, "no_mask": trainer.vllm_generation.no_mask}))
 
 

@@ -14,7 +14,9 @@ from trl_offpolicy.functional.masks import (
     high_entropy_mask,
     off_policy_sequence_mask,
     outlier_veto,
+    prefix_budget,
     second_moment_budget,
+    suffix_veto,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -297,3 +299,29 @@ def test_high_entropy_among_more_tokens_than_torch_ranks():
     kept = high_entropy_mask(entropies, torch.ones_like(entropies, dtype=torch.bool), top=0.25)
     assert kept.sum().item() == pytest.approx(17_000_000 / 4, abs=10)  # neighbours may be equal in float32
     assert kept[751:].all()
+
+
+@pytest.mark.parametrize("budget", [0.2, 0.1, 0.9])
+def test_the_adaptive_prefix_budget_is_a_quantile_between_two_values_within_its_bounds(budget):
+    """The first token spends the most; whether the second one fits depends on what the budget gives for the first."""
+    spent = torch.tensor([0.4, 0.01, *torch.linspace(0.2, 0.38, 10).tolist()], dtype=torch.float64)
+    given = spent.quantile(0.9).clamp(budget, 2 * budget).item()  # between the 10th and the 11th of 12
+    for slack, fits in ((1e-6, True), (-1e-6, False)):
+        high = max(0.01, 0.01 + 0.4 - given) + slack
+        found = prefix_budget(spent[None], spent[None] > 0, high=high, budget=budget, min_weight=1.0, adaptive=True)
+        assert found[0, 1].item() is fits
+
+
+def test_the_second_of_two_tokens_has_the_smallest_weight():
+    spent, mask = torch.tensor([[0.0, 0.3]]), torch.ones(1, 2).bool()
+    for high, fits in ((0.16, True), (0.14, False)):  # 0.5 * 0.3
+        found = prefix_budget(spent, mask, high=high, budget=0.0, min_weight=0.5, adaptive=False)
+        assert found.tolist() == [[True, fits]]
+
+
+def test_the_suffix_veto_needs_a_negative_advantage_and_a_ratio_below_its_bound():
+    ratios = torch.tensor([[0.25, 1.0, 0.125, 1.0]])  # the first is at the bound
+    mask = torch.ones(1, 4).bool()
+    for advantages, kept in ((-1.0, [True, True, True, False]), (0.0, [True] * 4)):
+        given = torch.full((1, 1), advantages)
+        assert suffix_veto(ratios.log(), mask, given, low=0.25).tolist() == [kept]

@@ -14,9 +14,11 @@ from trl_offpolicy.functional.policy_losses import (
     ctpo,
     dppo,
     espo,
+    future_influence,
     gmpo,
     kl_cov,
     m2po,
+    p3o,
     quatro,
     soft_value,
     st_ppo,
@@ -235,3 +237,25 @@ def test_ctpo_flags_by_the_sign_of_the_advantage_and_beyond_the_bound_alone():
     terms = ctpo(logs, advantages, everywhere(logs), low=low, high=high)
     assert flags(terms.clipped_low) == [False, True, False, False, False, False]
     assert flags(terms.clipped_high) == [False, False, True, False, False, False]
+
+
+def test_p3o_flags_nothing_on_policy_and_small_ratios_have_their_own_ess():
+    logps = row(-1.0, -2.0)
+    on_policy = p3o(torch.zeros(1, 2), logps, row(1.0), everywhere(logps))
+    assert not on_policy.clipped_high.any() and on_policy.gate.eq(1.0).all()
+    small = p3o(row(0.1, 0.2).log(), logps, row(1.0), everywhere(logps))
+    assert small.gate[0, 0].item() == pytest.approx(0.3**2 / (2 * 0.05))
+
+
+def test_fipo_at_its_bounds_and_without_an_advantage():
+    logs = row(2.0, 8.0, 1.0).log()
+
+    def factors(advantage, **bounds):
+        options = {"half_life": 1.0, "low": 0.2, "high": 99.0, "max_ratio": None, "safe_ratio": None, **bounds}
+        return future_influence(logs, row(advantage), everywhere(logs), **options)[0].tolist()
+
+    free = factors(-1.0)
+    assert free == pytest.approx([2 * 8**0.5, 8.0, 1.0])
+    assert factors(-1.0, max_ratio=8.0) == pytest.approx(free)  # at the bound it still counts
+    assert factors(-1.0, safe_ratio=7.0) == pytest.approx([2 * 8**0.5, 1.0, 1.0])
+    assert factors(0.0, safe_ratio=7.0) == pytest.approx(free)

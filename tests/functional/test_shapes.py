@@ -49,6 +49,13 @@ CALLS = {  # a call with one argument of a wrong shape, and the name of the argu
     "kl: reference": (lambda: kl.reference_log_ratio(TOKENS, LONG, MASK), "reference"),
     "kl: ratio": (lambda: kl.ratio_weighted_kl(TOKENS, torch.zeros(3)), "policy_log_ratios"),
     "veto": (lambda: masks.outlier_veto(LONG, MASK, low=None, high=2.0), "log_ratios"),
+    "entropies": (lambda: masks.high_entropy_mask(LONG, MASK, top=0.5), "entropies"),
+    "prefix budget": (
+        lambda: masks.prefix_budget(LONG, MASK, high=1.0, budget=1.0, min_weight=0.5, adaptive=False),
+        "divergences",
+    ),
+    "suffix veto: log-ratios": (lambda: masks.suffix_veto(LONG, MASK, ROW, low=0.1), "log_ratios"),
+    "suffix veto: advantages (B,)": (lambda: masks.suffix_veto(TOKENS, MASK, ROWS, low=0.1), "advantages"),
     "divergence": (lambda: masks.divergence(TOKENS, "binary_tv", LONG), "denominator_logps"),
     "moments": (lambda: moments.ratio_rows(TOKENS, LONG, MASK), "denominator"),
     "weight moments": (lambda: weight_moments.weight_rows(MASK, TOKENS, LONG), "weights"),

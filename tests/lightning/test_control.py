@@ -255,3 +255,13 @@ def test_the_folder_is_asked_for_once_by_all_ranks(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(control, "run_folder", lambda owner: asked.append(owner) or run_folder(owner))
     trainer(tmp_path, max_steps=3).fit(module(OwnMismatch(), control={"policy": "warn"}), data())
     assert len(asked) == 1
+
+
+def test_a_preset_with_controllers_runs_them(tmp_path: Path) -> None:
+    """The learning rate follows the effective sample size of the products of ratios from the first step on."""
+    ours = module(OwnMismatch(noise=0.8), correction="paper/vcpo")
+    assert ours.hparams["control"]["controllers"]["ess_step"]["base"] == 1
+    owner = trainer(tmp_path, callbacks=[RunFolder(str(tmp_path), report=False)], max_steps=3)
+    owner.fit(ours, data())
+    scales = [scale for scale in column(tmp_path, "learning_rate_scale") if scale is not None]
+    assert len(scales) == 3 and min(scales) < 1.0

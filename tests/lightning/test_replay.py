@@ -27,11 +27,17 @@ REPLAY = {"groups": 2, "max_rows": 1000}
 HALVES = {"steps_per_generation": 2}  # two micro-batches a generation, one optimizer step
 
 
-def fit(folder: Path, engine: Any, replay: Any, *, steps: int = STEPS, **flags: Any) -> tuple[Watch, Any]:
+WIDE = {"preset": "paper/tis", "correction": {"normalize": "original"}}
+"""Weights that average to 1 over the whole generation batch, the replayed rows among them."""
+
+
+def fit(
+    folder: Path, engine: Any, replay: Any, *, steps: int = STEPS, correction: Any = "paper/tis", **flags: Any
+) -> tuple[Watch, Any]:
     watch, resume = Watch(), flags.pop("resume", None)
     callbacks = [watch, RunFolder(str(folder), report=False), *flags.pop("callbacks", [])]
     owner = trainer(folder, callbacks=callbacks, max_steps=steps, accumulate_grad_batches=2, **flags)
-    ours = module(engine, correction="paper/tis", optimizer=partial(torch.optim.SGD, lr=RATE), replay=replay)
+    ours = module(engine, correction=correction, optimizer=partial(torch.optim.SGD, lr=RATE), replay=replay)
     owner.fit(ours, data(PROMPTS, **HALVES), ckpt_path=resume, weights_only=True if resume else None)
     return watch, ours
 
@@ -54,9 +60,14 @@ class Same(OwnMismatch):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("max_lag", [None, 1])
+@pytest.mark.parametrize(("max_lag", "correction"), [(None, "paper/tis"), (1, "paper/tis"), (None, WIDE)])
 def test_weights_and_numbers_are_those_of_trl(
-    max_lag: int | None, make_args: Any, fresh_model: Callable[..., Any], tokenizer: Any, tmp_path: Path
+    max_lag: int | None,
+    correction: Any,
+    make_args: Any,
+    fresh_model: Callable[..., Any],
+    tokenizer: Any,
+    tmp_path: Path,
 ) -> None:
     from trl_offpolicy.trl.replay import ReplayGRPOTrainer
 
@@ -68,7 +79,7 @@ def test_weights_and_numbers_are_those_of_trl(
 
     args = make_args(
         optim="sgd", learning_rate=RATE, lr_scheduler_type="constant", max_steps=STEPS, max_grad_norm=1e9,
-        shuffle_dataset=False, offpolicy="paper/tis",
+        shuffle_dataset=False, offpolicy=correction,
     )  # fmt: skip
     with ReplayBuffer(tmp_path / "theirs", max_rows=1000) as buffer:
         theirs = ReplayGRPOTrainer(
@@ -78,7 +89,7 @@ def test_weights_and_numbers_are_those_of_trl(
         watch = WatchTRL(theirs.model)
         theirs.add_callback(watch)
         theirs.train()
-    seen, _ = fit(tmp_path / "ours", Played(calls), {**REPLAY, "max_lag": max_lag})
+    seen, _ = fit(tmp_path / "ours", Played(calls), {**REPLAY, "max_lag": max_lag}, correction=correction)
 
     rows = records(theirs)
     assert len(seen.logs) == len(rows) == STEPS
@@ -140,7 +151,7 @@ def test_replayed_rows_are_scored_by_the_reference(tmp_path: Path) -> None:
         assert float(again[mask].abs().min()) > 0
 
 
-BAND = {"preset": "paper/tis", "correction": {"normalize": "original"}}
+KEPT = {"preset": "paper/geometric-mask", "correction": {"baseline": "kept"}}
 
 
 @pytest.mark.parametrize(
@@ -154,11 +165,11 @@ BAND = {"preset": "paper/tis", "correction": {"normalize": "original"}}
         (
             {"objective": {"kl": {"coef": 0.1, "estimator": "k1", "place": "reward"}}},
             NotImplementedError,
-            "must see the whole generation batch",
+            "^replay does not work with a KL term in the reward",
         ),
         ({"routing_replay": "r3"}, NotImplementedError, "^replay does not work with routing_replay"),
-        ({"correction": BAND}, NotImplementedError, "must see the whole generation batch"),
-        ({"advantages": "rloo"}, NotImplementedError, "must see the whole generation batch"),
+        ({"correction": KEPT}, NotImplementedError, "^replay does not work with baseline 'kept'"),
+        ({"advantages": "rloo"}, NotImplementedError, "^replay does not work with other advantages than grpo"),
         ({"engine": "transformers", "correction": "measure"}, NotImplementedError, "an engine without log-probs"),
         (
             {"engine": {"type": "server", "base_url": "http://127.0.0.1:1"}, "async_rollouts": 1},

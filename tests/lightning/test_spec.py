@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 import trl_offpolicy as op
-from lightning_module.spec import hyperparameters, resolve
+from lightning_module.spec import fields_of_method, hyperparameters, resolve
 from lightning_module.spec import plain_correction as plain
 
 CORRECTION = op.Correction(
@@ -93,3 +93,14 @@ def test_hyperparameters_are_plain_and_leave_out_what_is_not():
     kept = hyperparameters(given)
     assert kept == {"model": "folder", "correction": plain(CORRECTION)}
     assert hyperparameters({**given, "reward_funcs": yaml.safe_load})["reward_funcs"] == ["yaml:safe_load"]
+
+
+def test_a_preset_brings_what_of_its_method_is_no_part_of_the_loss():
+    def taker(correction=None, control="warn", routing_replay="none"):
+        raise AssertionError
+
+    given = {"correction": "deepseek-v3.2/whole", "control": "warn", "routing_replay": "none"}
+    assert fields_of_method(given, taker) == {"routing_replay": "r3"}
+    assert fields_of_method({**given, "correction": {"preset": "paper/vcpo"}}, taker)["control"]["policy"] == "act"
+    assert fields_of_method({**given, "correction": "paper/vcpo", "control": "stop"}, taker) == {}
+    assert fields_of_method({**given, "correction": None}, taker) == {}

@@ -29,6 +29,7 @@ CASES = {
     "paper/ppo-is": ({}, ONES, ONES),
     "paper/tis": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "paper/sequence-tis": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [5, 5]], ONES),
+    "paper/vcpo": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [5, 5]], ONES),
     "paper/mis": ({}, [[0, 0], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [0, 0]], ONES),
     "paper/mis with a floor": ({"min_weight": 0.8}, [[0, 0], [0, 0], [1.0201, 1.0201], [1, 0], [0, 0]], ONES),
     "paper/icepop": ({}, [[1.5, 2], [0, 3], [1.01, 1.01], [1, 0], [0, 0]], ONES),
@@ -115,17 +116,17 @@ CASES = {
     "ring-1t/icepop": ({}, [[1.5, 2], [0, 3], [1.01, 1.01], [1, 0], [0, 0]], ONES),
     "deepseek-v3.2/opsm": ({}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]]),
     "deepseek-v3.2/objective": ({}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]]),
+    "deepseek-v3.2/whole": ({}, ONES, [[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]]),
 }
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
+DEEPSEEK = {"mode": "bypass", "kl": KLPenalty(coef=0.01, estimator="k3", ratio_weighted=True)}
 OWN_LOSS = {
     "paper/cppo": {"policy_loss": losses.GPG(unit_ratio=True), "mode": "bypass"},
     "paper/ctpo-clip": {"policy_loss": losses.CTPO()},
     "paper/logit-fusion": {"policy_loss": losses.GPG(), "mode": "bypass"},
     "paper/minpro-policy": {"policy_loss": losses.GPG(), "mode": "bypass"},
-    "deepseek-v3.2/objective": {
-        "mode": "bypass",
-        "kl": KLPenalty(coef=0.01, estimator="k3", ratio_weighted=True),
-    },
+    "deepseek-v3.2/objective": DEEPSEEK,
+    "deepseek-v3.2/whole": DEEPSEEK,
     "paper/qurl": {"policy_loss": losses.QuRL()},
     "paper/dcmdp": {"shaping": (shaping.DiscrepancyPenalty(),)},
     "paper/fipo": {"policy_loss": losses.FIPO()},
@@ -187,6 +188,18 @@ def test_requires_what_the_objective_reads(name):
     assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else shaped)
     without = ("measure", "paper/ctpo-clip", "paper/fipo", "paper/rl-zvp", "trl/rloo", "verl/disabled")
     assert preset.objective.needs_sampling is (name not in without)
+
+
+def test_what_belongs_to_the_trainer_is_taken_where_it_is_left_open(caplog):
+    assert {name for name in PRESETS if presets.get(name).trainer} == {"paper/vcpo", "deepseek-v3.2/whole"}
+    preset, open_to_all = presets.get("deepseek-v3.2/whole"), {"routing_replay": "none", "control": "warn"}
+
+    assert preset.fields_for(open_to_all, open_to_all) == {"routing_replay": "r3"}
+    assert caplog.messages == ["deepseek-v3.2/whole sets routing_replay: r3."]
+    caplog.clear()
+    assert preset.fields_for({"routing_replay": "r3"}, open_to_all) == {} and not caplog.messages
+    assert preset.fields_for({"routing_replay": "r2"}, open_to_all) == {}
+    assert caplog.messages == ["deepseek-v3.2/whole is without its routing_replay: r3, because that is 'r2'."]
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

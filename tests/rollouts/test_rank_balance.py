@@ -110,6 +110,10 @@ def run(rank: int) -> dict[str, Any]:
     for why, those in stay.items():
         found, how = balanced(those, PARTS, replace(HOW, balance=why != "not asked for"))
         kept[why] = found is those and how.sort
+    alike = with_long_prompts(given)
+    found, how = balanced(alike, PARTS, replace(HOW, whole_groups=True))
+    kept["prompts that are computed once where their rows are together"] = found is alike and how.sort
+    kept["not so if each row computes its own"] = balanced(alike, PARTS, HOW)[0] is not alike
     parts = split_rows(rows, PARTS, then)
     rounded, how = balanced(in_multiples(given), PARTS, replace(HOW, multiple=MULTIPLE))
     widths = [
@@ -117,6 +121,13 @@ def run(rank: int) -> dict[str, Any]:
     ]
     plain = [{name: _plain(value) for name, value in part.items()} for part in parts]
     return {"parts": plain, "kept": kept, "sorts again": then.sort, "widths": widths, "dealt": not how.sort}
+
+
+def with_long_prompts(rows: dict[str, Any]) -> dict[str, Any]:
+    """The first two rows have one prompt of 300 tokens, and the last two another one of 300."""
+    numbers = rows["advantages"].long().div(2, rounding_mode="floor").view(-1, 1).expand(-1, 300)
+    kept = {name: rows[name] for name in ("completion_ids", "completion_mask", "advantages", "num_items_in_batch")}
+    return kept | {"prompt_ids": numbers.contiguous(), "prompt_mask": torch.ones_like(numbers)}
 
 
 def in_multiples(rows: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,15 @@ def test_trl_fields_shape_the_objective(config: Any) -> None:
     assert objective.kl == op.KLPenalty(coef=0.04, ratio_weighted=True)
 
 
+def test_a_preset_brings_what_of_its_method_is_no_part_of_the_loss(config: Any) -> None:
+    whole = config(use_vllm=True, offpolicy="deepseek-v3.2/whole")
+    assert whole.routing_replay == "r3"
+    vcpo = config(use_vllm=True, offpolicy="paper/vcpo").control_spec
+    assert vcpo is not None and vcpo.policy == "act" and "ess_sequence" in repr(vcpo.controllers)
+    own = config(use_vllm=True, offpolicy="paper/vcpo", control="stop")
+    assert own.control == "stop"  # the configuration's word counts
+
+
 def test_mapping_overrides_the_preset(config: Any) -> None:
     spec = {
         "preset": "paper/tis",

@@ -119,6 +119,33 @@ def test_replayed_rows_are_scored_by_the_reference(make: Make, monkeypatch: Any,
     assert all(row["kl"] > 0 for row in records(trainer)[1:])
 
 
+def test_a_wide_correction_sees_fresh_and_replayed_rows(make: Make, monkeypatch: Any) -> None:
+    """Weights normalised over all 16 rows: TIS at the weights of the step, over what sampled each token."""
+    options = {"preset": "paper/tis", "correction": {"normalize": "original"}, "advantages": "grpo"}
+    trainer = make(offpolicy=options, learning_rate=0.05)
+    seen: list[tuple[dict[str, Any], torch.Tensor]] = []
+    original = type(trainer)._generate_and_score_completions
+
+    def watched(self: Any, inputs: Any) -> Any:
+        output = original(self, inputs)
+        seen.append((output, self._score(self.model, output)[0].detach()))
+        return output
+
+    monkeypatch.setattr(type(trainer), "_generate_and_score_completions", watched)
+    trainer.train()
+
+    assert [len(output["decided_weights"]) for output, _ in seen] == [8, 16, 16]
+    for output, now in seen:
+        mask = output["completion_mask"].bool()
+        capped = (now - output["sampling_per_token_logps"]).exp().clamp(max=2.0)  # paper/tis
+        expected = capped / capped[mask].mean()
+        torch.testing.assert_close(output["decided_weights"][mask], expected[mask], rtol=1e-3, atol=1e-4)
+    output, _ = seen[-1]
+    stale = (output["policy_versions"] < 2).any(1)
+    assert stale.sum() == 8 and output["decided_weights"][stale].std() > output["decided_weights"][~stale].std()
+    assert "old_per_token_logps" not in output and "proximal_per_token_logps" in output
+
+
 def test_stored_groups_are_whole(make: Make) -> None:
     trainer = make(max_lag=1)
     assert not trainer.replay.available(current_version=0)
@@ -192,9 +219,9 @@ def test_groups_of_another_size_are_left_out_and_said_once(make: Make, tmp_path:
         ({"max_rows": 7}, ValueError, r"^replay\.max_rows must be at least 8, .* but got 7"),
         ({"max_rows": 15, "replay_groups": 4}, ValueError, r"^replay\.max_rows must be at least 16, .* but got 15"),
         (
-            {"offpolicy": {"preset": "paper/tis", "correction": {"normalize": "original"}}},
+            {"offpolicy": {"preset": "paper/tis", "advantages": "optimal_token_baseline"}},
             NotImplementedError,
-            "must see the whole generation batch",
+            "other advantages than grpo",
         ),
     ],
 )

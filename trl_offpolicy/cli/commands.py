@@ -172,6 +172,9 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
     parser.add_argument("--lora-rank", type=int, default=0, help="hot-load adapters up to this rank (default: none)")
     parser.add_argument("--lora-modules", nargs="+", metavar="NAME", help="modules that adapters may touch")
     parser.add_argument("--max-model-len", type=int, help="longest prompt + completion (default: the model's)")
+    parser.add_argument(
+        "--sampling-mask", action="store_true", help="report which tokens top-k, top-p and min-p kept (vLLM 0.28+)"
+    )
     parser.add_argument("--expose", action="store_true", help="allow a --host other than loopback; needs an API key")
     parser.add_argument(
         "--api-key-env", default="VLLM_API_KEY", metavar="NAME", help="variable with the key that callers must send"
@@ -185,7 +188,7 @@ def serve(parser: argparse.ArgumentParser) -> Runner:
     def run(args: argparse.Namespace) -> int:
         from trl_offpolicy.engines.server.serve import ServeOptions, announce, start
 
-        plain = ("model", "host", "port", "dtype", "lora_rank", "max_model_len", "expose")
+        plain = ("model", "host", "port", "dtype", "lora_rank", "max_model_len", "sampling_mask", "expose")
         named = {name: getattr(args, name) for name in plain}
         if args.lora_modules:
             named["lora_modules"] = tuple(args.lora_modules)

@@ -72,6 +72,13 @@ class Stages:
         return self.late.mode == "bypass"
 
     @property
+    def reads_correction(self) -> bool:
+        """True if the estimator reads what the early part decided, so that both need the same rows."""
+        if self.advantages is None:
+            return False
+        return "weights" in self.advantages.requires or (self.early is not None and self.early.baseline == "kept")
+
+    @property
     def needs_sum_sq_probs(self) -> bool:
         """True if that forward must also return the sums of squared probabilities."""
         return self.advantages is not None and "sum_sq_probs" in self.advantages.requires
@@ -109,7 +116,7 @@ class Stages:
             return self._early(batch, {}) if self.early is not None else Decided({})
         if self.early is None:
             return self.estimate(inputs)
-        if not self._reads_the_correction(estimator):
+        if not self.reads_correction:
             advantages = estimator(inputs)
             return self._early(replace(batch, advantages=advantages), {"advantages": advantages})
         # The estimator reads the weights of the correction, so the correction comes first. None of its terms reads the
@@ -131,9 +138,6 @@ class Stages:
             mask = mask & (logps.abs() < torch.inf)
         costs = self.kl_in_reward.token_rewards(logps, batch.ref_per_token_logps, mask)
         return replace(inputs, token_rewards=costs)
-
-    def _reads_the_correction(self, estimator: AdvantageEstimator) -> bool:
-        return "weights" in estimator.requires or (self.early is not None and self.early.baseline == "kept")
 
     def _early(self, batch: PolicyBatch, rows: dict[str, Tensor], out: CorrectionOutput | None = None) -> Decided:
         assert self.early is not None

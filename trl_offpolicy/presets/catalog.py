@@ -25,6 +25,7 @@ from trl_offpolicy.correction.terms import (
     SuffixVeto,
     TruncateWeight,
 )
+from trl_offpolicy.objective.advantages import OPOB
 from trl_offpolicy.objective.losses import CTPO, FIPO, GPG, P3O, PPOClip, QuRL
 from trl_offpolicy.objective.shaping import DiscrepancyPenalty, ZeroVariance
 from trl_offpolicy.presets.frameworks import NAMES
@@ -42,6 +43,9 @@ P3O_PAPER = "Fakoor et al. 2026, P3O, 'Trust the batch, on- or off-policy' (arXi
 FIPO_PAPER = "Ma et al. 2026, FIPO, 'Eliciting deep reasoning with future-KL' (arXiv:2603.19835)"
 MU_GRPO = "Tian et al. 2026, mu-GRPO, 'How off-policy can GRPO be?' (arXiv:2605.17570)"
 CTPO_PAPER = "Zhang et al. 2026, CTPO (arXiv:2605.07331); github.com/horizon-llm/CTPO"
+VCPO = "Huang et al. 2026, VCPO (arXiv:2602.17616)"
+ESS_OF_PRODUCTS = {"metric": "offpolicy/total/ess_sequence", "base": 1}
+"""VCPO's signal for the learning rate: the products of ratios, not the length-free means that ``ess_step`` takes."""
 QURL = "Li et al. 2026, QuRL, 'Efficient RL with quantized rollout' (arXiv:2602.13953)"
 DCMDP = "Liu et al. 2026, DCMDP, 'Reformulate LLM RL under black-box discrepancy' (arXiv:2606.08779)"
 RL_ZVP = "Le et al. 2025, RL-ZVP, 'No prompt left behind' (arXiv:2509.21880), Eq. 5"
@@ -78,6 +82,20 @@ METHODS: dict[str, Row] = {
         "Unbiased but for the cap; variance grows with length: watch mismatch/ess_sequence.",
         citation=MIS,
         formula="w = min(prod_t pi_old / mu, C)",
+    ),
+    "paper/vcpo": Row(
+        lambda max_weight=5.0: make_preset(
+            "paper/vcpo",
+            Correction(weight=TruncateWeight(level="sequence", max_weight=max_weight)),
+            citation=VCPO,
+            notes="",
+            advantages=OPOB(),
+            trainer={"control": {"policy": "act", "controllers": {"ess_step": ESS_OF_PRODUCTS}}},
+        ),
+        "For stale rollouts: the learning rate follows the effective sample size of the products of ratios, and the "
+        "baseline is the one of least variance under these weights. Needs the control of the trainer.",
+        citation=VCPO,
+        formula="w = min(prod_t pi_old / mu, C); learning rate times sqrt(ESS)",
     ),
     "paper/mis": Row(
         lambda max_weight=2.0, min_weight=None: Correction(
@@ -150,7 +168,7 @@ METHODS: dict[str, Row] = {
         lambda target=0.5, level="token": Correction(weight=ESSWeight(target=target, level=level)),
         "No cap while the weights are healthy, a tight one when a few dominate. Below an ESS of 0.5 more than "
         "half of the batch is wasted. Needs the whole generation batch.",
-        citation="this kit; ESS as a control signal: Huang et al. 2026, VCPO (arXiv:2602.17616)",
+        citation="this kit; ESS as a control signal: " + VCPO,
     ),
     # -------------------------------------------------------------------------------- what drops tokens and responses
     "paper/geometric-mask": Row(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from trl_offpolicy.correction.correction import Correction
@@ -13,6 +15,8 @@ from trl_offpolicy.objective.objective import Objective
 from trl_offpolicy.parts import build
 from trl_offpolicy.presets.auto import AUTO, AutoOptions
 from trl_offpolicy.presets.text import formula_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,8 @@ class Preset:
         advantages: the estimator; None = the method names none, so the advantages are the trainer's own.
         auto: the options by which the trainer chooses the correction while it trains; ``correction`` then holds what
             all of the candidates share. None = the correction is that of the objective.
+        trainer: what of the method is no part of the loss, as fields of the trainer's configuration (``control``,
+            ``routing_replay``). Both trainers take them where the configuration leaves them at their defaults.
     """
 
     name: str
@@ -42,6 +48,7 @@ class Preset:
     source_clamp: float | None = LOG_RATIO_CLAMP
     advantages: AdvantageEstimator | None = None
     auto: AutoOptions | None = None
+    trainer: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def correction(self) -> Correction | None:
@@ -57,6 +64,22 @@ class Preset:
         plain = Objective()
         names = [item.name for item in fields(Objective) if item.name != "correction"]
         return {name: value for name in names if (value := getattr(self.objective, name)) != getattr(plain, name)}
+
+    def fields_for(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of ``trainer`` that a configuration leaves at their defaults. A warning says which are taken, or not.
+
+        Args:
+            given: the fields of the configuration.
+            defaults: their defaults.
+        """
+        taken = {}
+        for name, value in self.trainer.items():
+            if given[name] == defaults[name]:
+                taken[name] = deepcopy(value)
+                logger.warning("%s sets %s: %s.", self.name, name, value)
+            elif given[name] != value:
+                logger.warning("%s is without its %s: %s, because that is %r.", self.name, name, value, given[name])
+        return taken
 
     def described(self) -> dict[str, str]:
         """The method for ``run.json`` and the model card, with the formula of the present objective."""
@@ -82,6 +105,7 @@ def make_preset(
     formula: str | None = None,
     source_clamp: float | None = LOG_RATIO_CLAMP,
     advantages: AdvantageEstimator | None = None,
+    trainer: Mapping[str, Any] | None = None,
     **objective: Any,
 ) -> Preset:
     """A preset from its correction.
@@ -94,6 +118,7 @@ def make_preset(
         formula: one line; None = written from the terms.
         source_clamp: see :class:`Preset`.
         advantages: the estimator of the advantages, if the method names one.
+        trainer: see :class:`Preset`.
         **objective: fields of :class:`~trl_offpolicy.Objective` that the method sets.
     """
     own = own_preset(Objective(correction=correction, **objective))
@@ -105,6 +130,7 @@ def make_preset(
         notes=notes,
         source_clamp=source_clamp,
         advantages=advantages,
+        trainer=trainer or {},
     )
 
 

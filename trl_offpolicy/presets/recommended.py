@@ -5,6 +5,7 @@ Most translate the framework's own options (:mod:`trl_offpolicy.presets.framewor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trl_offpolicy.checks import check_number
@@ -177,20 +178,31 @@ RECOMMENDED: dict[str, Row] = {
         citation=DEEPSEEK,
     ),
     "deepseek-v3.2/objective": Row(
-        lambda max_divergence=0.05, kl_coef=0.01: make_preset(
-            "deepseek-v3.2/objective",
-            Correction(keep=(OffPolicySequenceMask(max_divergence=max_divergence),)),
-            citation=DEEPSEEK + ", and Eq. 7",
-            notes="",
-            mode="bypass",
-            kl=KLPenalty(coef=kl_coef, estimator="k3", ratio_weighted=True),
-        ),
+        lambda max_divergence=0.05, kl_coef=0.01: _deepseek(max_divergence, kl_coef),
         "The whole objective of the report on two policies: PPO's clip on pi / mu, OPSM, and the KL term that pi / mu "
-        "makes unbiased. Keep Routing and Keep Sampling Mask are settings of the trainer beside it: routing_replay r3 "
-        "and the top_p of the sampling. The report prints neither delta nor the KL's coefficient: starting points.",
+        "makes unbiased. Keep Routing and Keep Sampling Mask are settings of the trainer beside it, which "
+        "deepseek-v3.2/whole brings. The report prints neither delta nor the KL's coefficient: starting points.",
+        source_clamp=None,
+    ),
+    "deepseek-v3.2/whole": Row(
+        lambda max_divergence=0.05, kl_coef=0.01: _deepseek(max_divergence, kl_coef, trainer={"routing_replay": "r3"}),
+        "The objective with Keep Routing (routing_replay r3: a mixture of experts, sampled by vLLM). Keep Sampling "
+        "Mask is on by itself where top_p, top_k or min_p cut and the engine reports what they kept.",
         source_clamp=None,
     ),
 }
+
+
+def _deepseek(max_divergence: float, kl_coef: float, *, trainer: Mapping[str, Any] | None = None) -> Preset:
+    return make_preset(
+        "deepseek-v3.2",
+        Correction(keep=(OffPolicySequenceMask(max_divergence=max_divergence),)),
+        citation=DEEPSEEK + ", and Eq. 7",
+        notes="",
+        trainer=trainer,
+        mode="bypass",
+        kl=KLPenalty(coef=kl_coef, estimator="k3", ratio_weighted=True),
+    )
 
 
 def _openrlhf(kind: str, low: float, high: float) -> Preset:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from trl_offpolicy.engines.engine import Engine
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_snapshots
+from trl_offpolicy.rollouts.ahead.local_weights import free_gathered
 from trl_offpolicy.rollouts.ahead.lookahead import Lookahead, generations_admitted, positions_ahead
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
@@ -33,7 +34,7 @@ class TrainerAhead:
 
     def __init__(self, trainer: Any, settings: AsyncSettings) -> None:
         self._trainer, self._engine, self._lag = trainer, trainer.vllm_generation, settings.lag
-        self._old = OldPolicy(settings)
+        self._old = OldPolicy(settings, release=lambda: free_gathered(trainer.deepspeed))
         self._every = trainer.args.steps_per_generation * trainer.num_iterations
         rank = trainer.accelerator.process_index
         self._queue = RolloutsAhead(settings, rank=rank, version=lambda: self._engine.version)
@@ -195,8 +196,8 @@ def sample_ahead(trainer: Any) -> TrainerAhead | None:
     settings = AsyncSettings.parse(trainer.args.async_rollouts)
     if settings is None:
         return None
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    check_snapshots(settings, sharded="FSDP or DeepSpeed" if sharded else None)
+    fsdp1 = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version < 2
+    check_snapshots(settings, strategy="FSDP1 (fsdp_version: 1)" if fsdp1 else None)
     check_adapter(settings, has_adapter=ModelWeights(trainer.vllm_generation.model).has_adapter)
     if (server := trainer.vllm_generation.server) is not None:
         check_server(settings, server)

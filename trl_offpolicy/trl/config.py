@@ -291,6 +291,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         check_on_bad_rollout(self.on_bad_rollout)
         self.tool_timeout = read_numbers(self.tool_timeout)
         check_tool_timeout(self.tool_timeout)
+        _take_fields_of_method(self)
         check_replay(self)
         parse_control(self.control)
         # a wrong option fails here, not after the model is loaded
@@ -376,6 +377,15 @@ def _default_method(args: OffPolicyGRPOConfig) -> str:
     if args.logit_fusion is not None:
         return "paper/logit-fusion"
     return "paper/tis" if args.use_vllm else "measure"
+
+
+def _take_fields_of_method(args: OffPolicyGRPOConfig) -> None:
+    """Take what of the method is no part of the loss (``Preset.trainer``), where the configuration leaves it open."""
+    spec = args.offpolicy if args.offpolicy is not None else _default_method(args)
+    chosen, _ = parse_preset(spec, where="offpolicy")
+    own = {item.name: item.default for item in fields(args)}
+    for name, value in chosen.fields_for(vars(args), own).items():
+        setattr(args, name, value)
 
 
 def _wrong_trainer(name: str, hint: str = "") -> TypeError:

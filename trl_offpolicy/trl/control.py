@@ -15,7 +15,7 @@ from trl_offpolicy.control import ControlSpec, ControlState
 from trl_offpolicy.control.auto import CHOSEN_BY_AUTO
 from trl_offpolicy.control.session import ControlSession, admitted_by, lacking
 from trl_offpolicy.correction.correction import Correction
-from trl_offpolicy.rollouts.ahead.old_policy import trainable
+from trl_offpolicy.rollouts.ahead.local_weights import trainable
 from trl_offpolicy.rollouts.model_parts import is_flattened
 from trl_offpolicy.trl.engine import TRLEngine
 

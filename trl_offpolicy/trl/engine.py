@@ -77,7 +77,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
     """The routing of this rank's rollouts, with ``engine.return_routing``."""
     kept: KeptStore | None = None
     """What truncated sampling kept at each token of this rank's rollouts, if the engine reports it."""
-    no_mask: str | None = "TRL's client does not report them"
+    no_mask: str | None = "TRL's client does not report them; engine.transfer broadcast or folder does"
     """Why it does not; None = it does."""
     screen: Screen | None = None
     """Checks every reply, once a trainer has set it."""

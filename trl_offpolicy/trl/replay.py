@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from trl_offpolicy.objective.staging import Stages
+from trl_offpolicy.rollouts.ahead.old_policy import PROXIMAL
 from trl_offpolicy.rollouts.replay.buffer import ReplayBuffer
 from trl_offpolicy.rollouts.replay.mixing import (
     check_sizes,
     fresh_groups,
     mixed,
     refuse,
+    refused_objectives,
     warn_of_other_sizes,
     with_replayed,
 )
@@ -36,7 +40,8 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
     grow by that share). Then the fresh groups are stored. So each sampled token is used more often; the number of
     sampled tokens is the same. Training must be aligned, that is, one optimizer step per generation batch. The
     log-probs of the loss step are then those of the proximal policy, so replayed rows need no extra forward, and their
-    weights hold current/sampling. Advantages are made again from the stored rewards, scaled by group. Nothing is drawn
+    weights hold current/sampling. A correction of wide scope is decided on fresh and replayed rows together, which
+    costs one forward over both. Advantages are made again from the stored rewards, scaled by group. Nothing is drawn
     while the buffer holds fewer groups. ``rollouts.parquet`` records a replayed row again, with the version that
     sampled it.
 
@@ -54,8 +59,8 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
 
     Raises:
         ValueError: the sizes do not fit, a generation serves several optimizer steps, or the buffer is too small.
-        NotImplementedError: several processes, sampling ahead, tools, images, or an objective that must see the whole
-            generation batch.
+        NotImplementedError: several processes, sampling ahead, tools, images, a KL term in the reward, other advantages
+            than GRPO's, or the baseline 'kept'.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
         if not self._looked:
             warn_of_other_sizes(self.replay, self.num_generations)
             self._looked = True
-        return mixed(
+        output = mixed(
             output,
             self.replay,
             self.replay_groups,
@@ -92,6 +97,20 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             score_reference=self._score_reference,
         )
+        if self._stages is not None and self._stages.early is not None:
+            super()._decide(output, replace(self._stages, advantages=None), "train")
+        return output
+
+    def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
+        """In training only the advantages; the correction is decided on fresh and replayed rows."""
+        if mode != "train":
+            super()._decide(output, stages, mode)
+        elif stages.advantages is not None:
+            super()._decide(output, replace(stages, early=None), mode)
+
+    @property
+    def _name_of_scores(self) -> str | None:
+        return PROXIMAL if self.model.training else super()._name_of_scores  # replayed rows are of older weights
 
     def _score_reference(self, rows: dict[str, Any]) -> Tensor:
         """(B, T) log-probs of the reference model, or of the policy without its adapter, as TRL scores fresh rows."""
@@ -151,7 +170,7 @@ def _check(trainer: Any, replay: ReplayBuffer, replay_groups: int) -> None:
         "several processes": trainer.accelerator.num_processes > 1,
         "async_rollouts": trainer._ahead is not None,
         "tools": bool(trainer.tools),
-        "an objective that must see the whole generation batch": trainer._stages is not None,
+        **refused_objectives(trainer._stages),
         "an engine without log-probs": not (args.reports_logps or trainer.rollout_func),
     }
     refuse("ReplayGRPOTrainer", refused)

@@ -42,6 +42,7 @@ from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
 from trl_offpolicy.rollouts import batches, kept
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
+from trl_offpolicy.rollouts.ahead.old_policy import OLD
 from trl_offpolicy.rollouts.clock import StepClock
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
 from trl_offpolicy.rollouts.rounded_forward import round_learner
@@ -263,13 +264,18 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             inputs,
             score_old=lambda: self._score_old(output, mode, with_sums=stages.needs_sum_sq_probs),
             version=self.state.global_step,
-            keep_as="old_per_token_logps" if self._ahead is None else self._ahead.name_of_scores,
+            keep_as=self._name_of_scores,
         )
         self._add_stats(mode, stats)
         if stages.advantages is not None:
             # TRL has put its own into the table of completions
             by_row = batches.row_advantages(output["advantages"], batches.trainable(output))
             batches.replace_last(self._logs["advantages"], self.accelerator.gather(by_row).tolist())
+
+    @property
+    def _name_of_scores(self) -> str | None:
+        """The key for log-probs at the current weights, which are pi_old unless rows are of older ones."""
+        return OLD if self._ahead is None else self._ahead.name_of_scores
 
     def _score_old(self, output: dict[str, Any], mode: str, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
         """(B, T) log-probs of the old policy and, if wanted, sums of its squared probabilities, without gradient."""

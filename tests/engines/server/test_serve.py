@@ -50,6 +50,14 @@ def test_flags_that_the_trainer_relies_on(model_folder):
     assert environment(ServeOptions(model="m"))["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+def test_the_sampling_mask_needs_two_flags_and_opens_a_route(model_folder):
+    model = str(model_folder())
+    for asked in (True, False):
+        options = ServeOptions(model=model, sampling_mask=asked)
+        assert [flag in command(options) for flag in ("--return-sampling-mask", "--enable-scale-out")] == [asked] * 2
+        assert ("/inference/v1/generate" in [routes for routes, _, _ in exposure(options)]) == asked
+
+
 def test_dtype_is_the_checkpoints(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float16"}))
     assert checkpoint_dtype(str(tmp_path)) == "float16"

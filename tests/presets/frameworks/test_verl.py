@@ -140,6 +140,14 @@ def test_a_mode_named_twice_is_one_term_with_one_threshold():
     assert [(term.statistic, term.high) for term in keep] == [("k2", 0.1), ("k3", 0.2)]
 
 
+def test_binary_kl_is_kpops_mask():
+    """Of an open pull request of verl: a token stays if the KL of "this one or another" is small in both directions."""
+    term = quiet(rollout_rs="binary_kl", rollout_rs_threshold=0.1).correction.keep
+    assert term == presets.get("paper/kpop", high=0.1).correction.keep
+    with pytest.raises(ValueError, match="must be one upper bound"):
+        quiet(rollout_rs="binary_kl", rollout_rs_threshold="0.1_0.2")
+
+
 def test_defaults_correct_nothing():
     preset = quiet()
 

@@ -2,12 +2,15 @@
 
 python tests/rollouts/ahead/ahead_run.py FOLDER URL --model M [--lag K] [--partial P] [--old-logps O] [--lora]
                                           [--save N] [--resume] [--tools]
+
+Under a configuration of ``recipes/accelerate`` the weights are sharded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,10 +21,12 @@ from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from agent_runs import SHORT_TURNS, conversations, count_letters, lookup, tool_tokenizer, turns
+from scale_out.fsdp2_on_cpu import allow_fsdp2_on_cpu
 from tiny_models import spread, tiny_prompts
 
 from trl_offpolicy.engines.server import engine
 from trl_offpolicy.engines.server.adapters import ServerAdapters
+from trl_offpolicy.rollouts.ahead.local_weights import is_sharded
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
@@ -65,10 +70,14 @@ def main() -> None:
     parser.add_argument("--tools", action="store_true")
     options = parser.parse_args()
     engine.ServerAdapters = NotedAdapters  # type: ignore[misc]
+    fsdp2 = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if fsdp2:
+        allow_fsdp2_on_cpu()
     saving = {"save_strategy": "steps", "save_steps": options.save} if options.save else {"save_strategy": "no"}
     args = OffPolicyGRPOConfig(
         output_dir=str(options.folder / "run"),
         use_cpu=True,
+        accelerator_config={"use_configured_state": fsdp2},
         bf16=False,
         gradient_checkpointing=False,
         report_to="none",
@@ -117,6 +126,7 @@ def main() -> None:
                 "in_order": all((versions[1:] >= versions[:-1]).all() for versions in frame.policy_versions),
                 "at_sync": at_sync,
                 "processes": trainer.accelerator.num_processes,
+                "sharded": is_sharded(trainer.model),
             },
             default=float,
         )

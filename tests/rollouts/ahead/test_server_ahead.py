@@ -17,6 +17,7 @@ from tiny_models import LONG_CONTEXT, save_tiny_model
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("ahead_run.py")
+ACCELERATE = Path(__file__).resolve().parents[3] / "recipes" / "accelerate"
 AGREE = 2e-3
 """Nats. Rounding of two float32 forwards grows with the position: up to 2.2e-4 among 8,000 tokens of responses of 200.
 The weights of another version are 3 nats away or more (both seen in four runs)."""
@@ -42,14 +43,18 @@ def server_of_adapters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     running.kill()
 
 
-def run(server: Server, folder: Path, *flags: str, processes: int = 1) -> dict[str, Any]:
+def run(server: Server, folder: Path, *flags: str, processes: int = 1, strategy: str | None = None) -> dict[str, Any]:
+    """What a training has seen; under ``recipes/accelerate/STRATEGY.yaml`` if one is given."""
     launcher = [sys.executable]
-    if processes > 1:
+    if strategy is not None:
+        config = str(ACCELERATE / f"{strategy}.yaml")
+        launcher += ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
+    elif processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     command = [*launcher, str(SCRIPT), str(folder), server.url, "--model", str(server.model), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"mismatch'))))
 
 
@@ -112,3 +117,15 @@ def test_two_ranks_share_the_server(server: Server, tmp_path: Path, transfer: st
     assert result["lags"] == [[0], [1], [1], [1]]
     assert len({prompt for step in result["prompts"] for prompt in step}) == 4 * 4
     assert max(result["mismatch"]) < AGREE
+
+
+@pytest.mark.parametrize("strategy", ["cpu_fsdp2", "cpu_zero3"])
+def test_sharded_weights_of_the_versions_that_sampled(server: Server, tmp_path: Path, strategy: str) -> None:
+    """Each rank keeps its shards of a version, and all exchange them."""
+    if "zero" in strategy:
+        pytest.importorskip("deepspeed")
+    result = run(server, tmp_path, "--lag", "2", "--old-logps", "snapshot", "--steps", "5", strategy=strategy)
+
+    assert result["processes"] == 2 and result["sharded"]
+    assert len(result["mismatch"]) == 5 and max(result["mismatch"]) < AGREE
+    assert min(result["total"][2:]) > 10 * AGREE

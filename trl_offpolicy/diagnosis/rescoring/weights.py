@@ -17,7 +17,7 @@ from torch import Tensor
 from trl_offpolicy.diagnosis.attribution.changes import adapter_changes
 from trl_offpolicy.diagnosis.attribution.precision import Inside
 from trl_offpolicy.diagnosis.rescoring import lightning
-from trl_offpolicy.rollouts.ahead.old_policy import loaded
+from trl_offpolicy.rollouts.ahead.local_weights import loaded
 
 AUTO = "auto"
 ADAPTER_FILE, MODEL_FILE = "adapter_config.json", "config.json"
@@ -236,4 +236,4 @@ def _tensors(snapshot: Snapshot) -> dict[str, Tensor]:
 
 def holding(model: Any, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """A context in which some parameters of the model have other values."""
-    return loaded({name: value for name, value in model.named_parameters() if name in tensors}, tensors)
+    return loaded(model, tensors)

@@ -73,7 +73,7 @@ def why_no_mask(config: dict[str, Any], routes: Collection[str]) -> str | None:
         routes: paths that it serves.
     """
     if not (config.get("model_config") or {}).get(ARGUMENT):
-        return "the server was started without --return-sampling-mask"
+        return "the server was started without --return-sampling-mask (trl-offpolicy serve --sampling-mask)"
     return None if GENERATE in routes else f"the server was started without --enable-scale-out, which adds {GENERATE}"
 
 

@@ -36,6 +36,8 @@ class ServeOptions:
         lora_rank: adapters up to this rank can be hot-loaded; 0 = none.
         lora_modules: module names that adapters may touch; LoRA on lm_head would break vLLM's prompt log-probs.
         max_model_len: longest prompt + completion; None = the model's.
+        sampling_mask: report which tokens top-k, top-p and min-p kept (vLLM 0.28+ with Model Runner V2); callers must
+            then send a top_k.
         gpu_transfer: on a GPU, prepare TRL's NCCL weight transfer.
         extra: further flags for vLLM, as on its command line.
 
@@ -52,6 +54,7 @@ class ServeOptions:
     lora_rank: int = 0
     lora_modules: tuple[str, ...] = LORA_MODULES
     max_model_len: int | None = None
+    sampling_mask: bool = False
     gpu_transfer: bool = True
     extra: tuple[str, ...] = ()
 
@@ -79,6 +82,8 @@ def command(options: ServeOptions) -> list[str]:
         own += ["--enable-lora", "--max-lora-rank", str(served_rank(options.lora_rank)), "--max-loras", "2"]
         own += ["--scheduling-policy", "priority"]  # the probe of a sync does not wait behind rollouts in flight
         own += ["--lora-target-modules", *options.lora_modules]
+    if options.sampling_mask:
+        own += ["--return-sampling-mask", "--enable-scale-out"]  # the second adds the route that tells it
     if options.api_key:
         own += ["--middleware", GUARD]  # the last one is asked first
     if machine_has_gpu():
@@ -110,6 +115,8 @@ def exposure(options: ServeOptions) -> list[tuple[str, str, str]]:
         ("/weight_info, /update_weight_version, /pause, /resume", "read and set the version, stop sampling", who),
         ("/health", "ask whether it is up", where),
     ]
+    if options.sampling_mask:
+        rows.insert(1, ("/inference/v1/generate", "sample, and read what truncated sampling kept", who))
     if options.lora_rank:
         rows.insert(2, ("/v1/load_lora_adapter", f"load adapters up to rank {options.lora_rank} from a folder", who))
     return rows

@@ -161,20 +161,20 @@ def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
     check_arguments(AsyncSettings.parse(args.async_rollouts), {**given, "tool_timeout": args.tool_timeout})
 
 
-def check_snapshots(settings: AsyncSettings, *, sharded: str | None) -> None:
-    """Raise if copies of the weights are needed, but the trainable weights are not whole on each rank.
+def check_snapshots(settings: AsyncSettings, *, strategy: str | None) -> None:
+    """Raise if copies of the weights are needed, but are not made under the strategy that holds them.
 
     Args:
         settings: the parsed field.
-        sharded: what shards the weights, in words; None = they are whole on each rank.
+        strategy: in words, if it is another one than one process, DDP, FSDP2 and DeepSpeed; else None.
 
     Raises:
-        ValueError: the model is sharded.
+        ValueError: it is such a strategy.
     """
-    if settings.old_logps in ("snapshot", "balance", "ewma") and sharded is not None:
+    if settings.old_logps in ("snapshot", "balance", "ewma") and strategy is not None:
         raise ValueError(
-            f"async_rollouts.old_logps must be 'recompute_proximal' or 'refuse' with {sharded}, whose weights "
-            f"are sharded, but got {settings.old_logps!r}."
+            f"async_rollouts.old_logps must be 'recompute_proximal' or 'refuse' with {strategy}, but got "
+            f"{settings.old_logps!r}. FSDP2 and DeepSpeed take it."
         )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,41 +11,28 @@ from torch import Tensor
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.mixture import mixture_logps
 from trl_offpolicy.objective.proximal import Proximal, RecomputedProximal
+from trl_offpolicy.rollouts.ahead.local_weights import Weights, copied, is_sharded, loaded
 from trl_offpolicy.rollouts.ahead.parts import padded_versions
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 OLD, PROXIMAL, SAMPLING = "old_per_token_logps", "proximal_per_token_logps", "sampling_per_token_logps"
-Weights = dict[str, Tensor]
-
-
-def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters that training changes, by name: LoRA's, or all."""
-    return {name: value for name, value in model.named_parameters() if value.requires_grad}
-
-
-@contextmanager
-def loaded(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which the parameters have the values ``weights``. Afterwards they have their own again."""
-    own = {name: value.data for name, value in parameters.items()}
-    try:
-        for name, value in parameters.items():
-            value.data = weights[name].to(device=value.device, dtype=value.dtype)
-        torch.clear_autocast_cache()  # within autocast it holds the weights of before, rounded
-        yield
-    finally:
-        for name, value in parameters.items():
-            value.data = own[name]
-        torch.clear_autocast_cache()
+Release = Callable[[], None] | None
 
 
 class Snapshots:
     """Copies of the trainable weights on the CPU, one for each version that may have sampled a token still to come.
 
+    With sharded weights a rank keeps copies of its shards.
+
     The old log-probs are then exact, because a token is scored with the weights that sampled it (Guan et al. 2026,
     arXiv:2605.12070, "snapshot").
+
+    Args:
+        release: as :func:`~trl_offpolicy.rollouts.ahead.local_weights.loaded` takes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, release: Release = None) -> None:
+        self._release = release
         self._copies: dict[int, Weights] = {}
 
     @property
@@ -56,7 +42,7 @@ class Snapshots:
 
     def keep(self, model: Any, version: int, *, oldest: int) -> None:
         """Copy the weights of ``version``, and drop the copies of versions before ``oldest``."""
-        self._copies[version] = {name: value.detach().cpu().clone() for name, value in trainable(model).items()}
+        self._copies[version] = copied(model)
         for old in [known for known in self._copies if known < oldest]:
             del self._copies[old]
 
@@ -65,7 +51,8 @@ class Snapshots:
 
         Args:
             model: the model whose weights are exchanged meanwhile.
-            score: returns (B, T) log-probs of the model as it is; called once for each version among the tokens.
+            score: returns (B, T) log-probs of the model as it is; called once for each version among the tokens. With
+                sharded weights, whose forwards all ranks run together, among those of all ranks.
             versions: (B, T) integer.
             mask: (B, T) bool.
 
@@ -73,6 +60,9 @@ class Snapshots:
             ValueError: there is no copy of a version.
         """
         present = sorted(set(versions[mask].tolist()))
+        self._check(present)
+        if is_sharded(model):
+            present, _ = self._of_all_ranks(versions, mask)
         if not present:
             return torch.zeros(versions.shape, device=versions.device)
         return self._own(self._score_all(model, score, present), present, versions, mask)
@@ -83,17 +73,20 @@ class Snapshots:
         A version's share is that of the trainable tokens, over all ranks. Each rank scores its rows under every version
         that is on any of them. Arguments and errors are those of :meth:`score`.
         """
-        known = self.versions
         self._check(sorted(set(versions[mask].tolist())))
-        here = [int(((versions == version) & mask).sum()) for version in known]
-        counts = sum_ranks(torch.tensor(here, dtype=torch.float64, device=mask.device))
-        present = [version for version, count in zip(known, counts.tolist(), strict=True) if count > 0]
+        present, counts = self._of_all_ranks(versions, mask)
         if not present:
             nothing = torch.zeros(versions.shape, device=versions.device)
             return nothing, nothing
         scored = self._score_all(model, score, present)
-        shares = counts[counts > 0] / counts.sum()
-        return mixture_logps(scored, shares, mask), self._own(scored, present, versions, mask)
+        return mixture_logps(scored, counts / counts.sum(), mask), self._own(scored, present, versions, mask)
+
+    def _of_all_ranks(self, versions: Tensor, mask: Tensor) -> tuple[list[int], Tensor]:
+        """The K versions that any rank's tokens have, and (K,) how many tokens over all ranks, float64. Collective."""
+        known = self.versions
+        here = [int(((versions == version) & mask).sum()) for version in known]
+        counts = sum_ranks(torch.tensor(here, dtype=torch.float64, device=mask.device))
+        return [version for version, count in zip(known, counts.tolist(), strict=True) if count > 0], counts[counts > 0]
 
     def _check(self, present: list[int]) -> None:
         if missing := [version for version in present if version not in self._copies]:
@@ -101,10 +94,9 @@ class Snapshots:
 
     def _score_all(self, model: Any, score: Callable[[], Tensor], present: list[int]) -> Tensor:
         """(K, B, T) log-probs under each version."""
-        self._check(present)
         found = []
         for version in present:
-            with loaded(trainable(model), self._copies[version]):
+            with loaded(model, self._copies[version], release=self._release):
                 found.append(score())
         return torch.stack(found)
 
@@ -122,35 +114,36 @@ class WeightAverage:
 
     Args:
         decay: weight of the past per optimizer step.
+        release: as :func:`~trl_offpolicy.rollouts.ahead.local_weights.loaded` takes it.
 
     Reference: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641). Deviation: the
     average is updated once per generation, with decay to the power of the optimizer steps since. It starts at the first
     weights that it sees, without their bias correction.
     """
 
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
+    def __init__(self, decay: float, release: Release = None) -> None:
+        self._decay, self._release = decay, release
         self._average: Weights = {}
         self._version = 0
 
     @torch.no_grad()
     def add(self, model: Any, version: int) -> None:
         """Add the weights after ``version`` optimizer steps to the average."""
-        now = {name: value.detach().cpu().float() for name, value in trainable(model).items()}
+        now = {name: value.float() for name, value in copied(model).items()}
         past = self._decay ** (version - self._version) if self._average else 0.0
         self._average = {
-            name: value.clone() if past == 0.0 else past * self._average[name] + (1.0 - past) * value
+            name: value if past == 0.0 else past * self._average[name] + (1.0 - past) * value
             for name, value in now.items()
         }
         self._version = version
 
     def score(self, model: Any, score: Callable[[], Tensor]) -> Tensor:
         """(B, T) log-probs under the averaged weights; ``score`` is called while the model has them."""
-        with loaded(trainable(model), self._average):
+        with loaded(model, self._average, release=self._release):
             return score()
 
     def state_dict(self) -> dict[str, Any]:
-        """The average and its version, for a checkpoint."""
+        """The average (this rank's part of it, with sharded weights) and its version, for a checkpoint."""
         return {"version": self._version, "average": dict(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,13 +157,14 @@ class OldPolicy:
 
     Args:
         settings: the parsed field.
+        release: as :func:`~trl_offpolicy.rollouts.ahead.local_weights.loaded` takes it.
     """
 
-    def __init__(self, settings: AsyncSettings) -> None:
+    def __init__(self, settings: AsyncSettings, release: Release = None) -> None:
         self._recomputes = settings.old_logps == "recompute_proximal"
         self._balances = settings.old_logps == "balance"
-        self._snapshots = Snapshots() if self._balances or settings.old_logps == "snapshot" else None
-        self.average = WeightAverage(settings.ewma_decay) if settings.old_logps == "ewma" else None
+        self._snapshots = Snapshots(release) if self._balances or settings.old_logps == "snapshot" else None
+        self.average = WeightAverage(settings.ewma_decay, release) if settings.old_logps == "ewma" else None
 
     def keep(self, model: Any, version: int, *, oldest: int) -> None:
         """Keep a copy of the weights that were just sent to the engine, if ``old_logps`` needs one.

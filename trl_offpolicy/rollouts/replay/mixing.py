@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 
 from trl_offpolicy.functional.advantages import group_advantages
 from trl_offpolicy.functional.truncated_sampling import KeptIds
+from trl_offpolicy.objective.advantages import GRPO
+from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.kept import KEY
 from trl_offpolicy.rollouts.micro_batches import taken
 from trl_offpolicy.rollouts.replay.batch import PaddedGroups, pad_groups
@@ -234,6 +236,21 @@ def check_sizes(
             f"{bound_name} must be at least {batches * rows}, so that the buffer holds {batches} generation batch(es) "
             f"of {rows} rows, from which {count} groups of {generations} can be drawn, but got {max_rows}."
         )
+
+
+def refused_objectives(stages: Stages | None) -> dict[str, bool]:
+    """What of an objective replay does not work with, for :func:`refuse`.
+
+    Advantages are made of the rewards of fresh rows by function, which the buffer does not hold. A correction is
+    decided later, on fresh and replayed rows.
+    """
+    if stages is None:
+        return {}
+    return {
+        "a KL term in the reward": stages.kl_in_reward is not None,
+        "other advantages than grpo": stages.advantages not in (None, GRPO()),
+        "baseline 'kept'": stages.reads_correction,
+    }
 
 
 def refuse(owner: str, given: Mapping[str, bool]) -> None:

@@ -39,6 +39,7 @@ REJECTION_MODES: dict[str, tuple[Statistic, Level]] = {
     "seq_mean_k3": ("k3", "sequence_mean"),
     "seq_max_k2": ("k2", "sequence_max"),
     "seq_max_k3": ("k3", "sequence_max"),
+    "binary_kl": ("binary_kl_both", "token"),  # of verl's pull request 6800 (KPop), which 0.9.1 does not have
 }
 LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence"}
 LOSSES = ("ppo_clip", "reinforce")
@@ -95,7 +96,7 @@ def from_verl(**options_given: Any) -> Preset:
     - rollout_rs: comma-joined names of :data:`REJECTION_MODES`, which must all keep a token; each measures the original
       mask.
     - rollout_rs_threshold: one value for all or one each, comma-joined. k1: ``"low_high"``, or ``u`` for ``1/u_u``;
-      k2, k3: an upper bound.
+      k2, k3, binary_kl: an upper bound.
     - bypass_mode, loss_type: there are two policies, and terms read pi / mu. "ppo_clip" (default) clips pi / mu and
       applies no weight, "reinforce" multiplies -A log pi by the weights.
     - use_v1: verl's ``trainer.use_v1`` (True in its ``ppo_trainer.yaml``; the trainer without it is deprecated). See
