@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,18 +16,10 @@ from lightning_module.prompts import Prompts
 from trl_offpolicy.engines.engine import Engine
 from trl_offpolicy.engines.hf import TransformersEngine
 from trl_offpolicy.parts import imported
-from trl_offpolicy.rollouts.agents import (
-    Chat,
-    Completions,
-    Environments,
-    RecordedEngine,
-    Request,
-    RolloutSampler,
-    ScreenedEngine,
-)
+from trl_offpolicy.rollouts.agents import AgentBatch, Chat, Completions, Environments, Lane, Lanes, RolloutSampler
 from trl_offpolicy.rollouts.agents.guard import ToolGuard, check_tool_timeout
 from trl_offpolicy.rollouts.agents.sampler import check_arguments
-from trl_offpolicy.rollouts.screening import Screen, Screened, check_on_bad_rollout
+from trl_offpolicy.rollouts.screening import Screen, check_on_bad_rollout
 from trl_offpolicy.rollouts.token_ids import TokenIds
 from trl_offpolicy.stats import Stats
 
@@ -53,16 +46,19 @@ class Agents:
         self.rollout = _named(given["rollout"], "rollout")
         self._most = given["max_tool_calling_iterations"]
         check_arguments(self.tools, self.environments, self.rollout, self._most)
-        self._sampler: RolloutSampler | None = None
-        self._engine: RecordedEngine | None = None
+        self._lanes: Lanes | None = None
         check_on_bad_rollout(given["on_bad_rollout"])
-        self._screen: Screen | None = None
         self._ids = TokenIds(None, given["check_token_ids"])  # the tokenizer is loaded with the policy
 
     @property
     def has_tools(self) -> bool:
         """True if completions may call tools."""
         return bool(self.tools) or (self.environments is not None and bool(self.environments.tools))
+
+    @property
+    def in_turns(self) -> bool:
+        """True if completions have turns by this kit's loop, or environments to themselves."""
+        return bool(self.tools) or self.environments is not None
 
     @property
     def rewards(self) -> list[tuple[str, Callable[..., Any]]]:
@@ -77,27 +73,35 @@ class Agents:
         """
         self._check_ranks()
         self._guard.know(prompts.tokenizer, max_tokens=self._module.sampling.max_tokens)
-        self._sampler = RolloutSampler(
-            Chat(
-                tokenizer=prompts.tokenizer,
-                options=self._module.settings["chat_template_kwargs"] or {},
-                processor=prompts.processor,
-            ),
+        self._ids.tokenizer = prompts.tokenizer
+        threads = self._module.ahead is not None and self.in_turns  # a tokenizer is not for several of them
+        chat = Chat(
+            tokenizer=copy.deepcopy(prompts.tokenizer) if threads else prompts.tokenizer,
+            options=self._module.settings["chat_template_kwargs"] or {},
+            processor=prompts.processor,
+        )
+        factory = self._module.settings["environment_factory"]
+        self._lanes = Lanes(
+            self._lane(chat, prompts, self.environments),
+            lambda: self._lane(chat, prompts, _environments(factory, self._guard)),
+        )
+
+    def _lane(self, chat: Chat, prompts: Prompts, environments: Environments | None) -> Lane:
+        sampler = RolloutSampler(
+            chat,
             tools=self.tools,
-            environments=self.environments,
+            environments=environments,
             rollout=self.rollout,
             max_iterations=self._most,
             guard=self._guard,
         )
-        self._ids.tokenizer = prompts.tokenizer
-        self._screen = Screen(
+        screen = Screen(
             self._module.settings["on_bad_rollout"],
             vocabulary=getattr(self._module.policy.config.get_text_config(), "vocab_size", None),
             filler=next(iter(prompts.ends), prompts.pad),
-            decode=prompts.tokenizer.decode,
+            decode=chat.tokenizer.decode,
         )
-        if self.environments is not None:
-            self.environments.bound(self._guard, self._screen)
+        return Lane(sampler, screen)
 
     def _check_ranks(self) -> None:
         trainer, spec = self._module.trainer, self._module.settings["engine"]
@@ -117,52 +121,33 @@ class Agents:
 
     # ------------------------------------------------------------------------------------------------------- sampling
 
-    def request(self, rows: Sequence[Mapping[str, Any]], count: int) -> Request:
-        """What to sample for ``count`` completions of each row; environments are reset.
+    def batch(self, rows: Sequence[Mapping[str, Any]], count: int) -> AgentBatch:
+        """Ask for ``count`` completions of each row; environments are reset.
 
         Raises:
             NotImplementedError: rows have images, and a setting or the engine does not go with them.
         """
-        assert self._sampler is not None and self._screen is not None
-        self._screen.begin()
-        request = self._sampler.request(rows, count)
-        self._screen.end_of_resets()
-        if request.images is not None:
+        assert self._lanes is not None
+        batch = self._lanes.batch(rows, count)
+        if batch.request.images is not None:
             check_images(self._module)
-        return request
+        return batch
 
-    def sample(self, engine: Engine, request: Request, *, again: Engine | None = None) -> Completions:
-        """The completions of a request. Those that cannot be used hold fillers, on which the ranks :meth:`agree`.
+    def prompt_ids(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Token ids of the prompts of rows that are asked for later."""
+        batch = self.batch(rows, 1)
+        self.give_back(batch)
+        return batch.request.prompt_ids
 
-        Args:
-            engine: the engine that samples.
-            request: what is asked for.
-            again: the engine that is asked again for replies that cannot be used; None = the same one.
-        """
-        assert self._sampler is not None and self._screen is not None
-        self._engine = RecordedEngine(ScreenedEngine(engine, self._screen, again=again))
-        module = self._module
-        longest = context_length(engine, module.policy)
-        return self._sampler.sample(self._engine, request, module.sampling, context_length=longest, screen=self._screen)
+    def sample(self, engine: Engine, batch: AgentBatch, *, again: Engine | None = None) -> Completions:
+        """The completions of a batch (:meth:`AgentBatch.sample`)."""
+        longest = context_length(engine, self._module.policy)
+        return batch.sample(engine, self._module.sampling, context_length=longest, again=again)
 
-    def agree(self, completions: Completions) -> Screened:
-        """The rows of a generation batch that leave it. All ranks call it, before rewards are given.
-
-        Raises:
-            RolloutError: on all ranks (:meth:`Screen.agree`).
-        """
-        assert self._screen is not None
-        rollouts = completions.rollouts
-        return self._screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
-
-    def agree_on_scores(self) -> None:
-        """:meth:`Screen.agree_on_scores`. All ranks call it when rewards are given.
-
-        Raises:
-            RolloutError: on all ranks.
-        """
-        assert self._screen is not None
-        self._screen.agree_on_scores()
+    def give_back(self, batch: AgentBatch) -> None:
+        """:meth:`Lanes.give_back`."""
+        assert self._lanes is not None
+        self._lanes.give_back(batch)
 
     def guard_stats(self, device: torch.device) -> Stats:
         """What the tools of a generation batch did beyond their bounds; empty if there are no tools."""
@@ -173,10 +158,9 @@ class Agents:
 
         Args:
             rows: tensors of the generation batch.
-            completions: what was sampled for it, last.
+            completions: what was sampled for it.
         """
-        assert self._engine is not None
-        return self._ids(rows, self._engine.calls, completions.sampled_ids)
+        return self._ids(rows, completions.calls, completions.sampled_ids)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

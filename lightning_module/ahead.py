@@ -20,9 +20,10 @@ from lightning_module.host import Host
 from lightning_module.streams import MicroStep
 from trl_offpolicy.engines.engine import Engine, Rollouts, Sampling
 from trl_offpolicy.engines.weights.source import ModelWeights
-from trl_offpolicy.rollouts.agents import WrappedEngine
+from trl_offpolicy.rollouts.agents import AgentBatch, Completions, WrappedEngine
 from trl_offpolicy.rollouts.ahead.checks import (
     check_adapter,
+    check_agents,
     check_arguments,
     check_keeps,
     check_objective,
@@ -79,10 +80,13 @@ class ModuleAhead:
         check_snapshots(self._settings, strategy=None if copies else type(trainer.strategy).__name__)
         check_adapter(self._settings, has_adapter=ModelWeights(self._module.policy).has_adapter)
         check_server(self._settings, server)
+        in_turns = self._module.agents.in_turns
+        check_agents(self._settings, ranks=trainer.world_size if in_turns else 1)
         engine = trainer.strategy.deepspeed_engine if isinstance(trainer.strategy, DeepSpeedStrategy) else None
         self._old = OldPolicy(self._settings, release=partial(free_gathered, engine))
         self._queue = RolloutsAhead(self._settings, rank=trainer.global_rank, version=lambda: trainer.global_step)
-        self._queue.start(server if trainer.is_global_zero else None)  # type: ignore[arg-type]
+        asks = trainer.is_global_zero or in_turns
+        self._queue.start(server if asks else None)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Give up requests in flight and empty the queue."""
@@ -112,9 +116,50 @@ class ModuleAhead:
             version = self._module.trainer.global_step
             self._old.keep(self._module.policy, version, oldest=self._queue.oldest_version)
 
-    def due(self, engine: Engine, step: MicroStep) -> Engine:
-        """An engine whose ``generate`` returns the generation batch of ``step``, which was requested before."""
-        return _Due(engine, lambda ids: self._take(step, ids))
+    @property
+    def in_flight(self) -> bool:
+        """True if the generation batch that is due was begun before, with its environments."""
+        return self._module.agents.in_turns and bool(self._queue)
+
+    def sample(self, engine: Engine, step: MicroStep, batch: AgentBatch | None) -> tuple[AgentBatch, Completions]:
+        """The generation batch of ``step``, sampled before. It also requests more. All ranks call it.
+
+        Args:
+            engine: the server.
+            step: the micro-step that needs the batch.
+            batch: what is asked for; None = it is :attr:`in_flight`.
+
+        Raises:
+            EngineError: on all ranks, if a batch could not be sampled or the rows are not those that were requested.
+        """
+        agents = self._module.agents
+        if agents.in_turns:
+            return self._take_sampled(step, batch)
+        assert batch is not None
+        due = _Due(engine, lambda ids: self._take(step, ids))
+        return batch, agents.sample(due, batch, again=engine)
+
+    def _take_sampled(self, step: MicroStep, due: AgentBatch | None) -> tuple[AgentBatch, Completions]:
+        """As :meth:`_take`, of batches that this rank samples as a whole, tools and all."""
+        assert self._queue is not None
+        module = self._module
+
+        def sampler(due: AgentBatch | None, number: int) -> Callable[[Engine], tuple[AgentBatch, Completions]]:
+            rows = step.coming(number)
+
+            def sample(engine: Engine) -> tuple[AgentBatch, Completions]:
+                batch = due or module.agents.batch(rows, step.plan.num_generations)
+                return batch, module.agents.sample(engine, batch)
+
+            return sample
+
+        def upcoming(first: int, end: int) -> Iterator[Callable[[Engine], tuple[AgentBatch, Completions]]]:
+            for number in self._reached(step, end)[first:]:
+                yield sampler(due if number == 0 else None, number)
+
+        found, waited = self._queue.take_sampled(upcoming=upcoming, admitted=self._admitted(step))
+        module.measuring.add_rollout_number("wait_seconds", waited)
+        return found
 
     def _take(self, step: MicroStep, ids: Prompts) -> Rollouts:
         """The completions of the generation batch that is due. It also requests more. All ranks call it.
@@ -134,23 +179,26 @@ class ModuleAhead:
 
         def upcoming(first: int, end: int) -> Iterator[Prompts]:
             for number in self._reached(step, end)[first:]:
-                yield repeated(module.agents.request(step.coming(number), 1).prompt_ids)
+                yield repeated(module.agents.prompt_ids(step.coming(number)))
 
-        accumulation = module.trainer.accumulate_grad_batches
         rollouts, waited = self._queue.take(
             repeated(ids),
             upcoming=upcoming,
-            admitted=generations_admitted(
-                lag=self._settings.lag,
-                every=step.plan.window,
-                in_step=accumulation - self._done(step) % accumulation,
-                accumulation=accumulation,
-            ),
+            admitted=self._admitted(step),
             options=module.sampling.vllm_options,
             n=n,
         )
         module.measuring.add_rollout_number("wait_seconds", waited)
         return rollouts
+
+    def _admitted(self, step: MicroStep) -> int:
+        accumulation = self._module.trainer.accumulate_grad_batches
+        return generations_admitted(
+            lag=self._settings.lag,
+            every=step.plan.window,
+            in_step=accumulation - self._done(step) % accumulation,
+            accumulation=accumulation,
+        )
 
     @staticmethod
     def _done(step: MicroStep) -> int:

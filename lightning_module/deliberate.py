@@ -37,19 +37,19 @@ def check_teacher(module: Host) -> None:
         raise ValueError(f"{OPTION}.difficulty must be left out with tools, environments and a rollout function.")
 
 
-def prepare_rollouts(module: Host, engine: Any, request: Request, *, learning: bool) -> None:
+def prepare_rollouts(module: Host, engine: Any, request: Request | None, *, learning: bool) -> None:
     """Set the teacher's shares, and the engine's noise, for what is sampled next.
 
     Args:
         module: the module.
         engine: its engine.
-        request: what is sampled.
+        request: what is sampled; None = it is sampled ahead already, by a server, which has neither.
         learning: False in a validation, where the policy samples alone and without noise.
     """
     mix, noise, step = teacher_of(engine), noise_of(engine), module.trainer.global_step
     if (drafts := getattr(engine, "drafts", None)) is not None:
         drafts.since_last()  # those of validations do not count for the generation that comes
-    if mix is not None:
+    if mix is not None and request is not None:
         share = mix.fusion.share(step, _run_steps(module)) if learning else 0.0
         mix.plan(request.rows[:: request.n], share=share)
     if noise is not None:

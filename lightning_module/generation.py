@@ -36,7 +36,7 @@ from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.objective.advantages import AdvantageInputs
 from trl_offpolicy.objective.coefficients import ShapingControl
 from trl_offpolicy.objective.staging import Stages
-from trl_offpolicy.rollouts.agents import Completions, Request
+from trl_offpolicy.rollouts.agents import AgentBatch, Completions
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, PROXIMAL
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import draws_as_scored, marked_duplicates
@@ -92,7 +92,7 @@ class Generation:
         self._reference: nn.Module | None = None  # not a submodule: neither saved, sharded nor trained
         self._sync_weights: WeightSync | None = None
         self._prompts: Prompts | None = None
-        self._requested: Request | None = None  # for the batch that begins
+        self._begun: AgentBatch | None = None  # the batch that begins
         self._announced = False  # how the trainer's distribution is cut
         self._told_ids = False  # what the check of the first batch's ids showed
 
@@ -119,7 +119,7 @@ class Generation:
     def start(self) -> None:
         """Build the engine, once. Every run then sends it the weights and proves them again."""
         module = self._module
-        self._synced = self._sync_weights = self._requested = self._gate = self._report = None
+        self._synced = self._sync_weights = self._begun = self._gate = self._report = None
         if self.engine is not None:
             return
         model = module.settings["model"]
@@ -204,9 +204,15 @@ class Generation:
         """
         if isinstance(batch, HeldOut) or self._is_new(batch):
             count = batch.num_generations if isinstance(batch, HeldOut) else batch.plan.num_generations
-            self._requested = self._module.agents.request(batch.prompts, count)
+            self._begun = self._next(batch.prompts, count, learning=isinstance(batch, MicroStep))
             with self._numerics():
-                self._sync(self._requested.prompt_ids)
+                self._sync(self._begun)
+
+    def _next(self, prompts: Sequence[Mapping[str, Any]], count: int, *, learning: bool) -> AgentBatch | None:
+        """The batch that begins; None = it is in flight."""
+        ahead = self._module.ahead
+        in_flight = learning and ahead is not None and ahead.in_flight
+        return None if in_flight else self._module.agents.batch(prompts, count)
 
     def _is_new(self, step: MicroStep) -> bool:
         return self._buffer is None or self._buffer.generation != step.generation
@@ -219,14 +225,19 @@ class Generation:
         """Inside it the engine computes, without gradient and in its own precision."""
         return torch.no_grad() if self.is_trainer else engine_numerics(self._module.device)
 
-    def _sync(self, prompt_ids: Sequence[Sequence[int]]) -> None:
-        """Send the engine the current weights, unless it has them, and prove the sync. All ranks call it."""
+    def _sync(self, batch: AgentBatch | None) -> None:
+        """Send the engine the current weights, unless it has them, and prove the sync. All ranks call it.
+
+        Args:
+            batch: what is sampled next. A run's first batch is never in flight: its prompts serve for the proofs.
+        """
         module, version, engine = self._module, self._module.trainer.global_step, self.engine
         assert engine is not None
         if self._synced == version:
             return
         if self._sync_weights is None:
-            self._sync_weights = self._weight_sync(prompt_ids)
+            assert batch is not None
+            self._sync_weights = self._weight_sync(batch.request.prompt_ids)
             self._sync_weights.gate = self._gate
             source = ModelWeights(module.policy, is_main=module.trainer.is_global_zero)
             engine.bind(WatchedSource(source, self._sync_weights.watch))
@@ -271,16 +282,19 @@ class Generation:
         """
         module, engine = self._module, self.engine
         assert engine is not None
-        request = self._requested or module.agents.request(prompts, count)
-        self._requested = None
+        batch = self._begun or self._next(prompts, count, learning=step is not None)
+        self._begun = None
         ahead = None if step is None else module.ahead
-        deliberate.prepare_rollouts(module, engine, request, learning=step is not None)
+        deliberate.prepare_rollouts(module, engine, None if batch is None else batch.request, learning=step is not None)
         with self._timed("generation"), self._numerics():
-            self._sync(request.prompt_ids)
-            due = engine if ahead is None else ahead.due(engine, step)
-            completions = module.agents.sample(due, request, again=engine)
-        screened = module.agents.agree(completions)
-        rollouts = completions.rollouts
+            self._sync(batch)
+            if ahead is not None:
+                batch, completions = ahead.sample(engine, step, batch)
+            else:
+                assert batch is not None
+                completions = module.agents.sample(engine, batch)
+        request, screen, rollouts = batch.request, batch.lane.screen, completions.rollouts
+        screened = screen.agree(rollouts.completion_ids, rollouts.sampling_per_token_logps, rollouts.tool_mask)
         if ahead is not None:
             ahead.versions = rollouts.policy_versions
         rows: dict[str, Any] = collate(rollouts, pad=self.prompts.pad, device=module.device)
@@ -301,7 +315,8 @@ class Generation:
                 log_metric=module.measuring.add_reward_metric if module.trainer.training else _ignore,
                 log_extra=_ignore,
             )
-        module.agents.agree_on_scores()
+        screen.agree_on_scores()
+        module.agents.give_back(batch)
         by_function = screened.without_rewards(by_function.to(module.device), local=True)
         ends = (*self.prompts.ends, self.prompts.pad)  # TRL counts both
         ended = [bool(row) and row[-1] in ends for row in rollouts.completion_ids]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
-from tiny_models import EOS, FIRST_WORD, VOCABULARY, tiny_tokenizer
+from tiny_models import EOS, FIRST_WORD, VOCABULARY, WORDS, tiny_tokenizer
 
 TOOL_WORDS = (FIRST_WORD + 100, FIRST_WORD + 101, FIRST_WORD + 102)
 """What the tool always answers."""
+SHORT_TURNS = {"stop_token_ids": [*range(8, len(VOCABULARY), 8)]}
+"""Sampling options of a tiny model whose turns have eight tokens or so; every second one calls the tool."""
 GARBAGE = -7.0
 """Log-prob that stands at tool tokens: no result may depend on it."""
 TEMPLATE = (
@@ -91,3 +94,75 @@ def tool_tokenizer() -> Any:
 
     tokenizer.parse_response = parse_response
     return tokenizer
+
+
+def closed(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: The word.
+
+    Returns:
+        Nothing.
+    """
+    raise OSError("the library is closed")
+
+
+closed.__name__ = "lookup"
+
+
+def count_letters(completions: Any, **_: Any) -> list[float]:
+    """A reward that differs within every group."""
+    return [float(sum(map(ord, str(one))) % 7) for one in completions]
+
+
+class Library:
+    """An environment with that tool, whose reward says how often it was asked and how long the prompt is.
+
+    ``made`` counts the instances.
+    """
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.asked = 0
+
+    def reset(self, prompt: Any, **_: Any) -> str:
+        """Begin again; tells the model something."""
+        self.asked, self.about = 0, prompt[-1]["content"]
+        return " w7"
+
+    def lookup(self, word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: The word.
+
+        Returns:
+            Three words.
+        """
+        self.asked += 1
+        return lookup(word)
+
+    def get_reward(self) -> float:
+        """What it was asked, and what of."""
+        return self.asked + len(self.about) / 100
+
+
+def conversations(count: int = 8) -> list[dict[str, Any]]:
+    """Prompts as messages, all different."""
+    return [{"prompt": [{"role": "user", "content": " ".join(WORDS[i : i + 1 + i % 3])}]} for i in range(count)]
+
+
+def first_prompts(count: int = 2) -> list[list[int]]:
+    """Token ids of the first conversations."""
+    prompts = [row["prompt"] for row in conversations(count)]
+    found = tool_tokenizer().apply_chat_template(prompts, tools=[lookup], add_generation_prompt=True)
+    ids: list[list[int]] = found["input_ids"]
+    return ids
+
+
+def turns(mask: np.ndarray) -> int:
+    """Number of turns of a completion, by its mask of sampled tokens, (T,) bool."""
+    return int((mask & ~np.concatenate([[False], mask[:-1]])).sum())

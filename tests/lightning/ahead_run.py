@@ -3,6 +3,7 @@
 python tests/lightning/ahead_run.py FOLDER URL --model M [--lag K] [--old-logps O] [--length L] [--lora] [--devices 2]
 ... [--save N]      # a checkpoint at step N
 ... [--resume N]    # from there
+... [--tools]       # episodes of several turns, which call a tool
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from agent_runs import SHORT_TURNS, conversations, count_letters, lookup, tool_tokenizer, turns
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Watch, data, module, trainer
 from rollouts.ahead.ahead_run import KEYS
@@ -40,17 +43,23 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--save", type=int)
     parser.add_argument("--resume", type=int)
+    parser.add_argument("--tools", action="store_true")
     options = parser.parse_args()
     ours = module(
         {"type": "server", "base_url": options.url, "patience": {"timeout": 60.0, "retries": 1}},
         model=options.model,
-        tokenizer=None,
-        reward_funcs=spread,
+        tokenizer=tool_tokenizer() if options.tools else None,
+        tools=[lookup] if options.tools else None,
+        reward_funcs=count_letters if options.tools else spread,
+        check_token_ids="raise",
         correction="paper/tis",
         async_rollouts={"lag": options.lag, "old_logps": options.old_logps, "partial": options.partial},
         adapter={"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]} if options.lora else None,
         optimizer=partial(torch.optim.SGD, lr=5.0) if options.lora else partial(torch.optim.AdamW, lr=0.003),
-        sampling={"max_tokens": options.length, "extra": {"ignore_eos": True}},
+        sampling={
+            "max_tokens": options.length,
+            "extra": {"ignore_eos": True, **(SHORT_TURNS if options.tools else {})},
+        },
         sync_check=True,
         control="off",
     )
@@ -61,7 +70,8 @@ def main() -> None:
     callbacks = [watch, RunFolder(str(run), report=False), *([saver] if options.save else [])]
     owner = trainer(options.folder, callbacks=callbacks, max_steps=options.steps, **ranks, **saving)
     path = options.folder / f"step={options.resume}.ckpt" if options.resume else None
-    owner.fit(ours, data(micro_batch_size=8), ckpt_path=path, weights_only=True if path else None)
+    rows = conversations(32) if options.tools else None
+    owner.fit(ours, data(rows, micro_batch_size=8), ckpt_path=path, weights_only=True if path else None)
     if not owner.is_global_zero:
         return
     frame = pd.read_parquet(run / "rollouts.parquet").sort_values("step", kind="stable")
@@ -75,6 +85,10 @@ def main() -> None:
                     sorted({step - int(v) for versions in part.policy_versions for v in versions})
                     for step, part in frame.groupby("step")
                 ],
+                "called": [
+                    float(np.mean([not m.all() for m in part.completion_mask])) for _, part in frame.groupby("step")
+                ],
+                "turns": max(map(turns, frame.completion_mask)),
                 "in_order": all((versions[1:] >= versions[:-1]).all() for versions in frame.policy_versions),
                 "processes": owner.world_size,
             },

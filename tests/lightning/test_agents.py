@@ -15,13 +15,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from agent_runs import TOOL_WORDS, Agent, lookup, tool_tokenizer
+from agent_runs import TOOL_WORDS, Agent, conversations, lookup, tool_tokenizer
 from both_trainers import ENGINE_ONLY, NOT_COMPARED, WatchTRL, distance
 from datasets import Dataset
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import OwnMismatch, Watch, data, module, trainer
 from scripted_agents import Script, ScriptedEngine, add, byte_model, byte_tokenizer, call
-from tiny_models import EOS, VOCABULARY, WORDS, tiny_model, tiny_tokenizer
+from tiny_models import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 from trainer_runs import TIMES, generation_batches, records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -267,10 +267,6 @@ def talks(**options: Any) -> Any:
         "reward_funcs": reward,
     }
     return module(**{**defaults, **options})
-
-
-def conversations(count: int = 8) -> list[dict[str, Any]]:
-    return [{"prompt": [{"role": "user", "content": " ".join(WORDS[i : i + 1 + i % 3])}]} for i in range(count)]
 
 
 @pytest.mark.integration

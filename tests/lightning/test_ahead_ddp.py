@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 
 
-def train(folder: Path, *, devices: int, ahead: dict[str, Any], strategy: str, cut: bool) -> None:
+def train(folder: Path, *, devices: int, ahead: dict[str, Any], strategy: str, cut: bool, agents: bool) -> None:
     """Four steps of 8 completions in all; every rank leaves what it saw in ``folder``."""
     import pandas as pd
+    from agent_runs import Library, conversations, tool_tokenizer
     from lightning_runs import data, module, trainer
     from rollouts.ahead.fake_server import FakeServer, note_submissions, server_class
     from sharded_run import Shards, strategy_of
@@ -33,11 +34,14 @@ def train(folder: Path, *, devices: int, ahead: dict[str, Any], strategy: str, c
     options = {"free": 3} if cut else {}
     engines.ServerEngine = server_class(tiny_model(), made, **options)  # type: ignore[misc, assignment]
     watch, server = Shards(), {"type": "server", "base_url": "http://127.0.0.1:1"}
-    ours = module(server, correction="paper/tis", optimizer=partial(torch.optim.SGD, lr=0.02), async_rollouts=ahead)
+    given: dict[str, Any] = {"environment_factory": Library, "tokenizer": tool_tokenizer(), "reward_funcs": None}
+    given |= {"sampling": {"max_tokens": 24}, "max_tool_calling_iterations": 2}
+    sgd = partial(torch.optim.SGD, lr=0.02)
+    ours = module(server, correction="paper/tis", optimizer=sgd, async_rollouts=ahead, **(given if agents else {}))
     run = RunFolder(str(folder / "run"), report=False)
     ranks = {"devices": devices, "strategy": strategy_of(strategy, on_gpu=False)} if devices > 1 else {}
     owner = trainer(folder, callbacks=[watch, run], max_steps=STEPS, **ranks)
-    owner.fit(ours, data(tiny_prompts(), micro_batch_size=8 // devices))
+    owner.fit(ours, data(conversations(16) if agents else tiny_prompts(), micro_batch_size=8 // devices))
     frame = pd.read_parquet(folder / "run" / "rollouts.parquet")
     lags = [sorted(set(step - part.policy_version)) for step, part in frame.groupby("step")]
     crossing = [len(set(versions)) > 1 for versions in frame[frame.step == 1].sort_values("group_id").policy_versions]
@@ -51,13 +55,12 @@ def train(folder: Path, *, devices: int, ahead: dict[str, Any], strategy: str, c
     torch.save({**seen, "world": owner.world_size}, folder / f"rank-{owner.global_rank}.pt")
 
 
-def run(folder: Path, *, devices: int, ahead: dict[str, Any], strategy: str, cut: bool = False) -> list[dict[str, Any]]:
-    """What each rank saw."""
+def run(folder: Path, *flags: str, devices: int, ahead: dict[str, Any], strategy: str = "ddp") -> list[dict[str, Any]]:
+    """What each rank saw. Flags are "cut" and "agents"."""
     folder.mkdir()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "ignore", __file__, str(folder), str(devices), json.dumps(ahead), strategy]
-    command += ["cut"] * cut
+    command = [sys.executable, "-W", "ignore", __file__, str(folder), str(devices), json.dumps(ahead), strategy, *flags]
     environment["DS_ACCELERATOR"] = "cpu"
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -73,10 +76,11 @@ def test_two_processes_train_as_one(strategy: str, old_logps: str, tmp_path: Pat
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
     ahead = {"lag": 1, "old_logps": old_logps} | ({"ewma_decay": 0.5} if old_logps == "ewma" else {})
-    (one,) = run(tmp_path / "1", devices=1, ahead=ahead, strategy="ddp")
+    (one,) = run(tmp_path / "1", devices=1, ahead=ahead)
     ranks = run(tmp_path / "2", devices=2, ahead=ahead, strategy=strategy)
 
     assert one["lags"] == ranks[0]["lags"] == [[min(step, 1)] for step in range(STEPS)]
+    assert ranks[0]["asked"] == one["asked"] and not ranks[1]["asked"]  # the main rank asks for both
     assert_same(ranks, one)
     for log in ranks[0]["logs"]:
         assert ("offpolicy/staleness/kl_k3" in log) == (old_logps in ("snapshot", "balance"))
@@ -89,17 +93,33 @@ def test_ranks_have_rows_of_different_versions(strategy: str, tmp_path: Path) ->
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
     ahead = {"lag": 2, "partial": "continue", "old_logps": "snapshot"}
-    (one,) = run(tmp_path / "1", devices=1, ahead=ahead, strategy="ddp", cut=True)
-    ranks = run(tmp_path / "2", devices=2, ahead=ahead, strategy=strategy, cut=True)
+    (one,) = run(tmp_path / "1", "cut", devices=1, ahead=ahead)
+    ranks = run(tmp_path / "2", "cut", devices=2, ahead=ahead, strategy=strategy)
 
     assert one["crossing"] == ranks[0]["crossing"] == [False] * 4 + [True] * 4
+    assert ranks[0]["asked"] == one["asked"] and not ranks[1]["asked"]  # the main rank asks for both
     assert_same(ranks, one)
+
+
+@pytest.mark.integration
+def test_two_processes_sample_their_own_agents(tmp_path: Path) -> None:
+    ahead = {"lag": 1, "old_logps": "snapshot"}
+    (one,) = run(tmp_path / "1", "agents", devices=1, ahead=ahead)
+    ranks = run(tmp_path / "2", "agents", devices=2, ahead=ahead)
+
+    assert one["lags"] == ranks[0]["lags"] == [[min(step, 1)] for step in range(STEPS)]
+    assert sorted(ranks[0]["asked"] + ranks[1]["asked"]) == one["asked"]  # each where its environments are
+    assert len(ranks[0]["asked"]) == len(ranks[1]["asked"])
+    assert_same(ranks, one)
+    for rank in ranks:
+        for step, row in enumerate(rank["logs"]):
+            assert row["tools/call_frequency"] == pytest.approx(one["logs"][step]["tools/call_frequency"])
+            assert row["offpolicy/mismatch/logp_diff_max"] < 2e-5
 
 
 def assert_same(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
     """Weights after each step and numbers, on each of two ranks."""
     assert [rank["world"] for rank in ranks] == [2, 2] and one["world"] == 1
-    assert ranks[0]["asked"] == one["asked"] and not ranks[1]["asked"]  # the main rank asks for both
     for rank in ranks:
         for step in range(STEPS):
             for name, value in one["weights"][step].items():
@@ -111,4 +131,4 @@ def assert_same(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     train(Path(sys.argv[1]), devices=int(sys.argv[2]), ahead=json.loads(sys.argv[3]), strategy=sys.argv[4],
-          cut="cut" in sys.argv)  # fmt: skip
+          cut="cut" in sys.argv, agents="agents" in sys.argv)  # fmt: skip

@@ -1,4 +1,4 @@
-"""A real vLLM server that samples ahead of Lightning: versions, lags, a resume, an adapter, two ranks."""
+"""A real vLLM server that samples ahead of Lightning: versions, lags, a resume, an adapter, two ranks, tools."""
 
 from __future__ import annotations
 
@@ -81,6 +81,20 @@ def test_responses_cut_at_a_sync_have_exact_versions(server: Server, tmp_path: P
     assert max(result["crossing"]) > 0.2
     assert len(result["mismatch"]) == 5 and max(result["mismatch"]) < AGREE
     assert min(result["total"][2:]) > 10 * AGREE
+
+
+@pytest.mark.parametrize("flags", [("--lag", "1"), ("--lag", "2", "--devices", "2", "--steps", "5")])
+def test_episodes_with_tools_are_sampled_ahead(server: Server, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """At lag 2 syncs cut turns, here of two ranks. Each token has its version, whatever the tool said in between."""
+    lag = int(flags[1])
+    result = run(server, tmp_path, "--tools", "--old-logps", "snapshot", "--length", "200", *flags)
+
+    assert max(map(max, result["lags"])) == lag and result["in_order"]
+    assert min(result["called"]) > 0 and result["turns"] > 3
+    assert (max(result["crossing"]) > 0) == (lag > 1)
+    assert max(result["mismatch"]) < AGREE
+    assert min(result["total"][lag:]) > 10 * AGREE
+    assert result["processes"] == (2 if "--devices" in flags else 1)
 
 
 def test_two_ranks_share_the_server(server: Server, tmp_path: Path) -> None:

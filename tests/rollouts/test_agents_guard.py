@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from typing import Any
@@ -146,3 +147,31 @@ def test_plain_tools_share_a_thread() -> None:
 def test_bad_timeout() -> None:
     with pytest.raises(ValueError, match="tool_timeout must be"):
         guard(0.0)
+
+
+@pytest.mark.parametrize("timeout", [0.5, None])
+def test_threads_wait_for_each_other_and_no_wait_counts(timeout: float | None) -> None:
+    """Batches in flight share the tools: one plain call at a time, and each has the whole time for itself."""
+    inside, most = [0], [0]
+
+    def slow() -> str:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.2)
+        inside[0] -= 1
+        return "here"
+
+    check = guard(timeout)
+    answers: list[Any] = []
+    threads = [threading.Thread(target=lambda: answers.append(check.wrap(slow)())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert answers == ["here"] * 4 and most == [1]
+    assert logged(check) == [None, None, None]
+
+
+def test_a_copy_of_a_guard_calls_tools() -> None:
+    check = copy.deepcopy(guard())
+    assert check.wrap(lambda: "here")() == "here"

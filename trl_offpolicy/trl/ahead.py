@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import TrainerCallback
 
+from trl_offpolicy.engines.engine import Engine
 from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_snapshots
 from trl_offpolicy.rollouts.ahead.local_weights import free_gathered
@@ -19,6 +20,8 @@ from trl_offpolicy.rollouts.ahead.old_policy import OLD, OldPolicy
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
+
+T = TypeVar("T")
 
 
 class TrainerAhead:
@@ -61,15 +64,24 @@ class TrainerAhead:
         self._first_step = self._trainer._step
         return self._lookahead
 
-    def _upcoming(self, first: int, end: int) -> Iterator[Prompts]:
-        """Prompts of generation batches, the present one being number 0; fewer near the end of the epoch or run."""
+    def _upcoming(self, first: int, end: int) -> Iterator[Any]:
+        """Rows of generation batches, the present one being number 0; fewer near the end of the epoch or run."""
         trainer = self._trainer
         later = trainer.state.max_steps - trainer.state.global_step - 1
         left = self._in_step + later * trainer.args.gradient_accumulation_steps
         for at in positions_ahead(position=self._position, every=self._every, count=end, left=left)[first:]:
             if (rows := self._lookahead.at(at)) is None:
                 return
-            yield self._tokenized(rows)
+            yield rows
+
+    @property
+    def _admitted(self) -> int:
+        return generations_admitted(
+            lag=self._lag,
+            every=self._every,
+            in_step=self._in_step,
+            accumulation=self._trainer.args.gradient_accumulation_steps,
+        )
 
     @property
     def _position(self) -> int:
@@ -111,13 +123,8 @@ class TrainerAhead:
 
         rollouts, waited = self._queue.take(
             prompts,
-            upcoming=self._upcoming,
-            admitted=generations_admitted(
-                lag=self._lag,
-                every=self._every,
-                in_step=self._in_step,
-                accumulation=self._trainer.args.gradient_accumulation_steps,
-            ),
+            upcoming=lambda first, end: map(self._tokenized, self._upcoming(first, end)),
+            admitted=self._admitted,
             options=options,
             n=num_generations,
         )
@@ -127,6 +134,18 @@ class TrainerAhead:
         self._engine.add_reports(prompts, ids, routes=routes, kept=kept)
         logps = [[[value] for value in row] for row in rollouts.sampling_per_token_logps or []]
         return prompts, ids, logps, [[[token] for token in row] for row in ids]
+
+    def take_sampled(self, sampler: Callable[[list[dict[str, Any]]], Callable[[Engine], T]]) -> T:
+        """A batch of agents that is due (:meth:`RolloutsAhead.take_sampled`). It also requests more.
+
+        Args:
+            sampler: makes, of the rows of a generation batch, the function that samples it.
+        """
+        found, waited = self._queue.take_sampled(
+            upcoming=lambda first, end: map(sampler, self._upcoming(first, end)), admitted=self._admitted
+        )
+        self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(waited)
+        return found
 
     # ---------------------------------------------------------------------------------------------------- log-probs
 

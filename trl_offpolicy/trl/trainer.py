@@ -52,6 +52,7 @@ from trl_offpolicy.rollouts.token_ids import TokenIdCheck, run_entry
 from trl_offpolicy.run_folder.layout import ENGINE_WEIGHTS_FOLDER, METRICS_FILE, TOKEN_IDS
 from trl_offpolicy.run_folder.writer import add_to_run
 from trl_offpolicy.stats import PREFIX, Stats
+from trl_offpolicy.trl.agents import TrainerAgents, agents_ahead
 from trl_offpolicy.trl.ahead import sample_ahead
 from trl_offpolicy.trl.auto import choose_correction, judge_first
 from trl_offpolicy.trl.callbacks import ShortProgressCallback, record_run, rollout_recorder
@@ -90,6 +91,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     reads_offpolicy: ClassVar[bool] = True
     """A trainer without it refuses an :class:`OffPolicyGRPOConfig`."""
+    _agents: TrainerAgents | None = None
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "trl-offpolicy"]
     entropy_coef: float
 
@@ -128,6 +130,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._screen = TrainerScreen(self, args.on_bad_rollout)
         self._guard.know(self._tokenizer, max_tokens=args.max_completion_length)
         self._screen.bound_environments(self, self._guard)
+        self._agents = agents_ahead(self, given)  # None: TRL's own loop runs the tools, if there are any
         self._token_ids, self._told_token_ids = TokenIdCheck(self, args.check_token_ids), False
         self._kl = self.objective.kl  # its coefficient may move
         self._shaping = ShapingControl(self.objective.shaping)  # likewise
@@ -163,6 +166,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         """TRL's method; a prompt without a token is an error that names it."""
+        if self._agents is not None and self._agents.landed:
+            return self._agents.tokenize_prompts()
         tokenized = super()._tokenize_prompts(prompts)
         batches.check_prompts(tokenized[0], prompts)
         return tokenized
@@ -183,8 +188,16 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's method; what transformers' ``generate`` keeps of a truncated distribution is noted."""
+        if self._agents is not None and self._agents.landed:
+            return self._agents.generate_single_turn()
         sample = partial(self._fusion.turn, super()._generate_single_turn)
         return self._kept.turn(sample, prompt_ids, *args, **kwargs)
+
+    def _tool_call_loop(self, *args: Any) -> Any:
+        """TRL's method; of a batch that was sampled ahead, the loop has ended already."""
+        if self._agents is not None and self._agents.landed:
+            return self._agents.tool_call_loop()
+        return super()._tool_call_loop(*args)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the rewards of every completion of all ranks, because TRL's batch does not carry them."""
@@ -211,8 +224,9 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._screen.screen.begin()
         self._fusion.begin(inputs)
         aligned = as_if_aligned(self.args) if self._leave_out_old or self._old_here else nullcontext()
-        with aligned, kept_on_fault(self, self._recorder):
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        sampled = nullcontext(inputs) if self._agents is None else self._agents.batch(inputs)
+        with aligned, kept_on_fault(self, self._recorder), sampled as rows:
+            output: dict[str, Any] = super()._generate_and_score_completions(rows)
         self._add_stats(self._mode, self._screen.output(output))
         self._add_stats(self._mode, self._fusion.stats())
         if self.tools:

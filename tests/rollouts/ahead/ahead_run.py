@@ -1,7 +1,7 @@
 """Train a tiny model ahead of a real vLLM server; prints one JSON line.
 
 python tests/rollouts/ahead/ahead_run.py FOLDER URL --model M [--lag K] [--partial P] [--old-logps O] [--lora]
-                                          [--save N] [--resume]
+                                          [--save N] [--resume] [--tools]
 
 Under a configuration of ``recipes/accelerate`` the weights are sharded.
 """
@@ -14,10 +14,13 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+from datasets import Dataset
 from peft import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from agent_runs import SHORT_TURNS, conversations, count_letters, lookup, tool_tokenizer, turns
 from scale_out.fsdp2_on_cpu import allow_fsdp2_on_cpu
 from tiny_models import spread, tiny_prompts
 
@@ -64,6 +67,7 @@ def main() -> None:
     parser.add_argument("--save", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--length", type=int, default=16)
+    parser.add_argument("--tools", action="store_true")
     options = parser.parse_args()
     engine.ServerAdapters = NotedAdapters  # type: ignore[misc]
     fsdp2 = os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -82,7 +86,8 @@ def main() -> None:
         vllm_server_base_url=options.url,
         engine={"transfer": options.transfer, "retries": 1, "timeout": 60.0},
         async_rollouts={"lag": options.lag, "partial": options.partial, "old_logps": options.old_logps},
-        generation_kwargs={"ignore_eos": True},
+        generation_kwargs={"ignore_eos": True, **(SHORT_TURNS if options.tools else {})},
+        check_token_ids="raise",
         offpolicy="paper/tis",
         learning_rate=0.003,
         lr_scheduler_type="constant",
@@ -97,7 +102,10 @@ def main() -> None:
         **saving,
     )
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
-    trainer = OffPolicyGRPOTrainer(options.model, spread, args, train_dataset=tiny_prompts(), peft_config=lora)
+    rows = Dataset.from_list(conversations(32)) if options.tools else tiny_prompts()
+    agents = {"tools": [lookup], "processing_class": tool_tokenizer()} if options.tools else {}
+    reward = count_letters if options.tools else spread
+    trainer = OffPolicyGRPOTrainer(options.model, reward, args, train_dataset=rows, peft_config=lora, **agents)
     trainer.train(resume_from_checkpoint=options.resume or None)
     if not trainer.accelerator.is_main_process:
         return
@@ -113,12 +121,14 @@ def main() -> None:
                     sorted({step - int(v) for versions in part.policy_versions for v in versions})
                     for step, part in frame.groupby("step")
                 ],
+                "called": [np.mean([not m.all() for m in part.completion_mask]) for _, part in frame.groupby("step")],
+                "turns": max(map(turns, frame.completion_mask)),
                 "in_order": all((versions[1:] >= versions[:-1]).all() for versions in frame.policy_versions),
                 "at_sync": at_sync,
                 "processes": trainer.accelerator.num_processes,
                 "sharded": is_sharded(trainer.model),
             },
-            default=int,
+            default=float,
         )
     )
 

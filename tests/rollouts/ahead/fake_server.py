@@ -36,9 +36,10 @@ class FakeServer:
 
     Args:
         model: whose shape the weights have.
-        free: prompts, in the order of ``submitted``, that are answered at once; others wait for a cut after
+        free: prompts that are answered at once, or how many of ``submitted``; others wait for a cut after
             ``before_cut`` tokens. None = all.
         before_cut: tokens that a request has when it waits.
+        until: what others wait for in place of a cut; they are then answered in full.
         length: of a response; the same for all, so that a run can be repeated.
     """
 
@@ -49,10 +50,18 @@ class FakeServer:
     no_mask: str | None = "it is none of vLLM's"
     drafts: None = None
 
-    def __init__(self, model: Any, *, free: int | None = None, before_cut: int = 3, length: int = 6) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        free: int | list[list[int]] | None = None,
+        before_cut: int = 3,
+        length: int = 6,
+        until: threading.Event | None = None,
+    ) -> None:
         self._model = deepcopy(model)
         self.version: int | None = None
-        self.free, self.before_cut, self.length = free, before_cut, length
+        self.free, self.before_cut, self.length, self.until = free, before_cut, length, until
         self.asked: list[tuple[list[int], int]] = []
         """Prompt and version of every new request."""
         self.syncs: list[int] = []
@@ -97,8 +106,11 @@ class FakeServer:
             is_new = n > 1
             if is_new:
                 self.asked.append((prompt, -1 if self.version is None else self.version))
-            waits = is_new and self.free is not None and prompt not in self.submitted[: self.free]
-        if not waits:
+            free = self.submitted[: self.free] if isinstance(self.free, int) else self.free
+            waits = is_new and free is not None and prompt not in free
+        if waits and self.until is not None:
+            assert self.until.wait(20), "what was waited for did not come"
+        if not waits or self.until is not None:
             return [self._sample(prompt, wanted, "length") for _ in range(n)]
         with self._cuts:
             before = self._number
@@ -106,7 +118,8 @@ class FakeServer:
         return [self._sample(prompt, self.before_cut, "abort") for _ in range(n)]
 
     def generate(self, prompt_ids: Any, sampling: Sampling, *, n: int = 1) -> Rollouts:
-        rows = [(list(ids), self._sample(list(ids), self.length, "length")) for ids in prompt_ids for _ in range(n)]
+        wanted = min(sampling.max_tokens, self.length)
+        rows = [(list(ids), self._sample(list(ids), wanted, "length")) for ids in prompt_ids for _ in range(n)]
         return Rollouts(
             prompt_ids=[ids for ids, _ in rows],
             completion_ids=[row[0] for _, row in rows],
@@ -145,3 +158,14 @@ def note_submissions(monkeypatch: pytest.MonkeyPatch) -> None:
         return submit(self, prompt, *args)
 
     monkeypatch.setattr(Flight, "submit", submitting)
+
+
+def bad_later_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of a later turn of an agent is sometimes no word that the model knows."""
+    parts = FakeServer.parts
+
+    def sometimes(server: FakeServer, prompt: list[int], options: Any, n: int) -> Any:
+        found = parts(server, prompt, options, n)
+        return [([10**6, *ids[1:]] if n == 1 and ids[0] % 3 == 0 else ids, *rest) for ids, *rest in found]
+
+    monkeypatch.setattr(FakeServer, "parts", sometimes)

@@ -221,3 +221,121 @@ def test_requests_that_keep_their_version_are_left_alone_and_new_ones_wait() -> 
     assert [future.result()[0].logps for future in futures] == [[0.0], [0.0], [1.0]]
     assert flight.versions() == frozenset()
     flight.close()
+
+
+def turns(prompt: list[int], count: int, pause: float) -> Any:
+    """A rollout of ``count`` turns, each of which goes on from the one before after a pause; its responses."""
+
+    def rollout(submit: Any) -> list[Any]:
+        context, found = list(prompt), []
+        for _ in range(count):
+            (response,) = submit(context, {"max_tokens": 4}, 1).result(timeout=10)
+            found.append(response)
+            context += [*response.token_ids, 0]
+            time.sleep(pause)  # a tool
+        return found
+
+    return rollout
+
+
+@pytest.mark.parametrize("on_sync", ["continue", "finish"])
+def test_a_sync_waits_for_whole_rollouts_or_cuts_what_they_ask_for(on_sync: Any) -> None:
+    server = Slow()
+    flight = Flight(server, on_sync=on_sync, workers=4)
+    futures = [flight.run(turns([7] * (1 + i), 4, 0.004)) for i in range(5)]
+    for version in (1, 2):
+        time.sleep(0.012)
+        flight.hold()
+        assert on_sync == "continue" or all(future.done() for future in futures)
+        server.load(version)
+        flight.release()
+    several = 0
+    for i, future in enumerate(futures):
+        found = future.result(timeout=10)
+        assert [len(response.token_ids) for response in found] == [4] * 4
+        assert found[1].token_ids[0] == 1 + i + 5  # after the first turn and the tool's answer
+        versions = [version for response in found for version in response.versions]
+        assert [float(version) for version in versions] == [value for response in found for value in response.logps]
+        assert versions == sorted(versions)
+        several += len(set(versions)) > 1
+    assert (several > 0) is (on_sync == "continue")
+    flight.close()
+
+
+def test_turns_of_a_rollout_that_keep_their_version_begin_with_that_of_then() -> None:
+    class Several(Slow):
+        def serve_several(self, in_use: Any) -> None: ...
+
+        def parts(self, prompt: list[int], options: dict[str, Any], n: int, *, version: int) -> Any:
+            started.release()
+            assert go_on.wait(10)
+            return [([1], [float(version)], "stop")] * n
+
+    started, go_on, server = threading.Semaphore(0), threading.Event(), Several()
+    flight = Flight(server, on_sync="keep", workers=2)
+    future = flight.run(turns([7], 3, 0.0))
+    assert started.acquire(timeout=10)
+    flight.hold()
+    server.load(1)
+    flight.release()
+    go_on.set()
+
+    assert [response.versions for response in future.result(timeout=10)] == [[0], [1], [1]]
+    flight.close()
+
+
+def test_an_error_of_a_rollout_is_its_result() -> None:
+    def broken(submit: Any) -> None:
+        submit([1], OPTIONS, 1).result(timeout=10)
+        raise KeyError("word")
+
+    flight = Flight(Slow(), on_sync="finish")
+    future = flight.run(broken)
+    flight.hold()  # returns all the same
+    with pytest.raises(KeyError, match="word"):
+        future.result(timeout=1)
+    flight.close()
+
+
+@pytest.mark.parametrize(("end", "said"), [(Flight.drop, "The request was dropped"), (Flight.close, "has ended")])
+def test_a_rollout_that_is_given_up_asks_for_nothing_more(end: Any, said: str) -> None:
+    """Also if its tool runs at that time, and answers later."""
+    calls, answered = threading.Event(), threading.Event()
+    raised: list[BaseException] = []
+
+    def rollout(submit: Any) -> None:
+        submit([1], {"max_tokens": 1}, 1).result(timeout=10)
+        calls.set()
+        assert answered.wait(10)
+        try:
+            submit([1, 2], {"max_tokens": 1}, 1)
+        except EngineError as error:
+            raised.append(error)
+            raise
+
+    server = Slow()
+    flight = Flight(server, on_sync="finish")
+    future = flight.run(rollout)
+    assert calls.wait(10)
+    end(flight)
+    with pytest.raises(EngineError, match=said):
+        future.result(timeout=1)
+    answered.set()
+    while not raised:
+        time.sleep(0.001)
+    assert said in str(raised[0]) and [prompt for prompt, _, _ in server.requests] == [[1]]
+    flight.close()
+
+
+def test_later_turns_go_before_prompts_that_were_asked_for_after_them() -> None:
+    server = Slow(seconds=0.0005)
+    flight = Flight(server, on_sync="finish", workers=1)
+    first = flight.run(turns([7], 2, 0.0))
+    while not server.requests:
+        time.sleep(0.001)
+    others = [flight.submit([i], {"max_tokens": 40}, 1) for i in range(4)]
+    first.result(timeout=10)
+    assert not others[-1].done()
+    for future in others:
+        future.result(timeout=10)
+    flight.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import two_ranks
 
-from trl_offpolicy.engines.engine import EngineError
+from trl_offpolicy.engines.engine import EngineError, Sampling
 from trl_offpolicy.rollouts.ahead.queue import Landed, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
@@ -143,6 +143,54 @@ def test_what_is_dropped_is_asked_for_again() -> None:
     trainer.queue.close()
 
 
+class Agents(Trainer):
+    """Each rank samples a batch of its own, of two turns; the second one begins where the first one ended."""
+
+    def upcoming(self, first: int, end: int) -> Iterator[Any]:
+        return (self.sampler(self.version + k) for k in range(first, min(end, self.batches - self.version)))
+
+    def sampler(self, number: int) -> Any:
+        def sample(engine: Any) -> Any:
+            one = engine.generate([self.prompts(number)[0]], Sampling(max_tokens=9), n=N)
+            if self.rank == self.fails and number == 1:
+                raise KeyError("word")
+            assert engine.version is not None and len(engine.generate(one.completion_ids, Sampling(max_tokens=9))) == N
+            return one
+
+        return sample
+
+    def step(self, prompts: Any = None) -> Any:
+        with self.queue.quiet():
+            self.synced.append(self.busy())
+            self.server.version = self.version
+        found, self.waited = self.queue.take_sampled(upcoming=self.upcoming, admitted=self.admitted)
+        self.version += 1
+        return found
+
+    def busy(self) -> bool:
+        return bool(self.queue._flight._running.total())
+
+
+def agents(settings: Any, *, rank: int = 0, ranks: int = 1, fails: int | None = None) -> Agents:
+    trainer = Agents(settings, Scripted(), rank=rank, ranks=ranks)
+    trainer.fails, trainer.synced, trainer.server = fails, [], Scripted()
+    trainer.queue.start(trainer.server)  # of every rank
+    return trainer
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_batches_of_agents_are_sampled_as_a_whole(lag: int) -> None:
+    trainer = agents({"lag": lag, "partial": "finish"})
+    for number in range(5):
+        found = trainer.step()
+        assert found.prompt_ids == [[1 + number]] * N
+        assert found.completion_ids == [[10 + 10 * number], [11 + 10 * number]]
+        assert found.policy_versions == [[max(0, number - lag)]] * N and trainer.waited >= 0
+        assert len(trainer.queue) == min(lag, 4 - number)
+    assert trainer.synced == [False] * 5
+    trainer.queue.close()
+
+
 def run(rank: int) -> dict[str, Any]:
     """Two ranks share a server: each gets its rows, and an error of the main rank's requests."""
     trainer = Trainer(1, Scripted(), rank=rank, ranks=2, batches=3)
@@ -159,7 +207,17 @@ def run(rank: int) -> dict[str, Any]:
         other.step(None if rank == 0 else [[99]] * N)  # rank 1 alone asks for something else
     except EngineError as error:
         mixed = str(error)
+    own = agents(1, rank=rank, ranks=2)
+    episodes = [own.step() for _ in range(3)]
+    broken = agents(1, rank=rank, ranks=2, fails=1)
+    broken.step()
+    try:
+        broken.step()
+    except EngineError as error:
+        tool = str(error)
     return {
+        "episodes": [one.prompt_ids for one in episodes],
+        "tool": tool,
         "prompts": [one.prompt_ids for one in seen],
         "ids": [one.completion_ids for one in seen],
         "versions": [one.policy_versions for one in seen],
@@ -176,6 +234,8 @@ def test_two_ranks_share_the_server_and_its_errors(tmp_path: Any) -> None:
         assert seen["versions"] == [[[0]] * N, [[0]] * N, [[1]] * N]
         assert seen["failed"] == "A rollout could not be sampled: OSError: gone"
         assert "other prompts" in seen["mixed"]
+        assert seen["episodes"] == [[[number]] * N for number in numbers]
+        assert seen["tool"] == "A rollout could not be sampled: KeyError: 'word'"  # of rank 1
 
 
 if __name__ == "__main__":

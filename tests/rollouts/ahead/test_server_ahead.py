@@ -58,6 +58,18 @@ def run(server: Server, folder: Path, *flags: str, processes: int = 1, strategy:
     return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"mismatch'))))
 
 
+def test_episodes_with_tools_are_sampled_ahead(server: Server, tmp_path: Path) -> None:
+    """Syncs cut turns. Each token has its version, whatever the tool said in between."""
+    flags = ("--tools", "--lag", "2", "--steps", "5", "--old-logps", "snapshot", "--length", "200")
+    result = run(server, tmp_path, *flags)
+
+    assert max(map(max, result["lags"])) == 2 and result["in_order"]
+    assert min(result["called"]) > 0 and result["turns"] > 3
+    assert max(result["crossing"]) > 0
+    assert max(result["mismatch"]) < AGREE
+    assert min(result["total"][2:]) > 10 * AGREE
+
+
 def test_one_step_off_policy_and_a_resume(server: Server, tmp_path: Path) -> None:
     whole = run(server, tmp_path / "whole")
     assert whole["lags"] == [[0], [1], [1], [1]]

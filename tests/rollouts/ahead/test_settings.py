@@ -11,7 +11,7 @@ import pytest
 from trl import TrlParser
 
 from trl_offpolicy.engines.engine import EngineError
-from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_server, check_trainer
+from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_agents, check_server, check_trainer
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
@@ -163,14 +163,32 @@ def test_what_keeps_several_needs_an_adapter_of_its_own() -> None:
     check_adapter(AsyncSettings(lag=2, partial="continue"), has_adapter=False)
 
 
-@pytest.mark.parametrize("name", ["rollout_func", "tools", "environment_factory"])
-def test_rollouts_of_several_requests_are_refused(make_args: Callable[..., Any], name: str) -> None:
+def test_ranks_that_sample_their_own_episodes_cannot_keep_adapters() -> None:
+    with pytest.raises(ValueError, match=r"^async_rollouts\.partial must be .* on 2 ranks, but got 'keep'"):
+        check_agents(AsyncSettings(partial="keep"), ranks=2)
+    check_agents(AsyncSettings(partial="keep"), ranks=1)
+    check_agents(AsyncSettings(partial="finish"), ranks=2)
+
+
+@pytest.mark.parametrize("name", ["rollout_func", "rollout"])
+def test_loops_of_the_user_are_refused(make_args: Callable[..., Any], name: str) -> None:
     args = make_args(**ON_SERVER, async_rollouts=1)
 
-    with pytest.raises(ValueError, match=rf"^{name} must be left out with async_rollouts"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} must be left out with async_rollouts, but got \[<built-in function"
+    ):
         check_trainer(args, {name: [print]})
     check_trainer(args, {name: None})
     check_trainer(make_args(**ON_SERVER), {name: [print]})
+
+
+@pytest.mark.parametrize("name", ["tools", "environment_factory"])
+def test_tools_of_the_trainers_thread_are_refused(make_args: Callable[..., Any], name: str) -> None:
+    with pytest.raises(ValueError, match=r"^tool_timeout must be a number of seconds .*, but got None"):
+        check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=None), {name: [print]})
+    check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=5.0), {name: [print]})
+    check_trainer(make_args(**ON_SERVER, tool_timeout=None), {name: [print]})
+    check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=None), {})
 
 
 @pytest.mark.parametrize(("text", "lag"), [("1", 1), ('{"lag": 3, "partial": "finish"}', 3)])

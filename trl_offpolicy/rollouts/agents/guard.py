@@ -58,6 +58,9 @@ class ToolGuard:
     tool's own time. After a call that hangs, another thread takes the place of the one that hangs: an object that only
     its first thread may use, such as a connection of sqlite3, then fails in every call.
 
+    Generation batches that are sampled ahead call tools from threads of their own. All the same, one plain call runs at
+    a time: the next one waits for it, and this wait is not a part of its time.
+
     Args:
         timeout: seconds that a call may take; None = any time, and plain functions run in the caller's thread.
         max_tokens: length of the longest completion, which bounds that of an answer.
@@ -69,8 +72,10 @@ class ToolGuard:
         self.timeout, self.longest = timeout, max(1000, CHARACTERS * max_tokens)
         self._control = _control_tokens(tokenizer)
         self._worker: _Worker | None = None
+        self._turn = threading.Lock()  # whoever has it may make a plain call
         self._inside: set[int] = set()  # threads that run a plain call
         self._hung: dict[str, list[_Worker]] = {}
+        self._counting = threading.Lock()
         self._counts = [0] * 4
 
     def know(self, tokenizer: Any, *, max_tokens: int) -> None:
@@ -78,7 +83,11 @@ class ToolGuard:
         self._control, self.longest = _control_tokens(tokenizer), max(1000, CHARACTERS * max_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_worker": None, "_hung": {}, "_inside": set()}  # threads are not copied
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_turn", "_counting")}
+        return {**kept, "_worker": None, "_hung": {}, "_inside": set()}  # threads are not copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _turn=threading.Lock(), _counting=threading.Lock())
 
     @property
     def inside(self) -> bool:
@@ -89,7 +98,8 @@ class ToolGuard:
         """What a factory makes, in the thread that will call its methods. The time for it is not bounded."""
         if self.timeout is None or self.inside:
             return make()
-        return self._free_worker().call(functools.partial(self._marked, make)).result()
+        with self._turn:
+            return self._free_worker().call(functools.partial(self._marked, make)).result()
 
     def wrap(self, tool: Tool, *, text: bool = True) -> Tool:
         """The tool with these bounds, under its own name, plain or async as it was.
@@ -114,11 +124,16 @@ class ToolGuard:
 
     def stats(self, device: torch.device) -> Stats:
         """``rollout/tool_*_fraction`` of the calls since the last time; logged only if one of them was unusual."""
-        counts, self._counts = self._counts, [0] * 4
+        with self._counting:
+            counts, self._counts = self._counts, [0] * 4
         values = [torch.tensor(float(value), device=device) for value in (sum(counts[1:]), *counts)]
         parts = ("timeouts", "cuts", "controls")
         shares = {name: fraction(part, "calls") for name, part in zip(GUARD_METRICS, parts, strict=True)}
         return Stats({"rollout#tools": Group(moments(_COUNTS, values), shares, sparse=True)})
+
+    def _count(self, place: int, happened: bool = True) -> None:
+        with self._counting:
+            self._counts[place] += happened
 
     # -------------------------------------------------------------------------------------------------------- calls
 
@@ -126,12 +141,13 @@ class ToolGuard:
         if self.inside:  # the worker is busy with the caller: to wait for it would be to wait for oneself
             return tool(*args, **kwargs)
         call = functools.partial(self._marked, functools.partial(tool, *args, **kwargs))
-        if self.timeout is None:
-            return call()
-        name = getattr(tool, "__name__", "tool")
+        with self._turn:
+            return call() if self.timeout is None else self._timed(getattr(tool, "__name__", "tool"), call)
+
+    def _timed(self, name: str, call: Callable[[], Any]) -> Any:
         hung = self._hung[name] = [one for one in self._hung.get(name, ()) if one.busy]
         if len(hung) >= MOST_HUNG:
-            self._counts[1] += 1
+            self._count(1)
             raise ToolError(f"{name} does not answer: {len(hung)} earlier calls have not come back.")
         worker = self._free_worker()
         try:
@@ -139,7 +155,7 @@ class ToolGuard:
         except TimeoutError:
             if not worker.busy:  # the tool's own TimeoutError
                 raise
-            self._counts[1] += 1
+            self._count(1)
             hung.append(worker)
             self._worker = None  # its thread cannot be ended; another one takes its place
             raise ToolError(f"{name} gave no answer within {self.timeout:g} s.") from None
@@ -161,7 +177,7 @@ class ToolGuard:
         try:
             found = await asyncio.wait_for(coroutine, self.timeout)
         except TimeoutError:
-            self._counts[1] += 1
+            self._count(1)
             return self._answer(lambda: _raise(ToolError(f"no answer within {self.timeout} s.")))
         except Exception as error:
             return self._answer(functools.partial(_raise, error))
@@ -173,7 +189,7 @@ class ToolGuard:
         Raises:
             Exception: what the tool raised, with a bounded text.
         """
-        self._counts[0] += 1
+        self._count(0)
         try:
             found = call()
         except KeyboardInterrupt:
@@ -200,8 +216,8 @@ class ToolGuard:
             cut = f"{text[: self.longest]} ... (cut: the answer has {len(text)} characters)"
         apart = cut if self._control is None else self._control.sub(lambda one: f"{one[0][0]} {one[0][1:]}", cut)
         if count:
-            self._counts[2] += cut != text
-            self._counts[3] += apart != cut
+            self._count(2, cut != text)
+            self._count(3, apart != cut)
         return apart
 
 

@@ -51,10 +51,7 @@ class WrappedEngine:
 
 
 class RecordedEngine(WrappedEngine):
-    """An engine whose ``calls`` hold each prompt that was given with each completion that came back.
-
-    Whoever reads the calls empties the list.
-    """
+    """An engine whose ``calls`` hold each prompt that was given with each completion that came back."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)

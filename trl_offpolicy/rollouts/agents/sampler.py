@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trl_offpolicy.checks import check_whole
-from trl_offpolicy.engines.engine import Rollouts, Sampling
+from trl_offpolicy.engines.engine import Call, Engine, Rollouts, Sampling
 from trl_offpolicy.engines.images import PromptImages
 from trl_offpolicy.rollouts.agents.chat import Chat
 from trl_offpolicy.rollouts.agents.environments import EMPTY_PROMPT, Environments, tools_of
@@ -53,6 +53,7 @@ class Completions:
     Args:
         rollouts: the ids, with ``tool_mask`` if there are tools or the user's function returned one.
         completions: texts, or lists of messages.
+        calls: what the engine was asked, and what it answered.
         columns: what the user's function returned besides, for the reward functions.
         sampled_ids: ids of the engine that the user's function reports; None = it did not.
         tool_calls: number of tool calls; None = there are no tools.
@@ -61,6 +62,7 @@ class Completions:
 
     rollouts: Rollouts
     completions: list[Any]
+    calls: list[Call]
     columns: dict[str, list[Any]] = field(default_factory=dict)
     sampled_ids: list[list[int]] | None = None
     tool_calls: list[int] | None = None
@@ -191,7 +193,7 @@ class RolloutSampler:
 
     def sample(
         self,
-        engine: RecordedEngine,
+        engine: Engine,
         request: Request,
         sampling: Sampling,
         *,
@@ -201,7 +203,7 @@ class RolloutSampler:
         """The completions of a request.
 
         Args:
-            engine: the engine; its ``calls`` then hold what was asked for this request alone.
+            engine: what samples.
             request: what :meth:`request` returned.
             sampling: how a turn is sampled; ``max_tokens`` is the length of all turns together.
             context_length: tokens that the engine can take; None = any.
@@ -210,13 +212,13 @@ class RolloutSampler:
         Raises:
             TypeError: ``rollout`` returned something of another form; so does ``ValueError``. They name the field.
         """
-        engine.calls.clear()
+        engine = RecordedEngine(engine)
         if self.rollout is not None:
             return self._by_function(engine, request, sampling, screen)
         if not self.has_tools:
             images = {} if request.images is None else {"images": request.images}
             rollouts = engine.generate(request.prompt_ids, sampling, n=request.n, **images)
-            return Completions(rollouts=rollouts, completions=self._decoded(rollouts, request))
+            return Completions(rollouts=rollouts, completions=self._decoded(rollouts, request), calls=engine.calls)
         agent = AgentEngine(
             engine,
             self.chat,
@@ -229,6 +231,7 @@ class RolloutSampler:
         return Completions(
             rollouts=episodes.rollouts,
             completions=list(episodes.messages),
+            calls=engine.calls,
             tool_calls=episodes.tool_calls,
             tool_failures=episodes.tool_failures,
         )
@@ -247,6 +250,7 @@ class RolloutSampler:
         return Completions(
             rollouts=rollouts,
             completions=self._decoded(rollouts, request),
+            calls=engine.calls,
             columns=returned.columns,
             sampled_ids=returned.sampled_ids,
         )

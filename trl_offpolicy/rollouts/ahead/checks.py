@@ -66,6 +66,24 @@ def check_keeps(settings: AsyncSettings, transfer: str, weight_rounding: Any) ->
         )
 
 
+def check_agents(settings: AsyncSettings, *, ranks: int) -> None:
+    """Raise if several versions are to be live at once, but several ranks sample episodes of their own.
+
+    Args:
+        settings: the parsed field.
+        ranks: how many of them do.
+
+    Raises:
+        ValueError: it is more than one.
+    """
+    if settings.keeps and ranks > 1:
+        raise ValueError(
+            f"async_rollouts.partial must be 'finish' or 'continue' with tools or environment_factory on {ranks} "
+            "ranks, but got 'keep': each rank samples its own episodes, and the main one, which unloads adapters, does "
+            "not know with which of them another one still samples."
+        )
+
+
 def check_objective(settings: AsyncSettings, objective: Objective) -> None:
     """Raise if the objective and ``old_logps`` do not go together.
 
@@ -101,26 +119,33 @@ def _reads_old(objective: Objective) -> str | None:
     return None
 
 
-SEVERAL_REQUESTS = ("rollout_func", "rollout", "tools", "environment_factory")
-"""Arguments of the trainers whose rollouts ask the engine again in between."""
+OWN_LOOPS = ("rollout_func", "rollout")
+"""Arguments of the trainers that ask the engine by a loop of the user's."""
 
 
 def check_arguments(settings: AsyncSettings | None, given: Mapping[str, Any]) -> None:
-    """Raise if an argument of the trainer needs more than one request per response.
+    """Raise if an argument of the trainer samples by a loop of its own, or tools must run in the trainer's thread.
 
     Args:
         settings: the parsed field ``async_rollouts``.
-        given: arguments of the trainer by name.
+        given: arguments of the trainer by name, ``tool_timeout`` among them.
 
     Raises:
-        ValueError: there is such an argument; the message names it.
+        ValueError: the message names the argument.
     """
-    for name in SEVERAL_REQUESTS:
-        if settings is not None and given.get(name):
+    if settings is None:
+        return
+    for name in OWN_LOOPS:
+        if given.get(name):
             raise ValueError(
-                f"{name} must be left out with async_rollouts: its rollouts ask the engine again in between, at the "
-                "trainer's pace, and cannot be asked for ahead."
+                f"{name} must be left out with async_rollouts, but got {given[name]!r}: it asks the engine at the "
+                "trainer's pace. Agents with tools or environment_factory are sampled ahead."
             )
+    if (given.get("tools") or given.get("environment_factory")) and given["tool_timeout"] is None:
+        raise ValueError(
+            "tool_timeout must be a number of seconds with async_rollouts and tools or environment_factory, but got "
+            "None: calls would run in the threads of the batches in flight, and not in the trainer's own."
+        )
 
 
 def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
@@ -133,7 +158,7 @@ def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: there is such an argument; the message names it.
     """
-    check_arguments(AsyncSettings.parse(args.async_rollouts), given)
+    check_arguments(AsyncSettings.parse(args.async_rollouts), {**given, "tool_timeout": args.tool_timeout})
 
 
 def check_snapshots(settings: AsyncSettings, *, strategy: str | None) -> None:

@@ -9,6 +9,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from trl_offpolicy.engines.engine import Rollouts
 from trl_offpolicy.functional.truncated_sampling import KeptIds
 
 CUT = "abort"
@@ -113,6 +114,25 @@ class ResponseInParts:
     def then(self, part: Part) -> ResponseInParts:
         """The response with ``part`` appended."""
         return ResponseInParts((*self.parts, part))
+
+
+def as_rollouts(rows: Sequence[ResponseInParts], prompts: Sequence[list[int]] = ()) -> Rollouts:
+    """Responses as the rows of an engine.
+
+    Args:
+        rows: B responses.
+        prompts: their B prompts; none if these come later.
+    """
+    kept, routes = [row.kept for row in rows], [row.routes for row in rows]
+    return Rollouts(
+        prompt_ids=list(prompts),
+        completion_ids=[row.token_ids for row in rows],
+        sampling_per_token_logps=[row.logps for row in rows],
+        policy_versions=[row.versions for row in rows],
+        finish_reasons=[row.finish_reason for row in rows],
+        routed_experts=None if all(one is None for one in routes) else routes,
+        sampling_mask=None if all(one is None for one in kept) else kept,
+    )
 
 
 def padded_versions(rows: Sequence[Sequence[int]], *, length: int, of_empty: int) -> list[list[int]]:

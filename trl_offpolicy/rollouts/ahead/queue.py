@@ -2,8 +2,10 @@
 
 At a generation boundary all ranks do three things: replace the engine's weights (requests in flight are cut, waited
 for, or go on under the adapter that they began with), request as many batches as the bound on their lag admits, and
-take the oldest batch. Only the requests run in other threads, on the main rank. Prompts and results travel between
-ranks here, in the main thread. Which prompts come next is the trainer's to say.
+take the oldest batch. Which prompts come next is the trainer's to say.
+
+Batches of one response per prompt are requested on the main rank, and prompts and results travel between ranks here, in
+the main thread. Batches of agents are sampled by the rank that learns from them, where their environments are.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from trl_offpolicy.engines.engine import EngineError, Rollouts
+from trl_offpolicy.engines.engine import Engine, EngineError, Rollouts
 from trl_offpolicy.functional.collective import broadcast_object, gather_objects
 from trl_offpolicy.rollouts.ahead.flight import Flight, Server
-from trl_offpolicy.rollouts.ahead.parts import ResponseInParts
+from trl_offpolicy.rollouts.ahead.in_flight import InFlight
+from trl_offpolicy.rollouts.ahead.parts import ResponseInParts, as_rollouts
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+
+T = TypeVar("T")
 
 AHEAD_METRICS = ("wait_seconds",)
 """Logged once per generation as ``offpolicy/rollout/<name>``."""
@@ -28,8 +33,9 @@ AHEAD_METRICS = ("wait_seconds",)
 Prompts = list[list[int]]
 """Token ids of this rank's prompts in one generation batch, each prompt repeated for each of its responses."""
 
-Upcoming = Callable[[int, int], Iterable[Prompts]]
-"""Called with (first, end): yields the prompts of these generation batches. The one that is due has number 0."""
+Upcoming = Callable[[int, int], Iterable[T]]
+"""Called with (first, end): yields what is asked for in these generation batches: the prompts, or a function that
+samples the batch. The one that is due has number 0."""
 
 
 class Landed(NamedTuple):
@@ -49,14 +55,14 @@ class _Batch:
     """A generation batch that was requested.
 
     Args:
-        prompts: those of this rank.
         version: version of the weights when it was requested.
-        responses: the responses of all ranks, on the main rank.
+        prompts: those of this rank; none in a batch of agents.
+        futures: by prompt the responses of all ranks, on the main rank; for agents this rank's whole batch, alone.
     """
 
-    prompts: Prompts
     version: int
-    responses: list[Future[list[ResponseInParts]]]
+    prompts: Prompts
+    futures: list[Future[Any]]
 
 
 class RolloutsAhead:
@@ -71,18 +77,24 @@ class RolloutsAhead:
     def __init__(self, settings: AsyncSettings, *, rank: int, version: Callable[[], int]) -> None:
         self._on_sync, self._rank, self._version = settings.on_sync, rank, version
         self._flight: Flight | None = None
+        self._server: Server | None = None
         self.close()
+
+    def __len__(self) -> int:
+        """Batches that were requested and not taken."""
+        return len(self._queue)
 
     def start(self, server: Server | None) -> None:
         """Begin a run with an empty queue.
 
         Args:
-            server: on the main rank, what samples; its requests run in threads of their own. None on other ranks.
+            server: what samples; its requests run in threads of their own. None on ranks that request nothing: all but
+                the main one, unless batches are sampled by :meth:`take_sampled`.
         """
         self.close()
         if server is None:
             return
-        self._flight = Flight(server, on_sync=self._on_sync)
+        self._server, self._flight = server, Flight(server, on_sync=self._on_sync)
 
     def close(self) -> None:
         """Give up requests in flight and empty the queue."""
@@ -105,13 +117,18 @@ class RolloutsAhead:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which weights may change: no request runs, or only such as keep the adapter that they have."""
+        """A context in which weights may change: no request runs, or only such as keep the adapter that they have.
+
+        All ranks enter it together and, unless an error ends it, leave it together.
+        """
         start = time.monotonic()
         if self._flight is not None:
             self._flight.hold()
+        gather_objects(None)  # no rank's requests run
         self._waited += time.monotonic() - start
         try:
             yield
+            gather_objects(None)  # the main rank has sent the weights
         finally:
             if self._flight is not None:
                 self._flight.release()
@@ -120,7 +137,7 @@ class RolloutsAhead:
         self,
         prompts: Prompts,
         *,
-        upcoming: Upcoming,
+        upcoming: Upcoming[Prompts],
         admitted: int,
         options: Callable[[], dict[str, Any]],
         n: int,
@@ -144,16 +161,47 @@ class RolloutsAhead:
         start = time.monotonic()
         landed: Rollouts | EngineError | None = None
         if self._flight is not None:
-            landed = _landed(batch.responses) if as_asked else _OTHER_ROWS
+            landed = _landed(batch.futures) if as_asked else _OTHER_ROWS
         landed = broadcast_object(landed)
         if isinstance(landed, EngineError):
             raise landed
         assert landed is not None
-        waited, self._waited = self._waited + time.monotonic() - start, 0.0
         first = self._rank * len(prompts)
-        return Landed(_rows(landed, prompts, slice(first, first + len(prompts))), waited)
+        return Landed(_rows(landed, prompts, slice(first, first + len(prompts))), self._waited_since(start))
 
-    def _submit(self, upcoming: Upcoming, admitted: int, options: Callable[[], Any], n: int) -> None:
+    def take_sampled(self, *, upcoming: Upcoming[Callable[[Engine], T]], admitted: int) -> tuple[T, float]:
+        """This rank's batch that is due, sampled by a function. Starts more before it waits. All ranks call it.
+
+        Args:
+            upcoming: gives the functions that sample the batches that may be requested now. Each is called in a thread
+                of its own, with an engine whose requests go by what a sync does with them.
+            admitted: as in :meth:`take`.
+
+        Returns:
+            What the function returned, and the seconds that the trainer waited since the batch before.
+
+        Raises:
+            EngineError: on all ranks, if the batch of one could not be sampled.
+        """
+        flight, server, known = self._flight, self._server, len(self._queue)
+        assert flight is not None
+        for sample in upcoming(known, max(known, admitted)):
+            future = flight.run(lambda submit, sample=sample: sample(InFlight(server, submit)))  # type: ignore[misc]
+            self._queue.append(_Batch(self._version(), [], [future]))
+        batch, start = self._queue.popleft(), time.monotonic()
+        landed = _result(batch.futures[0])
+        errors = gather_objects(landed if isinstance(landed, EngineError) else None)
+        if error := next((one for one in errors if one is not None), None):
+            raise error
+        found: T = landed
+        return found, self._waited_since(start)
+
+    def _waited_since(self, start: float) -> float:
+        """Seconds since ``start``, and those of syncs since the batch before."""
+        waited, self._waited = self._waited + time.monotonic() - start, 0.0
+        return waited
+
+    def _submit(self, upcoming: Upcoming[Prompts], admitted: int, options: Callable[[], Any], n: int) -> None:
         """Request the batches that are not requested yet, as far as the bound admits."""
         known = len(self._queue)
         for prompts in upcoming(known, max(known, admitted)):
@@ -161,7 +209,7 @@ class RolloutsAhead:
             flight, asked = self._flight, []
             if flight is not None:
                 asked = [flight.submit(prompt, options(), n) for prompt in everyone[::n]]
-            self._queue.append(_Batch(prompts, self._version(), asked))
+            self._queue.append(_Batch(self._version(), prompts, asked))
 
     @property
     def oldest_version(self) -> int:
@@ -177,22 +225,25 @@ _OTHER_ROWS = EngineError(
 
 def _landed(responses: Sequence[Future[list[ResponseInParts]]]) -> Rollouts | EngineError:
     """Wait for the rows of a batch. Returns them (without prompts), or the error that all ranks must raise."""
+    rows: list[ResponseInParts] = []
+    for future in responses:
+        found = _result(future)
+        if isinstance(found, EngineError):
+            return found
+        rows += found
+    return as_rollouts(rows)
+
+
+def _result(future: Future[Any]) -> Any:
+    """Wait for a result. An error is returned: raised on one rank alone, it would leave the others waiting."""
     try:
-        rows = [response for future in responses for response in future.result()]
+        return future.result()
     except EngineError as error:
         return error
-    except Exception as error:  # an error on the main rank alone would leave the others waiting
-        return EngineError(f"A rollout could not be sampled: {type(error).__name__}: {error}")
-    kept, routes = [row.kept for row in rows], [row.routes for row in rows]
-    return Rollouts(
-        prompt_ids=[],
-        completion_ids=[row.token_ids for row in rows],
-        sampling_per_token_logps=[row.logps for row in rows],
-        policy_versions=[row.versions for row in rows],
-        finish_reasons=[row.finish_reason for row in rows],
-        routed_experts=None if all(one is None for one in routes) else routes,
-        sampling_mask=None if all(one is None for one in kept) else kept,
-    )
+    except Exception as error:
+        failed = EngineError(f"A rollout could not be sampled: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        return failed
 
 
 def _rows(all_rows: Rollouts, prompts: Prompts, here: slice) -> Rollouts:
