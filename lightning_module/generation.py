@@ -120,6 +120,7 @@ class Generation:
         """Build the engine, once. Every run then sends it the weights and proves them again."""
         module = self._module
         self._synced = self._sync_weights = self._begun = self._gate = self._report = None
+        self._draw_apart()  # in every run: each sets Lightning's seed again on all ranks
         if self.engine is not None:
             return
         model = module.settings["model"]
@@ -127,7 +128,6 @@ class Generation:
         module.exact.check_precision()
         deliberate.check_teacher(module)
         module.agents.start(self.prompts)
-        self._draw_apart()
         with engine_numerics(module.device):
             self.engine = build_engine(
                 module.experts.engine,
