@@ -69,7 +69,7 @@ class Agents:
         """Check the templates and that the ranks need not wait for each other. Called before the engine is built.
 
         Raises:
-            ValueError: see :class:`~trl_offpolicy.rollouts.agents.RolloutSampler`; or ranks share an engine or a model.
+            ValueError: see :class:`~trl_offpolicy.rollouts.agents.RolloutSampler`; or ranks share the sampling model.
         """
         self._check_ranks()
         self._guard.know(prompts.tokenizer, max_tokens=self._module.sampling.max_tokens)
@@ -109,14 +109,13 @@ class Agents:
         if trainer.world_size == 1 or not loops:
             return
         options = spec if isinstance(spec, Mapping) else {"type": spec}
-        shared = options.get("tensor_parallel_size", 1) > 1
         own = options["type"] == "transformers" or isinstance(spec, TransformersEngine)
         sharded = not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
-        if shared or (own and sharded):
+        if own and sharded:
             raise ValueError(
-                "tools, environment_factory and rollout must have an engine on each rank, but the ranks share "
-                f"{'an engine (tensor_parallel_size)' if shared else 'the sharded model that samples'}: each calls it "
-                "as often as its rows need, and they would wait for each other. Use another engine, or one rank."
+                "tools, environment_factory and rollout must have an engine on each rank, but the ranks share the "
+                "sharded model that samples: each calls it as often as its rows need, and they would wait for each "
+                "other. Use another engine, or one rank."
             )
 
     # ------------------------------------------------------------------------------------------------------- sampling

@@ -138,6 +138,20 @@ def wants_exact(spec: Any) -> bool:
     return bool(spec[EXACT])
 
 
+def check_one_each(spec: Any, ranks: int) -> None:
+    """Raise if vLLM in each of several processes is to use more than one of their devices.
+
+    Raises:
+        ValueError: ``tensor_parallel_size`` is above 1 with several ranks.
+    """
+    size = spec.get("tensor_parallel_size", 1) if isinstance(spec, Mapping) and engine_type(spec) == "vllm" else 1
+    if ranks > 1 and size > 1:
+        raise ValueError(
+            f"engine.tensor_parallel_size must be 1 with {ranks} ranks, each of which has an engine of its own, but "
+            f"got {size}. A server may use several devices: trl-offpolicy serve ... -- --tensor-parallel-size {size}."
+        )
+
+
 def build_engine(
     spec: Any,
     *,
@@ -198,9 +212,7 @@ def build_engine(
         return ServerEngine(**{"run": run, "folder": folder, **options})
     if model_name is None and "model" not in options:
         raise ValueError("engine.model must be given when the module's model is an object, but it is missing.")
-    seed = seed_of_rank(
-        options.get("seed", run_seed()), rank, tensor_parallel_size=options.get("tensor_parallel_size", 1)
-    )
+    seed = seed_of_rank(options.get("seed", run_seed()), rank)
     cut = {"truncated": True} if truncated else {}
     given = {"model": model_name, **cut, **options, "seed": seed}
     return _colocated(given, policy(), rows=rows, exact=wants_exact(spec))

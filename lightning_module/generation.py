@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_module import deliberate, models
 from lightning_module.callbacks import run_folder
-from lightning_module.engines import build_engine, engine_numerics, in_this_process, teacher_of
+from lightning_module.engines import build_engine, check_one_each, engine_numerics, in_this_process, teacher_of
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
@@ -123,6 +123,7 @@ class Generation:
         self._draw_apart()  # in every run: each sets Lightning's seed again on all ranks
         if self.engine is not None:
             return
+        check_one_each(module.experts.engine, module.trainer.world_size)
         model = module.settings["model"]
         run = module.trainer.strategy.broadcast(uuid.uuid4().hex[:12])  # another one in each fit: names are not reused
         module.exact.check_precision()

@@ -13,6 +13,7 @@ from tiny_models import score_last_word
 from torch.utils.data import DataLoader
 
 from lightning_module import OffPolicyGRPOModule
+from lightning_module.engines import check_one_each
 from trl_offpolicy.rollouts.screening import RolloutError
 
 
@@ -97,3 +98,11 @@ def test_a_misspelt_option_of_an_engine_is_named_before_anything_is_loaded(
     with pytest.raises(ValueError, match=message):
         module(engine)
     module({"type": "vllm", "gpu_memory_utilization": 0.5, "dtype": "float32", "norm_noise": True})
+
+
+def test_vllm_in_each_of_several_processes_has_one_device() -> None:
+    spec = {"type": "vllm", "tensor_parallel_size": 2}
+    with pytest.raises(ValueError, match=r"^engine\.tensor_parallel_size must be 1 with 4 ranks, .* but got 2"):
+        check_one_each(spec, 4)
+    for one, ranks in ((spec, 1), ({"type": "vllm"}, 4), ("vllm", 4), ({**spec, "type": "server"}, 4)):
+        check_one_each(one, ranks)
