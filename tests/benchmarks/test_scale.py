@@ -49,7 +49,7 @@ def test_what_a_rank_gives_does_not_depend_on_the_number_of_ranks() -> None:
 def test_known_sizes() -> None:
     """Ids and masks of a group term, float32 entries of a budget: what the formulas of the page rest on."""
     duplicates = scale.bytes_of(COUNTS, "duplicates", "gathered")
-    assert duplicates == (0, 8 + 1 + 4, 0)  # a 64-bit key, a flag, a log-prob of each response
+    assert duplicates == (0, 8 + 8, 0)  # a 64-bit key of each response, and beside it whether it has a token
     assert scale.bytes_of(COUNTS, "token budget", "gathered") == (0, 0, 4)
     assert scale.bytes_of(COUNTS, "normalised weights", "gathered") == (0, 0, 0)
     assert scale.bytes_of(COUNTS, "diagnostics", "gathered")[2] == 0  # by response, whatever its length
