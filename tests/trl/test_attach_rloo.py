@@ -102,7 +102,8 @@ def test_detach_leaves_the_engine_as_it_was(stock: Stock) -> None:
 
 
 def test_other_trainers_are_refused_with_the_reason() -> None:
-    with pytest.raises(TypeError, match=r"GRPOTrainer or a trl\.RLOOTrainer, but got object, whose batches attach does not know"):
+    why = r"GRPOTrainer or a trl\.RLOOTrainer, but got object, whose batches attach does not know"
+    with pytest.raises(TypeError, match=why):
         op.attach(object())
 
 
