@@ -162,6 +162,8 @@ class ShapedWeight(Weight):
 class PrefixMinWeight(Weight):
     """MinPRO: rho_t times the smallest ratio strictly before t, optionally capped.
 
+    The paper puts it into the policy ratio (preset ``paper/minpro-policy``). As a weight it goes with every loss.
+
     Reference: Lei et al. 2026, MinPRO (arXiv:2601.22718).
     """
 
@@ -191,8 +193,10 @@ class PrefixMinWeight(Weight):
 class PrefixWeight(Weight):
     """CTPO: the product of the ratios up to t, held in [low^sqrt(t), high^sqrt(t)].
 
-    Where the bounds do not act it is the unbiased correction of a token given its prefix. Reference: Zhang et al. 2026,
-    CTPO (arXiv:2605.07331).
+    Where the bounds do not act it is the unbiased correction of a token given its prefix. The paper bounds the policy
+    ratio, as the loss :class:`~trl_offpolicy.losses.CTPO` does. As a weight it goes with every loss.
+
+    Reference: Zhang et al. 2026, CTPO (arXiv:2605.07331).
     """
 
     type_name: ClassVar[str] = "prefix"

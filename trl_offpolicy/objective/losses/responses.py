@@ -135,10 +135,10 @@ class FIPO(PolicyLoss):
 class TOPR(PolicyLoss):
     """REINFORCE, tapered on negative responses by clip(pi(y) / mu(y), low, high). See ``functional.topr``.
 
-    A response is negative if its advantage is. With ``baseline`` the reward less this number takes the place of the
-    advantage, sign and size, as in the paper (0 is its plain form). Such a loss reads no advantages, and a response
-    without a reward counts 0. It contains pi / mu itself, in any mode, so it takes no importance weights. What carries
-    gradient: log pi.
+    A response is negative if its advantage is, because every trainer has advantages. With ``baseline`` the reward less
+    this number takes the place of the advantage, sign and size, as in the paper (0 is its plain form). Such a loss
+    reads no advantages, and a response without a reward counts 0. It contains pi / mu itself, in any mode, so it takes
+    no importance weights. What carries gradient: log pi.
 
     Reference: Le Roux et al. 2025, TOPR (arXiv:2503.14286).
     """

@@ -152,8 +152,9 @@ class ClipCov(PolicyLoss):
 class KLCov(PolicyLoss):
     r"""-r A, plus coef \|log r\| on the tokens of largest covariance. See ``functional.kl_cov``.
 
-    With ``penalty="k3"`` these tokens have an estimate of the paper's KL(pi_old || pi) instead. The covariance is over
-    the tokens of one call on this rank. What carries gradient: log r, on every token.
+    The absolute log-ratio is that of the authors' code and of verl, whose numbers ``from_verl`` then gives. With
+    ``penalty="k3"`` these tokens have an estimate of the paper's KL(pi_old || pi) instead. The
+    covariance is over the tokens of one call on this rank. What carries gradient: log r, on every token.
 
     Reference: Cui et al. 2025 (arXiv:2505.22617); the defaults are verl's configuration.
     """
