@@ -14,7 +14,7 @@ import torch
 from agent_runs import TOOL_WORDS, Library, closed, conversations, count_letters, first_prompts, lookup, tool_tokenizer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Watch, data, module, trainer
-from rollouts.ahead.fake_server import FakeServer, bad_later_turns, server_class
+from rollouts.ahead.fake_server import FakeServer, bad_later_turns, fail_later_turns, lags_by_step, server_class
 from tiny_models import WORDS
 from trainer_runs import TIMES
 
@@ -39,10 +39,7 @@ class Run:
     @property
     def lags(self) -> list[list[int]]:
         """By optimizer step: the lags of the rows' tokens, without repetition."""
-        return [
-            sorted({int(step - version) for row in part.policy_versions for version in row})
-            for step, part in self.rollouts.groupby("step")
-        ]
+        return lags_by_step(self.rollouts)
 
     @property
     def prompts(self) -> list[list[str]]:
@@ -221,14 +218,7 @@ def test_an_environment_that_cannot_be_reset_leaves_its_own_batch(run: Any) -> N
 
 
 def test_a_failed_request_stops_the_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = FakeServer.parts
-
-    def fail(server: FakeServer, prompt: list[int], options: Any, n: int) -> Any:
-        if n == 1:  # a later turn
-            raise OSError("the network is gone")
-        return parts(server, prompt, options, n)
-
-    monkeypatch.setattr(FakeServer, "parts", fail)
+    fail_later_turns(monkeypatch)
     with pytest.raises(RuntimeError, match="A rollout could not be sampled: OSError: the network is gone"):
         run(1)
 

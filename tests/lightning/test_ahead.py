@@ -15,7 +15,7 @@ import torch
 from both_trainers import ENGINE_ONLY, PROMPTS, WatchTRL, assert_same_numbers, distance
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_runs import Watch, data, module, trainer
-from rollouts.ahead.fake_server import FakeServer, note_submissions, server_class
+from rollouts.ahead.fake_server import FakeServer, lags_by_step, note_submissions, server_class
 from tiny_models import score_last_word
 from trainer_runs import records
 
@@ -42,10 +42,7 @@ class Run:
     @property
     def lags(self) -> list[list[int]]:
         """By optimizer step: the lags of the rows' tokens, without repetition."""
-        return [
-            sorted({int(step - version) for row in part.policy_versions for version in row})
-            for step, part in self.rollouts.groupby("step")
-        ]
+        return lags_by_step(self.rollouts)
 
     @property
     def groups(self) -> list[set[str]]:

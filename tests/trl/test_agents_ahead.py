@@ -11,7 +11,14 @@ import torch
 from agent_runs import TOOL_WORDS, Library, closed, conversations, count_letters, first_prompts, lookup, tool_tokenizer
 from both_trainers import ENGINE_ONLY
 from datasets import Dataset
-from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer, bad_later_turns, server_class
+from rollouts.ahead.fake_server import (
+    BEHIND_SERVER,
+    FakeServer,
+    bad_later_turns,
+    fail_later_turns,
+    lags_by_step,
+    server_class,
+)
 from trainer_runs import TIMES, records, rollouts
 
 from trl_offpolicy.trl import engine as trl_engines
@@ -62,10 +69,7 @@ def run(make_args: Any, fresh_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def lags(trainer: Any) -> list[list[int]]:
     """By optimizer step: the lags of the rows' tokens, without repetition."""
-    return [
-        sorted({int(step - version) for row in part.policy_versions for version in row})
-        for step, part in rollouts(trainer).groupby("step")
-    ]
+    return lags_by_step(rollouts(trainer))
 
 
 def groups(trainer: Any) -> list[set[str]]:
@@ -162,14 +166,7 @@ def test_a_reply_that_cannot_be_used_leaves_its_own_batch(run: Any, monkeypatch:
 
 
 def test_a_failed_request_stops_the_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = FakeServer.parts
-
-    def fail(server: FakeServer, prompt: list[int], options: Any, n: int) -> Any:
-        if n == 1:  # a later turn
-            raise OSError("the network is gone")
-        return parts(server, prompt, options, n)
-
-    monkeypatch.setattr(FakeServer, "parts", fail)
+    fail_later_turns(monkeypatch)
     with pytest.raises(RuntimeError, match="A rollout could not be sampled: OSError: the network is gone"):
         run(1)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer, note_submissions, server_class
+from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer, lags_by_step, note_submissions, server_class
 from trainer_runs import records, rollouts
 from transformers import TrainerCallback
 
@@ -43,11 +43,7 @@ def run(build: Callable[..., Any], fresh_model: Callable[..., Any], monkeypatch:
 
 def lags(trainer: Any) -> list[list[int]]:
     """By optimizer step: the lags of the rows' tokens, without repetition."""
-    frame = rollouts(trainer)
-    return [
-        sorted({int(step - version) for row in part.policy_versions for version in row})
-        for step, part in frame.groupby("step")
-    ]
+    return lags_by_step(rollouts(trainer))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

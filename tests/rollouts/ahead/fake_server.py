@@ -169,3 +169,27 @@ def bad_later_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return [([10**6, *ids[1:]] if n == 1 and ids[0] % 3 == 0 else ids, *rest) for ids, *rest in found]
 
     monkeypatch.setattr(FakeServer, "parts", sometimes)
+
+
+def fail_later_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every :class:`FakeServer` be gone when a turn after the first one is asked for."""
+    parts = FakeServer.parts
+
+    def fail(server: FakeServer, prompt: list[int], options: Any, n: int) -> Any:
+        if n == 1:  # a later turn
+            raise OSError("the network is gone")
+        return parts(server, prompt, options, n)
+
+    monkeypatch.setattr(FakeServer, "parts", fail)
+
+
+def lags_by_step(rollouts: Any) -> list[list[int]]:
+    """By optimizer step: the lags of the rows' tokens, without repetition.
+
+    Args:
+        rollouts: the frame of a run's ``rollouts.parquet``.
+    """
+    return [
+        sorted({int(step - version) for row in part.policy_versions for version in row})
+        for step, part in rollouts.groupby("step")
+    ]
