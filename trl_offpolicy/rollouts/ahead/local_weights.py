@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 Weights = dict[str, Tensor]
+Release = Callable[[], None] | None
+"""Frees what DeepSpeed has gathered (:func:`free_gathered` of its engine); None = nothing does that."""
 
 
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -34,25 +36,26 @@ def copied(model: Any) -> Weights:
 
 @contextmanager
 @torch.no_grad()
-def loaded(model: Any, weights: Mapping[str, Tensor], *, release: Callable[[], None] | None = None) -> Iterator[None]:
+def loaded(model: Any, weights: Mapping[str, Tensor], *, release: Release = None) -> Iterator[None]:
     """A context in which the weights that ``weights`` names have its values. Afterwards they have their own again.
 
     Args:
         model: no graph of it may wait for its backward.
         weights: as :func:`copied` returns them. With sharded weights all ranks enter together.
-        release: under DeepSpeed, :func:`free_gathered` of its engine.
+        release: what frees weights that DeepSpeed has gathered.
 
     Raises:
         NotImplementedError: as :func:`copied`.
     """
-    _reshard(model)
+    _free(model, release)
     parts = {name: _part(name, value) for name, value in model.named_parameters() if name in weights}
     own = {name: part.clone() for name, part in parts.items()}
     try:
-        _write(model, parts, weights, release)
+        _write(parts, weights)
         yield
     finally:
-        _write(model, parts, own, release)
+        _free(model, release)
+        _write(parts, own)
 
 
 def free_gathered(engine: Any) -> None:
@@ -90,10 +93,14 @@ def _reshard(model: Any) -> None:
             part.reshard()
 
 
-def _write(model: Any, parts: Weights, values: Mapping[str, Tensor], release: Callable[[], None] | None) -> None:
+def _free(model: Any, release: Release) -> None:
+    """Let the next forward gather the shards as they are then."""
     _reshard(model)
     if release is not None:
         release()  # small weights stay gathered, and the first of the next forward are on their way already
+
+
+def _write(parts: Weights, values: Mapping[str, Tensor]) -> None:
     for name, part in parts.items():
         part.copy_(values[name])
     torch.clear_autocast_cache()  # within autocast it holds the weights of before, rounded

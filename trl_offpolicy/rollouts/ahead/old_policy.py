@@ -11,12 +11,11 @@ from torch import Tensor
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.mixture import mixture_logps
 from trl_offpolicy.objective.proximal import Proximal, RecomputedProximal
-from trl_offpolicy.rollouts.ahead.local_weights import Weights, copied, is_sharded, loaded
+from trl_offpolicy.rollouts.ahead.local_weights import Release, Weights, copied, is_sharded, loaded
 from trl_offpolicy.rollouts.ahead.parts import padded_versions
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 OLD, PROXIMAL, SAMPLING = "old_per_token_logps", "proximal_per_token_logps", "sampling_per_token_logps"
-Release = Callable[[], None] | None
 
 
 class Snapshots:
