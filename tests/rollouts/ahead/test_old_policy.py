@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -158,3 +160,18 @@ def test_autocast_does_not_score_a_copy_with_the_weights_of_before() -> None:
             seen.append(model(ones).item())
         seen.append(model(ones).item())
     assert seen == [4.0, 12.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("second", "shard", "names"),
+    [(torch.zeros(2), torch.zeros(2), "zero_hpz_partition_size"), (None, torch.zeros(0), "offload_param.device")],
+)
+def test_shards_that_cannot_be_exchanged_are_refused(
+    second: torch.Tensor | None, shard: torch.Tensor, names: str
+) -> None:
+    """ZeRO-3 with a second copy of its shards, and with shards on a disk, as DeepSpeed marks its parameters."""
+    model: Any = Model()
+    model.scale.ds_tensor, model.scale.ds_secondary_tensor = shard, second
+    model.scale.partition_numel = lambda: 2
+    with pytest.raises(NotImplementedError, match=f"^{names} must be"):
+        copied(model)
