@@ -47,6 +47,8 @@ CASES = {
         [[0.6, 2 / 3], [0.2, 0.75], [1.01 / 2.01] * 2, [0.5, 0], [6 / 7, 50 / 51]],
         ONES,
     ),
+    "paper/shadow-mask": ({}, ONES, ONES),
+    "paper/jet-rl": ({}, ONES, ONES),
     "paper/turn-is": ({}, [[2, 2], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [2, 2]], ONES),
     "kit/ess-cap": ({}, [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [6, CAP]], ONES),
     "kit/ess-cap with a modest target": ({"target": 0.15}, RAW, ONES),
@@ -191,7 +193,9 @@ def test_requires_what_the_objective_reads(name):
 
 
 def test_what_belongs_to_the_trainer_is_taken_where_it_is_left_open(caplog):
-    assert {name for name in PRESETS if presets.get(name).trainer} == {"paper/vcpo", "deepseek-v3.2/whole"}
+    assert {name for name in PRESETS if presets.get(name).trainer} == {
+        "paper/vcpo", "deepseek-v3.2/whole", "paper/shadow-mask", "paper/jet-rl",
+    }  # fmt: skip
     preset, open_to_all = presets.get("deepseek-v3.2/whole"), {"routing_replay": "none", "control": "warn"}
 
     assert preset.fields_for(open_to_all, open_to_all) == {"routing_replay": "r3"}
