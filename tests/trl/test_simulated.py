@@ -11,6 +11,7 @@ import torch
 from tiny_models import tiny_model
 from trainer_runs import generation_batches, records
 
+from trl_offpolicy.diagnosis.doctor import examine
 from trl_offpolicy.engines.kv_cache import KVCache, kv_cache_of, set_kv_cache
 from trl_offpolicy.engines.rounding import parse_rounding, round_weights
 
@@ -68,6 +69,8 @@ def test_what_samples_is_the_engine_and_the_mismatch_is_measured(case: str, buil
     assert trainer.args.preset.name == "paper/tis"
     assert kv_cache_of(trainer.model) is None and trainer.model.config._attn_implementation == "sdpa"
     assert "forward" not in vars(trainer.model.model.layers[0].mlp.up_proj)
+    found = examine(trainer.args.output_dir).attribution
+    print("DOCTOR", case, found.cause, found.basis, found.reasons)
 
 
 @pytest.mark.parametrize("case", CASES)

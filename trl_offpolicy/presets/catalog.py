@@ -171,10 +171,10 @@ METHODS: dict[str, Row] = {
             kl=KLPenalty(coef=kl_coef),
             trainer={"learner_kv_cache": "engine", "kl_reference": "dense_context"},
         ),
-        "For an engine that evicts keys and values (engine.kv_cache): the learner's forward repeats what its cache held, "
-        "so no ratio is left to weigh, and is pulled towards its own full context. The paper's form of that term and "
-        "its coefficient are not known here: KL(compressed || dense) on sampled tokens, and a starting point of this "
-        "kit.",
+        "For an engine that evicts keys and values (engine.kv_cache): the learner's forward repeats what its cache "
+        "held, so no ratio is left to weigh, and is pulled towards its own full context. The paper's form of that term "
+        "and its coefficient are not known here: KL(compressed || dense) on sampled tokens, and a starting point of "
+        "this kit.",
         citation=SHADOW_MASK,
         formula="pi(y_t | kept context) for pi and mu alike, plus beta KL(pi(. | kept) || pi(. | whole))",
     ),
