@@ -22,7 +22,7 @@ import torch
 from cases import Case, load_case
 from kinds import KINDS
 from run import SEEDS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_offpolicy as op
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
@@ -153,8 +153,8 @@ RUNS = {
 QUICKSTART = "entropy_collapse"
 """The cause that the end of the quickstart shows: its task is learned, and nothing new is sampled."""
 CACHE = "compressed_cache"
-KEPT, MODEL = KVCache(keep_first=4, keep_last=40), ".cache/SmolLM2-135M-Instruct"
-"""The cache of its example, and the model."""
+KEPT = KVCache(keep_first=2, keep_last=6)
+"""The cache of its example."""
 LAST_STEPS = 5
 """Logged steps of it that are judged."""
 
@@ -188,19 +188,17 @@ def _sentence(found: Attribution) -> str:
     return f"{title}: {found.reasons[0]}"
 
 
-def of_cache(model: Any, tokenizer: Any, cache: KVCache, injected: str) -> dict[str, Any]:
-    """What was injected, and the answers for a batch that ``model`` samples with a compressed KV cache."""
-    questions = ["Why is the sky blue?", "Write a line about rain.", "What is seven times eight?", "Name three rivers."]
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
-        for text in questions
-        for _ in range(2)
-    ]
-    ends = [tokenizer.eos_token_id]
+def of_cache(cache: KVCache, cause: str) -> dict[str, Any]:
+    """What was injected, and the answers for a batch that a tiny model samples with a compressed KV cache."""
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=128, initializer_range=0.25, tie_word_embeddings=False, eos_token_id=1, **shape)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    prompts = [[3 + n, 9, 40 + n][: 1 + n % 3] for n in range(6) for _ in range(4)]
     with with_kv_cache(model, cache):
         generator = torch.Generator().manual_seed(0)
-        ids, logps = sample_completions(model, prompts, max_tokens=32, stop_ids=ends, generator=generator)
-    (scores,), (again,) = (score_completions(model, prompts, ids, rows=rows) for rows in (8, 3))
+        ids, logps = sample_completions(model, prompts, max_tokens=16, stop_ids=[1], generator=generator)
+    (scores,), (again,) = (score_completions(model, prompts, ids, rows=rows) for rows in (16, 3))
     evidence = TokenEvidence(
         sampling_per_token_logps=padded(logps),
         old_per_token_logps=scores.logps,
@@ -208,9 +206,10 @@ def of_cache(model: Any, tokenizer: Any, cache: KVCache, injected: str) -> dict[
         completion_mask=np.isfinite(scores.logps),
         entropies=scores.entropies,
         token_ids=padded(ids, fill=0).astype(np.int64),
+        group_ids=np.arange(len(ids)) // 4,
     )
-    tested = run_hypotheses(evidence, Bench(model, prompts, ids, stop_ids=ends, pad_ids=ends))
-    return of_evidence(tested, CACHE, injected, WHERE["smollm2"])
+    tested = run_hypotheses(evidence, Bench(model, prompts, ids, stop_ids=[1], pad_ids=[0]))
+    return of_evidence(tested, cause, f"engine's KV cache holds {cache.text}", "a tiny Llama with random weights")
 
 
 def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
@@ -301,9 +300,7 @@ def main() -> None:
     if not args.only or QUICKSTART in args.only:
         found[QUICKSTART] = of_quickstart(args.quickstart)
     if not args.only or CACHE in args.only:
-        model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        found[CACHE] = of_cache(model, tokenizer, KEPT, f"engine's KV cache holds {KEPT.text}")
+        found[CACHE] = of_cache(KEPT, CACHE)
         print(CACHE, found[CACHE]["said"], flush=True)
     start = Sorter()
     warm_start(start, steps=train.WARM_UP_STEPS, generator=torch.Generator().manual_seed(0))
