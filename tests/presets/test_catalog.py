@@ -123,6 +123,7 @@ CASES = {
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
 DEEPSEEK = {"mode": "bypass", "kl": KLPenalty(coef=0.01, estimator="k3", ratio_weighted=True)}
 OWN_LOSS = {
+    "paper/shadow-mask": {"kl": KLPenalty(coef=0.1)},
     "paper/cppo": {"policy_loss": losses.GPG(unit_ratio=True), "mode": "bypass"},
     "paper/ctpo-clip": {"policy_loss": losses.CTPO()},
     "paper/logit-fusion": {"policy_loss": losses.GPG(), "mode": "bypass"},
@@ -188,7 +189,10 @@ def test_requires_what_the_objective_reads(name):
 
     shaped = ("entropies", "rewards", "group_rewards") if name == "paper/rl-zvp" else ()
     assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else shaped)
-    without = ("measure", "paper/ctpo-clip", "paper/fipo", "paper/rl-zvp", "trl/rloo", "verl/disabled")
+    without = (
+        "measure", "paper/ctpo-clip", "paper/fipo", "paper/jet-rl", "paper/rl-zvp", "paper/shadow-mask", "trl/rloo",
+        "verl/disabled",
+    )  # fmt: skip
     assert preset.objective.needs_sampling is (name not in without)
 
 

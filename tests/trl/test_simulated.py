@@ -129,3 +129,15 @@ def test_what_does_not_go_together_is_refused(make_args: Callable[..., Any], bui
         make_args(**dense, beta=0.1)
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.3"):
         build(None, engine=engine, repetition_penalty=1.3)
+
+
+def test_the_presets_bring_the_learners_part(make_args: Callable[..., Any]) -> None:
+    args = make_args(engine={"kv_cache": SPARSE}, offpolicy="paper/shadow-mask")
+    assert (args.learner_kv_cache, args.kl_reference, args.beta) == ("engine", "dense_context", 0.0)
+    kl = args.preset.objective.kl
+    assert kl is not None and kl.beta == 0.1
+    args = make_args(engine={"kv_cache": "fp8", "weight_rounding": "fp8"}, offpolicy="paper/jet-rl")
+    assert (args.learner_kv_cache, args.learner_rounding, args.kl_reference) == ("engine", "engine", "initial")
+    for name in ("paper/shadow-mask", "paper/jet-rl"):
+        with pytest.raises(ValueError, match=r"^engine\.kv_cache must be given with learner_kv_cache 'engine'"):
+            make_args(offpolicy=name, engine={"weight_rounding": "fp8"})
