@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_module.engines import engine_type, fusion_of, noise_of, sampling_findings
+from lightning_module.engines import engine_type, fusion_of, noise_of, reports_logps_of, sampling_findings
 from lightning_module.streams import MicroStep
 from trl_offpolicy.diagnosis.fixes import LIGHTNING
 from trl_offpolicy.diagnosis.probe.proof import effective_settings
@@ -221,7 +221,7 @@ def _description(trainer: Trainer, module: Any) -> dict[str, Any]:
     preset, engine = module.preset, module.settings["engine"]
     asked = getattr(module.generation.engine, "interview", None)  # an engine of the user's may not have it
     options, fusion = engine if isinstance(engine, dict) else None, fusion_of(engine)
-    findings = sampling_findings(engine_type(engine), module.sampling, options, fused=fusion is not None)
+    findings = sampling_findings(engine_type(engine), module.sampling, options, reports=reports_logps_of(engine))
     findings += getattr(module.generation.engine, "findings", ())  # what a server told of itself
     noise = noise_of(module.generation.engine)
     precisions = (name for key, name in _AUTOCAST.items() if str(trainer.precision).startswith(key))

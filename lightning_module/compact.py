@@ -13,6 +13,7 @@ from lightning_module.host import Host
 from lightning_module.streams import BatchPlan
 from trl_offpolicy.checks import read_switch
 from trl_offpolicy.objective.splitting import split_dependence
+from trl_offpolicy.rollouts import compressed_forward
 from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, CompactScoring, splitting_of
 from trl_offpolicy.rollouts.micro_batches import Splitting, TrimPadding, sorts
 from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
@@ -54,6 +55,8 @@ class CompactRows:
             refused = BIT_BY_BIT
         if module.settings["perturbation"] is not None:
             refused = NOT_SHARED
+        if module.settings["learner_kv_cache"] is not None:
+            refused = compressed_forward.NOT_SHARED
         if type(module.trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             refused = f"it is not proved equal under {type(module.trainer.strategy).__name__}"
         self._shared.prepare(module.policy, refused=refused)

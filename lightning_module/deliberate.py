@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lightning_module.engines import fusion_of, noise_of, teacher_of
+from lightning_module.engines import fusion_of, noise_of, simulated_of, teacher_of
 from lightning_module.host import Host
 from trl_offpolicy.engines.logit_fusion import OPTION
 from trl_offpolicy.rollouts.agents import Request
@@ -20,18 +20,22 @@ from trl_offpolicy.stats import Stats
 
 
 def check_teacher(module: Host) -> None:
-    """Raise if the teacher of the module's settings cannot take part. Called before anything is loaded for it.
+    """Raise if the teacher or the simulated engine of the settings cannot sample. Called before either is made.
 
     Raises:
         NotImplementedError: the model is sharded; no test has run that.
         ValueError: shares by prompt do not go with turns, which have prompts of their own.
     """
     fusion, agents, strategy = fusion_of(module.settings["engine"]), module.agents, module.trainer.strategy
-    if fusion is None:
+    simulated = simulated_of(module.settings["engine"])
+    if fusion is None and simulated is None:
         return
     whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
     if not whole or type(strategy).__name__.startswith("DeepSpeed"):  # which is a DDPStrategy
-        raise NotImplementedError(f"{OPTION} must be left out with a sharded model: no test has run that.")
+        option = OPTION if simulated is None else simulated.options
+        raise NotImplementedError(f"{option} must be left out with a sharded model: no test has run that.")
+    if fusion is None:
+        return
     loops = agents.has_tools or agents.environments is not None or agents.rollout is not None
     if fusion.difficulty is not None and loops:
         raise ValueError(f"{OPTION}.difficulty must be left out with tools, environments and a rollout function.")

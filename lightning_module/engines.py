@@ -27,6 +27,7 @@ from trl_offpolicy.engines.server.contact import check_base_url
 from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.engines.settings import check_spelling
 from trl_offpolicy.parts import imported
+from trl_offpolicy.rollouts.compressed_forward import SIMULATED, SimulatedSampler, parse_simulated
 
 EXACT = "exact"
 ENGINES = ("transformers", "vllm", "server")
@@ -69,7 +70,8 @@ def check_options(spec: Any) -> None:
     kind = engine_type(spec)
     if not isinstance(spec, Mapping) or kind == "own":
         return
-    own = ("type", EXACT, "logit_fusion") if kind == "transformers" else ("type", EXACT, *_OPTIONS[kind])
+    simulated_of(spec)
+    own = ("type", EXACT, "logit_fusion", *SIMULATED) if kind == "transformers" else ("type", EXACT, *_OPTIONS[kind])
     parse_noise(spec.get("norm_noise"))
     for name in spec:
         if name in own:
@@ -104,6 +106,29 @@ def fusion_of(spec: Any) -> LogitFusion | None:
     if fusion is not None and (kind := engine_type(spec)) != "transformers":
         raise ValueError(f"engine.type must be 'transformers' with {OPTION}, which runs two models, but got {kind!r}.")
     return fusion
+
+
+def simulated_of(spec: Any) -> SimulatedSampler | None:
+    """The engine that transformers' ``generate`` imitates, by the ``engine`` setting; None = it imitates none.
+
+    Raises:
+        ValueError: a wrong option, or an engine of its own, which cannot evict keys and values.
+    """
+    if isinstance(spec, TransformersEngine):
+        return spec.simulated if isinstance(spec.simulated, SimulatedSampler) else None
+    if not isinstance(spec, Mapping) or (kind := engine_type(spec)) == "own":
+        return None
+    if kind != "transformers" and spec.get("kv_cache") is not None:
+        raise ValueError(
+            f"engine.kv_cache must be left out with engine.type {kind!r}, as vLLM cannot evict keys and values. Its "
+            "own kv_cache_dtype: fp8 rounds them."
+        )
+    return parse_simulated(spec) if kind == "transformers" else None
+
+
+def reports_logps_of(spec: Any) -> bool:
+    """True if transformers' ``generate`` reports log-probs, because it does not sample from the trainer's policy."""
+    return fusion_of(spec) is not None or simulated_of(spec) is not None
 
 
 def teacher_of(engine: Any) -> TeacherMix | None:
@@ -197,13 +222,15 @@ def build_engine(
         return _own_engine(path, options, offered)
     if kind == "transformers":
         fusion = fusion_of(spec)
-        options.pop("logit_fusion", None)
+        for name in ("logit_fusion", *SIMULATED):
+            options.pop(name, None)
         return TransformersEngine(
             policy,
             pad_token_id=pad_token_id,
             eos_token_ids=eos_token_ids,
             unsharded=lambda: zero3_gathered(policy()),
             mix=None if fusion is None else TeacherMix(fusion, load_teacher(fusion, policy(), tokenizer)),
+            simulated=simulated_of(spec),
             **options,
         )
     if kind == "server":
@@ -286,7 +313,7 @@ def check_sampling(
     *,
     needs_sampling: bool,
     arguments: Mapping[str, Any] | None = None,
-    fused: bool = False,
+    reports: bool = False,
 ) -> None:
     """Check that the engine's log-probs can be compared with the trainer's.
 
@@ -295,21 +322,21 @@ def check_sampling(
         sampling: the sampling options.
         needs_sampling: whether a correction reads the engine's log-probs.
         arguments: the engine's arguments, as the user gave them.
-        fused: whether a teacher takes part, so that transformers' ``generate`` reports log-probs.
+        reports: whether transformers' ``generate`` reports log-probs, of a mixture or a simulated engine.
 
     Raises:
         ValueError: the correction needs an engine other than the trainer, or the trainer does not mirror an option.
     """
-    if kind == "transformers" and needs_sampling and not fused:
+    if kind == "transformers" and needs_sampling and not reports:
         raise ValueError(
             "correction must not read the sampling policy when engine is 'transformers', which samples from the "
             "trainer itself, so that old/sampling is 1. Use correction: measure, or another engine."
         )
-    judge(sampling_findings(kind, sampling, arguments, fused=fused), needs_sampling=needs_sampling)
+    judge(sampling_findings(kind, sampling, arguments, reports=reports), needs_sampling=needs_sampling)
 
 
 def sampling_findings(
-    kind: str, sampling: Sampling, arguments: Mapping[str, Any] | None = None, *, fused: bool = False
+    kind: str, sampling: Sampling, arguments: Mapping[str, Any] | None = None, *, reports: bool = False
 ) -> tuple[SettingFinding, ...]:
     """Settings under which vLLM's policy differs from the trainer's. A server says more once it is asked.
 
@@ -317,10 +344,10 @@ def sampling_findings(
         kind: the engine's type, as :func:`engine_type` returns it.
         sampling: the sampling options.
         arguments: the engine's arguments, as the user gave them.
-        fused: whether a teacher takes part.
+        reports: whether transformers' ``generate`` reports log-probs, of a mixture or a simulated engine.
     """
-    if kind == "transformers" and not fused:
+    if kind == "transformers" and not reports:
         return ()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = request_findings({"generation_kwargs": dict(sampling.extra)}, device_type=device)
-    return options if fused else options + engine_findings(arguments or {})
+    return options if reports else options + engine_findings(arguments or {})

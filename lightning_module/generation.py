@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_module import deliberate, models
 from lightning_module.callbacks import run_folder
-from lightning_module.engines import build_engine, check_one_each, engine_numerics, in_this_process, teacher_of
+from lightning_module.engines import build_engine, check_one_each, engine_numerics, in_this_process, reports_logps_of
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
@@ -39,6 +39,7 @@ from trl_offpolicy.objective.staging import Stages
 from trl_offpolicy.rollouts.agents import AgentBatch, Completions
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, PROXIMAL
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
+from trl_offpolicy.rollouts.compressed_forward import DENSE, in_dense_context
 from trl_offpolicy.rollouts.duplicates import draws_as_scored, marked_duplicates
 from trl_offpolicy.rollouts.images import check_completions
 from trl_offpolicy.rollouts.kept import announce, collated
@@ -196,7 +197,7 @@ class Generation:
     @property
     def reports_logps(self) -> bool:
         """True if the engine reports log-probs of what it samples."""
-        return not self.is_trainer or teacher_of(self.engine) is not None
+        return not self.is_trainer or reports_logps_of(self.engine)
 
     def prepare(self, batch: MicroStep | HeldOut) -> None:
         """Send the engine the current weights, if this batch will be sampled. All ranks call it.
@@ -472,6 +473,9 @@ class Generation:
         """Log-probs of the reference model, over the whole distribution even if the engine truncates its own."""
         module, policy = self._module, self._module.policy
         scorer = Scorer(module.sampling, truncated=False, compact=module.compact.scoring)
+        if module.settings["kl_reference"] == DENSE:
+            with in_dense_context(policy):
+                return scorer(policy, rows, batch_size=size).logps
         if self._reference is None:
             with models.without_adapter(policy):
                 return scorer(policy, rows, batch_size=size).logps

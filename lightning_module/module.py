@@ -22,7 +22,14 @@ from lightning_module.checkpoints import keep_whole
 from lightning_module.compact import CompactRows
 from lightning_module.control import Control
 from lightning_module.data import PromptDataModule
-from lightning_module.engines import check_options, check_sampling, engine_type, fusion_of, rounding_of
+from lightning_module.engines import (
+    check_options,
+    check_sampling,
+    engine_type,
+    fusion_of,
+    reports_logps_of,
+    rounding_of,
+)
 from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
 from lightning_module.experts import Experts
@@ -44,6 +51,12 @@ from trl_offpolicy.objective.staging import stage
 from trl_offpolicy.packages import check_model, warn_about_builds
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT
 from trl_offpolicy.rollouts.batches import loss_reduction, policy_batch, recorded_rows, trainable
+from trl_offpolicy.rollouts.compressed_forward import (
+    INITIAL,
+    check_kl_reference,
+    compress_learner,
+    parse_learner_kv_cache,
+)
 from trl_offpolicy.rollouts.duplicates import late_copies
 from trl_offpolicy.rollouts.kept import kept_stats
 from trl_offpolicy.rollouts.model_parts import is_flattened
@@ -121,6 +134,11 @@ class OffPolicyGRPOModule(LightningModule):
         learner_rounding: ``engine`` computes the policy's own forward with linear weights that are rounded as the
             engine's ``weight_rounding`` rounds them, or a rounding such as ``fp8``
             (:mod:`trl_offpolicy.rollouts.rounded_forward`); None = it is not rounded.
+        learner_kv_cache: ``engine`` computes the policy's own forward over what ``engine.kv_cache`` holds for each
+            token, or a cache of its own, such as ``fp8`` (:mod:`trl_offpolicy.rollouts.compressed_forward`); None =
+            over all keys and values.
+        kl_reference: of what the KL term is: ``initial``, the model at the start; or ``dense_context``, the policy
+            itself over all keys and values, at the weights that sampled.
         perturbation: standard deviation of noise on the hidden states of the forwards that learn, or a mapping of
             :class:`~trl_offpolicy.rollouts.perturbed_forward.Perturbation`; None = no noise.
 
@@ -175,6 +193,8 @@ class OffPolicyGRPOModule(LightningModule):
         trim_padding: bool | str = True,
         share_prefix: bool | str = "auto",
         learner_rounding: Any = None,
+        learner_kv_cache: Any = None,
+        kl_reference: str = INITIAL,
         perturbation: Any = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -188,7 +208,8 @@ class OffPolicyGRPOModule(LightningModule):
         check_options(engine)
         sampler = kind if rollout is None else "own"  # a function may bring log-probs of its own
         fusion = fusion_of(engine)
-        default = "measure" if sampler == "transformers" else "paper/tis"
+        reports = reports_logps_of(engine)
+        default = "measure" if sampler == "transformers" and not reports else "paper/tis"
         default = default if fusion is None else "paper/logit-fusion"
         self.entropy = Entropy(entropy)
         self.preset = self.entropy.in_preset(resolve(correction, objective, advantages, default=default))
@@ -196,13 +217,16 @@ class OffPolicyGRPOModule(LightningModule):
         fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
         self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
         arguments = engine if isinstance(engine, dict) else None
-        parse_learner_rounding(learner_rounding, rounding_of(engine))
+        parse_learner_rounding(given["learner_rounding"], rounding_of(engine))
+        cache = parse_learner_kv_cache(given["learner_kv_cache"], engine)
+        has_kl = self.objective.kl is not None
+        check_kl_reference(given["kl_reference"], cache=cache, has_kl=has_kl, where="objective.kl")
         check_sampling(
             sampler,
             self.sampling,
             needs_sampling=self.objective.needs_sampling,
             arguments=arguments,
-            fused=fusion is not None,
+            reports=reports,
         )
         check_bool(mask_truncated_completions=mask_truncated_completions)
         self.experts = Experts(given)
@@ -261,7 +285,8 @@ class OffPolicyGRPOModule(LightningModule):
         )
         self.experts.prepare(self.policy)
         round_learner(given["learner_rounding"], rounding_of(given["engine"]), self.policy)
-        if self.objective.kl is not None:
+        compress_learner(given["learner_kv_cache"], given["engine"], self.policy)
+        if self.objective.kl is not None and given["kl_reference"] == INITIAL:
             self.generation.keep_reference()
         if self.device_mesh is not None:
             models.shard(self.policy, self.device_mesh)

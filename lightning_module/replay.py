@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_module.engines import engine_type, fusion_of
+from lightning_module.engines import engine_type, reports_logps_of
 from lightning_module.host import Host
 from lightning_module.streams import BatchPlan, MicroStep
 from trl_offpolicy.engines.routing.options import RoutingReplay
@@ -167,7 +167,7 @@ def replayed(module: Host) -> ModuleReplay | None:
         "engine.return_routing": isinstance(given["engine"], Mapping) and bool(given["engine"].get("return_routing")),
         **refused_objectives(module.stages),
         "an engine without log-probs": engine_type(given["engine"]) == "transformers"
-        and fusion_of(given["engine"]) is None,
+        and not reports_logps_of(given["engine"]),
     }
     refuse(_OWNER, refused)
     return ModuleReplay(module, settings)

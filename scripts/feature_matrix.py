@@ -62,6 +62,13 @@ FEATURES = (
     Feature("a learner in the engine's precision",
             "tests/engines/test_colocate.py::test_a_learner_that_rounds_as_its_engine_does_agrees_with_it",
             "tests/lightning/test_equality.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"),
+    Feature("a compressed KV cache, and a learner that repeats it",
+            "tests/trl/test_simulated.py::test_a_learner_that_computes_alike_has_a_ratio_of_one",
+            "tests/lightning/test_simulated.py::"
+            "test_the_sampling_policy_is_the_engine_and_a_learner_alike_has_a_ratio_of_one"),
+    Feature("distillation from the policy's own dense context",
+            "tests/trl/test_simulated.py::test_the_reference_is_the_policy_in_its_dense_context",
+            "tests/lightning/test_simulated.py::test_the_reference_is_the_policy_in_its_dense_context"),
     Feature("noise in the forward that learns",
             "tests/trl/test_trainer_controllers.py::test_the_noise_of_the_forward_learns_and_goes_on_from_a_checkpoint",
             "tests/lightning/test_equality.py::test_noise_on_hidden_states_and_its_scale_are_those_of_trl"),

@@ -22,13 +22,18 @@ import torch
 from cases import Case, load_case
 from kinds import KINDS
 from run import SEEDS
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_offpolicy as op
 from trl_offpolicy.diagnosis.attribution.attribute import Attribution, attribute
-from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence
+from trl_offpolicy.diagnosis.attribution.bench import Bench
+from trl_offpolicy.diagnosis.attribution.evidence import TokenEvidence, padded
+from trl_offpolicy.diagnosis.attribution.hypotheses import run_hypotheses
 from trl_offpolicy.diagnosis.attribution.recorded import recorded_evidence
 from trl_offpolicy.diagnosis.causes import CAUSES
 from trl_offpolicy.diagnosis.doctor import examine
+from trl_offpolicy.engines.hf import sample_completions, score_completions
+from trl_offpolicy.engines.kv_cache import KVCache, with_kv_cache
 from trl_offpolicy.run_folder.layout import RUN_FILE
 from trl_offpolicy.run_folder.rollouts import read_rollouts
 
@@ -147,6 +152,9 @@ RUNS = {
 
 QUICKSTART = "entropy_collapse"
 """The cause that the end of the quickstart shows: its task is learned, and nothing new is sampled."""
+CACHE = "compressed_cache"
+KEPT = KVCache(keep_first=2, keep_last=6)
+"""The cache of its example."""
 LAST_STEPS = 5
 """Logged steps of it that are judged."""
 
@@ -178,6 +186,30 @@ def of_evidence(evidence: TokenEvidence, cause: str, injected: str, where: str) 
 def _sentence(found: Attribution) -> str:
     title = CAUSES[found.cause].title if found.cause in CAUSES else found.cause
     return f"{title}: {found.reasons[0]}"
+
+
+def of_cache(cache: KVCache, cause: str) -> dict[str, Any]:
+    """What was injected, and the answers for a batch that a tiny model samples with a compressed KV cache."""
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=128, initializer_range=0.25, tie_word_embeddings=False, eos_token_id=1, **shape)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    prompts = [[3 + n, 9, 40 + n][: 1 + n % 3] for n in range(6) for _ in range(4)]
+    with with_kv_cache(model, cache):
+        generator = torch.Generator().manual_seed(0)
+        ids, logps = sample_completions(model, prompts, max_tokens=16, stop_ids=[1], generator=generator)
+    (scores,), (again,) = (score_completions(model, prompts, ids, rows=rows) for rows in (16, 3))
+    evidence = TokenEvidence(
+        sampling_per_token_logps=padded(logps),
+        old_per_token_logps=scores.logps,
+        rescored_per_token_logps=again.logps,
+        completion_mask=np.isfinite(scores.logps),
+        entropies=scores.entropies,
+        token_ids=padded(ids, fill=0).astype(np.int64),
+        group_ids=np.arange(len(ids)) // 4,
+    )
+    tested = run_hypotheses(evidence, Bench(model, prompts, ids, stop_ids=[1], pad_ids=[0]))
+    return of_evidence(tested, cause, f"engine's KV cache holds {cache.text}", "a tiny Llama with random weights")
 
 
 def of_run(run: Run, start: Sorter, folder: Path, cause: str) -> dict[str, Any]:
@@ -244,7 +276,7 @@ def _nothing() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", help="cases of run.py")
-    parser.add_argument("--only", nargs="+", default=[], choices=[*RUNS, QUICKSTART], metavar="CAUSE")
+    parser.add_argument("--only", nargs="+", default=[], choices=[*RUNS, QUICKSTART, CACHE], metavar="CAUSE")
     parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), help="its run folder")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
@@ -267,6 +299,9 @@ def main() -> None:
         found[cause] = of_evidence(evidence, cause, injected, WHERE[world])
     if not args.only or QUICKSTART in args.only:
         found[QUICKSTART] = of_quickstart(args.quickstart)
+    if not args.only or CACHE in args.only:
+        found[CACHE] = of_cache(KEPT, CACHE)
+        print(CACHE, found[CACHE]["said"], flush=True)
     start = Sorter()
     warm_start(start, steps=train.WARM_UP_STEPS, generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as folder:

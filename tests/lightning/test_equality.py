@@ -18,6 +18,7 @@ IN_REWARD = {
 PRICE = {"type": "discrepancy", "statistic": "abs", "coef": 0.3, "target": 0.1, "rate": 2.0, "max_coef": 9.0}
 SHAPED = {"preset": "paper/qurl", "objective": {"shaping": [PRICE]}}  # each optimizer step has another price
 BAND = {"type": "ratio_band", "level": "sequence_mean", "low": 0.7, "high": 1.4}
+SPARSE = {"keep_first": 1, "keep_last": 2, "rounding": "fp8", "scale": 0.02}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # TRL's options, the module's, the data's
     "aligned": ({"gradient_accumulation_steps": 1}, {}, {}),
     "accumulated": ({"gradient_accumulation_steps": 2}, {}, {"steps_per_generation": 2}),
@@ -62,6 +63,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # T
     "rounded_forward": (  # of the policy and of its reference
         {"gradient_accumulation_steps": 1, "beta": 0.1, "learner_rounding": "int4"},
         {"objective": {"kl": {"coef": 0.1, "ratio_weighted": True}}, "learner_rounding": "int4"},
+        {},
+    ),
+    "compressed_forward": (  # distilled from the policy's own dense context
+        {
+            "gradient_accumulation_steps": 1, "learner_kv_cache": SPARSE, "kl_reference": "dense_context",
+            "offpolicy": {"preset": "paper/tis", "objective": {"kl": {"coef": 0.3}}},
+        },
+        {"learner_kv_cache": SPARSE, "kl_reference": "dense_context"},
         {},
     ),
     "kl_in_the_reward": ({"gradient_accumulation_steps": 1, "offpolicy": IN_REWARD}, {}, {}),

@@ -47,6 +47,8 @@ CASES = {
         [[0.6, 2 / 3], [0.2, 0.75], [1.01 / 2.01] * 2, [0.5, 0], [6 / 7, 50 / 51]],
         ONES,
     ),
+    "paper/shadow-mask": ({}, ONES, ONES),
+    "paper/jet-rl": ({}, ONES, ONES),
     "paper/turn-is": ({}, [[2, 2], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [2, 2]], ONES),
     "kit/ess-cap": ({}, [[1.5, 2], [0.25, 3], [1.01, 1.01], [1, 0], [6, CAP]], ONES),
     "kit/ess-cap with a modest target": ({"target": 0.15}, RAW, ONES),
@@ -121,6 +123,7 @@ CASES = {
 ELSEWHERE = {name for name in presets.names() if name.startswith("verl/")} | {"slime/mis"}
 DEEPSEEK = {"mode": "bypass", "kl": KLPenalty(coef=0.01, estimator="k3", ratio_weighted=True)}
 OWN_LOSS = {
+    "paper/shadow-mask": {"kl": KLPenalty(coef=0.1)},
     "paper/cppo": {"policy_loss": losses.GPG(unit_ratio=True), "mode": "bypass"},
     "paper/ctpo-clip": {"policy_loss": losses.CTPO()},
     "paper/logit-fusion": {"policy_loss": losses.GPG(), "mode": "bypass"},
@@ -186,12 +189,17 @@ def test_requires_what_the_objective_reads(name):
 
     shaped = ("entropies", "rewards", "group_rewards") if name == "paper/rl-zvp" else ()
     assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else shaped)
-    without = ("measure", "paper/ctpo-clip", "paper/fipo", "paper/rl-zvp", "trl/rloo", "verl/disabled")
+    without = (
+        "measure", "paper/ctpo-clip", "paper/fipo", "paper/jet-rl", "paper/rl-zvp", "paper/shadow-mask", "trl/rloo",
+        "verl/disabled",
+    )  # fmt: skip
     assert preset.objective.needs_sampling is (name not in without)
 
 
 def test_what_belongs_to_the_trainer_is_taken_where_it_is_left_open(caplog):
-    assert {name for name in PRESETS if presets.get(name).trainer} == {"paper/vcpo", "deepseek-v3.2/whole"}
+    assert {name for name in PRESETS if presets.get(name).trainer} == {
+        "paper/vcpo", "deepseek-v3.2/whole", "paper/shadow-mask", "paper/jet-rl",
+    }  # fmt: skip
     preset, open_to_all = presets.get("deepseek-v3.2/whole"), {"routing_replay": "none", "control": "warn"}
 
     assert preset.fields_for(open_to_all, open_to_all) == {"routing_replay": "r3"}

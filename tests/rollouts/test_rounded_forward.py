@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from trl_offpolicy.engines.rounding import WeightRounding, round_weights
-from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding, round_forward, round_learner
+from trl_offpolicy.rollouts.rounded_forward import (
+    parse_learner_rounding,
+    round_forward,
+    round_learner,
+    rounded_while_fixed,
+)
 
 INT4 = WeightRounding("int4", group_size=16)
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -99,6 +104,24 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight.mul_(2.0)
     assert loss_of(other).item() != loss_of(model).item()
+
+
+def test_a_sampler_with_fixed_weights_rounds_what_an_engine_gets_and_puts_back_what_was_there() -> None:
+    model, int8 = with_adapter(), WeightRounding("int8")
+    engine = holding_rounded(copy.deepcopy(model).merge_and_unload(), INT4)
+    plain = loss_of(model).item()
+    with torch.no_grad(), rounded_while_fixed(model, INT4):
+        torch.testing.assert_close(loss_of(model), loss_of(engine))
+        assert loss_of(model).item() != plain
+    assert loss_of(model).item() == plain
+    round_forward(model, int8)  # a learner that rounds otherwise
+    learner = loss_of(model).item()
+    with torch.no_grad(), rounded_while_fixed(model, INT4):
+        torch.testing.assert_close(loss_of(model), loss_of(engine))
+    assert loss_of(model).item() == learner != plain
+    message = r"^engine\.weight_rounding\.group_size must divide the \d+ columns"
+    with pytest.raises(ValueError, match=message), rounded_while_fixed(model, WeightRounding("int4", group_size=7)):
+        pass
 
 
 def test_gradient_checkpointing_computes_the_same() -> None:

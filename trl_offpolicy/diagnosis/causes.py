@@ -321,6 +321,17 @@ CAUSES: dict[str, Cause] = {
         "Nothing, if the correction can bear it: weights with a cap from above, and no clip against the sampler. If "
         "few samples carry the weight, start with less (alpha, start) or let it fall in fewer steps.",
     ),
+    "compressed_cache": Cause(
+        "compressed KV cache",
+        "A",
+        "The engine forgets keys and values (eviction, a sliding window of its own), so it samples in a poorer context "
+        "than the trainer scores in. Short responses agree; the mismatch begins where the cache is full.",
+        "Score the same tokens with the engine's cache whole, or in the trainer with its rule of eviction: one of both "
+        "must agree. Sampling fewer tokens than the cache holds must agree as well.",
+        "Let the learner's forward repeat what the cache held (learner_kv_cache), or give the engine a whole cache. "
+        "Weights alone have a large variance here: the mismatch grows with the length.",
+        "learner_kv_cache: {keep_first: 4, keep_last: 64}   # the rule of the engine's cache\n",
+    ),
     "padding": Cause(
         "padding seen by the trainer",
         "A",

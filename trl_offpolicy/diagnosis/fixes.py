@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trl_offpolicy.diagnosis.attribution.evidence import EVICTING
 from trl_offpolicy.diagnosis.causes import CAUSES
+from trl_offpolicy.engines.kv_cache import parse_kv_cache
 from trl_offpolicy.run_folder.layout import SETTINGS
 
 ROUNDED = ("weight_rounding", "quantization")
@@ -54,6 +56,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "offpolicy": ("model", "correction"),
     "engine": ("model", "engine"),
     "control": ("model", "control"),
+    "learner_kv_cache": ("model", "learner_kv_cache"),
     "learning_rate": ("model", "learning_rate"),
     "lora_dropout": ("model", "adapter", "lora_dropout"),
     "generation_kwargs": ("model", "sampling", "extra"),
@@ -109,7 +112,7 @@ def _declared(info: Mapping[str, Any]) -> dict[str, Any]:
     own = {"dtype": engine["dtype"]}
     if engine.get("quantization") not in (None, "none"):
         own["weight_rounding"] = engine["quantization"]
-    if engine.get("kv_cache") not in (None, "auto"):
+    if engine.get("kv_cache") not in (None, "auto") and EVICTING not in engine["kv_cache"]:
         own["kv_cache_dtype"] = engine["kv_cache"]
     return {"engine": own, "dtype": trainer["dtype"]}
 
@@ -120,6 +123,11 @@ def _precision(settings: Mapping[str, Any]) -> Fix | None:
     rounded = {name: engine.pop(name) for name in ROUNDED if engine.get(name)}
     if str(engine.get("kv_cache_dtype", "auto")) not in ("auto", str(engine.get("dtype"))):
         rounded["kv_cache_dtype"] = engine.pop("kv_cache_dtype")
+    if (cache := parse_kv_cache(engine.get("kv_cache"))) is not None and cache.rounding is not None:
+        rounded["kv_cache"] = cache.text
+        del engine["kv_cache"]
+        if cache.evicts:  # which is no rounding, and stays
+            engine["kv_cache"] = {"keep_first": cache.keep_first, "keep_last": cache.keep_last}
     if rounded:
         what = " and ".join(f"{name}: {value}" for name, value in rounded.items())
         return Fix(
@@ -134,6 +142,18 @@ def _precision(settings: Mapping[str, Any]) -> Fix | None:
     return Fix(
         f"The engine computes in {before} and the trainer in {trainer}. Use {trainer} in the engine.",
         _yaml("engine", {**engine, "dtype": trainer}),
+    )
+
+
+def _compressed(settings: Mapping[str, Any]) -> Fix | None:
+    """The learner's forward repeats the cache that the configuration gives the engine."""
+    engine = settings.get("engine")
+    if not isinstance(engine, Mapping) or engine.get("kv_cache") is None:
+        return None
+    return Fix(
+        "The learner computes over all keys and values, and the engine does not. Let the learner's forward repeat what "
+        "the engine's cache holds.",
+        "learner_kv_cache: engine\n",
     )
 
 
@@ -168,6 +188,7 @@ def _staleness(settings: Mapping[str, Any]) -> Fix | None:
 
 
 _FITTED: Mapping[str, Callable[[Mapping[str, Any]], Fix | None]] = {
+    "compressed_cache": _compressed,
     "precision": _precision,
     "dropout": _dropout,
     "policy_staleness": _staleness,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,10 +32,17 @@ PAD = 0
 """Fills masked positions, where any id is right."""
 
 
+class Sampler(Protocol):
+    """Changes what ``generate`` of a model samples from (:mod:`trl_offpolicy.rollouts.compressed_forward`)."""
+
+    def sampling(self, model: Any, rows: int, /) -> AbstractContextManager[SampledLogps]:
+        """A context around ``generate`` for ``rows`` prompts, which notes the log-probs."""
+
+
 class TransformersEngine:
     """Samples from the trainer's own model: sampling = old, so ``sampling_per_token_logps`` is None.
 
-    With a teacher it samples from the mixture of both, and reports its log-probs.
+    With a teacher it samples from the mixture of both, with a simulated engine as that does, and reports the log-probs.
 
     Args:
         model: function that returns the model to sample from; it is called each time.
@@ -43,6 +50,10 @@ class TransformersEngine:
         eos_token_ids: tokens that end a completion.
         unsharded: context in which the model can generate (e.g. gathered ZeRO-3 parameters).
         mix: a teacher that takes part; None = the model alone.
+        simulated: another engine that is imitated; None = the model as it is.
+
+    Raises:
+        ValueError: a teacher beside a simulated engine.
     """
 
     version: int | None = None
@@ -55,12 +66,15 @@ class TransformersEngine:
         eos_token_ids: Sequence[int],
         unsharded: Callable[[], AbstractContextManager[Any]] = nullcontext,
         mix: TeacherMix | None = None,
+        simulated: Sampler | None = None,
     ) -> None:
+        if mix is not None and simulated is not None:
+            raise ValueError(f"{OPTION} must be left out with a simulated engine: no test has run both.")
         self._model = model
         self._pad = pad_token_id
         self._eos = tuple(eos_token_ids)
         self._unsharded = unsharded
-        self.mix = mix
+        self.mix, self.simulated = mix, simulated
 
     def bind(self, source: WeightSource) -> None:
         """Does nothing: the engine is the trainer's model."""
@@ -90,6 +104,8 @@ class TransformersEngine:
             if images is not None:
                 raise NotImplementedError(f"{OPTION} must be left out with images: the teacher is shown text alone.")
             mixing = self.mix.sampling(model, rows)
+        if self.simulated is not None:
+            mixing = self.simulated.sampling(model, len(rows))
         with self._unsharded(), noted as recorder, mixing as logps:
             out = model.generate(
                 input_ids=ids.to(device),

@@ -264,10 +264,11 @@ class SampledLogps:
 
     Args:
         rows: number of prompts, each of which gets one completion.
+        option: what needs the log-probs, for messages.
     """
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: int, *, option: str = OPTION) -> None:
+        self._rows, self._option = rows, option
         self._steps: list[Tensor] = []
         self._last: Tensor | None = None
 
@@ -279,8 +280,8 @@ class SampledLogps:
         """
         if len(input_ids) != self._rows:
             raise ValueError(
-                f"generation must sample one completion for each row with {OPTION}, but got {len(input_ids)} rows for "
-                f"{self._rows} prompts (num_beams or num_return_sequences?)."
+                f"generation must sample one completion for each row with {self._option}, but got {len(input_ids)} "
+                f"rows for {self._rows} prompts (num_beams or num_return_sequences?)."
             )
         if self._last is not None:
             self._steps.append(self._last.gather(1, input_ids[:, -1:]).squeeze(1))
@@ -294,7 +295,7 @@ class SampledLogps:
             RuntimeError: ``generate`` did not come by.
         """
         if self._last is None:
-            raise RuntimeError("generate did not call its processors, so the mixture's log-probs are not known.")
+            raise RuntimeError("generate did not call its processors, so the sampling log-probs are not known.")
         noted = torch.stack(self._steps, 1).tolist() if self._steps else [[] for _ in completions]
         found = []
         for row, ids in enumerate(completions):

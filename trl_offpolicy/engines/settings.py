@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trl_offpolicy.engines.exact import check_exact
+from trl_offpolicy.engines.kv_cache import KVCache, parse_kv_cache
 from trl_offpolicy.engines.logit_fusion import LogitFusion, parse_fusion
 from trl_offpolicy.engines.norm_noise import NormNoise, parse_noise
 from trl_offpolicy.engines.rounding import WeightRounding, parse_rounding
@@ -31,7 +32,7 @@ class EngineSettings:
             With a server it is TRL's NCCL on a GPU (not with ``weight_rounding``, ``return_routing`` or
             ``async_rollouts``), else the adapter if the server loads adapters, else a folder.
         weight_rounding: round linear weights at every sync: a type such as "int8" or a mapping, see
-            :func:`~trl_offpolicy.engines.rounding.parse_rounding`.
+            :func:`~trl_offpolicy.engines.rounding.parse_rounding`. Without vLLM ``generate`` samples with them.
         folder: folder for a server's weights, which both must see. Default: ``_engine_weights`` in the run's folder.
         timeout: seconds for one request to a server.
         retries: further tries of a request.
@@ -43,6 +44,8 @@ class EngineSettings:
             kernels where there are any (:mod:`trl_offpolicy.engines.exact`); the first generation is checked.
         logit_fusion: (without vLLM) a teacher that takes part in the rollouts, see
             :class:`~trl_offpolicy.engines.logit_fusion.LogitFusion`.
+        kv_cache: (without vLLM) sample with a compressed KV cache: ``{keep_first: 4, keep_last: 64}``, ``fp8``, or a
+            mapping of :class:`~trl_offpolicy.engines.kv_cache.KVCache`.
         norm_noise: (colocate) noise on the norms of the engine's weights, which falls over the training: true, or a
             mapping of :class:`~trl_offpolicy.engines.norm_noise.NormNoise`.
         arguments: all other options, for vLLM's ``LLM`` in colocate mode.
@@ -60,6 +63,7 @@ class EngineSettings:
     return_routing: bool = False
     exact: bool = False
     logit_fusion: LogitFusion | None = None
+    kv_cache: KVCache | None = None
     norm_noise: NormNoise | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,6 +91,7 @@ class EngineSettings:
         if own.get("weight_rounding") is not None:
             own["weight_rounding"] = parse_rounding(own["weight_rounding"])
         own["logit_fusion"] = parse_fusion(own.get("logit_fusion"))
+        own["kv_cache"] = parse_kv_cache(own.get("kv_cache"))
         own["norm_noise"] = parse_noise(own.get("norm_noise"))
         if own.get("folder") is not None:
             own["folder"] = Path(own["folder"])

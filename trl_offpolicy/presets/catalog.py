@@ -26,6 +26,7 @@ from trl_offpolicy.correction.terms import (
     TruncateWeight,
 )
 from trl_offpolicy.objective.advantages import OPOB
+from trl_offpolicy.objective.kl import KLPenalty
 from trl_offpolicy.objective.losses import CTPO, FIPO, GPG, P3O, PPOClip, QuRL
 from trl_offpolicy.objective.shaping import DiscrepancyPenalty, ZeroVariance
 from trl_offpolicy.presets.frameworks import NAMES
@@ -48,6 +49,10 @@ ESS_OF_PRODUCTS = {"metric": "offpolicy/total/ess_sequence", "base": 1}
 """VCPO's signal for the learning rate: the products of ratios, not the length-free means that ``ess_step`` takes."""
 QURL = "Li et al. 2026, QuRL, 'Efficient RL with quantized rollout' (arXiv:2602.13953)"
 DCMDP = "Liu et al. 2026, DCMDP, 'Reformulate LLM RL under black-box discrepancy' (arXiv:2606.08779)"
+SHADOW_MASK = (
+    "Zhu et al. 2026, 'How to compress KV cache in RL post-training? Shadow Mask Distillation' (arXiv:2605.06850)"
+)
+JET_RL = "Xi et al. 2026, Jet-RL, 'Enabling on-policy FP8 RL with unified precision flow' (arXiv:2601.14243)"
 RL_ZVP = "Le et al. 2025, RL-ZVP, 'No prompt left behind' (arXiv:2509.21880), Eq. 5"
 
 METHODS: dict[str, Row] = {
@@ -156,6 +161,36 @@ METHODS: dict[str, Row] = {
         "For comparison: the study found it unstable. Bounded by 1, and 1 / (1 + gamma) on-policy, not 1, so the "
         "learning rate shrinks by that factor. gamma: a starting point of this kit.",
         citation=LOGIT_FUSION + ", shaped ratio",
+    ),
+    "paper/shadow-mask": Row(
+        lambda kl_coef=0.1: make_preset(
+            "paper/shadow-mask",
+            Correction(),
+            citation=SHADOW_MASK,
+            notes="",
+            kl=KLPenalty(coef=kl_coef),
+            trainer={"learner_kv_cache": "engine", "kl_reference": "dense_context"},
+        ),
+        "For an engine that evicts keys and values (engine.kv_cache): the learner's forward repeats what its cache "
+        "held, so no ratio is left to weigh, and is pulled towards its own full context. The paper's form of that term "
+        "and its coefficient are not known here: KL(compressed || dense) on sampled tokens, and a starting point of "
+        "this kit.",
+        citation=SHADOW_MASK,
+        formula="pi(y_t | kept context) for pi and mu alike, plus beta KL(pi(. | kept) || pi(. | whole))",
+    ),
+    "paper/jet-rl": Row(
+        lambda: make_preset(
+            "paper/jet-rl",
+            Correction(),
+            citation=JET_RL,
+            notes="",
+            trainer={"learner_rounding": "engine", "learner_kv_cache": "engine"},
+        ),
+        "One precision on both sides: the learner's forward rounds weights, keys and values as the engine does "
+        "(engine.weight_rounding and engine.kv_cache, in simulation), so that nothing is left to correct. Activations "
+        "and gradients are not rounded.",
+        citation=JET_RL,
+        formula="pi = pi_old = mu at the weights that sampled; no weight",
     ),
     "paper/turn-is": Row(
         lambda max_weight=2.0, level="turn": Correction(weight=TruncateWeight(level=level, max_weight=max_weight)),

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trl_offpolicy.engines.kv_cache import KVCache, kv_cache_of, parse_kv_cache
+
 
 def declared_sides(
     model: nn.Module,
@@ -41,16 +43,21 @@ def declared_sides(
             "dtype": engine_dtype,
             "quantization": kind or "none",
             "tools": tools,
-            "kv_cache": options.get("kv_cache_dtype") or "auto",
+            "kv_cache": options.get("kv_cache_dtype") or _text(parse_kv_cache(options.get("kv_cache"))),
         },
         "trainer": {
             **same,
             "dtype": autocast or dtype,
             "quantization": rounding_of_forward(model),
+            "kv_cache": _text(kv_cache_of(model)),
             "dropout": largest_dropout(model),
             "experts": int(experts),
         },
     }
+
+
+def _text(cache: KVCache | None) -> str:
+    return "auto" if cache is None else cache.text
 
 
 def tools_in_use(has_tools: bool, *, own_rollouts: bool) -> bool | None:

@@ -21,9 +21,11 @@ from trl_offpolicy.objective.staging import Stages, stage
 from trl_offpolicy.packages import check_model, require, warn_about_builds
 from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.ahead.checks import check_trainer
+from trl_offpolicy.rollouts.compressed_forward import SIMULATED
 from trl_offpolicy.run_folder.lock import RunFolderError, check_run_folder
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.fusion import check_fusion
+from trl_offpolicy.trl.simulated import check_simulated
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ def check_before_loading(args: OffPolicyGRPOConfig, objective: Objective, given:
         warn_about_builds()
     check_model("model", given.get("model"))
     check_fusion(args, args.logit_fusion, given)
+    check_simulated(args, given)
     check_noise(args)
     warn_about_idle_options(args)
     check_engine(args, objective, has_rollout_func=given.get("rollout_func") is not None)
@@ -110,7 +113,7 @@ def check_noise(args: OffPolicyGRPOConfig) -> None:
 def warn_about_idle_options(args: OffPolicyGRPOConfig) -> None:
     """Warn of options of ``engine`` that nothing reads, because transformers' ``generate`` samples."""
     idle = [] if args.use_vllm or not isinstance(args.engine, Mapping) else [*args.engine]
-    if idle := [name for name in idle if name != "logit_fusion"]:
+    if idle := [name for name in idle if name not in ("logit_fusion", *SIMULATED)]:
         warnings.warn(
             f"engine.{' and engine.'.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect with use_vllm: false: "
             "transformers' generate samples from the trainer's own model.",
@@ -131,9 +134,9 @@ def check_engine(args: OffPolicyGRPOConfig, objective: Objective, *, has_rollout
 def sampling_findings(args: OffPolicyGRPOConfig) -> tuple[SettingFinding, ...]:
     """Settings in the configuration under which vLLM's policy differs from the trainer's. A server is asked later."""
     options = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
-    if not args.use_vllm:  # the trainer itself: its log-probs are compared with none, unless a teacher takes part
+    if not args.use_vllm:  # the trainer itself: its log-probs are compared with none, unless it samples otherwise
         found = request_findings(options, device_type=args.device.type)
-        return () if args.logit_fusion is None else found
+        return found if args.reports_logps else ()
     options["structured_outputs_regex"] = args.vllm_structured_outputs_regex
     engine = EngineSettings.parse(cast("Mapping[str, Any] | None", args.engine)).arguments
     return request_findings(options, device_type=args.device.type) + engine_findings(engine)

@@ -12,6 +12,7 @@ from torch import Tensor
 from trl_offpolicy.functional.truncated_sampling import KeptIds
 from trl_offpolicy.objective.splitting import split_dependence
 from trl_offpolicy.presets.frameworks.trl import GLOBAL_TOKEN_LOSSES
+from trl_offpolicy.rollouts import compressed_forward
 from trl_offpolicy.rollouts.compact import BIT_BY_BIT, NOT_SORTED, NOT_TRIMMED, Columns, CompactScoring, splitting_of
 from trl_offpolicy.rollouts.micro_batches import TrimPadding, has_image_inputs, sorts, split_rows
 from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
@@ -48,6 +49,8 @@ class CompactRows:
             refused = COMPILED
         if args.perturbation is not None:
             refused = NOT_SHARED
+        if args.learner_kv_cache is not None:
+            refused = compressed_forward.NOT_SHARED
         if args.pad_to_multiple_of:
             refused = "pad_to_multiple_of wants widths that a forward of the completions alone does not have"
         self._shared.prepare(trainer.model, refused=refused)

@@ -35,6 +35,13 @@ from trl_offpolicy.presets.preset import Preset
 from trl_offpolicy.rollouts.agents.guard import TIMEOUT, check_tool_timeout
 from trl_offpolicy.rollouts.ahead.checks import check_config
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
+from trl_offpolicy.rollouts.compressed_forward import (
+    INITIAL,
+    SimulatedSampler,
+    check_kl_reference,
+    parse_learner_kv_cache,
+    parse_simulated,
+)
 from trl_offpolicy.rollouts.perturbed_forward import parse_perturbation
 from trl_offpolicy.rollouts.rounded_forward import parse_learner_rounding
 from trl_offpolicy.rollouts.screening import check_on_bad_rollout
@@ -75,7 +82,9 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             ``weight_rounding`` (round them at every sync), ``exact`` (bring engine and trainer together, and check
             that they are: :mod:`trl_offpolicy.engines.exact`), ``check_sync``, ``folder``, ``timeout``, ``retries``:
             see :class:`~trl_offpolicy.engines.settings.EngineSettings`. Without vLLM ``logit_fusion`` lets a teacher
-            take part in the rollouts (:class:`~trl_offpolicy.engines.logit_fusion.LogitFusion`).
+            take part in the rollouts (:class:`~trl_offpolicy.engines.logit_fusion.LogitFusion`), ``weight_rounding``
+            rounds what ``generate`` samples with, and ``kv_cache`` compresses its keys and values
+            (:class:`~trl_offpolicy.engines.kv_cache.KVCache`).
         async_rollouts: sample generation batches ahead of learning, with a server: a lag (1 = the server samples the
             next batch while the trainer learns from this one), or a mapping ``{lag: 2, partial: continue, old_logps:
             snapshot}`` (:class:`~trl_offpolicy.rollouts.ahead.settings.AsyncSettings`). None: sample and learn in turn.
@@ -103,6 +112,12 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             ``engine.weight_rounding`` rounds the engine's, so that both sides are one policy; or a rounding such as
             ``fp8``, for an engine with quantised kernels. Gradients pass straight through; what is saved is not rounded
             (:mod:`trl_offpolicy.rollouts.rounded_forward`). None = the forward is not rounded.
+        learner_kv_cache: ``engine`` computes the trainer's own forward over what ``engine.kv_cache`` holds for each
+            token, so that both sides are one policy; or a cache of its own, such as ``fp8`` or ``{keep_first: 4,
+            keep_last: 64}`` (:mod:`trl_offpolicy.rollouts.compressed_forward`). None = over all keys and values.
+        kl_reference: of what the KL term is: ``initial``, the model at the start; or ``dense_context``, the policy
+            itself over all keys and values, at the weights that sampled, which ``offpolicy.objective.kl`` then distils
+            into the compressed context.
         perturbation: standard deviation of noise on the hidden states of the forwards that learn (ALP), or a mapping
             of :class:`~trl_offpolicy.rollouts.perturbed_forward.Perturbation`. None = no noise.
         noise_floor_steps: once in this many optimizer steps, one micro-batch is scored again in another batch size.
@@ -124,7 +139,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *GRPOConfig._VALID_DICT_FIELDS, "offpolicy", "engine", "control", "routing_replay", "async_rollouts",
-        "learner_rounding", "perturbation",
+        "learner_rounding", "learner_kv_cache", "perturbation",
     ]  # fmt: skip
 
     offpolicy: dict[str, Any] | str | Correction | Objective | Preset | None = field(  # the parser takes the second
@@ -139,8 +154,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         metadata={
             "help": "Keyword arguments for vLLM's LLM in colocate mode (dtype, enforce_eager, quantization, "
             "max_model_len, ...) and the kit's own: transfer (auto, memory, folder, adapter, nccl), weight_rounding "
-            "(int8, int4, fp8, ...), exact (true: engine and trainer as equal as can be), check_sync, folder, "
-            "timeout, retries."
+            "(int8, int4, fp8, ...), kv_cache (without vLLM: fp8, or keep_first and keep_last), exact "
+            "(true: engine and trainer as equal as can be), check_sync, folder, timeout, retries."
         },
     )
     async_rollouts: dict[str, Any] | str | int | None = field(  # the parser takes the second: JSON comes as text
@@ -203,6 +218,20 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         metadata={
             "help": "Round the linear weights in the trainer's own forward: engine (as engine.weight_rounding), or a "
             "rounding (int8, int4, fp8, ..., or a mapping). Default: not rounded."
+        },
+    )
+    learner_kv_cache: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Compute the trainer's own forward over a compressed KV cache: engine (as engine.kv_cache), fp8, "
+            "or a mapping with the keys keep_first, keep_last, rounding, scale. Default: over all keys and values."
+        },
+    )
+    kl_reference: str = field(
+        default=INITIAL,
+        metadata={
+            "help": "Of what the KL term is: initial (the model at the start), or dense_context (the policy itself "
+            "without learner_kv_cache)."
         },
     )
     perturbation: dict[str, Any] | str | None = field(  # the parser takes the second: numbers come as text
@@ -276,7 +305,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             raise ValueError(f"engine must be a mapping of vLLM arguments, but got {self.engine!r}.")
         EngineSettings.parse(self.engine)
         parse_perturbation(self.perturbation)
-        parse_learner_rounding(self.learner_rounding, self.engine if self.use_vllm else None)
+        parse_learner_rounding(self.learner_rounding, self.engine)
+        parse_learner_kv_cache(self.learner_kv_cache, self.engine)
         self.noise_floor_steps = read_numbers(self.noise_floor_steps)
         check_whole("noise_floor_steps", self.noise_floor_steps, least=0)
         self.correct_threshold = read_numbers(self.correct_threshold)
@@ -298,7 +328,10 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         objective = starting_preset(resolve_preset(self)).objective
         if (ahead := AsyncSettings.parse(self.async_rollouts)) is not None:
             check_config(self, ahead, objective)
-        if objective.kl is not None and self.beta == 0.0:  # type: ignore[has-type]
+        _check_reference(self, objective)
+        wants_model = objective.kl is not None and self.kl_reference == INITIAL
+        if wants_model and self.beta == 0.0:  # type: ignore[has-type]
+            assert objective.kl is not None
             self._beta_of_kl = objective.kl.beta
             self.beta = objective.kl.beta  # or TRL would not load the reference model
 
@@ -333,9 +366,14 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         return EngineSettings.parse(cast("Mapping[str, Any] | None", self.engine)).logit_fusion
 
     @property
+    def simulated(self) -> SimulatedSampler | None:
+        """What ``generate`` samples from in place of the trainer's policy; None = from that, or vLLM samples."""
+        return None if self.use_vllm else parse_simulated(self.engine)
+
+    @property
     def reports_logps(self) -> bool:
         """True if what samples, without a ``rollout_func``, reports log-probs of its own."""
-        return bool(self.use_vllm) or self.logit_fusion is not None
+        return bool(self.use_vllm) or self.logit_fusion is not None or self.simulated is not None
 
     @property
     def control_spec(self) -> ControlSpec | None:
@@ -376,7 +414,18 @@ def _default_method(args: OffPolicyGRPOConfig) -> str:
     """The preset of a configuration that names none."""
     if args.logit_fusion is not None:
         return "paper/logit-fusion"
-    return "paper/tis" if args.use_vllm else "measure"
+    return "paper/tis" if args.reports_logps else "measure"
+
+
+def _check_reference(args: OffPolicyGRPOConfig, objective: Objective) -> None:
+    """Check ``kl_reference``; a dense context needs no model beside the policy, which ``beta`` would load."""
+    cache, where = parse_learner_kv_cache(args.learner_kv_cache, args.engine), "offpolicy.objective.kl"
+    check_kl_reference(args.kl_reference, cache=cache, has_kl=objective.kl is not None, where=where)
+    if args.kl_reference != INITIAL and args.beta != 0.0:
+        raise ValueError(
+            f"beta must be 0 with kl_reference {args.kl_reference!r}, or TRL would load a reference model, but got "
+            f"{args.beta}. Give the coefficient as {where}."
+        )
 
 
 def _take_fields_of_method(args: OffPolicyGRPOConfig) -> None:

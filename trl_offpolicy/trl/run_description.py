@@ -34,10 +34,13 @@ def run_description(args: OffPolicyGRPOConfig, preset: Preset, trainer: Any) -> 
     model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
     config: Any = getattr(model, "config", None)
     server = getattr(getattr(trainer, "vllm_generation", None), "server", None)
-    engine = cast("dict[str, Any] | None", args.engine) if args.use_vllm else None
+    samples_apart = args.use_vllm or args.simulated is not None
+    engine = cast("dict[str, Any] | None", args.engine) if samples_apart else None
     sampler = f"vllm {args.vllm_mode} {args.engine or ''}" if args.use_vllm else "transformers generate"
     if args.logit_fusion is not None:
         sampler += f" with a teacher, {args.logit_fusion}"
+    if args.simulated is not None:
+        sampler += f", {args.simulated}"
     findings = sampling_findings(args) if server is None else sampling_findings(args) + server.findings
     precisions = {"bfloat16": args.bf16, "float16": args.fp16}
     noise = getattr(getattr(trainer, "vllm_generation", None), "noise", None)

@@ -49,6 +49,7 @@ class FilteredScoring:
         self.truncation = truncation
         self._tiled = tiled
         self._outside: Tensor | None = None
+        self._whole = False
 
     def __call__(
         self,
@@ -82,7 +83,7 @@ class FilteredScoring:
         """
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size)
         truncation = self.truncation
-        if scores_reference(model, reference):
+        if self._whole or scores_reference(model, reference):
             truncation, kept_ids = Truncation(), None
         cuts = bool(truncation) or kept_ids is not None
         if cuts and (reason := _not_text(model, kwargs)) is not None:
@@ -98,6 +99,15 @@ class FilteredScoring:
         if cuts:
             self._outside = head.outside()[:, -logits_to_keep:]
         return result
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A context in which every model is scored without truncation, as the reference is."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     def _takes(self, device: torch.device) -> bool:
         """True if this kit's head scores a distribution that is not truncated."""

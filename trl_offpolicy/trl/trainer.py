@@ -45,6 +45,7 @@ from trl_offpolicy.rollouts import batches, kept
 from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.ahead.old_policy import OLD
 from trl_offpolicy.rollouts.clock import StepClock
+from trl_offpolicy.rollouts.compressed_forward import DENSE, compress_learner, in_dense_context, rounds_keys
 from trl_offpolicy.rollouts.duplicates import draws_as_scored, late_copies, marked_duplicates
 from trl_offpolicy.rollouts.rounded_forward import round_learner
 from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
@@ -73,6 +74,7 @@ from trl_offpolicy.trl.routing import KEY, TrainerRouting, engine_options, score
 from trl_offpolicy.trl.run_description import run_description
 from trl_offpolicy.trl.scoring import filtered_scoring, sum_sq_probs
 from trl_offpolicy.trl.screening import TrainerScreen, made_in_guard
+from trl_offpolicy.trl.simulated import TrainerSimulated
 from trl_offpolicy.trl.sync import kept_on_fault, prove_syncs
 from trl_offpolicy.types import ObjectiveOutput, PolicyBatch, Reduction
 
@@ -117,13 +119,16 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with trl_engine(engine_options(args), folder=folder, rows=rows, seed=args.seed, ahead=ahead):
             super().__init__(**made_in_guard(given, self._guard))
         round_learner(args.learner_rounding, args.engine, self.model, self.ref_model)
+        compress_learner(args.learner_kv_cache, args.engine, self.model, self.ref_model)
         self._noise = perturbed(self)
         self._wants_positions = positions_are_wanted(self.model, say=self.accelerator.is_main_process)
+        self._wants_positions |= rounds_keys(self.model)  # which were turned by their positions
         prove_syncs(self)
         self._routing = TrainerRouting(self)
         self._ahead = sample_ahead(self)  # None: sample and learn in turn
         self._kept = TrainerKept(self, self._filtered.truncation)
         self._fusion = TrainerFusion(self, args.logit_fusion)
+        self._simulated = TrainerSimulated(self, args.simulated)
         reads_old = not self._leave_out_old
         self._old_here = scores_old(args, self._stages, reads_old=reads_old)
         self._old_here |= self._kept.scores_old(self._stages, reads_old=reads_old)
@@ -190,7 +195,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """TRL's method; what transformers' ``generate`` keeps of a truncated distribution is noted."""
         if self._agents is not None and self._agents.landed:
             return self._agents.generate_single_turn()
-        sample = partial(self._fusion.turn, super()._generate_single_turn)
+        sample = partial(self._simulated.turn, partial(self._fusion.turn, super()._generate_single_turn))
         return self._kept.turn(sample, prompt_ids, *args, **kwargs)
 
     def _tool_call_loop(self, *args: Any) -> Any:
@@ -240,6 +245,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         output |= self._row_counter.fields(self, output, self._rewards)
         output |= self._routing.engine_fields(output)
         output |= self._kept.fields(output)
+        if self.args.kl_reference == DENSE:
+            output["ref_per_token_logps"] = self._score_dense(output)
         if self._old_here:
             output["old_per_token_logps"] = self._score_old(output, self._mode, with_sums=False)[0]
         if self._ahead is not None and self.model.training:
@@ -304,6 +311,19 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             compact = not with_sums and not self._routing.records  # these read the forwards in order
             old = self._score(self.model, output, batch_size=size, compact=compact)[0]
         return old, sums.completions(old.shape[1])
+
+    def _score_dense(self, output: dict[str, Any]) -> Tensor:
+        """(B, T) log-probs of the policy over all keys and values, at the weights that sampled."""
+        train, args = self._mode == "train", self.args
+        size = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
+        with (
+            torch.no_grad(),
+            in_dense_context(self.model),
+            self._filtered.whole(),
+            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
+        ):
+            logps: Tensor = self._score(self.model, output, batch_size=size)[0]
+        return logps
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's method, but on the truncated distribution (current and old policy) and with positions of the text."""

@@ -46,7 +46,7 @@ class Declared:
         dropout: largest dropout probability that was active.
         experts: number of experts of a mixture-of-experts model; 0 = dense.
         tools: True if the completions hold text that no policy sampled.
-        kv_cache: format of the stored keys and values; "auto" = that of the computation.
+        kv_cache: format of the stored keys and values, or which tokens' are held; "auto" = all, as they are computed.
     """
 
     dtype: str | None = None
@@ -254,7 +254,11 @@ def differences(engine: Declared, trainer: Declared) -> dict[str, Statement]:
         ]
         if texts:
             found[cause] = Statement(cause, "; ".join(texts))
-    if engine.kv_cache not in (None, "auto", engine.dtype):
+    same = engine.kv_cache == (trainer.kv_cache or "auto")
+    if EVICTING in (engine.kv_cache or "") and not same:
+        text = f"the engine's KV cache holds {engine.kv_cache}, the trainer's {trainer.kv_cache or 'all'}"
+        found["compressed_cache"] = Statement("compressed_cache", text)
+    elif engine.kv_cache not in (None, "auto", engine.dtype) and not same:
         text = f"keys and values stored as {engine.kv_cache} in the engine"
         known = [found["precision"].text] if "precision" in found else []
         found["precision"] = Statement("precision", "; ".join([*known, text]))
@@ -263,6 +267,8 @@ def differences(engine: Declared, trainer: Declared) -> dict[str, Statement]:
     return found
 
 
+EVICTING = "tokens"
+"""In the description of a KV cache that does not hold those of all tokens (:attr:`.KVCache.text`)."""
 _COMPARED = {
     "temperature": ("temperature",),
     "truncated_sampling": ("top_p", "top_k", "min_p"),

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from trl_offpolicy.diagnosis.attribution.attention import replaceable
 from trl_offpolicy.diagnosis.attribution.bench import Bench
 from trl_offpolicy.diagnosis.attribution.bookkeeping import Books, bookkeeping
+from trl_offpolicy.diagnosis.attribution.caches import capacity, evicting
 from trl_offpolicy.diagnosis.attribution.changes import (
     Setting,
     adapter_changes,
@@ -60,6 +62,7 @@ from trl_offpolicy.diagnosis.attribution.precision import (
 from trl_offpolicy.diagnosis.attribution.shares import REFERENCE, at_fault, left_in_part, left_share
 from trl_offpolicy.diagnosis.attribution.spellings import respelled
 from trl_offpolicy.engines.hf import Head, Ids
+from trl_offpolicy.engines.kv_cache import with_kv_cache
 from trl_offpolicy.functional.truncated_sampling import Truncation
 
 __all__ = ["REFERENCE", "Bench", "at_fault", "left_share", "run_hypotheses"]
@@ -244,6 +247,22 @@ def _common(search: _Search) -> Iterator[Intervention]:
     )  # fmt: skip
     for name, layout in layouts(bench.prompt_ids, search.rows, pad_ids=bench.pads).items():
         yield _of_change(search, name, _Change(layout=layout))
+
+
+def _caches(search: _Search) -> Iterator[Intervention]:
+    """Caches that evict keys and values, if tokens differ from one length of their context on."""
+    bench = search.bench
+    if not replaceable(bench.model):
+        return
+    gap = np.where(search.evidence.observed, search.plain.logps - search.target, np.nan)
+    held = capacity(gap, [len(ids) for ids in bench.prompt_ids], noise_rms(search.evidence))
+    rules = {} if held is None else evicting(held)
+    if rules:
+        yield Intervention(
+            "compressed_cache", lambda first: f"KV cache of {rules[int(first)].text}",
+            lambda first, rows: _Change(partial(with_kv_cache, bench.model, rules[int(first)])).score(search, rows),
+            tuple(float(first) for first in rules),
+        )  # fmt: skip
 
 
 def _rare(search: _Search) -> Iterator[Intervention]:
@@ -579,7 +598,8 @@ def _head_of(name: str, head: Head) -> Head | None:
 
 
 STAGES: Sequence[Callable[[_Search], None]] = (
-    _table(_bookkeeping), _test_heads, _table(_common), _test_spellings, _test_prompts, _table(_numbers), _test_parts,
+    _table(_bookkeeping), _test_heads, _table(_common), _table(_caches), _test_spellings, _test_prompts,
+    _table(_numbers), _test_parts,
     _table(_rare), _test_pairs,
 )  # fmt: skip
 """The search: tables of interventions, and the tests with a search of their own, in the order of cost and use."""

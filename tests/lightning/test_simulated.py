@@ -1,0 +1,108 @@
+"""A simulated engine in a Lightning module, as in the TRL trainer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning_runs import Watch, data, module, trainer
+from tiny_models import tiny_model
+
+from lightning_module.engines import build_engine, check_options
+from trl_offpolicy.engines.kv_cache import KVCache, set_kv_cache
+from trl_offpolicy.engines.rounding import parse_rounding, round_weights
+
+pytestmark = pytest.mark.integration
+
+SPARSE = {"keep_first": 1, "keep_last": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "evicting": {"kv_cache": SPARSE},
+    "one precision": {"kv_cache": {"rounding": "fp8", "scale": 0.02}, "weight_rounding": "fp8"},
+}
+NAMES = {"kv_cache": "learner_kv_cache", "weight_rounding": "learner_rounding"}
+
+
+class Rows(pl.Callback):
+    """Keeps every generation batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, Any]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        generate = pl_module.generation._generate
+
+        def kept(step: Any) -> dict[str, Any]:
+            self.batches.append(generate(step))
+            return dict(self.batches[-1])
+
+        pl_module.generation._generate = kept
+
+
+def run(folder: Path, engine: dict[str, Any], steps: int = 1, **options: Any) -> tuple[Any, Rows, Watch]:
+    ours, rows, watch = module({"type": "transformers", **engine}, **options), Rows(), Watch()
+    trainer(folder, callbacks=[rows, watch], max_steps=steps, accumulate_grad_batches=2).fit(ours, data())
+    return ours, rows, watch
+
+
+@torch.no_grad()
+def logps(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """(B, T), one row at a time and without padding."""
+    found = torch.zeros(batch["completion_ids"].shape)
+    for row, (prompt, completion) in enumerate(zip(batch["prompt_ids"], batch["completion_ids"], strict=True)):
+        prompt = prompt[batch["prompt_mask"][row].bool()]
+        completion = completion[batch["completion_mask"][row].bool()]
+        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        found[row, : len(completion)] = logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_sampling_policy_is_the_engine_and_a_learner_alike_has_a_ratio_of_one(case: str, tmp_path: Path) -> None:
+    engine = CASES[case]
+    other = copy.deepcopy(tiny_model())
+    if "weight_rounding" in engine:
+        rounding = parse_rounding(engine["weight_rounding"])
+        other.load_state_dict(dict(round_weights(tiny_model().state_dict().items(), rounding)))
+    set_kv_cache(other, KVCache(**engine["kv_cache"]))
+    ours, rows, watch = run(tmp_path / "plain", engine)
+    batch, mask = rows.batches[0], rows.batches[0]["completion_mask"].bool()
+    expected, plain = logps(other, batch), logps(tiny_model(), batch)
+    torch.testing.assert_close(batch["sampling_per_token_logps"][mask], expected[mask], rtol=0, atol=1e-3)
+    ratio = (plain - expected)[mask].double()
+    divergence = float((ratio.exp() - ratio - 1).mean())
+    assert watch.logs[0]["offpolicy/mismatch/kl_k3"] == pytest.approx(divergence, rel=0.02) and divergence > 1e-4
+    assert ours.preset.name == "paper/tis" and ours.generation.reports_logps
+
+    learner = {NAMES[name]: "engine" for name in engine}
+    _, _, watch = run(tmp_path / "alike", engine, steps=2, **learner)
+    assert all(row["offpolicy/mismatch/logp_diff_max"] < 1e-3 for row in watch.logs) and len(watch.logs) == 2
+
+
+def test_the_reference_is_the_policy_in_its_dense_context(tmp_path: Path) -> None:
+    options = {"learner_kv_cache": "engine", "kl_reference": "dense_context", "objective": {"kl": {"coef": 0.5}}}
+    ours, rows, watch = run(tmp_path, {"kv_cache": SPARSE}, **options)
+    batch, mask = rows.batches[0], rows.batches[0]["completion_mask"].bool()
+    dense = logps(tiny_model(), batch)
+    torch.testing.assert_close(batch["ref_per_token_logps"][mask], dense[mask], rtol=0, atol=1e-3)
+    gap = (dense - batch["sampling_per_token_logps"])[mask].double()
+    assert watch.logs[0]["offpolicy/loss/kl"] == pytest.approx(float((gap.exp() - gap - 1).mean()), rel=0.02)
+    assert ours.generation._reference is None
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for kind in ("vllm", "server"):
+        with pytest.raises(ValueError, match=rf"^engine\.kv_cache must be left out with engine\.type '{kind}', as"):
+            check_options({"type": kind, "kv_cache": SPARSE})
+    with pytest.raises(ValueError, match=r"^engine\.kv_cache\.keep_first and keep_last must be given together"):
+        module({"type": "transformers", "kv_cache": {"keep_first": 1}})
+    with pytest.raises(ValueError, match=r"^learner_kv_cache must be given with kl_reference 'dense_context'"):
+        module("transformers", kl_reference="dense_context")
+    with pytest.raises(ValueError, match=r"^objective\.kl must be given with kl_reference 'dense_context'"):
+        module("transformers", kl_reference="dense_context", learner_kv_cache=SPARSE)
+    spec = {"type": "transformers", "kv_cache": SPARSE, "logit_fusion": ".cache/SmolLM2-135M-Instruct"}
+    with pytest.raises(ValueError, match=r"^engine\.logit_fusion must be left out with a simulated engine"):
+        build_engine(spec, model_name=None, policy=tiny_model, pad_token_id=0, eos_token_ids=[1], run="", folder=Path())
