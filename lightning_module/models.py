@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from trl_offpolicy.rollouts.model_parts import blocks, is_flattened
@@ -136,6 +139,23 @@ def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
         fully_shard(layer, mesh=mesh["data_parallel"], **options)
     fully_shard(base, mesh=mesh["data_parallel"], **options)
     base._is_fsdp_managed_module = True  # transformers' generate then keeps the ranks together
+
+
+def check_devices(trainer: Trainer) -> None:
+    """Raise if the strategy is DeepSpeed and the devices are no GPUs, before Lightning does so in other words.
+
+    A subclass with a ``setup_environment`` of its own decides itself.
+
+    Raises:
+        ValueError: the message names the trainer's fields.
+    """
+    strategy, name = trainer.strategy, type(trainer.accelerator).__name__
+    theirs = getattr(type(strategy), "setup_environment", None) is DeepSpeedStrategy.setup_environment
+    if theirs and not isinstance(trainer.accelerator, CUDAAccelerator):
+        raise ValueError(
+            "strategy must be ddp or ModelParallelStrategy (FSDP2) where accelerator is no CUDA GPU, but got "
+            f"{type(strategy).__name__} on a {name}, which Lightning does not run."
+        )
 
 
 def whole_weights(wrapped: nn.Module | None) -> AbstractContextManager[Any]:
