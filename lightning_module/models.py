@@ -195,12 +195,43 @@ def in_forward(wrapped: nn.Module | None, module: Any, function: Callable[[], T]
     return found[0]
 
 
-def zero3_gathered(policy: nn.Module) -> AbstractContextManager[Any]:
-    """A context in which all ZeRO-3 parameters are whole, for generation."""
+@contextmanager
+def zero3_gathered(policy: nn.Module, wrapped: Any = None) -> Iterator[None]:
+    """A context in which all ZeRO-3 parameters are whole, and a forward is a rank's own: for generation.
+
+    DeepSpeed's hooks gather and free the parameters of each module that is called, on all ranks together. Ranks
+    generate for different numbers of tokens, so their calls would not meet: inside, these hooks are left out.
+
+    Args:
+        policy: the model.
+        wrapped: the model as the strategy wraps it. Inside its forward some parameters are on their way already, ahead
+            of their module; they are waited for and freed first, or they would be neither whole nor in parts.
+    """
     parameters = list(policy.parameters())
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
+        yield
+        return
     import deepspeed
 
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
-    return context
+    if hasattr(wrapped, "empty_partition_cache"):
+        wrapped.empty_partition_cache()
+    with deepspeed.zero.GatheredParameters(parameters), _without_hooks(policy, of="deepspeed"):
+        yield
+
+
+@contextmanager
+def _without_hooks(model: nn.Module, *, of: str) -> Iterator[None]:
+    """A context in which the forward hooks that a package has put on the parts of a model are not called."""
+    hooks = [one for part in model.modules() for one in (part._forward_pre_hooks, part._forward_hooks)]
+    before: list[tuple[Any, dict[int, Any]]] = [(one, dict(one)) for one in hooks]
+    for one, all_of_them in before:
+        for key, hook in all_of_them.items():
+            if hook.__module__.partition(".")[0] == of:
+                del one[key]
+    try:
+        yield
+    finally:
+        for one, all_of_them in before:
+            added = {key: hook for key, hook in one.items() if key not in all_of_them}
+            one.clear()  # in its place: the handles of the hooks know this dict
+            one.update({**all_of_them, **added})
