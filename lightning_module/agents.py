@@ -15,6 +15,7 @@ from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from trl_offpolicy.engines.engine import Engine
 from trl_offpolicy.engines.hf import TransformersEngine
+from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.parts import imported
 from trl_offpolicy.rollouts.agents import AgentBatch, Chat, Completions, Environments, Lane, Lanes, RolloutSampler
 from trl_offpolicy.rollouts.agents.guard import ToolGuard, check_tool_timeout
@@ -185,6 +186,12 @@ class Agents:
                 )
 
 
+SERVER_TAKES_IDS = (
+    "whose requests hold token ids: vLLM's server takes images by /v1/chat/completions/render, which this kit does not "
+    "call"
+)
+
+
 def check_images(module: Host) -> None:
     """Raise unless the settings and the engine of a module go with images.
 
@@ -203,9 +210,10 @@ def check_images(module: Host) -> None:
         )
     engine: Any = module.generation.engine  # type: ignore[attr-defined]
     if "images" not in inspect.signature(engine.generate).parameters:
+        why = SERVER_TAKES_IDS if isinstance(engine, ServerEngine) else "which is sent token ids alone"
         raise NotImplementedError(
             "engine must take images with rows that have them (generate(..., images=...)), as 'transformers' and "
-            f"'vllm' do, but got a {type(engine).__name__}, which is sent token ids alone."
+            f"'vllm' do, but got a {type(engine).__name__}, {why}."
         )
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any, cast
 
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from lightning_module.engines import wants_exact
 from lightning_module.host import Host
@@ -20,6 +20,9 @@ from trl_offpolicy.rollouts.perturbed_forward import NOT_SHARED
 from trl_offpolicy.rollouts.shared_prefix import SharedPrefix, SharePrefix, varying_rope
 
 logger = logging.getLogger(__name__)
+
+PROVED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+"""Strategies under which prompts that are computed once are tested to train as the plain path does."""
 
 
 class CompactRows:
@@ -57,7 +60,7 @@ class CompactRows:
             refused = NOT_SHARED
         if module.settings["learner_kv_cache"] is not None:
             refused = compressed_forward.NOT_SHARED
-        if type(module.trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        if not isinstance(module.trainer.strategy, PROVED):
             refused = f"it is not proved equal under {type(module.trainer.strategy).__name__}"
         self._shared.prepare(module.policy, refused=refused)
         if sorts(self._trim) and (reason := self._why_whole()) is not None:

@@ -190,6 +190,7 @@ def build_engine(
     rows: int | None = None,
     truncated: bool = False,
     tokenizer: Any = None,
+    wrapped: Callable[[], nn.Module | None] = lambda: None,
 ) -> Engine:
     """The engine that ``spec`` names. Its further keys are the engine's arguments.
 
@@ -208,6 +209,7 @@ def build_engine(
         truncated: whether it will sample from a part of the distribution; vLLM in this process then says from which,
             where it can.
         tokenizer: the model's, with which that of a teacher is compared.
+        wrapped: returns the model as the strategy wraps it, or None.
     """
     kind = engine_type(spec)
     if not isinstance(spec, str | Mapping):
@@ -228,7 +230,7 @@ def build_engine(
             policy,
             pad_token_id=pad_token_id,
             eos_token_ids=eos_token_ids,
-            unsharded=lambda: zero3_gathered(policy()),
+            unsharded=lambda: zero3_gathered(policy(), wrapped()),
             mix=None if fusion is None else TeacherMix(fusion, load_teacher(fusion, policy(), tokenizer)),
             simulated=simulated_of(spec),
             **options,

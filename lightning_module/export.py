@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_module import models
 from lightning_module.callbacks import run_folder
 from trl_offpolicy.diagnosis.report.model_card import write_card
+from trl_offpolicy.rollouts.model_parts import is_flattened
 from trl_offpolicy.run_folder.layout import CARD_FILE, METRICS_FILE
 
 MODEL_FOLDER = "model"
@@ -57,10 +58,12 @@ def save_model(module: Any, folder: Path, *, wrapped: nn.Module | None = None, i
         wrapped: the model as the strategy wraps it.
         is_main: True on the rank that writes.
     """
-    with models.whole_weights(wrapped), models.zero3_gathered(module.policy):
+    with models.whole_weights(wrapped), models.zero3_gathered(module.policy, wrapped):
         state = whole_state(module.policy, keep=is_main)
     if is_main:
         module.policy.save_pretrained(folder, state_dict=state)
+        if models.is_adapted(module.policy) and is_flattened(module.policy):
+            _write_adapter(module.policy, folder, state)
         module.generation.prompts.save(folder)
 
 
@@ -81,14 +84,39 @@ def whole_state(policy: nn.Module, *, keep: bool) -> dict[str, Tensor]:
             if keep:
                 by_parameter[id(parameter)] = whole.to("cpu", copy=True)
         if keep:
-            found[name.replace(models.FSDP1_PREFIX, "")] = by_parameter[id(parameter)]
+            found[_plain(name)] = by_parameter[id(parameter)]
     return found | _persistent_buffers(policy) if keep else found
+
+
+def _write_adapter(policy: Any, folder: Path, state: dict[str, Tensor]) -> None:
+    """Write the adapter's weights in place of the file that PEFT has just written.
+
+    PEFT takes from a state those names that begin as parts of the model do, and FSDP1 has changed these, so its file is
+    empty. It is asked again with the names as they are now, and what it takes is written under those of the model.
+
+    Args:
+        policy: an adapted model, parts of which FSDP1 wraps.
+        folder: of the file.
+        state: what :func:`whole_state` returned.
+    """
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from safetensors.torch import save_file
+
+    names = [name for name, _ in policy.named_parameters()]
+    found = get_peft_model_state_dict(policy, state_dict={name: state[_plain(name)] for name in names})
+    tensors = {_plain(name): value.contiguous() for name, value in found.items()}
+    save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _plain(name: str) -> str:
+    return name.replace(models.FSDP1_PREFIX, "")
 
 
 def _persistent_buffers(policy: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong into a checkpoint. No strategy shards them."""
     return {
-        f"{path}.{name}".lstrip(".").replace(models.FSDP1_PREFIX, ""): buffer.to("cpu", copy=True)
+        _plain(f"{path}.{name}".lstrip(".")): buffer.to("cpu", copy=True)
         for path, module in policy.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set

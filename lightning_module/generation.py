@@ -143,6 +143,7 @@ class Generation:
                 rows=getattr(getattr(module.trainer, "datamodule", None), "micro_batch_size", None),
                 truncated=module.sampling.truncated,
                 tokenizer=self.prompts.tokenizer,
+                wrapped=lambda: module.trainer.strategy.model,
             )
         self.engine.bind(ModelWeights(module.policy, is_main=module.trainer.is_global_zero))
         if in_this_process(self.engine):

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from trl_offpolicy.rollouts.model_parts import blocks, is_flattened
@@ -138,6 +141,23 @@ def shard(policy: nn.Module, mesh: Any, **options: Any) -> None:
     base._is_fsdp_managed_module = True  # transformers' generate then keeps the ranks together
 
 
+def check_devices(trainer: Trainer) -> None:
+    """Raise if the strategy is DeepSpeed and the devices are no GPUs, before Lightning does so in other words.
+
+    A subclass with a ``setup_environment`` of its own decides itself.
+
+    Raises:
+        ValueError: the message names the trainer's fields.
+    """
+    strategy, name = trainer.strategy, type(trainer.accelerator).__name__
+    theirs = getattr(type(strategy), "setup_environment", None) is DeepSpeedStrategy.setup_environment
+    if theirs and not isinstance(trainer.accelerator, CUDAAccelerator):
+        raise ValueError(
+            "strategy must be ddp or ModelParallelStrategy (FSDP2) where accelerator is no CUDA GPU, but got "
+            f"{type(strategy).__name__} on a {name}, which Lightning does not run."
+        )
+
+
 def whole_weights(wrapped: nn.Module | None) -> AbstractContextManager[Any]:
     """A context in which the policy's weights can be read by name: it gathers those that FSDP1 has flattened.
 
@@ -175,12 +195,43 @@ def in_forward(wrapped: nn.Module | None, module: Any, function: Callable[[], T]
     return found[0]
 
 
-def zero3_gathered(policy: nn.Module) -> AbstractContextManager[Any]:
-    """A context in which all ZeRO-3 parameters are whole, for generation."""
+@contextmanager
+def zero3_gathered(policy: nn.Module, wrapped: Any = None) -> Iterator[None]:
+    """A context in which all ZeRO-3 parameters are whole, and a forward is a rank's own: for generation.
+
+    DeepSpeed's hooks gather and free the parameters of each module that is called, on all ranks together. Ranks
+    generate for different numbers of tokens, so their calls would not meet: inside, these hooks are left out.
+
+    Args:
+        policy: the model.
+        wrapped: the model as the strategy wraps it. Inside its forward some parameters are on their way already, ahead
+            of their module; they are waited for and freed first, or they would be neither whole nor in parts.
+    """
     parameters = list(policy.parameters())
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
+        yield
+        return
     import deepspeed
 
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
-    return context
+    if hasattr(wrapped, "empty_partition_cache"):
+        wrapped.empty_partition_cache()
+    with deepspeed.zero.GatheredParameters(parameters), _without_hooks(policy, of="deepspeed"):
+        yield
+
+
+@contextmanager
+def _without_hooks(model: nn.Module, *, of: str) -> Iterator[None]:
+    """A context in which the forward hooks that a package has put on the parts of a model are not called."""
+    hooks = [one for part in model.modules() for one in (part._forward_pre_hooks, part._forward_hooks)]
+    before: list[tuple[Any, dict[int, Any]]] = [(one, dict(one)) for one in hooks]
+    for one, all_of_them in before:
+        for key, hook in all_of_them.items():
+            if hook.__module__.partition(".")[0] == of:
+                del one[key]
+    try:
+        yield
+    finally:
+        for one, all_of_them in before:
+            added = {key: hook for key, hook in one.items() if key not in all_of_them}
+            one.clear()  # in its place: the handles of the hooks know this dict
+            one.update({**all_of_them, **added})

@@ -204,50 +204,67 @@ class OffPolicyGRPOModule(LightningModule):
         self.save_hyperparameters(hyperparameters(given))
         self.settings = given
         self.agents = Agents(self)
-        kind = engine_type(engine)
-        check_options(engine)
-        sampler = kind if rollout is None else "own"  # a function may bring log-probs of its own
-        fusion = fusion_of(engine)
-        reports = reports_logps_of(engine)
-        default = "measure" if sampler == "transformers" and not reports else "paper/tis"
-        default = default if fusion is None else "paper/logit-fusion"
-        self.entropy = Entropy(entropy)
-        self.preset = self.entropy.in_preset(resolve(correction, objective, advantages, default=default))
-        self.objective = starting_preset(self.preset).objective
-        fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
-        self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
-        arguments = engine if isinstance(engine, dict) else None
-        parse_learner_rounding(given["learner_rounding"], rounding_of(engine))
-        cache = parse_learner_kv_cache(given["learner_kv_cache"], engine)
-        has_kl = self.objective.kl is not None
-        check_kl_reference(given["kl_reference"], cache=cache, has_kl=has_kl, where="objective.kl")
-        check_sampling(
-            sampler,
-            self.sampling,
-            needs_sampling=self.objective.needs_sampling,
-            arguments=arguments,
-            reports=reports,
-        )
-        check_bool(mask_truncated_completions=mask_truncated_completions)
-        self.experts = Experts(given)
-        self.exact = ExactCheck(self)
-        self.rewards = Rewards(reward_funcs, reward_weights, self.agents.rewards)
-        self.measuring = Measuring(self.rewards.names)
-        self.compact = CompactRows(self)
-        self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers", compact=self.compact.scoring)
-        self.ahead = sample_ahead(self)  # None: sample and learn in turn
-        self.replay = replayed(self)  # None: every row is fresh
-        self.generation = Generation(self)
-        self.validation = Validation(self, self.generation)
-        self.strict_loading = adapter is None
-        self.control = Control(given["control"])
-        self.auto = AutoCorrection(self.preset)
-        parse_perturbation(perturbation)
-        self.noise = PerturbedForward(None, None)  # the policy is not there yet
+        self._read_method()
+        self._make_parts()
         self.policy = None
         self.step_logs: dict[str, float] = {}
         """Numbers of the last logging step, for callbacks."""
         self._restored: dict[str, Any] | None = None
+
+    def _read_method(self) -> None:
+        """Loss, correction, advantages and sampling, from the settings.
+
+        Raises:
+            ValueError: a setting is wrong, or the loss reads log-probs that the engine does not report.
+        """
+        given, engine = self.settings, self.settings["engine"]
+        kind, fusion, reports = engine_type(engine), fusion_of(engine), reports_logps_of(engine)
+        check_options(engine)
+        sampler = kind if given["rollout"] is None else "own"  # a function may bring log-probs of its own
+        default = "measure" if sampler == "transformers" and not reports else "paper/tis"
+        default = default if fusion is None else "paper/logit-fusion"
+        method = resolve(given["correction"], given["objective"], given["advantages"], default=default)
+        self.entropy = Entropy(given["entropy"])
+        self.preset = self.entropy.in_preset(method)
+        self.objective = starting_preset(self.preset).objective
+        sampling = given["sampling"]
+        fields = {"max_tokens": 128, **(sampling if isinstance(sampling, dict) else {})}
+        self.sampling = sampling if isinstance(sampling, Sampling) else Sampling(**fields)
+        check_sampling(
+            sampler,
+            self.sampling,
+            needs_sampling=self.objective.needs_sampling,
+            arguments=engine if isinstance(engine, dict) else None,
+            reports=reports,
+        )
+
+    def _make_parts(self) -> None:
+        """What samples, scores, measures and watches: each reads its own settings.
+
+        Raises:
+            ValueError: a setting is wrong.
+        """
+        given, engine = self.settings, self.settings["engine"]
+        parse_learner_rounding(given["learner_rounding"], rounding_of(engine))
+        cache = parse_learner_kv_cache(given["learner_kv_cache"], engine)
+        has_kl = self.objective.kl is not None
+        check_kl_reference(given["kl_reference"], cache=cache, has_kl=has_kl, where="objective.kl")
+        parse_perturbation(given["perturbation"])
+        check_bool(mask_truncated_completions=given["mask_truncated_completions"])
+        self.experts = Experts(given)
+        self.exact = ExactCheck(self)
+        self.rewards = Rewards(given["reward_funcs"], given["reward_weights"], self.agents.rewards)
+        self.measuring = Measuring(self.rewards.names)
+        self.compact = CompactRows(self)
+        self.scorer = Scorer(self.sampling, by_vllm=engine_type(engine) != "transformers", compact=self.compact.scoring)
+        self.ahead = sample_ahead(self)  # None: sample and learn in turn
+        self.replay = replayed(self)  # None: every row is fresh
+        self.generation = Generation(self)
+        self.validation = Validation(self, self.generation)
+        self.strict_loading = given["adapter"] is None
+        self.control = Control(given["control"])
+        self.auto = AutoCorrection(self.preset)
+        self.noise = PerturbedForward(None, None)  # the policy is not there yet
 
     @property
     def objective(self) -> Objective:
@@ -296,7 +313,12 @@ class OffPolicyGRPOModule(LightningModule):
         return optimizer_and_schedule(self.policy, self.settings, total_steps=self.trainer.estimated_stepping_batches)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Add a :class:`RunFolder`, unless the trainer has one or has no logger."""
+        """Add a :class:`RunFolder`, unless the trainer has one or has no logger. The first hook that Lightning calls.
+
+        Raises:
+            ValueError: the strategy does not run on the trainer's devices.
+        """
+        models.check_devices(self.trainer)
         known = any(isinstance(callback, RunFolder) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if known or not self.trainer.loggers else [RunFolder()]
 

@@ -14,8 +14,9 @@ BOTH = "tests/lightning/test_equality.py::test_loss_gradients_metrics_and_weight
 ENTROPY = "tests/lightning/test_equality_entropy.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"
 EXPERTS = "tests/lightning/test_equality_experts.py::test_loss_gradients_metrics_and_weights_are_those_of_trl"
 AHEAD = "tests/lightning/test_ahead.py::test_weights_and_numbers_are_those_of_trl"
-SHARDED = "tests/lightning/test_sharded.py::test_it_shards_and_trains_as_ddp"
+SHARDED = "tests/lightning/test_sharded.py::test_it_shards_and_trains_as_one_process"
 STRATEGIES = "tests/scale_out/test_strategies.py::test_weights_are_those_of_one_process"
+ONE_SEQUENCE = "tests/scale_out/test_one_sequence.py::test_weights_and_metrics_are_those_of_the_plain_path"
 SERVER = "tests/engines/server/test_server_training.py::test_engine_and_trainer_agree_through_a_server"
 DUPLICATES = "tests/rollouts/test_duplicates_hf.py::test_rows_that_draw_the_same_numbers_are_found"
 EXACTLY = "tests/trl/test_resume.py::test_a_resumed_run_goes_on_exactly"
@@ -170,6 +171,12 @@ FEATURES = (
             "tests/lightning/test_ddp.py::test_two_processes_train_as_one"),
     Feature("FSDP2, ZeRO-3, two processes", STRATEGIES, SHARDED),
     Feature("FSDP1, two processes", "trains on two CPU processes; torch crashes at saving a full state dict", SHARDED),
+    Feature("transformers' `generate` from a policy in shards", "TRL's own, not changed here: not run",
+            "tests/lightning/test_sharded_generate.py::test_each_rank_draws_what_one_process_draws"),
+    Feature("prompts computed once on shards (FSDP2, ZeRO-3)", ONE_SEQUENCE,
+            "tests/lightning/test_sharded.py::test_prompts_are_computed_once_on_shards"),
+    Feature("images through a server", "TRL's own client alone (`transfer: nccl`): not run",
+            "refused: requests hold token ids"),
     Feature("weight decay", "that of transformers' Trainer, not changed here",
             "tests/lightning/test_optimization.py::test_what_decays_is_what_transformers_trainer_lets_decay"),
     Feature("top-p where transformers' `generate` samples",

@@ -4,6 +4,7 @@ python tests/lightning/ahead_run.py FOLDER URL --model M [--lag K] [--old-logps 
 ... [--save N]      # a checkpoint at step N
 ... [--resume N]    # from there
 ... [--tools]       # episodes of several turns, which call a tool
+... [--one-prompt]  # every row asks the same, so that both ranks do
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--save", type=int)
     parser.add_argument("--resume", type=int)
     parser.add_argument("--tools", action="store_true")
+    parser.add_argument("--one-prompt", action="store_true")
     options = parser.parse_args()
     ours = module(
         {"type": "server", "base_url": options.url, "patience": {"timeout": 60.0, "retries": 1}},
@@ -70,7 +72,7 @@ def main() -> None:
     callbacks = [watch, RunFolder(str(run), report=False), *([saver] if options.save else [])]
     owner = trainer(options.folder, callbacks=callbacks, max_steps=options.steps, **ranks, **saving)
     path = options.folder / f"step={options.resume}.ckpt" if options.resume else None
-    rows = conversations(32) if options.tools else None
+    rows = conversations(32) if options.tools else [{"prompt": "w1 w2"}] * 32 if options.one_prompt else None
     owner.fit(ours, data(rows, micro_batch_size=8), ckpt_path=path, weights_only=True if path else None)
     if not owner.is_global_zero:
         return
@@ -89,6 +91,10 @@ def main() -> None:
                     float(np.mean([not m.all() for m in part.completion_mask])) for _, part in frame.groupby("step")
                 ],
                 "turns": max(map(turns, frame.completion_mask)),
+                "distinct": [
+                    [len(set(map(tuple, part.completion_ids))), len(part)]
+                    for _, part in frame.groupby(["step", "prompt"])
+                ],
                 "in_order": all((versions[1:] >= versions[:-1]).all() for versions in frame.policy_versions),
                 "processes": owner.world_size,
             },

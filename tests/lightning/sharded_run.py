@@ -1,10 +1,11 @@
-"""Steps on two processes under a strategy of Lightning; every rank leaves what it saw.
+"""Steps on two processes under a strategy of Lightning, or on one; every rank leaves what it saw.
 
-python tests/lightning/sharded_run.py FOLDER ddp|fsdp2|fsdp|zero3 [--lora] [--named] [--resume] [--gpu]
+python tests/lightning/sharded_run.py FOLDER one|ddp|fsdp2|fsdp|zero3 [--lora] [--named] [--resume] [--share] [--gpu]
 
 Two steps, a validation and a checkpoint; with --resume one step more from that checkpoint. With --named the model is
-loaded from FOLDER/model. Lightning refuses FSDP1 and
-DeepSpeed on a CPU, although torch and DeepSpeed run there: two subclasses leave out the refusal.
+loaded from FOLDER/model, with --share each prompt is computed once. ``one`` is one process, which has the rows of both.
+At the end the model is written for ``from_pretrained``. Lightning refuses FSDP1 and DeepSpeed on a CPU, although torch
+and DeepSpeed run there: two subclasses leave out the refusal.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from lightning_runs import Played, Watch, data, module, trainer
 from tiny_models import tiny_model
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from trainer_runs import Engine
+from trainer_runs import MICRO_BATCH, Engine
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from lightning_module import models
+from lightning_module import SaveModel, models
 from trl_offpolicy.rollouts.scoring import sequence_logps
 
 STEPS = 2
@@ -49,9 +50,10 @@ class Words(Played):
 
     def generate(self, prompt_ids: Any, sampling: Any, *, n: int = 1) -> Any:
         prompts = [list(ids) for ids in prompt_ids for _ in range(n)]
-        words = Engine()
-        words.random.manual_seed(sum(map(sum, prompts)))
-        completions = [words._words() for _ in prompts]
+        words, completions = Engine(), []
+        for ids in prompt_ids:
+            words.random.manual_seed(sum(ids))
+            completions += [words._words() for _ in range(n)]
         logprobs = [[-5.0] * len(ids) for ids in completions]
         call = {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
         self.calls = [*self.calls[: len(self.prompts)], call]
@@ -98,15 +100,20 @@ class Shards(Watch):
         pass
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.keep_weights(trainer, pl_module)
+        self.logs.append(dict(pl_module.step_logs))
+
+    def keep_weights(self, trainer: Any, pl_module: Any) -> None:
         with models.whole_weights(trainer.strategy.model), models.zero3_gathered(pl_module.policy):
             named = pl_module.policy.named_parameters()
             full = {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named}
             self.weights.append({name.replace(models.FSDP1_PREFIX, ""): value.clone() for name, value in full.items()})
-        self.logs.append(dict(pl_module.step_logs))
 
 
 def strategy_of(kind: str, *, on_gpu: bool) -> Any:
     """The strategy; on a CPU without Lightning's refusal."""
+    if kind == "one":
+        return "auto"
     if kind == "fsdp2":
         return ModelParallelStrategy(**SHARDED)
     if kind == "fsdp":
@@ -133,28 +140,35 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("kind")
-    for flag in ("--lora", "--named", "--resume", "--gpu"):
+    for flag in ("--lora", "--named", "--resume", "--share", "--gpu"):
         parser.add_argument(flag, action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
-    name = given.kind + "-lora" * given.lora
+    name = given.kind + "-lora" * given.lora + "-share" * given.share
     watch, engine = Shards(), Words()
+    saver, ranks = SaveModel(str(given.folder / f"{name}-model")), 1 if given.kind == "one" else 2
     ours = module(engine, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5), correction="paper/tis",
                   adapter=LORA if given.lora else None, sync_check=True,
+                  share_prefix=given.share, gradient_checkpointing=given.share,
                   model=str(given.folder / "model") if given.named else tiny_model())  # fmt: skip
-    owner = trainer(given.folder, devices=2, strategy=strategy_of(given.kind, on_gpu=given.gpu), callbacks=[watch],
-                    accelerator="gpu" if given.gpu else "cpu", max_steps=STEPS + given.resume, val_check_interval=1,
-                    limit_val_batches=1)  # fmt: skip
+    owner = trainer(given.folder, devices=ranks, strategy=strategy_of(given.kind, on_gpu=given.gpu),
+                    callbacks=[watch, saver], accelerator="gpu" if given.gpu else "cpu",
+                    max_steps=STEPS + given.resume, val_check_interval=1, limit_val_batches=1)  # fmt: skip
     checkpoint = given.folder / f"{name}.ckpt"
-    prompts = data(PROMPTS[4:], val_dataset=PROMPTS[:4], val_batch_size=2)
+    sizes = {"micro_batch_size": 2 * MICRO_BATCH // ranks, "val_batch_size": 4 // ranks}
+    prompts = data(PROMPTS[4:], val_dataset=PROMPTS[:4], **sizes)
+    shared: list[None] = []  # forwards in which a prompt was computed once
+    once = ours.compact._shared.context
+    ours.compact._shared.context = lambda *args: (shared.append(None), once(*args))[1]
     owner.fit(ours, prompts, ckpt_path=checkpoint if given.resume else None)
     if not given.resume:
         owner.save_checkpoint(checkpoint)
     whole = sum(value.numel() for value in watch.weights[0].values())
     seen = {
         "weights": watch.weights, "logs": watch.logs, "world": owner.world_size, "engine": engine.weights,
-        "share": share_of_rank(ours.policy, whole), "reward": float(owner.callback_metrics["eval_reward"]),
+        "share": share_of_rank(ours.policy, whole), "shared": len(shared),
+        "reward": float(owner.callback_metrics["eval_reward"]),
     }  # fmt: skip
     torch.save(seen, given.folder / f"{name}{'-resumed' * given.resume}-{owner.global_rank}.pt")
 

@@ -10,12 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_runs import Watch, data, module, trainer
+from lightning_runs import OwnMismatch, Watch, data, module, trainer
 from tiny_models import save_tiny_model, tiny_model, tiny_prompts
 
 from lightning_module import OffPolicyGRPOModule
 from lightning_module.deliberate import check_teacher
 from trl_offpolicy.engines.logit_fusion import TeacherMix
+from trl_offpolicy.engines.norm_noise import NoisyNorms, NormNoise, norms
 
 pytestmark = pytest.mark.integration
 
@@ -96,6 +97,37 @@ def test_a_validation_samples_from_the_policy_alone(
     owner = trainer(tmp_path / "held_out", max_steps=1, accumulate_grad_batches=2, num_sanity_val_steps=1)
     owner.fit(with_teacher(teacher, steps=100, difficulty="hard"), data(prompts, val_dataset=held_out))
     assert planned == [0.0, 0.5]  # the sanity validation, then the generation
+
+
+class NoisyWords(OwnMismatch):
+    """Words of an engine whose own model has norms, which hold the noise; it keeps what they are at each call."""
+
+    def __init__(self) -> None:
+        super().__init__(noise=0.1)
+        own = tiny_model()
+        self.clean = {name: weight.clone() for name, weight in norms(own).items()}
+        self.noise = NoisyNorms(NormNoise(start=0.3, end=0.1, stages=2, steps=2), lambda: own, lambda: None)
+        self.held = lambda: {name: float((weight - self.clean[name]).std()) for name, weight in norms(own).items()}
+        self.seen: list[tuple[bool, dict[str, float]]] = []
+        self.training: Any = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append((self.training(), self.held()))
+        return super().generate(*args, **kwargs)
+
+
+def test_a_validation_samples_without_the_noise_of_norms(tmp_path: Path) -> None:
+    """Of two stages the second has noise: steps 1 and 2 train with it, the validations after steps 0 to 2 have none."""
+    engine = NoisyWords()
+    owner = trainer(tmp_path, max_steps=3, val_check_interval=1, num_sanity_val_steps=1, limit_val_batches=1)
+    engine.training = lambda: owner.training
+    owner.fit(module(engine, correction="paper/tis"), data(val_dataset=tiny_prompts(2), val_batch_size=2))
+    assert [training for training, _ in engine.seen] == [False, True, False, True, False, True, False]
+    for number, (training, deviations) in enumerate(engine.seen):
+        if training and number > 1:  # the steps after the first
+            assert all(0.2 < one < 0.4 for one in deviations.values())
+        else:
+            assert all(one == 0.0 for one in deviations.values())
 
 
 def test_what_does_not_go_with_a_teacher(teacher: str, tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from tiny_models import tiny_tokenizer
 from trainer_runs import TIMES, Engine
 from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
+from lightning_module.agents import check_images
 from lightning_module.export import save_model
 from trl_offpolicy.engines.engine import Rollouts, Sampling
+from trl_offpolicy.engines.server.engine import ServerEngine
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 pytestmark = pytest.mark.integration
@@ -220,6 +222,13 @@ def test_what_does_not_go_with_images_is_refused(case: str, tmp_path: Path) -> N
     ours = module(**{"engine": "transformers", "sync_check": False, **settings(**options)})
     with pytest.raises(error, match=message):
         trainer(tmp_path, max_steps=1).fit(ours, data(image_rows(4)))
+
+
+def test_the_refusal_of_a_server_says_by_which_route_it_would_take_images() -> None:
+    ours = module(**settings())
+    ours.generation.engine = object.__new__(ServerEngine)  # as it is before the first request
+    with pytest.raises(NotImplementedError, match=r"a ServerEngine, whose .* /v1/chat/completions/render, which"):
+        check_images(ours)
 
 
 def test_a_text_prompt_with_an_image_is_refused(tmp_path: Path) -> None:

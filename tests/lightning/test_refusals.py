@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_runs import OwnMismatch, data, module, trainer
 from tiny_models import score_last_word
 from torch.utils.data import DataLoader
@@ -106,3 +107,11 @@ def test_vllm_in_each_of_several_processes_has_one_device() -> None:
         check_one_each(spec, 4)
     for one, ranks in ((spec, 1), ({"type": "vllm"}, 4), ("vllm", 4), ({**spec, "type": "server"}, 4)):
         check_one_each(one, ranks)
+
+
+def test_deepspeed_without_a_gpu_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    ours = module()
+    with pytest.raises(ValueError, match=r"^strategy must be ddp or .* but got DeepSpeedStrategy on a CPUAccelerator"):
+        trainer(tmp_path, max_steps=1, strategy=DeepSpeedStrategy(stage=3)).fit(ours, data())
+    assert ours.policy is None

@@ -103,4 +103,13 @@ def test_two_ranks_share_the_server(server: Server, tmp_path: Path) -> None:
     assert result["processes"] == 2
     assert result["lags"] == [[0], [1], [1], [1]]
     assert len({prompt for step in result["prompts"] for prompt in step}) == 4 * 4
+    assert result["distinct"] == [[4, 4]] * 4 * 4
     assert max(result["mismatch"]) < AGREE
+
+
+def test_two_ranks_that_ask_the_same_draw_apart(server: Server, tmp_path: Path) -> None:
+    """Two groups of four on each rank, all of one prompt: no completion of the sixteen is drawn twice."""
+    result = run(server, tmp_path, "--one-prompt", "--devices", "2")
+
+    assert result["processes"] == 2 and list(map(len, result["prompts"])) == [1] * 4
+    assert result["distinct"] == [[16, 16]] * 4

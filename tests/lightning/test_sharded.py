@@ -1,4 +1,4 @@
-"""Strategies that shard: two real processes, weights whole for the engine, the same training as DDP, and its resume."""
+"""Strategies that shard: two real processes, weights whole for the engine, the training and resume of one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import save_tiny_model
+from peft import PeftModel
+from tiny_models import save_tiny_model, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = ["fsdp2", "fsdp", "zero3"]
@@ -26,8 +28,10 @@ def run(folder: Path, kind: str, *flags: str) -> Seen:
     command = [sys.executable, "-W", "ignore", str(script), str(folder), kind, *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    name = kind + "-lora" * ("--lora" in flags) + "-resumed" * ("--resume" in flags)
-    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(2)]
+    name = kind + "".join(f"-{one}" for one in ("lora", "share") if f"--{one}" in flags)
+    name += "-resumed" * ("--resume" in flags)
+    ranks = 1 if kind == "one" else 2
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +43,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> tuple[Seen, Seen, Seen]:
-    """DDP: two steps, a third one after a resume, and two steps of an adapter."""
-    return run(folder, "ddp"), run(folder, "ddp", "--resume"), run(folder, "ddp", "--lora")
+    """One process: two steps, a third one after a resume, and two steps of an adapter."""
+    return run(folder, "one"), run(folder, "one", "--resume"), run(folder, "one", "--lora")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_it_shards_and_trains_as_ddp(kind: str, folder: Path, whole: tuple[Seen, Seen, Seen]) -> None:
+@pytest.mark.parametrize("kind", ["ddp", *STRATEGIES])
+def test_it_shards_and_trains_as_one_process(kind: str, folder: Path, whole: tuple[Seen, Seen, Seen]) -> None:
     for part in run(folder, kind):
-        assert part["share"] == pytest.approx(0.5) and part["world"] == 2
+        assert part["share"] == pytest.approx(1.0 if kind == "ddp" else 0.5) and part["world"] == 2
         assert_same(part, whole[0][0])
+        assert_saved(folder / f"{kind}-model", part["weights"][-1])
     for part in run(folder, kind, "--resume"):
         assert len(part["weights"]) == 1
         assert_same(part, whole[1][0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "zero3"])
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_prompts_are_computed_once_on_shards(kind: str, folder: Path, whole: tuple[Seen, Seen, Seen]) -> None:
+    assert whole[0][0]["shared"] == 0
+    for part in run(folder, kind, "--share"):
+        assert part["share"] == pytest.approx(0.5) and part["shared"] >= 2
+        assert_same(part, whole[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_an_adapter_on_a_model_by_name(kind: str, folder: Path, whole: tuple[Seen, Seen, Seen]) -> None:
     """Under ZeRO-3 Lightning makes models inside DeepSpeed's zero.Init, where an adapter would start as noise."""
     for part in run(folder, kind, "--lora", "--named"):
         assert_same(part, whole[2][0])
+    adapted = PeftModel.from_pretrained(tiny_model(), folder / f"{kind}-lora-model")
+    for name, value in adapted.named_parameters():
+        assert torch.equal(value, part["weights"][-1][name]), name
 
 
 @pytest.mark.gpu
@@ -82,6 +99,15 @@ def assert_same(part: dict[str, Any], whole: dict[str, Any]) -> None:
         assert part["logs"][-1][key] == pytest.approx(whole["logs"][-1][key], rel=1e-4, abs=1e-6), key
     assert part["logs"][-1]["offpolicy/rollout/sync_agreement"] > 0.999
     assert part["reward"] == pytest.approx(whole["reward"], abs=1e-6)
+
+
+def assert_saved(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """What ``from_pretrained`` loads is what the ranks gathered after the last step, bit for bit."""
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder, dtype="float32").named_parameters())
+    assert loaded.keys() == weights.keys()
+    for name, value in loaded.items():
+        assert torch.equal(value, weights[name]), name
+    assert AutoTokenizer.from_pretrained(folder)("w1 w2")["input_ids"] == [4, 5]
 
 
 @pytest.mark.slow

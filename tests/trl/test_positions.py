@@ -34,7 +34,14 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_offpolicy as op
-from trl_offpolicy.trl.positions import GIVEN, THEIRS, Positions, counted_positions, positions_under_padding
+from trl_offpolicy.trl.positions import (
+    GIVEN,
+    THEIRS,
+    Positions,
+    counted_positions,
+    has_position_vectors,
+    positions_under_padding,
+)
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 SIZE = len(VOCABULARY)
@@ -107,12 +114,24 @@ def test_an_adapter_hides_nothing() -> None:
     assert positions_under_padding(get_peft_model(drawn("llama"), lora)) == "fine"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "openai-gpt", "xglm", "bart", "llama"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "openai-gpt", "ctrl", "xglm", "bart", "bloom", "gpt-neox", "mamba", "llama", "qwen3_moe"]
+)
 def test_names_decide_where_no_weights_are(name: str) -> None:
     """As under ZeRO-3, whose parameters have a mark and no values."""
     model = drawn(name)
     next(model.parameters()).ds_id = 0  # type: ignore[attr-defined]
     assert positions_under_padding(model) == MODELS[name][1]
+
+
+def test_a_tensor_that_is_no_buffer_is_found_by_its_name() -> None:
+    """CTRL's vectors were one in earlier versions of transformers."""
+    model = drawn("ctrl")
+    vectors = model.transformer.pos_encoding.data
+    del model.transformer.pos_encoding
+    assert not has_position_vectors(model)
+    model.transformer.pos_encoding = vectors.clone()
+    assert "pos_encoding" not in dict(model.transformer.named_buffers()) and has_position_vectors(model)
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -74,7 +74,7 @@ def positions_are_wanted(model: nn.Module, *, say: bool) -> bool:
 
 
 def has_position_vectors(model: nn.Module) -> bool:
-    """True if, by its name, a part of the decoder looks positions up in a table or computes vectors for them.
+    """True if, by its name, a part or a tensor of the decoder is a table of positions or computes vectors for them.
 
     Example:
         >>> has_position_vectors(nn.ModuleDict({"wte": nn.Embedding(9, 2), "wpe": nn.Embedding(4, 2)}))
@@ -84,8 +84,13 @@ def has_position_vectors(model: nn.Module) -> bool:
     """
     inner: Any = model
     decoder: nn.Module = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
-    parts = [name.rpartition(".")[2] for name, part in decoder.named_modules() if "Rotary" not in type(part).__name__]
-    return any(map(_POSITIONS.search, parts))
+    names: list[str] = []
+    for name, part in decoder.named_modules():
+        if "Rotary" in type(part).__name__:
+            continue
+        own = {**part._parameters, **part._buffers, **vars(part)}  # CTRL has a tensor, not a part
+        names += [name.rpartition(".")[2], *(key for key, value in own.items() if isinstance(value, Tensor))]
+    return any(map(_POSITIONS.search, names))
 
 
 def _observed(model: nn.Module) -> Positions | None:

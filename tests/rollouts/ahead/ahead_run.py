@@ -1,7 +1,7 @@
 """Train a tiny model ahead of a real vLLM server; prints one JSON line.
 
 python tests/rollouts/ahead/ahead_run.py FOLDER URL --model M [--lag K] [--partial P] [--old-logps O] [--lora]
-                                          [--save N] [--resume] [--tools]
+                                          [--save N] [--resume] [--tools] [--one-prompt]
 
 Under a configuration of ``recipes/accelerate`` the weights are sharded.
 """
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--tools", action="store_true")
+    parser.add_argument("--one-prompt", action="store_true")  # every row asks the same, so that both ranks do
     options = parser.parse_args()
     engine.ServerAdapters = NotedAdapters  # type: ignore[misc]
     fsdp2 = os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -103,6 +104,7 @@ def main() -> None:
     )
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
     rows = Dataset.from_list(conversations(32)) if options.tools else tiny_prompts()
+    rows = Dataset.from_list([{"prompt": "w1 w2"}] * 32) if options.one_prompt else rows
     agents = {"tools": [lookup], "processing_class": tool_tokenizer()} if options.tools else {}
     reward = count_letters if options.tools else spread
     trainer = OffPolicyGRPOTrainer(options.model, reward, args, train_dataset=rows, peft_config=lora, **agents)
@@ -123,6 +125,10 @@ def main() -> None:
                 ],
                 "called": [np.mean([not m.all() for m in part.completion_mask]) for _, part in frame.groupby("step")],
                 "turns": max(map(turns, frame.completion_mask)),
+                "distinct": [
+                    [len(set(map(tuple, part.completion_ids))), len(part)]
+                    for _, part in frame.groupby(["step", "prompt"])
+                ],
                 "in_order": all((versions[1:] >= versions[:-1]).all() for versions in frame.policy_versions),
                 "at_sync": at_sync,
                 "processes": trainer.accelerator.num_processes,
