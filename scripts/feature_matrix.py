@@ -73,6 +73,25 @@ FEATURES = (
     Feature("noise in the forward that learns",
             "tests/trl/test_trainer_controllers.py::test_the_noise_of_the_forward_learns_and_goes_on_from_a_checkpoint",
             "tests/lightning/test_equality.py::test_noise_on_hidden_states_and_its_scale_are_those_of_trl"),
+    Feature("presets that set the trainer: bound on gradients, learning rate, noise, updates taken back",
+            "tests/trl/test_control.py::test_a_gradient_too_aligned_with_the_one_before_is_projected[preset], "
+            "tests/trl/test_control.py::test_the_ceiling_follows_the_lag_of_the_rows[paper/staleness-ceiling], "
+            "tests/trl/test_trainer_controllers.py::test_a_preset_perturbs_the_forward_that_learns, "
+            "tests/trl/test_ahead.py::test_an_update_that_parts_engine_and_trainer_is_taken_back[preset]",
+            "tests/lightning/test_control.py::test_a_gradient_too_aligned_with_the_one_before_is_projected[preset], "
+            "tests/lightning/test_control.py::test_the_ceiling_follows_the_lag_of_the_rows[paper/staleness-ceiling], "
+            "tests/lightning/test_control.py::test_a_preset_perturbs_the_forward_that_learns, "
+            "tests/lightning/test_control.py::test_an_update_that_parts_engine_and_trainer_is_taken_back[preset]"),
+    Feature("presets that set the engine: rounding, noise, versions, overlap",
+            "tests/engines/test_colocate.py::test_a_preset_brings_the_noise_of_a_rounded_engine, "
+            "tests/rollouts/ahead/test_server_ahead.py::test_a_preset_has_several_versions_live_at_once, "
+            "tests/trl/test_ahead.py::test_periodic_asynchrony_asks_for_a_whole_step_and_is_never_stale[preset]",
+            "tests/lightning/test_vllm.py::"
+            "test_presets_bring_a_rounded_engine_and_a_learner_that_follows_it_or_its_noise, "
+            "tests/lightning/test_server_ahead.py::"
+            "test_a_preset_leaves_responses_the_adapter_that_they_began_with, "
+            "tests/lightning/test_ahead.py::"
+            "test_periodic_asynchrony_asks_for_a_whole_step_and_is_never_stale[paper/periodic-async]"),
     Feature("a teacher in the rollouts (logit fusion)",
             "tests/trl/test_fusion.py::test_the_mixture_is_the_sampling_policy",
             "tests/lightning/test_deliberate.py::test_the_mixture_is_the_sampling_policy"),

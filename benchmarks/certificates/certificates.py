@@ -8,7 +8,8 @@ the exact expectation of a similar row plus the mean difference to it; its error
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor
 
 import trl_offpolicy as op
 from benchmarks.certificates.mdp import Space, in_float64
-from benchmarks.certificates.mismatch import Case
-from benchmarks.certificates.terms import Row, rows
+from benchmarks.certificates.mismatch import Case, World, case, graded
+from benchmarks.certificates.terms import Mixture, Row, rows
+from trl_offpolicy.functional.mixture import mixture_logps
+from trl_offpolicy.objective.advantages import AdvantageEstimator, AdvantageInputs
 
 BATCH = 64
 """Responses of a batch, at which variance and mean squared error are given."""
@@ -70,7 +73,31 @@ class Moments(NamedTuple):
     variance: float
 
 
-def batch_of(case: Case, index: Tensor | None = None) -> tuple[op.PolicyBatch, Tensor]:
+def case_of(row: Row, kind: str, made: World) -> Case:
+    """The case of a kind of mismatch, with the rewards that ``row`` is about."""
+    return _case_of(row.pass_rate, kind, made)
+
+
+@lru_cache(maxsize=2)
+def _case_of(pass_rate: float | None, kind: str, made: World) -> Case:
+    return case(kind, made if pass_rate is None else graded(made, pass_rate))
+
+
+def sampling_of(case: Case, mixture: Mixture | None) -> Tensor:
+    """(N, T) log-probs of the denominator: each row's own sampler, or the mixture of all versions that sampled.
+
+    The shares are those in expectation, as in a large batch: of the tokens at level "token", as in the trainers, and of
+    the responses at level "sequence". Where one version samples, the mixture is that version.
+    """
+    if mixture is None or not case.versions:
+        return case.sampling
+    scored = torch.stack([case.space.logps(version) for version in case.versions])
+    counted = case.probability * (case.space.lengths if mixture == "token" else 1.0)
+    shares = torch.stack([counted[case.lag == lag].sum() for lag in range(len(case.versions))])
+    return mixture_logps(scored, shares / shares.sum(), case.space.mask, level=mixture)
+
+
+def batch_of(case: Case, index: Tensor | None = None, mixture: Mixture | None = None) -> tuple[op.PolicyBatch, Tensor]:
     """The rows of ``index`` (None = all) as the kit's batch before the first step, pi = pi_old, and its leaf (B, T)."""
     over = case.space if index is None else case.space.take(index)
     of = slice(None) if index is None else index
@@ -83,7 +110,7 @@ def batch_of(case: Case, index: Tensor | None = None) -> tuple[op.PolicyBatch, T
     batch = op.PolicyBatch(
         per_token_logps=leaf,
         old_per_token_logps=logps,
-        sampling_per_token_logps=case.sampling[of],
+        sampling_per_token_logps=sampling_of(case, mixture)[of],
         completion_mask=over.mask,
         advantages=case.advantages[of],
         rewards=rewards,
@@ -97,9 +124,46 @@ def batch_of(case: Case, index: Tensor | None = None) -> tuple[op.PolicyBatch, T
     return batch, leaf
 
 
-def coefficients(objective: op.Objective, case: Case, index: Tensor | None = None) -> Tensor:
+def estimated(batch: op.PolicyBatch, objective: op.Objective, estimator: AdvantageEstimator, squares: Tensor) -> Tensor:
+    """(B,) or (B, T) advantages of drawn batches of ``BATCH`` rows, with the weights of the objective's correction.
+
+    Args:
+        batch: as :func:`batch_of` makes it.
+        objective: whose correction weighs.
+        estimator: makes the advantages.
+        squares: (B, T) sums of squared probabilities.
+    """
+    assert objective.correction is not None and batch.rewards is not None and batch.group_ids is not None
+    assert batch.old_per_token_logps is not None
+    weights = objective.correction(batch).weights
+    found = []
+    for start in range(0, len(batch.rewards), BATCH):  # an estimator may look at its whole batch
+        of = slice(start, start + BATCH)
+        inputs = AdvantageInputs(
+            rewards=batch.rewards[of],
+            group_ids=batch.group_ids[of],
+            mask=batch.mask[of],
+            per_token_logps=batch.old_per_token_logps[of],
+            sum_sq_probs=squares[of],
+            weights=weights[of],
+        )
+        found.append(estimator(inputs))
+    return torch.cat(found)
+
+
+def coefficients(
+    objective: op.Objective,
+    case: Case,
+    index: Tensor | None = None,
+    *,
+    advantages: AdvantageEstimator | None = None,
+    mixture: Mixture | None = None,
+) -> Tensor:
     """(B, T): minus the gradient of the kit's loss by the log-prob of each token. The step goes against the loss."""
-    batch, leaf = batch_of(case, index)
+    batch, leaf = batch_of(case, index, mixture)
+    if advantages is not None:
+        squares = (case.space if index is None else case.space.take(index)).square_sums(case.target)
+        batch = replace(batch, advantages=estimated(batch, objective, advantages, squares))
     (gradient,) = torch.autograd.grad(objective(batch).loss, leaf)
     return torch.where(batch.mask, -gradient, 0.0)
 
@@ -111,7 +175,7 @@ def terms(row: Row, case: Case) -> Tensor:
     estimate is BATCH times the mean.
     """
     factor = BATCH if row.objective.aggregation == "token_sum" else len(case.probability)
-    return coefficients(row.objective, case) * factor
+    return coefficients(row.objective, case, mixture=row.mixture) * factor
 
 
 def moments(over: Space, by_response: Tensor, case: Case) -> Moments:
@@ -172,18 +236,15 @@ def _from_batches(row: Row, case: Case, batches: int, seed: int) -> tuple[Tensor
     known = moments(case.space, by_response, case).mean
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(case.probability, batches * BATCH, replacement=True, generator=generator)
-    if row.by_group:  # groups do not see each other: all batches in one call
-        found = coefficients(row.objective, case, drawn).double() * batches
-    else:
-        found = torch.cat([coefficients(row.objective, case, index) for index in torch.split(drawn, BATCH)]).double()
-    estimates, differences = [], []
-    one = torch.ones(BATCH, dtype=torch.float64)
-    for index, by_token in zip(torch.split(drawn, BATCH), torch.split(found, BATCH), strict=True):
-        over = case.space.take(index)
-        estimate = over.gradient(by_token, one, case.target)
-        estimates.append(estimate.flatten())
-        differences.append((estimate - over.gradient(by_response[index], one / BATCH, case.target)).flatten())
-    estimated, differed = torch.stack(estimates), torch.stack(differences)
+    # groups that do not see each other: several batches in one call, each of which weighs less there
+    pieces = torch.split(drawn, 8 * BATCH if row.by_group else BATCH)
+    found = torch.cat([
+        coefficients(row.objective, case, index, advantages=row.advantages).double() * (len(index) / BATCH)
+        for index in pieces
+    ])  # fmt: skip
+    over = case.space.take(drawn)
+    estimated = over.gradients(found, batches, case.target).flatten(1)
+    differed = estimated - over.gradients(by_response[drawn] / BATCH, batches, case.target).flatten(1)
     spread = float(differed.var(0).sum()) / batches
     return known + differed.mean(0).view_as(known), float(estimated.var(0).sum()), spread
 

@@ -53,6 +53,11 @@ class Space:
         by_state = -torch.where(logps > -torch.inf, logps.exp() * logps, 0.0).sum(-1)
         return torch.where(self.mask, by_state[self.state], 0.0)
 
+    def square_sums(self, logits: Tensor) -> Tensor:
+        """(N, T) sum over the vocabulary of the probabilities squared, before each token; 0 after the end."""
+        by_state = logits.softmax(-1).square().sum(-1)
+        return torch.where(self.mask, by_state[self.state], 0.0)
+
     def gradient(self, coefficients: Tensor, probability: Tensor, logits: Tensor) -> Tensor:
         """Sum over responses of their probability times sum_t c_t grad log pi(y_t), with pi the softmax of ``logits``.
 
@@ -70,6 +75,25 @@ class Space:
         at_token = torch.zeros(self.prefixes * self.vocabulary, dtype=by_token.dtype)
         at_token.index_add_(0, (self.state * self.vocabulary + self.token).flatten(), by_token)
         at_token = at_token.view(self.prefixes, self.vocabulary)
+        return at_token - at_token.sum(-1, keepdim=True) * logits.softmax(-1)
+
+    def gradients(self, coefficients: Tensor, pieces: int, logits: Tensor) -> Tensor:
+        """:meth:`gradient` of each of ``pieces`` equal parts of the rows, which all have a factor of 1.
+
+        Args:
+            coefficients: (N, T), N a multiple of ``pieces``.
+            pieces: P.
+            logits: (S, vocabulary).
+
+        Returns:
+            (P, S, vocabulary).
+        """
+        by_token = torch.where(self.mask, coefficients, 0.0)
+        size = self.prefixes * self.vocabulary
+        piece = torch.arange(pieces).repeat_interleave(len(by_token) // pieces).unsqueeze(-1)
+        place = (piece * size + self.state * self.vocabulary + self.token).flatten()
+        at_token = torch.zeros(pieces * size, dtype=by_token.dtype).index_add_(0, place, by_token.flatten())
+        at_token = at_token.view(pieces, self.prefixes, self.vocabulary)
         return at_token - at_token.sum(-1, keepdim=True) * logits.softmax(-1)
 
     def square_norms(self, coefficients: Tensor, logits: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ that samples, and the log-probs that the engine reports, which need not be those
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -64,6 +64,8 @@ class Case:
         baseline: constant that is subtracted from the rewards, the target's expected reward.
         gradient: (S, vocabulary), the exact gradient of the target's expected reward.
         token_advantages: (N, T) in place of the reward minus the baseline; None = that.
+        versions: logits of the trainer's versions that sampled, where they are several; a row's own is the one with its
+            lag. Oldest last.
     """
 
     space: Space
@@ -75,6 +77,7 @@ class Case:
     baseline: float
     gradient: Tensor
     token_advantages: Tensor | None = None
+    versions: tuple[Tensor, ...] = ()
 
     @property
     def advantages(self) -> Tensor:
@@ -109,6 +112,21 @@ def world(seed: int, size: tuple[int, int] | None = None) -> World:
     for _ in range(VERSIONS):
         versions.append(versions[-1] + STEP * expected_gradient(over, versions[-1], rewards)[1])
     return World(over, rewards, tuple(versions), noise)
+
+
+def graded(made: World, share: float) -> World:
+    """The task with rewards of 0 and 1: the best responses, of at least ``share`` of the target's mass, are right.
+
+    Args:
+        made: the task.
+        share: in (0, 1).
+    """
+    probability = made.space.logps(made.target).sum(-1).exp()
+    order = made.rewards.argsort(descending=True)
+    before = probability[order].cumsum(0) - probability[order]
+    rewards = torch.zeros_like(made.rewards)
+    rewards[order[before < share]] = 1.0
+    return replace(made, rewards=rewards)
 
 
 # ------------------------------------------------------------------------------------------------- kinds of mismatch
@@ -155,6 +173,7 @@ def _mixed(made: World) -> Case:
         rewards=made.rewards[every],
         baseline=first.baseline,
         gradient=first.gradient,
+        versions=tuple(made.versions[::-1]),
     )
 
 

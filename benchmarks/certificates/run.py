@@ -15,18 +15,23 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.certificates import figure, table  # noqa: E402
-from benchmarks.certificates.certificates import Certificate, certificate  # noqa: E402
+from benchmarks.certificates.certificates import Certificate, case_of, certificate  # noqa: E402
 from benchmarks.certificates.claims import CLAIMS  # noqa: E402
-from benchmarks.certificates.mismatch import KINDS, Case, case, world  # noqa: E402
+from benchmarks.certificates.mismatch import KINDS, World, world  # noqa: E402
 from benchmarks.certificates.terms import rows  # noqa: E402
 from benchmarks.lab.jobs import Experiment, cost_text, outcome_of, run_and_time, write_outcome  # noqa: E402
 
@@ -69,7 +74,7 @@ def certify(job: Seed, settings: Settings, folder: Path) -> dict[str, Any]:
         "settings": asdict(settings),
         "seed": job.seed,
         "size": [made.space.vocabulary, made.space.horizon],
-        "certificates": {kind: by_row(case(kind, made), settings, job.seed) for kind in settings.kinds},
+        "certificates": {kind: by_row(kind, made, settings, job.seed) for kind in settings.kinds},
         "claims": {name: asdict(claim.check(made)) for name, claim in CLAIMS.items()},
     }
     outcome["cpu_seconds"] = time.process_time() - started
@@ -77,12 +82,28 @@ def certify(job: Seed, settings: Settings, folder: Path) -> dict[str, Any]:
     return outcome
 
 
-def by_row(of: Case, settings: Settings, seed: int) -> dict[str, Any]:
+def by_row(kind: str, made: World, settings: Settings, seed: int) -> dict[str, Any]:
     """The certificate of every row under one kind of mismatch."""
-    return {name: asdict(certificate(row, of, batches=settings.batches, seed=seed)) for name, row in rows().items()}
+    found = {}
+    for name, row in rows().items():
+        found[name] = asdict(certificate(row, case_of(row, kind, made), batches=settings.batches, seed=seed))
+    return found
 
 
-def add_missing(seeds: list[Seed]) -> list[str]:
+def of_seed(seed: int, names: list[str], batches: int) -> dict[str, dict[str, Certificate]]:
+    """The certificates of the rows ``names`` under every kind, for one seed."""
+    torch.set_num_threads(1)
+    made = world(seed)
+    return {
+        kind: {
+            name: certificate(rows()[name], case_of(rows()[name], kind, made), batches=batches, seed=seed)
+            for name in names
+        }
+        for kind in KINDS
+    }
+
+
+def add_missing(seeds: list[Seed], processes: int = 1) -> list[str]:
     """Compute the rows that ``results.json`` lacks, with its own numbers of seeds and batches, and merge them.
 
     The other rows stay as they are; rows that the kit no longer has go. Claims are not checked again.
@@ -90,13 +111,10 @@ def add_missing(seeds: list[Seed]) -> list[str]:
     path = HERE / "results.json"
     results = json.loads(path.read_text())
     new = [name for name in rows() if name not in results["rows"]]
-    found: dict[str, dict[str, list[Certificate]]] = {kind: {name: [] for name in new} for kind in KINDS}
-    for job in seeds[: results["seeds"]]:
-        made = world(job.seed)
-        for kind in KINDS:
-            of = case(kind, made)
-            for name in new:
-                found[kind][name].append(certificate(rows()[name], of, batches=results["batches"], seed=job.seed))
+    one = partial(of_seed, names=new, batches=results["batches"])
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        by_seed = list(pool.map(one, [job.seed for job in seeds[: results["seeds"]]]))
+    found = {kind: {name: [one[kind][name] for one in by_seed] for name in new} for kind in KINDS}
     for kind in KINDS:
         old = results["cells"][kind]
         cells = {name: [table.rounded(value) for value in table.cell(found[kind][name])] for name in new}
@@ -142,7 +160,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="only the rows that results.json lacks, merged into it")
     args = parser.parse_args()
     if args.missing:
-        print("\n".join(add_missing([Seed(seed) for seed in range(args.seeds)])))
+        print("\n".join(add_missing([Seed(seed) for seed in range(args.seeds)], args.processes)))
         return
     settings = Settings(kinds=list(SHORT_KINDS if args.short else KINDS), batches=8 if args.short else args.batches)
     seeds = [Seed(seed) for seed in range(min(args.seeds, 2) if args.short else args.seeds)]

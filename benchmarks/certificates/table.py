@@ -26,8 +26,10 @@ HIGHLIGHTS = (
     "truncate sequence", "band token", "shaped token", "prefix_min", "prefix", "ess sequence",
     "ratio_band token", "ratio_band sequence_mean", "divergence_band k3 sequence_mean",
     "divergence_band binary_kl_both token", "outlier_veto", "second_moment_budget",
+    "mixture, raw sequence", "mixture of responses, raw sequence",
     "paper/icepop", "paper/kpop", "paper/geometric-mask", "paper/sequence-tis",
     "ppo_clip", "ppo_clip, times the product", "ppo_clip, bypass", "cispo, bypass", "gspo, bypass", "topr",
+    "advantages grpo", "advantages rloo", "advantages opob",
     "token_mean, product", "seq_mean_token_mean, product", "seq_mean_token_sum_norm, product",
     "normalize original sequence generation_batch",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from trl_offpolicy import Correction, GroupRejection, Objective, RatioBand, RawWeight, losses, shaping
 from trl_offpolicy.correction.terms import KeepTerm, Weight
@@ -17,14 +17,24 @@ from trl_offpolicy.correction.terms.weights import WEIGHT_LEVELS
 from trl_offpolicy.functional.aggregation import AGGREGATIONS, Aggregation
 from trl_offpolicy.functional.levels import LEVELS
 from trl_offpolicy.functional.masks import STATISTICS
+from trl_offpolicy.objective.advantages import AdvantageEstimator
 from trl_offpolicy.objective.losses import PolicyLoss
 from trl_offpolicy.presets.catalog import METHODS
-from trl_offpolicy.presets.parsing import KEEP_TYPES, LOSS_TYPES, WEIGHT_TYPES
+from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES, KEEP_TYPES, LOSS_TYPES, WEIGHT_TYPES
+from trl_offpolicy.presets.recommended import RECOMMENDED
+
+Mixture = Literal["token", "sequence"]
 
 SEPARABLE: Aggregation = "seq_mean_token_sum"
 """The mean over responses of the sum over tokens: its expectation on-policy is the gradient of the expected reward."""
 
 PRODUCT = RawWeight(level="sequence")
+PASS_RATE = 0.9
+"""Share of right responses for what looks at prompts on which all of 8 are right: that is then 0.43 of them or more."""
+
+WITH_A_KL = ("deepseek-v3.2/objective", "deepseek-v3.2/whole", "trl/rloo")
+"""Presets with a KL to the reference, whose wanted gradient is another one than that of the expected reward."""
+
 BEFORE: dict[type[KeepTerm], tuple[KeepTerm, ...]] = {GroupRejection: (RatioBand(level="token", low=0.8, high=1.25),)}
 """Keep terms that must come before another one."""
 
@@ -44,6 +54,9 @@ class Row:
         objective: the kit's objective that computes it.
         control: for what depends on the whole batch: the row that resembles it and is known exactly.
         factor: constant by which its loss multiplies the gradient on-policy, besides the normaliser's.
+        advantages: estimator that makes the advantages; None = reward minus the target's expected reward.
+        mixture: level of the mixture of versions that takes the place of each row's own sampler; None = none does.
+        pass_rate: rewards are 0 and 1, and at least this share of the target's responses is right; None = as they are.
     """
 
     name: str
@@ -52,10 +65,13 @@ class Row:
     objective: Objective
     control: str | None = None
     factor: float = 1.0
+    advantages: AdvantageEstimator | None = None
+    mixture: Mixture | None = None
+    pass_rate: float | None = None
 
     @property
     def by_group(self) -> bool:
-        """Whether a batch's estimate is the mean of one term for each prompt group."""
+        """Whether a batch's estimate is the mean of one term for each prompt group, given the advantages."""
         return self.objective.aggregation != "token_mean" and self.objective.scope in ("row", "group")
 
     @property
@@ -63,7 +79,9 @@ class Row:
         """Whether it is the mean of one term for each response, which a sum over responses covers."""
         keep = () if self.objective.correction is None else self.objective.correction.keep
         read = {*self.objective.policy_loss.reads, *(name for term in keep for name in term.requires)}
-        return self.by_group and self.objective.scope == "row" and "group_rewards" not in read
+        read |= {name for term in self.objective.shaping for name in term.reads}
+        by_row = self.objective.scope == "row" and self.advantages is None
+        return self.by_group and by_row and "group_rewards" not in read
 
 
 def objective(
@@ -136,6 +154,38 @@ def _methods() -> Iterator[Row]:
         yield row if row.exact else replace(row, control="raw token" if correction.weights else "no correction")
 
 
+def _whole_methods() -> Iterator[Row]:
+    """Presets with a loss, a mode or a shaping of their own, whole but for their normaliser."""
+    for name, method in {**METHODS, **RECOMMENDED}.items():
+        preset = method.build(name)
+        own = set(preset.objective_changes) & {"policy_loss", "mode", "shaping", "drift_coef"}
+        if not own or name in WITH_A_KL:
+            continue
+        correction = replace(preset.correction or Correction(), measure=())
+        made = replace(preset.objective, correction=correction, aggregation=SEPARABLE)
+        rate = PASS_RATE if "shaping" in own and "rewards" in preset.requires else None
+        row = Row(name, "published methods", name, made, pass_rate=rate)
+        yield row if row.exact else replace(row, control="no correction")
+
+
+def _mixtures() -> Iterator[Row]:
+    """The balance heuristic: ``old_logps: balance`` has the mixture of each next token, theory that of responses."""
+    for level in ("token", "sequence"):
+        made = objective(RawWeight(level=level))
+        yield Row(f"mixture, raw {level}", "mixtures of versions", "balance", made, mixture="token")
+    yield Row(
+        "mixture of responses, raw sequence", "mixtures of versions", "balance", objective(PRODUCT), mixture="sequence"
+    )
+
+
+def _estimators() -> Iterator[Row]:
+    """Each estimator of the advantages, with the product of ratios, whose own bias is 0."""
+    for part, cls in ADVANTAGE_TYPES.items():
+        made = objective(PRODUCT)
+        name = f"advantages {part}"
+        yield Row(name, "advantages", name, made, "raw sequence", advantages=cls(**cls.example))
+
+
 def _losses() -> Iterator[Row]:
     for part, cls in LOSS_TYPES.items():
         loss = cls(**cls.example)
@@ -152,6 +202,10 @@ def _losses() -> Iterator[Row]:
             row = Row(part + suffix, "losses", part, made, factor=factor)
             control = "no correction" if option.get("weight") is None else "raw sequence"
             yield row if row.exact else replace(row, control=control)
+    made = objective()
+    yield Row("no correction, rewards of 0 and 1", "losses", "shaping", made, pass_rate=PASS_RATE)
+    made = objective(PRODUCT, shaping=(shaping.ZeroVariance(correct_threshold=0.5),))
+    yield Row("zero_variance, times the product", "losses", "shaping", made, "raw sequence", pass_rate=PASS_RATE)
     for suffix, weight in {"": None, ", times the product": PRODUCT}.items():
         made = objective(weight, drift_coef=0.1)  # GPG and its pull to the sampler
         yield Row(f"drift{suffix}", "losses", "drift_coef", made)
@@ -184,7 +238,8 @@ def rows() -> dict[str, Row]:
     Raises:
         ValueError: two rows have one name, or a control is not an exact row.
     """
-    every = [*_weights(), *_keeps(), *_methods(), *_losses(), *_normalisers()]
+    every = [*_weights(), *_mixtures(), *_keeps(), *_methods(), *_whole_methods()]
+    every += [*_losses(), *_estimators(), *_normalisers()]
     table = {row.name: row for row in every}
     if len(table) < len(every):
         raise ValueError(f"every row must have its own name, but got {len(every) - len(table)} of them twice.")
@@ -199,4 +254,6 @@ def rows() -> dict[str, Row]:
 def missing() -> list[str]:
     """The registered names without a row."""
     have = {row.part for row in rows().values()}
-    return [name for name in (*WEIGHT_TYPES, *KEEP_TYPES, *LOSS_TYPES, *AGGREGATIONS) if name not in have]
+    estimators = (f"advantages {name}" for name in ADVANTAGE_TYPES)
+    registered = (*WEIGHT_TYPES, *KEEP_TYPES, *LOSS_TYPES, *estimators, *AGGREGATIONS)
+    return [name for name in registered if name not in have]

@@ -14,12 +14,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.certificates import certificates, claims, table, terms
-from benchmarks.certificates.certificates import BATCH, certificate, coefficients, moments
+from benchmarks.certificates.certificates import BATCH, GROUP, case_of, certificate, coefficients, moments
 from benchmarks.certificates.mdp import in_float64, space
-from benchmarks.certificates.mismatch import KINDS, REPORTED, case, expected_gradient, nucleus, world
+from benchmarks.certificates.mismatch import KINDS, REPORTED, case, expected_gradient, graded, nucleus, world
 from benchmarks.certificates.terms import Row, objective, rows
 from trl_offpolicy import TruncateWeight
-from trl_offpolicy.presets.parsing import KEEP_TYPES, LOSS_TYPES, WEIGHT_TYPES
+from trl_offpolicy.presets.parsing import ADVANTAGE_TYPES, KEEP_TYPES, LOSS_TYPES, WEIGHT_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (3, 4)
@@ -117,7 +117,7 @@ def test_a_flipped_sign_is_noticed(made, monkeypatch):
     of, row = case("lag 1", made), rows()["raw sequence"]
     assert certificate(row, of).unbiased
     right = certificates.coefficients
-    monkeypatch.setattr(certificates, "coefficients", lambda *args: -right(*args))
+    monkeypatch.setattr(certificates, "coefficients", lambda *args, **options: -right(*args, **options))
 
     wrong = certificate(row, of)
 
@@ -197,6 +197,111 @@ def test_groups_in_one_call_are_those_of_one_batch_at_a_time(made, monkeypatch):
         assert together[1:] == pytest.approx(apart[1:], rel=1e-4)
 
 
+def test_the_mixture_of_responses_is_unbiased_and_that_of_tokens_is_not(made):
+    """By hand: the mixture's probability of a response is a mean over versions; its weight is pi over that."""
+    of = case("mixed lags", made)
+    count = len(made.rewards)
+    own = [made.space.logps(version).sum(-1).exp().tolist() for version in made.versions]
+    target = made.space.logps(made.target).sum(-1).exp().tolist()
+    total = torch.zeros_like(of.target)
+    for i in range(count):
+        mixed = sum(one[i] for one in own) / len(own)
+        score = torch.where(made.space.mask[i], 1.0, 0.0).double()[None]
+        alone = made.space.take(torch.tensor([i]))
+        advantage = (float(made.rewards[i]) - of.baseline) * target[i] / mixed
+        total += alone.gradient(advantage * score, torch.tensor([mixed], dtype=torch.float64), of.target)
+
+    torch.testing.assert_close(total, of.gradient, rtol=1e-10, atol=1e-12)
+    responses, tokens = (rows()[name] for name in ("mixture of responses, raw sequence", "mixture, raw sequence"))
+    with in_float64():
+        found = moments(of.space, certificates.terms(responses, of), of)
+    torch.testing.assert_close(found.mean, total, rtol=1e-9, atol=1e-11)
+    # two extreme versions count less than with each response's own sampler (Veach and Guibas)
+    one, own_sampler = certificate(responses, of), certificate(rows()["raw sequence"], of)
+    assert one.unbiased and own_sampler.unbiased and one.variance < 0.9 * own_sampler.variance
+    assert 1e-3 < certificate(tokens, of).bias < 0.3
+    lag = case("lag 4", made)  # one version: its mixture is itself
+    assert certificate(tokens, lag) == certificate(rows()["raw sequence"], lag)
+
+
+def test_a_mixture_by_tokens_in_plain_floats(made):
+    of, space_ = case("mixed lags", made), made.space
+    found = certificates.sampling_of(of, "token")[: len(made.rewards)]
+    shares, by_version = [], [space_.logps(version) for version in made.versions]
+    for logps in by_version:
+        probability = logps.sum(-1).exp()
+        shares.append(float((probability * space_.lengths).sum()))
+    for i, t in ((0, 0), (5, 1), (20, 2)):
+        if not bool(space_.mask[i, t]):
+            continue
+        weighed = sum(share * math.exp(float(logps[i, t])) for share, logps in zip(shares, by_version, strict=True))
+        assert float(found[i, t]) == pytest.approx(math.log(weighed / sum(shares)), rel=1e-5)
+
+
+def test_rewards_of_0_and_1_have_at_least_the_share_of_right_ones(made):
+    probability = made.space.logps(made.target).sum(-1).exp()
+    right = graded(made, 0.9).rewards == 1
+    mass = float(probability[right].sum())
+    least = float(probability[right][made.rewards[right].argmin()])
+
+    assert mass - least < 0.9 <= mass + 1e-12
+    assert float(made.rewards[right].min()) > float(made.rewards[~right].max())
+
+
+def test_zero_variance_moves_only_groups_of_equal_rewards(made):
+    """On-policy: the kit's coefficients against alpha H_t and reward minus baseline, token by token."""
+    row = rows()["paper/rl-zvp"]
+    of = case_of(row, "none", made)
+    index = torch.multinomial(of.probability, BATCH, replacement=True, generator=torch.Generator().manual_seed(0))
+    found, entropies = coefficients(row.objective, of, index).tolist(), of.space.entropies(of.target)[index].tolist()
+    rewards, mask = of.rewards[index].tolist(), of.space.mask[index].tolist()
+    unanimous = 0
+    for i, reward in enumerate(rewards):
+        group = rewards[i // GROUP * GROUP :][:GROUP]
+        same = min(group) == max(group)
+        unanimous += same
+        for t, inside in enumerate(mask[i]):
+            largest = max(h for h, there in zip(entropies[i], mask[i], strict=True) if there)
+            price = 0.1 * entropies[i][t] if reward == 1 else -0.1 * (largest - entropies[i][t])
+            wanted = price if same else reward - of.baseline
+            assert found[i][t] == pytest.approx(inside * wanted / BATCH, abs=1e-7)
+    assert 0 < unanimous < BATCH
+
+
+def test_gradients_of_many_batches_are_those_of_each():
+    over = space(3, 4).take(torch.arange(30))
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.randn(over.mask.shape, generator=generator, dtype=torch.float64)
+    logits = torch.randn(over.prefixes, 3, generator=generator, dtype=torch.float64)
+    found = over.gradients(weights, 3, logits)
+    for piece, index in enumerate(torch.arange(30).split(10)):
+        part = over.take(index)
+        alone = part.gradient(weights[index], torch.ones(10, dtype=torch.float64), logits)
+        torch.testing.assert_close(found[piece], alone)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("rloo", 1.0), ("dr_grpo", 7 / 8)])
+def test_estimators_that_are_unbiased_up_to_a_factor(name, factor, made):
+    """r minus the mean of the others is unbiased, r minus the mean of all of 8 has 7/8 of the gradient."""
+    one = certificate(rows()[f"advantages {name}"], case("lag 1", made), batches=200)
+
+    assert one.length == pytest.approx(factor, abs=4 * one.error)
+    assert one.bias < 1 - factor + 4 * one.error and one.error < 0.05
+
+
+def test_an_estimators_coefficients_by_hand(made):
+    of, row = case("large", made), rows()["advantages dr_grpo"]
+    index = torch.multinomial(of.probability, BATCH, replacement=True, generator=torch.Generator().manual_seed(0))
+    found = coefficients(row.objective, of, index, advantages=row.advantages)
+    rewards = of.rewards[index].tolist()
+    target = of.space.logps(of.target)[index].sum(-1).tolist()
+    sampled = of.sampling[index].sum(-1).tolist()
+    for i, reward in enumerate(rewards):
+        group = rewards[i // GROUP * GROUP :][:GROUP]
+        wanted = math.exp(target[i] - sampled[i]) * (reward - sum(group) / GROUP) / BATCH
+        assert found[i, 0].item() == pytest.approx(wanted, rel=1e-4, abs=1e-7)
+
+
 def test_bad_arguments_are_named(made):
     row = rows()["ess token"]
     with pytest.raises(ValueError, match=r"^batches must be at least 2, but got 1"):
@@ -216,6 +321,7 @@ def test_bad_arguments_are_named(made):
 def test_every_registered_term_has_a_row(monkeypatch):
     assert terms.missing() == []
     assert {row.part for row in rows().values()} >= {*WEIGHT_TYPES, *KEEP_TYPES, *LOSS_TYPES}
+    assert {f"advantages {name}" for name in ADVANTAGE_TYPES} <= set(rows())
     monkeypatch.setattr(terms, "_keeps", lambda: iter(()))
     rows.cache_clear()
     try:
@@ -236,7 +342,7 @@ def test_what_is_exact_depends_on_no_other_row(made):
     of = case("large", made)
     index = torch.arange(0, len(of.probability), 2)
     for row in rows().values():
-        if not row.exact:
+        if not row.exact or row.mixture is not None:  # shares of versions are those of the whole distribution
             continue
         factor = (1, 1) if row.objective.aggregation == "token_sum" else (len(index), len(of.probability))
         alone = coefficients(row.objective, replace(

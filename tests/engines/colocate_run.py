@@ -1,7 +1,7 @@
 """Train a tiny model for three steps with a real vLLM engine in this process; prints one JSON line.
 
     python tests/engines/colocate_run.py FOLDER [--no-sync | --lost-sync] [--lora] [--transfer T] [--rounding int8]
-        [--rounded-learner] [--dtype D] [--steps N] [--noise] [--drafts]
+        [--rounded-learner] [--preset paper/qarl] [--dtype D] [--steps N] [--noise] [--drafts]
 
 A process of its own for each scenario: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its
 first weights, to show that the agreement test can fail; ``--lost-sync`` loses the second sync on its way.
@@ -47,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounding")
     parser.add_argument("--rounded-learner", action="store_true")
     parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--preset", type=json.loads, default="paper/tis")
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--generations", type=int, default=4)
@@ -108,7 +109,7 @@ def main() -> None:
         vllm_mode="colocate",
         engine=engine,
         learner_rounding="engine" if options.rounded_learner else None,
-        offpolicy="paper/tis",
+        offpolicy=options.preset,
         learning_rate=5.0 if options.lora else 0.01,
         lr_scheduler_type="constant",
         optim="sgd" if options.lora else "adamw_torch",
@@ -127,7 +128,8 @@ def main() -> None:
     )  # fmt: skip
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
-    held_out = trainer.evaluate(tiny_prompts(8)) if options.noise else {}
+    noisy_engine = "norm_noise" in (args.engine or {})
+    held_out = trainer.evaluate(tiny_prompts(8)) if noisy_engine else {}
     noisy_by_rank = gather_object([noisy])
     if not trainer.accelerator.is_main_process:
         return

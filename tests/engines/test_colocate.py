@@ -81,9 +81,20 @@ def test_weight_rounding_is_a_real_but_small_mismatch() -> None:
     assert all(AGREE < value < 1.0 for value in mismatch)
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora",)])
+QARL = json.dumps({"preset": "paper/qarl", "options": {"rounding": "int8"}})
+QERL = json.dumps({"preset": "paper/qerl", "options": {"rounding": "int8", "start": 0.3, "end": 0.1, "stages": 3}})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rounding", "int8", "--rounded-learner"),
+        ("--rounding", "int8", "--rounded-learner", "--lora"),
+        ("--preset", QARL),
+    ],
+)
 def test_a_learner_that_rounds_as_its_engine_does_agrees_with_it(flags: tuple[str, ...]) -> None:
-    result = run("--rounding", "int8", "--rounded-learner", *flags)
+    result = run(*flags)
     assert result["moved"] > 0.01
     assert max(result["mismatch"]) < AGREE < min(run("--rounding", "int8")["mismatch"])
     assert min(result["agreement"]) > 1 - AGREE
@@ -98,6 +109,15 @@ def test_noise_on_the_norms_is_in_the_rollouts_of_the_training_alone(flags: tupl
     first, large, small = result["mismatch"]
     assert first < AGREE and large > small > 100 * AGREE
     assert min(result["agreement"]) > 1 - AGREE and result["held_out"] < AGREE
+
+
+def test_a_preset_brings_the_noise_of_a_rounded_engine() -> None:
+    """QeRL by name: the first step has the rounding of INT8 alone, the others the noise on the norms as well."""
+    result = run("--preset", QERL)
+    assert result["noise"] == pytest.approx([0.0, 0.3, 0.1], rel=0.2)
+    first, large, small = result["mismatch"]
+    assert AGREE < first < small < large
+    assert first == pytest.approx(run("--rounding", "int8")["mismatch"][0])
 
 
 def test_the_tokens_taken_of_a_draft_are_counted() -> None:

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--lag", type=int, default=1)
     parser.add_argument("--old-logps", default="recompute_proximal")
     parser.add_argument("--partial")
+    parser.add_argument("--preset", help="in place of --lag, --partial and --old-logps")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--lora", action="store_true")
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--tools", action="store_true")
     parser.add_argument("--one-prompt", action="store_true")
     options = parser.parse_args()
+    ahead = {"lag": options.lag, "old_logps": options.old_logps, "partial": options.partial}
     ours = module(
         {"type": "server", "base_url": options.url, "patience": {"timeout": 60.0, "retries": 1}},
         model=options.model,
@@ -54,8 +56,8 @@ def main() -> None:
         tools=[lookup] if options.tools else None,
         reward_funcs=count_letters if options.tools else spread,
         check_token_ids="raise",
-        correction="paper/tis",
-        async_rollouts={"lag": options.lag, "old_logps": options.old_logps, "partial": options.partial},
+        correction=options.preset or "paper/tis",
+        async_rollouts=None if options.preset else ahead,
         adapter={"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]} if options.lora else None,
         optimizer=partial(torch.optim.SGD, lr=5.0) if options.lora else partial(torch.optim.AdamW, lr=0.003),
         sampling={

@@ -164,7 +164,8 @@ def test_a_batch_is_learned_from_lag_generations_after_it_was_asked_for(run: Any
         assert row[WAIT] >= 0.0
 
 
-def test_periodic_asynchrony_asks_for_a_whole_step_and_is_never_stale(run: Any) -> None:
+@pytest.mark.parametrize("name", [None, "paper/periodic-async"])
+def test_periodic_asynchrony_asks_for_a_whole_step_and_is_never_stale(run: Any, name: str | None) -> None:
     """Four generations a step, lag 0: the later ones are sampled while the module learns from the first."""
     counts: list[int] = []
 
@@ -172,7 +173,9 @@ def test_periodic_asynchrony_asks_for_a_whole_step_and_is_never_stale(run: Any) 
         def on_train_batch_end(self, _: Any, ours: Any, *rest: Any) -> None:
             counts.append(len(ours.generation.engine.submitted))
 
-    found = run(0, sizes={"steps_per_generation": 1}, flags={"accumulate_grad_batches": 4, "callbacks": [Count()]})
+    flags = {"accumulate_grad_batches": 4, "callbacks": [Count()]}
+    spec = {"ahead": 0} if name is None else {"ahead": None, "correction": name}
+    found = run(sizes={"steps_per_generation": 1}, flags=flags, **spec)
 
     step = counts[0]
     assert counts == [step * (1 + at // 4) for at in range(4 * STEPS)]  # all of a step before its first loss

@@ -155,15 +155,19 @@ def test_resync_has_the_weights_sent_again(tmp_path: Path) -> None:
     assert forgotten == [0] and owner.global_step == 2
 
 
-def test_the_ceiling_follows_the_lag_of_the_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [None, "paper/staleness-ceiling"])
+def test_the_ceiling_follows_the_lag_of_the_rows(tmp_path: Path, name: str | None) -> None:
     """Three passes over each generation batch: the lag is 0, 1, 2, and the rate was tuned for a lag of 1."""
-    ours = module(Lengths([3] * 8), control={"controllers": {"staleness_ceiling": {"lag": 1, "window": 1}}})
+    spec: dict[str, Any] = {"control": {"controllers": {"staleness_ceiling": {"lag": 1, "window": 1}}}}
+    if name is not None:  # its window is the default: once the lag was 2, the rate stays halved for five rows
+        spec = {"correction": name}
+    ours = module(Lengths([3] * 8), **spec)
     rates = Rates()
     owner = trainer(tmp_path, callbacks=[RunFolder(str(tmp_path), report=False), rates], max_steps=6)
     owner.fit(ours, data(num_iterations=3))
-    assert column(tmp_path, "learning_rate_scale") == [1.0, 1.0, 0.5, 1.0, 1.0, 0.5]
-    whole = rates.seen[0]
-    assert rates.seen == pytest.approx([whole, whole, whole, 0.5 * whole, whole, whole])
+    expected = [1.0, 1.0, 0.5, 1.0, 1.0, 0.5] if name is None else [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    assert column(tmp_path, "learning_rate_scale") == expected
+    assert rates.seen == pytest.approx([rates.seen[0] * scale for scale in [1.0, *expected[:-1]]])
 
 
 class Proved(OwnMismatch):
@@ -183,10 +187,15 @@ class Proved(OwnMismatch):
         return [[value + error for value in self.words._score(self.source.model, row[:1], row[1:])] for row in ids]
 
 
-def test_an_update_that_parts_engine_and_trainer_is_taken_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [{"control": {"controllers": {"accept_update": {}}}}, {"correction": "paper/mipu"}],
+    ids=["option", "preset"],
+)
+def test_an_update_that_parts_engine_and_trainer_is_taken_back(tmp_path: Path, spec: dict[str, Any]) -> None:
     """Of the syncs, the third has three times the usual gap; the fourth sends the accepted weights again."""
     engine = Proved([0.05, 0.05, 0.15, 0.05, 0.05])
-    ours = module(engine, control={"controllers": {"accept_update": {}}}, sync_check=True, learning_rate=1e-2)
+    ours = module(engine, sync_check=True, learning_rate=1e-2, **spec)
     fit(tmp_path, ours, max_steps=4, prompts=PROMPTS)
     assert engine.synced == [0, 1, 2, 2, 3]
     same = [torch.equal(one, other) for one, other in zip(engine.held, engine.held[1:], strict=False)]
@@ -228,9 +237,16 @@ def test_the_gradient_cosine_is_logged_on_demand(tmp_path: Path) -> None:
     assert values[0] is None and all(value is not None and -1 < value < 1 for value in values[1:])
 
 
-def test_a_gradient_too_aligned_with_the_one_before_is_projected(tmp_path: Path) -> None:
-    bound = {"policy": "act", "controllers": {}, "max_gradient_cosine": 0.0}
-    ours = module(OwnMismatch(), control=bound, learning_rate=1e-5)  # no token leaves the clip
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"control": {"policy": "act", "controllers": {}, "max_gradient_cosine": 0.0}},
+        {"correction": {"preset": "paper/gac", "options": {"max_cosine": 0.0}}},
+    ],
+    ids=["option", "preset"],
+)
+def test_a_gradient_too_aligned_with_the_one_before_is_projected(tmp_path: Path, spec: dict[str, Any]) -> None:
+    ours = module(OwnMismatch(), learning_rate=1e-5, **spec)  # no token leaves the clip
     grads: list[torch.Tensor] = []
 
     class Grads(pl.Callback):
@@ -255,6 +271,16 @@ def test_the_folder_is_asked_for_once_by_all_ranks(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(control, "run_folder", lambda owner: asked.append(owner) or run_folder(owner))
     trainer(tmp_path, max_steps=3).fit(module(OwnMismatch(), control={"policy": "warn"}), data())
     assert len(asked) == 1
+
+
+def test_a_preset_perturbs_the_forward_that_learns(tmp_path: Path) -> None:
+    """ALP by name: the engine's log-probs are the unperturbed policy's, so the ratio above them holds the noise."""
+    noisy = {"preset": "paper/alp", "options": {"std": 0.05}}
+    for name, method in (("plain", "paper/ppo-is"), ("noisy", noisy)):
+        fit(tmp_path / name, module(OwnMismatch(), correction=method), max_steps=3)
+    plain, row = (read_metrics(tmp_path / name).rows[0] for name in ("plain", "noisy"))
+    assert row["offpolicy/perturbation/std"] == pytest.approx(0.05) and "offpolicy/perturbation/std" not in plain
+    assert row["offpolicy/total/kl_k3"] > 1e-5 > 1e-9 > plain["offpolicy/total/kl_k3"]
 
 
 def test_a_preset_with_controllers_runs_them(tmp_path: Path) -> None:

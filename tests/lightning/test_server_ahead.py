@@ -58,6 +58,13 @@ def test_responses_end_under_the_adapter_that_they_began_with(server: Server, tm
     assert min(result["total"][2:]) > 10 * AGREE
 
 
+def test_a_preset_leaves_responses_the_adapter_that_they_began_with(server: Server, tmp_path: Path) -> None:
+    """DORA by name: lag, versions and transfer are set, and the server is the user's own."""
+    result = run(server, tmp_path, "--lora", "--preset", "paper/dora", "--length", "200", "--steps", "5")
+    assert max(map(max, result["lags"])) == 2 and result["crossing"] == [0.0] * 5
+    assert max(result["bytes"]) < 100_000  # the adapter alone
+
+
 def test_one_step_off_policy_and_a_resume(server: Server, tmp_path: Path) -> None:
     whole = run(server, tmp_path / "whole")
     assert whole["lags"] == [[0], [1], [1], [1]]

@@ -49,6 +49,20 @@ def test_noise_on_the_norms_is_in_the_rollouts_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+def test_presets_bring_a_rounded_engine_and_a_learner_that_follows_it_or_its_noise(tmp_path: Path) -> None:
+    """QaRL: both sides agree. QeRL: they differ by the rounding in the first step, then by the noise as well."""
+    options = {"rounding": "int8"}
+    qarl = run(tmp_path / "qarl", "--preset", json.dumps({"preset": "paper/qarl", "options": options}))
+    assert max(qarl["mismatch"]) < 2e-4 and min(qarl["agreement"]) > 0.999 and min(qarl["moved"]) > 1e-3
+    options |= {"start": 0.3, "end": 0.1, "stages": 3}
+    qerl = run(tmp_path / "qerl", "--preset", json.dumps({"preset": "paper/qerl", "options": options}))
+    assert qerl["noise"] == pytest.approx([0.0, 0.3, 0.1], rel=0.2)
+    first, large, small = qerl["mismatch"]
+    assert 2e-4 < first < small < large
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_the_tokens_taken_of_a_draft_are_counted(tmp_path: Path) -> None:
     seen = run(tmp_path, "--drafts")
     assert len(seen["taken"]) == 3 and all(share is None or 0 <= share <= 1 for share in seen["taken"])

@@ -1,6 +1,7 @@
 """Train a tiny model for three steps under Lightning with a real vLLM engine in this process; prints one JSON line.
 
     python tests/lightning/vllm_run.py FOLDER [--lora] [--no-sync] [--rounding int8] [--tools]
+    ... [--preset '"paper/qarl"']                                 # a preset, or its mapping as JSON
     ... [--server URL --model FOLDER --transfer T] [--devices 2]  # with a server in place of the engine here
 
 A process of its own: an engine cannot be built twice in one. ``--no-sync`` leaves the engine at its first weights.
@@ -47,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument("--rounding")
     parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--preset", type=json.loads, default="paper/tis")
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--tools", action="store_true")
@@ -80,7 +82,7 @@ def main() -> None:
         engine,
         model=model,
         reward_funcs=spread_of_turns if options.tools else spread,
-        correction="paper/tis",
+        correction=options.preset,
         optimizer=partial(torch.optim.SGD, lr=5.0) if options.lora else partial(torch.optim.AdamW, lr=0.01),
         adapter={"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]} if options.lora else None,
         sync_check=True,

@@ -81,6 +81,15 @@ CASES = {
     "paper/minpro-policy": ({}, [[1.5, 3], [0.25, 0.75], [1.01, 1.0201], [1, 0], [6, 300]], ONES),
     "paper/qurl": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "paper/rl-zvp": ({}, ONES, ONES),
+    "paper/gac": ({}, ONES, ONES),
+    "paper/staleness-ceiling": ({}, ONES, ONES),
+    "paper/mipu": ({}, ONES, ONES),
+    "paper/alp": ({}, ONES, ONES),
+    "paper/dora": ({}, ONES, ONES),
+    "paper/periodic-async": ({}, ONES, ONES),
+    "paper/qerl": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
+    # geometric means: sqrt(3), sqrt(0.75), 1.01, 1, sqrt(300)
+    "paper/qarl": ({}, [[3**0.5] * 2, [0.75**0.5] * 2, [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "skyrl/token-tis": ({}, [[1.5, 2], [0.25, 2], [1.01, 1.01], [1, 0], [2, 2]], ONES),
     "skyrl/sequence-tis": ({}, [[3, 3], [0.75, 0.75], [1.0201, 1.0201], [1, 0], [5, 5]], ONES),
     "skyrl/geometric-mask": ({"low": 0.9, "high": 1.2}, ONES, [[0, 0], [0, 0], [1, 1], [1, 0], [0, 0]]),
@@ -131,6 +140,10 @@ OWN_LOSS = {
     "deepseek-v3.2/objective": DEEPSEEK,
     "deepseek-v3.2/whole": DEEPSEEK,
     "paper/qurl": {"policy_loss": losses.QuRL()},
+    "paper/alp": {"mode": "bypass"},
+    "paper/mipu": {"mode": "bypass"},
+    "paper/periodic-async": {"aggregation": "seq_mean_token_mean"},
+    "paper/qarl": {"policy_loss": losses.TBPO(), "aggregation": "seq_mean_token_mean"},
     "paper/dcmdp": {"shaping": (shaping.DiscrepancyPenalty(),)},
     "paper/fipo": {"policy_loss": losses.FIPO()},
     "paper/mu-grpo": {"policy_loss": losses.PPOClip(low=1.0, high=4.0), "mode": "bypass"},
@@ -189,17 +202,34 @@ def test_requires_what_the_objective_reads(name):
 
     shaped = ("entropies", "rewards", "group_rewards") if name == "paper/rl-zvp" else ()
     assert preset.requires == (("sampling_per_token_logps",) if preset.objective.needs_sampling else shaped)
-    without = (
-        "measure", "paper/ctpo-clip", "paper/fipo", "paper/jet-rl", "paper/rl-zvp", "paper/shadow-mask", "trl/rloo",
-        "verl/disabled",
-    )  # fmt: skip
+    without = {"measure", "paper/ctpo-clip", "paper/fipo", "paper/rl-zvp", "trl/rloo", "verl/disabled"}
+    without |= {
+        "paper/jet-rl",
+        "paper/shadow-mask",
+        "paper/gac",
+        "paper/staleness-ceiling",
+        "paper/dora",
+        "paper/periodic-async",
+    }
     assert preset.objective.needs_sampling is (name not in without)
 
 
 def test_what_belongs_to_the_trainer_is_taken_where_it_is_left_open(caplog):
-    assert {name for name in PRESETS if presets.get(name).trainer} == {
-        "paper/vcpo", "deepseek-v3.2/whole", "paper/shadow-mask", "paper/jet-rl",
-    }  # fmt: skip
+    with_parts = {
+        "shadow-mask",
+        "jet-rl",
+        "alp",
+        "dora",
+        "gac",
+        "mipu",
+        "periodic-async",
+        "qarl",
+        "qerl",
+        "staleness-ceiling",
+        "vcpo",
+    }
+    expected = {*(f"paper/{name}" for name in with_parts), "deepseek-v3.2/whole"}
+    assert {name for name in PRESETS if presets.get(name).trainer} == expected
     preset, open_to_all = presets.get("deepseek-v3.2/whole"), {"routing_replay": "none", "control": "warn"}
 
     assert preset.fields_for(open_to_all, open_to_all) == {"routing_replay": "r3"}
@@ -208,6 +238,33 @@ def test_what_belongs_to_the_trainer_is_taken_where_it_is_left_open(caplog):
     assert preset.fields_for({"routing_replay": "r3"}, open_to_all) == {} and not caplog.messages
     assert preset.fields_for({"routing_replay": "r2"}, open_to_all) == {}
     assert caplog.messages == ["deepseek-v3.2/whole is without its routing_replay: r3, because that is 'r2'."]
+
+
+def test_options_of_the_engine_are_taken_one_by_one(caplog):
+    preset, defaults = presets.get("paper/qarl", rounding="int8"), {"engine": None, "learner_rounding": None}
+    ours = {"engine": {"weight_rounding": "int8"}, "learner_rounding": "engine"}
+
+    assert preset.fields_for(defaults, defaults) == ours
+    own = {"engine": {"dtype": "float32", "weight_rounding": None}, "learner_rounding": None}
+    assert preset.fields_for(own, defaults)["engine"] == {"dtype": "float32", "weight_rounding": "int8"}
+    assert own["engine"]["weight_rounding"] is None  # the user's own mapping stays as it is
+    assert preset.fields_for({**defaults, "engine": "vllm"}, defaults)["engine"] == {
+        "type": "vllm",
+        "weight_rounding": "int8",
+    }
+    caplog.clear()
+    other = {"engine": {"weight_rounding": "fp8"}, "learner_rounding": None}
+    assert preset.fields_for(other, defaults) == {"learner_rounding": "engine"}
+    assert caplog.messages[0] == ("paper/qarl is without its engine.weight_rounding: int8, because that is 'fp8'.")
+    caplog.clear()
+    assert preset.fields_for({"engine": object(), "learner_rounding": "engine"}, defaults) == {}
+    assert "paper/qarl is without its engine: {'weight_rounding': 'int8'}" in caplog.text
+
+
+def test_parts_of_the_trainer_are_described_and_compared():
+    assert "  trainer:  perturbation={'std': 0.001}" in presets.describe("paper/alp").splitlines()
+    rows = presets.diff(presets.get("paper/alp", std=0.5), "paper/ppo-is")
+    assert [(row.semantics, row.a, row.b) for row in rows] == [("trainer: perturbation", "{'std': 0.5}", "-")]
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

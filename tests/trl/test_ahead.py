@@ -118,7 +118,14 @@ def test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights(run: 
     assert np.abs(weights[:, 3:] - 1).max() < 1e-5 < 1e-3 < np.abs(weights[:, :3] - 1).max()
 
 
-def test_an_update_that_parts_engine_and_trainer_is_taken_back(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [{"control": {"controllers": {"accept_update": {}}}}, {"offpolicy": "paper/mipu"}],
+    ids=["option", "preset"],
+)
+def test_an_update_that_parts_engine_and_trainer_is_taken_back(
+    run: Any, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]
+) -> None:
     """Of the syncs, the third has three times the usual gap; the fourth sends the accepted weights again."""
     errors, held = [0.05, 0.05, 0.15, 0.05, 0.05, 0.05], list[torch.Tensor]()
 
@@ -141,8 +148,7 @@ def test_an_update_that_parts_engine_and_trainer_is_taken_back(run: Any, monkeyp
     monkeypatch.setattr(FakeServer, "score", score)
     monkeypatch.setattr(FakeServer, "sync_weights", kept)
     engine = {"check_sync": True, "transfer": "folder"}
-    control = {"controllers": {"accept_update": {}}}
-    trainer, server = run(async_rollouts=0, engine=engine, control=control, max_steps=5)
+    trainer, server = run(async_rollouts=0, engine=engine, max_steps=5, **{"control": "warn", **spec})
 
     assert server.syncs == [0, 1, 2, 2, 3, 4]
     same = [torch.equal(one, other) for one, other in zip(held, held[2:], strict=False)]
@@ -220,11 +226,15 @@ def test_generations_and_optimizer_steps_of_different_length(
     assert len(set(frame.prompt)) * 4 == len(frame)
 
 
+@pytest.mark.parametrize(
+    "spec", [{"async_rollouts": 0}, {"offpolicy": "paper/periodic-async"}], ids=["option", "preset"]
+)
 def test_periodic_asynchrony_asks_for_a_whole_step_and_is_never_stale(
-    run: Any, monkeypatch: pytest.MonkeyPatch
+    run: Any, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]
 ) -> None:
     """Four generations a step, lag 0: the later ones are sampled while the trainer learns from the first."""
-    in_step = {"gradient_accumulation_steps": 4, "steps_per_generation": 1, "loss_type": "grpo", "max_steps": 3}
+    in_step: dict[str, Any] = {"gradient_accumulation_steps": 4, "steps_per_generation": 1, "max_steps": 3}
+    in_step |= {} if "offpolicy" in spec else {"loss_type": "grpo"}  # the preset has that denominator
     counts, submitted, submit = list[int](), list[Any](), Flight.submit
 
     def submitting(self: Flight, prompt: Any, *rest: Any) -> Any:
@@ -235,9 +245,9 @@ def test_periodic_asynchrony_asks_for_a_whole_step_and_is_never_stale(
         def on_substep_end(self, *_: Any, **__: Any) -> None:
             counts.append(len(submitted))
 
-    whole, _ = run(async_rollouts=None, **in_step)
+    whole, _ = run(async_rollouts=None, **{**in_step, "loss_type": "grpo"})
     monkeypatch.setattr(Flight, "submit", submitting)
-    trainer, server = run(async_rollouts=0, callback=Count(), **in_step)
+    trainer, server = run(callback=Count(), **in_step, **spec)
 
     prompts = len(submitted) // 3  # of a step
     assert counts == [prompts] * 3 + [2 * prompts] * 3 + [3 * prompts] * 3  # all of a step before its first loss

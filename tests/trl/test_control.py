@@ -195,16 +195,20 @@ def test_ess_scales_the_step(build: Build) -> None:
         assert row["offpolicy/control/learning_rate_scale"] == pytest.approx(expected) and expected < 0.99
 
 
-def test_the_ceiling_follows_the_lag_of_the_rows(build: Build) -> None:
+@pytest.mark.parametrize("name", [None, "paper/staleness-ceiling"])
+def test_the_ceiling_follows_the_lag_of_the_rows(build: Build, name: str | None) -> None:
     """Three passes over each generation batch: the lag is 0, 1, 2, and the rate was tuned for a lag of 1."""
-    spec = {"controllers": {"staleness_ceiling": {"lag": 1, "window": 1}}}
+    spec: dict[str, Any] = {"control": {"controllers": {"staleness_ceiling": {"lag": 1, "window": 1}}}}
+    if name is not None:  # its window is the default: once the lag was 2, the rate stays halved for five rows
+        spec = {"offpolicy": name}
     options = {"num_iterations": 3, "max_steps": 6, "learning_rate": 1e-3, "lr_scheduler_type": "constant"}
-    trainer = build(Engine(), control=spec, **options)
+    trainer = build(Engine(), **spec, **options)
     seen = used_learning_rates(trainer)
     trainer.train()
     assert [row["offpolicy/rollout/version_lag_max"] for row in records(trainer)] == [0, 1, 2, 0, 1, 2]
-    assert scales(trainer) == [1.0, 1.0, 0.5, 1.0, 1.0, 0.5]
-    assert seen == pytest.approx([1e-3, 1e-3, 1e-3, 0.5e-3, 1e-3, 1e-3])  # each change from the next step on
+    expected = [1.0, 1.0, 0.5, 1.0, 1.0, 0.5] if name is None else [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    assert scales(trainer) == expected
+    assert seen == pytest.approx([1e-3 * scale for scale in [1.0, *expected[:-1]]])  # from the next step on
 
 
 def test_controllers_that_cannot_work_are_refused_by_name_and_left_out_otherwise(
@@ -229,9 +233,16 @@ def test_nobody_watches_with_off(build: Build) -> None:
     assert not any("/control/" in key for row in records(trainer) for key in row)
 
 
-def test_a_gradient_too_aligned_with_the_one_before_is_projected(build: Build) -> None:
-    control = {"policy": "act", "controllers": {}, "max_gradient_cosine": 0.0}
-    trainer, grads = build(Engine(), control=control, max_steps=4, num_iterations=2), list[torch.Tensor]()
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"control": {"policy": "act", "controllers": {}, "max_gradient_cosine": 0.0}},
+        {"offpolicy": {"preset": "paper/gac", "options": {"max_cosine": 0.0}}},
+    ],
+    ids=["option", "preset"],
+)
+def test_a_gradient_too_aligned_with_the_one_before_is_projected(build: Build, spec: dict[str, Any]) -> None:
+    trainer, grads = build(Engine(), **spec, max_steps=4, num_iterations=2), list[torch.Tensor]()
 
     class Grads(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -86,6 +86,18 @@ def test_the_noise_of_the_forward_learns_and_goes_on_from_a_checkpoint(build: Bu
     assert torch.equal(again.model(input_ids=ids).logits, again.model(input_ids=ids).logits), "it ends with the run"
 
 
+def test_a_preset_perturbs_the_forward_that_learns(build: Build) -> None:
+    """ALP by name: the engine's log-probs are the unperturbed policy's, so the ratio above them holds the noise."""
+    found = []
+    for method in ("paper/ppo-is", {"preset": "paper/alp", "options": {"std": 0.05}}):
+        trainer = build(Engine(), offpolicy=method, max_steps=3, learning_rate=1e-3)
+        trainer.train()
+        found.append(records(trainer)[0])  # the next run has the same folder
+    plain, noisy = found
+    assert noisy["offpolicy/perturbation/std"] == pytest.approx(0.05) and "offpolicy/perturbation/std" not in plain
+    assert noisy["offpolicy/total/kl_k3"] > 1e-5 > 1e-9 > plain["offpolicy/total/kl_k3"]
+
+
 def test_a_checkpoint_without_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kl = op.KLPenalty(coef=op.AdaptiveKL(**{key: value for key, value in ADAPTIVE.items() if key != "type"}))
     assert load_state(tmp_path, kl) is kl

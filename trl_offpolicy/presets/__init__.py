@@ -170,6 +170,8 @@ def describe(name: str) -> str:
     ]
     if preset.advantages is not None:
         lines.insert(-2, f"  advantages: {type(preset.advantages).__name__} ({settings_text(preset.advantages)})")
+    if preset.trainer:
+        lines.insert(-2, f"  trainer:  {mapping_text(preset.trainer)}")
     if preset.source_clamp is None:
         lines.append("  clamp:    log-ratios at +-20 nats here, not in the source")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ from trl_offpolicy.correction.terms import (
 )
 from trl_offpolicy.objective.advantages import OPOB
 from trl_offpolicy.objective.kl import KLPenalty
-from trl_offpolicy.objective.losses import CTPO, FIPO, GPG, P3O, PPOClip, QuRL
+from trl_offpolicy.objective.losses import CTPO, FIPO, GPG, P3O, TBPO, PPOClip, QuRL
 from trl_offpolicy.objective.shaping import DiscrepancyPenalty, ZeroVariance
 from trl_offpolicy.presets.frameworks import NAMES
 from trl_offpolicy.presets.preset import Preset, make_preset
@@ -53,6 +53,14 @@ SHADOW_MASK = (
     "Zhu et al. 2026, 'How to compress KV cache in RL post-training? Shadow Mask Distillation' (arXiv:2605.06850)"
 )
 JET_RL = "Xi et al. 2026, Jet-RL, 'Enabling on-policy FP8 RL with unified precision flow' (arXiv:2601.14243)"
+QARL = "Gu et al. 2026, QaRL, 'Rollout-aligned quantization-aware RL' (arXiv:2604.07853)"
+QERL = "Huang et al. 2025, QeRL, 'Quantization-enhanced RL for LLMs' (arXiv:2510.11696)"
+GAC = "Xu et al. 2026, GAC, 'Stabilizing asynchronous RL training via gradient alignment control' (arXiv:2603.01501)"
+ALP = "Ye et al. 2026, ALP, 'Adaptive layerwise perturbation' (arXiv:2603.19470)"
+MIPU = "Liang et al. 2026, MIPU (arXiv:2606.29526)"
+STALENESS = "Song, Xu et al. 2026, 'Staleness-learning rate scaling laws for asynchronous RLHF' (arXiv:2607.01083)"
+DORA = "Hu et al. 2026, DORA, 'A scalable asynchronous RL system' (arXiv:2604.26256)"
+PERIODIC = "Lu 2025, 'Periodic asynchrony: an on-policy approach' (arXiv:2511.18871)"
 RL_ZVP = "Le et al. 2025, RL-ZVP, 'No prompt left behind' (arXiv:2509.21880), Eq. 5"
 
 METHODS: dict[str, Row] = {
@@ -307,6 +315,120 @@ METHODS: dict[str, Row] = {
         ),
         "Prompts that are too easy or too hard for the group's baseline: they learn by the entropy of their tokens. "
         "For rewards of 0 and 1. alpha is this kit's starting point. It corrects no mismatch; add a weight for that.",
+    ),
+    # ----------------------------------------------------------------- what acts beside the loss, set in the trainer
+    "paper/gac": Row(
+        lambda max_cosine=0.3: make_preset(
+            "paper/gac",
+            Correction(),
+            citation=GAC,
+            notes="",
+            trainer={"control": {"policy": "act", "controllers": {}, "max_gradient_cosine": max_cosine}},
+        ),
+        "Asynchronous runs whose successive gradients stay aligned, which no divergence shows. The bound is this "
+        "kit's; the paper's thresholds, and when it skips an update, are not known to us. It corrects no mismatch; add "
+        "a weight for that.",
+        formula="g <- g - (excess of cos(g, g_prev) over the bound, along g_prev)",
+    ),
+    "paper/staleness-ceiling": Row(
+        lambda lag=1: make_preset(
+            "paper/staleness-ceiling",
+            Correction(),
+            citation=STALENESS,
+            notes="",
+            trainer={"control": {"policy": "act", "controllers": {"staleness_ceiling": {"lag": lag}}}},
+        ),
+        "Stale rollouts: learning rate times lag stays what it was where you tuned the rate, at a version lag of `lag` "
+        "optimizer steps. Needs an engine that samples ahead, or several steps on a batch. It corrects no mismatch; "
+        "add a weight for that.",
+        formula="learning rate times min(1, lag / S), S = the largest version lag of the last rows",
+    ),
+    "paper/mipu": Row(
+        lambda growth=2.0: make_preset(
+            "paper/mipu",
+            Correction(),
+            citation=MIPU,
+            notes="",
+            trainer={"control": {"policy": "act", "controllers": {"accept_update": {"growth": growth}}}},
+            mode="bypass",
+        ),
+        "An update that is good for the trainer need not fit the engine: one ratio to the sampler makes it, and it is "
+        "taken back if the engine disagrees with it much more than with those before. Needs a sync that is proved "
+        "(vLLM or a server, engine.check_sync; Lightning: sync_check) and whole weights on each rank.",
+        formula="PPO's clip on pi / mu; an update stays if its gap to the engine is at most growth times the usual one",
+    ),
+    "paper/alp": Row(
+        lambda std=1e-3: make_preset(
+            "paper/alp",
+            Correction(),
+            citation=ALP,
+            notes="",
+            trainer={"perturbation": {"std": std}},
+            mode="bypass",
+        ),
+        "Ratios with heavy tails: noise on the hidden states of the forwards that learn flattens the policy, in the "
+        "ratio above mu. Its size is learned by layer. Unit, bound and optimizer of the noise are this kit's.",
+        formula="PPO's clip on pi_noisy / mu; h_l <- h_l + s_l rms(h_l) e in every layer, s_l learned",
+    ),
+    "paper/qarl": Row(
+        lambda rounding="int4", max_weight=2.0: make_preset(
+            "paper/qarl",
+            Correction(weight=TruncateWeight(level="sequence_mean", max_weight=max_weight)),
+            citation=QARL,
+            notes="",
+            trainer={"engine": {"weight_rounding": rounding}, "learner_rounding": "engine"},
+            policy_loss=TBPO(),
+            aggregation="seq_mean_token_mean",
+        ),
+        "Quantised rollouts: the trainer computes with the engine's rounded weights, so that both are one policy, with "
+        "TBPO as the loss. Needs vLLM or a server; an engine with quantised kernels of its own takes "
+        "learner_rounding: fp8 (or its type) in place of engine.weight_rounding.",
+        formula="s in its band, s = (prod_t pi / pi_old)^(1/T); w = min((prod_t pi_old / mu)^(1/T), C)",
+    ),
+    "paper/qerl": Row(
+        lambda rounding="int4", start=1e-2, end=1e-4, stages=10, max_weight=2.0: make_preset(
+            "paper/qerl",
+            Correction(weight=TruncateWeight(level="token", max_weight=max_weight)),
+            citation=QERL,
+            notes="",
+            trainer={
+                "engine": {
+                    "weight_rounding": rounding,
+                    "norm_noise": {"start": start, "end": end, "stages": stages},
+                }
+            },
+        ),
+        "Exploration by the noise of a quantised engine, and by noise on its norms that falls over the run. Needs vLLM "
+        "in the trainer's process. 4-bit weights are simulated, and the correction is this kit's: the paper's code "
+        "compares the learner with itself.",
+        formula="mu = the policy of int4 weights with noisy norms; w_t = min(pi_old / mu, C)",
+    ),
+    "paper/dora": Row(
+        lambda lag=2: make_preset(
+            "paper/dora",
+            Correction(),
+            citation=DORA,
+            notes="",
+            trainer={"async_rollouts": {"lag": lag, "partial": "keep"}, "engine": {"transfer": "adapter"}},
+        ),
+        "Rollouts of several versions at a time, each response of one version. Needs LoRA and a server that you start: "
+        "trl-offpolicy serve --lora-rank R -- --max-loras lag+1. The paper does so with whole models. It corrects "
+        "neither lag nor mismatch; add a weight for that.",
+        formula="every response of one version, at most lag generations behind",
+    ),
+    "paper/periodic-async": Row(
+        lambda: make_preset(
+            "paper/periodic-async",
+            Correction(),
+            citation=PERIODIC,
+            notes="",
+            trainer={"async_rollouts": 0},
+            aggregation="seq_mean_token_mean",
+        ),
+        "Sampling and learning overlap although nothing is stale. Needs a server that you start, and several "
+        "generations in an optimizer step (TRL: steps_per_generation 1 with gradient_accumulation_steps 8; Lightning: "
+        "accumulate_grad_batches 8). It corrects no mismatch; add a weight for that.",
+        formula="every response of the weights that learn, requested at once for the whole step",
     ),
     # ---------------------------------------------------------------------------------------- losses that do it alone
     "paper/p3o": Row(

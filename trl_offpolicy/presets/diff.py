@@ -56,6 +56,7 @@ def semantics(preset: Preset) -> dict[str, str]:
         **_objective_rows(preset.objective),
         "advantages": _named(preset.advantages) if preset.advantages is not None else "the trainer's",
         "log clamp": _clamp_row(preset.source_clamp),
+        **{f"trainer: {name}": str(value) for name, value in preset.trainer.items()},
     }
 
 

@@ -18,6 +18,9 @@ from trl_offpolicy.presets.text import formula_of
 
 logger = logging.getLogger(__name__)
 
+ENGINE = "engine"
+"""The field whose options a preset sets one by one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -36,7 +39,8 @@ class Preset:
         auto: the options by which the trainer chooses the correction while it trains; ``correction`` then holds what
             all of the candidates share. None = the correction is that of the objective.
         trainer: what of the method is no part of the loss, as fields of the trainer's configuration (``control``,
-            ``routing_replay``). Both trainers take them where the configuration leaves them at their defaults.
+            ``routing_replay``). Both trainers take them where the configuration leaves them at their defaults. Options
+            of ``engine`` are taken one by one, because nearly every configuration has some of its own.
     """
 
     name: str
@@ -69,17 +73,29 @@ class Preset:
         """Those of ``trainer`` that a configuration leaves at their defaults. A warning says which are taken, or not.
 
         Args:
-            given: the fields of the configuration.
+            given: the fields of the configuration. An engine may be its name, which becomes its ``type``.
             defaults: their defaults.
         """
-        taken = {}
+        taken: dict[str, Any] = {}
         for name, value in self.trainer.items():
-            if given[name] == defaults[name]:
+            own = given[name]
+            if name == ENGINE and isinstance(own, str | Mapping | None):
+                options = {"type": own} if isinstance(own, str) else dict(own or {})
+                said = {option: setting for option, setting in options.items() if setting is not None}
+                found = {option: wanted for option, wanted in value.items() if self._takes(name, option, wanted, said)}
+                taken |= {name: {**options, **deepcopy(found)}} if found else {}
+            elif self._takes("", name, value, {} if own == defaults[name] else given):
                 taken[name] = deepcopy(value)
-                logger.warning("%s sets %s: %s.", self.name, name, value)
-            elif given[name] != value:
-                logger.warning("%s is without its %s: %s, because that is %r.", self.name, name, value, given[name])
         return taken
+
+    def _takes(self, of: str, name: str, value: Any, given: Mapping[str, Any]) -> bool:
+        """Whether ``value`` is taken, because ``given`` has no other one; says so, with ``of`` as the place."""
+        field = f"{of}.{name}" if of else name
+        if name not in given:
+            logger.warning("%s sets %s: %s.", self.name, field, value)
+        elif given[name] != value:
+            logger.warning("%s is without its %s: %s, because that is %r.", self.name, field, value, given[name])
+        return name not in given
 
     def described(self) -> dict[str, str]:
         """The method for ``run.json`` and the model card, with the formula of the present objective."""

@@ -290,6 +290,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         _read_mappings(self)
+        _take_fields_of_method(self)
         if exact.wants_exact(self.engine):
             exact.check_config(self)
         super().__post_init__()
@@ -321,7 +322,6 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         check_on_bad_rollout(self.on_bad_rollout)
         self.tool_timeout = read_numbers(self.tool_timeout)
         check_tool_timeout(self.tool_timeout)
-        _take_fields_of_method(self)
         check_replay(self)
         parse_control(self.control)
         # a wrong option fails here, not after the model is loaded
@@ -430,8 +430,9 @@ def _check_reference(args: OffPolicyGRPOConfig, objective: Objective) -> None:
 
 def _take_fields_of_method(args: OffPolicyGRPOConfig) -> None:
     """Take what of the method is no part of the loss (``Preset.trainer``), where the configuration leaves it open."""
-    spec = args.offpolicy if args.offpolicy is not None else _default_method(args)
-    chosen, _ = parse_preset(spec, where="offpolicy")
+    if args.offpolicy is None:
+        return  # no default method has such a part
+    chosen, _ = parse_preset(args.offpolicy, where="offpolicy")
     own = {item.name: item.default for item in fields(args)}
     for name, value in chosen.fields_for(vars(args), own).items():
         setattr(args, name, value)

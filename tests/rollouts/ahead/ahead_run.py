@@ -1,7 +1,7 @@
 """Train a tiny model ahead of a real vLLM server; prints one JSON line.
 
 python tests/rollouts/ahead/ahead_run.py FOLDER URL --model M [--lag K] [--partial P] [--old-logps O] [--lora]
-                                          [--save N] [--resume] [--tools] [--one-prompt]
+                                          [--preset paper/dora] [--save N] [--resume] [--tools] [--one-prompt]
 
 Under a configuration of ``recipes/accelerate`` the weights are sharded.
 """
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--transfer", default="folder")
     parser.add_argument("--lag", type=int, default=1)
     parser.add_argument("--partial")
+    parser.add_argument("--preset", help="in place of --lag, --partial, --old-logps and --transfer")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--old-logps", default="recompute_proximal")
     parser.add_argument("--steps", type=int, default=4)
@@ -74,6 +75,7 @@ def main() -> None:
     fsdp2 = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if fsdp2:
         allow_fsdp2_on_cpu()
+    ahead = {"lag": options.lag, "partial": options.partial, "old_logps": options.old_logps}
     saving = {"save_strategy": "steps", "save_steps": options.save} if options.save else {"save_strategy": "no"}
     args = OffPolicyGRPOConfig(
         output_dir=str(options.folder / "run"),
@@ -85,11 +87,11 @@ def main() -> None:
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=options.url,
-        engine={"transfer": options.transfer, "retries": 1, "timeout": 60.0},
-        async_rollouts={"lag": options.lag, "partial": options.partial, "old_logps": options.old_logps},
+        engine={"retries": 1, "timeout": 60.0, **({} if options.preset else {"transfer": options.transfer})},
+        async_rollouts=None if options.preset else ahead,
         generation_kwargs={"ignore_eos": True, **(SHORT_TURNS if options.tools else {})},
         check_token_ids="raise",
-        offpolicy="paper/tis",
+        offpolicy=options.preset or "paper/tis",
         learning_rate=0.003,
         lr_scheduler_type="constant",
         max_grad_norm=1e9,

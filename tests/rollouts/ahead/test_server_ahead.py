@@ -109,6 +109,16 @@ def test_several_versions_are_live_at_once(server_of_adapters: Server, tmp_path:
     assert min(result["total"][2:]) > 10 * AGREE
 
 
+def test_a_preset_has_several_versions_live_at_once(server_of_adapters: Server, tmp_path: Path) -> None:
+    """DORA by name: what is no part of its loss is set, and the server is the user's own."""
+    flags = ("--lora", "--preset", "paper/dora", "--length", "200", "--steps", "6")
+    result = run(server_of_adapters, tmp_path, *flags)
+
+    assert max(map(len, result["at_sync"])) >= 2
+    assert result["crossing"] == [0.0] * 6
+    assert max(map(max, result["lags"])) == 2
+
+
 @pytest.mark.parametrize("transfer", ["folder", "broadcast"])
 def test_two_ranks_share_the_server(server: Server, tmp_path: Path, transfer: str) -> None:
     result = run(server, tmp_path, "--old-logps", "snapshot", "--transfer", transfer, processes=2)
