@@ -78,7 +78,8 @@ PY
 cost() { # correction and diagnostics against the floor
     $PYTHON benchmarks/correction_cost.py --device $DEVICE $([ -n "$REHEARSE" ] && echo --rows 4 --length 256 --rounds 2) || return
     $PYTHON benchmarks/correction_scaling.py --device $DEVICE \
-        $([ -n "$REHEARSE" ] && echo --rows 4 --lengths 256 --rounds 2 || echo --lengths 2048 8192 32768)
+        $([ -n "$REHEARSE" ] && echo --rows 4 --lengths 256 --rounds 2 || echo --lengths 2048 8192 32768) || return
+    "${VERL_PYTHON:-$PYTHON}" benchmarks/against_verl.py $([ -n "$REHEARSE" ] && echo --rows 4 --length 256 --rounds 2)
 }
 
 time_of_step() { # against stock TRL
