@@ -4,7 +4,7 @@
 #     STEP        only these: tests probe routing sampling nccl cost time quickstart gsm8k (default: all, in this order)
 #     --rehearse  the same commands with small sizes on a CPU: do they start, end and report?
 #     --out DIR   logs and runs (default: runs/gpu_day; --rehearse: runs/gpu_day_rehearsal)
-#   PYTHON        interpreter (default: .venv/bin/python, else python)
+#   PYTHON        interpreter (default: .venv/bin/python, else python); VERL_PYTHON: one that has verl, for the step cost
 #   MODEL         folder of the small model (default: .cache/SmolLM2-135M-Instruct, made by `make model`)
 # A step that ended well is not run again, so an interrupted day goes on where it stopped; remove DIR/STEP.ok to repeat
 # one. A step that fails is noted, and the next one runs. After each step docs/gpu_results.md is written anew (a rehearsal
