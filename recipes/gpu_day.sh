@@ -4,7 +4,7 @@
 #     STEP        only these: tests probe routing sampling nccl cost time quickstart gsm8k (default: all, in this order)
 #     --rehearse  the same commands with small sizes on a CPU: do they start, end and report?
 #     --out DIR   logs and runs (default: runs/gpu_day; --rehearse: runs/gpu_day_rehearsal)
-#   PYTHON        interpreter (default: .venv/bin/python, else python)
+#   PYTHON        interpreter (default: .venv/bin/python, else python); VERL_PYTHON: one that has verl, for the step cost
 #   MODEL         folder of the small model (default: .cache/SmolLM2-135M-Instruct, made by `make model`)
 # A step that ended well is not run again, so an interrupted day goes on where it stopped; remove DIR/STEP.ok to repeat
 # one. A step that fails is noted, and the next one runs. After each step docs/gpu_results.md is written anew (a rehearsal
@@ -78,7 +78,8 @@ PY
 cost() { # correction and diagnostics against the floor
     $PYTHON benchmarks/correction_cost.py --device $DEVICE $([ -n "$REHEARSE" ] && echo --rows 4 --length 256 --rounds 2) || return
     $PYTHON benchmarks/correction_scaling.py --device $DEVICE \
-        $([ -n "$REHEARSE" ] && echo --rows 4 --lengths 256 --rounds 2 || echo --lengths 2048 8192 32768)
+        $([ -n "$REHEARSE" ] && echo --rows 4 --lengths 256 --rounds 2 || echo --lengths 2048 8192 32768) || return
+    "${VERL_PYTHON:-$PYTHON}" benchmarks/against_verl.py $([ -n "$REHEARSE" ] && echo --rows 4 --length 256 --rounds 2)
 }
 
 time_of_step() { # against stock TRL

@@ -14,6 +14,8 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,9 +33,10 @@ from trl import ModelConfig, TrlParser, get_peft_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes.record import RecipeCallback, recipe_options, with_smoke
-from recipes.tasks import REWARDS, agent_tools, load_splits
+from recipes.tasks import REWARDS, agent_tools, load_splits, reward_function
 from trl_offpolicy.checks import near
 from trl_offpolicy.config import OffPolicyGRPOConfig
+from trl_offpolicy.packages import MissingPackageError
 from trl_offpolicy.trainer import OffPolicyGRPOTrainer
 
 
@@ -68,7 +71,23 @@ class RecipeArguments:
     response_template: str | None = field(
         default=None, metadata={"help": "File (JSON) that says how transformers reads tool calls in a reply."}
     )
-    reward: str = field(default="graded_number", metadata={"help": f"Reward function: one of {sorted(REWARDS)}."})
+    train_files: list[str] | None = field(
+        default=None,
+        metadata={"help": "In place of dataset_name: files (parquet, json, jsonl) with verl's columns, as in verl."},
+    )
+    val_files: list[str] | None = field(
+        default=None, metadata={"help": "Held-out prompts in such files. Default: the first rows of train_files."}
+    )
+    reward: str = field(
+        default="graded_number",
+        metadata={
+            "help": f"Reward function: one of {sorted(REWARDS)}, file.py:function or package.module:function. It takes "
+            "TRL's arguments (completions, **columns) or verl's (data_source, solution_str, ground_truth, extra_info)."
+        },
+    )
+    reward_options: dict | None = field(
+        default=None, metadata={"help": "Further keyword arguments of the reward function, e.g. {strict: true}."}
+    )
     train_size: int = field(default=2000, metadata={"help": "Number of training prompts."})
     eval_size: int = field(default=64, metadata={"help": "Number of held-out prompts, disjoint from training."})
     resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
@@ -125,6 +144,36 @@ def keep_hub_name(model: Any, name: str, revision: str) -> None:
         config.base_model_name_or_path, config.revision = name, revision
 
 
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End with one line where a setting, a file or a package is wrong: the user can mend it without a traceback."""
+    try:
+        yield
+    except (OSError, ValueError, NotImplementedError, MissingPackageError) as error:
+        raise SystemExit(f"{sys.argv[0]}: {' '.join(str(error).split())}") from error
+
+
+def make_trainer(recipe: RecipeArguments, training: OffPolicyGRPOConfig, model: ModelConfig) -> OffPolicyGRPOTrainer:
+    """The trainer of a recipe, with prompts, reward function and model."""
+    reward = reward_function(recipe.reward, recipe.reward_options)
+    train, held_out = load_splits(recipe)
+    name, model.model_name_or_path = model.model_name_or_path, model_folder(model)
+    training.model_init_kwargs = {"dtype": model.dtype or "float32", **(training.model_init_kwargs or {})}
+    trainer = OffPolicyGRPOTrainer(
+        model.model_name_or_path,
+        reward,
+        training,
+        train_dataset=train,
+        eval_dataset=held_out if training.eval_strategy != "no" else None,
+        peft_config=get_peft_config(model),
+        processing_class=chat_tokenizer(recipe, model),
+        tools=agent_tools(recipe.tools),
+    )
+    if model.model_name_or_path != name:
+        keep_hub_name(trainer.model, name, model.model_revision)
+    return trainer
+
+
 def main() -> None:
     """Parse, train, save."""
     sys.argv[1:] = with_smoke(sys.argv[1:])
@@ -137,33 +186,19 @@ def main() -> None:
     options = recipe_options(recipe, training, model)
     commits = {"model_revision": model.model_revision, "dataset_revision": recipe.dataset_revision}
     options |= {name: commit for name, commit in commits.items() if name in options}
-    if recipe.reward not in REWARDS:
-        raise SystemExit(f"reward must be one of {sorted(REWARDS)}, but got {recipe.reward!r}.")
     if training.use_cpu and training.world_size == 1:
         torch.set_num_threads(os.cpu_count() or 1)  # accelerate launch would leave a single thread
     folder = Path(training.output_dir)
     resumes = recipe.resume and folder.is_dir() and get_last_checkpoint(folder) is not None
-    train, held_out = load_splits(recipe)
-    name, model.model_name_or_path = model.model_name_or_path, model_folder(model)
-    training.model_init_kwargs = {"dtype": model.dtype or "float32", **(training.model_init_kwargs or {})}
-    trainer = OffPolicyGRPOTrainer(
-        model.model_name_or_path,
-        REWARDS[recipe.reward],
-        training,
-        train_dataset=train,
-        eval_dataset=held_out if training.eval_strategy != "no" else None,
-        peft_config=get_peft_config(model),
-        processing_class=chat_tokenizer(recipe, model),
-        tools=agent_tools(recipe.tools),
-    )
-    if model.model_name_or_path != name:
-        keep_hub_name(trainer.model, name, model.model_revision)
+    with one_line_errors():
+        trainer = make_trainer(recipe, training, model)
     trainer.add_callback(RecipeCallback(options))
     trainer.train(resume_from_checkpoint=resumes)  # True: from the newest one that is whole
     trainer.save_model(training.output_dir)
-    trainer.create_model_card(dataset_name=recipe.dataset_name)
+    data = Path(recipe.train_files[0]).stem if recipe.train_files else recipe.dataset_name
+    trainer.create_model_card(dataset_name=data)
     if training.push_to_hub:
-        trainer.push_to_hub(dataset_name=recipe.dataset_name)
+        trainer.push_to_hub(dataset_name=data)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
+import inspect
 import re
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
 from recipes.agent_calculator.calculator import calculator
+from trl_offpolicy.checks import near
 from trl_offpolicy.packages import require
+from trl_offpolicy.parts import imported
 
 _NUMBER = re.compile(r"-?\d+")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
@@ -19,6 +25,10 @@ _DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
 
 def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
     """Training and held-out prompts, disjoint, in TRL's conversational format."""
+    if getattr(recipe, "train_files", None):
+        return _from_files(recipe)
+    if getattr(recipe, "val_files", None):
+        raise ValueError(f"val_files must come with train_files, but got {recipe.val_files} alone.")
     kind, _, task = recipe.dataset_name.partition("/")
     if kind != "reasoning-gym":
         return _from_hub(recipe)
@@ -34,15 +44,67 @@ def load_splits(recipe: Any) -> tuple[Dataset, Dataset]:
 def _from_hub(recipe: Any) -> tuple[Dataset, Dataset]:
     """Splits of a dataset on the Hub or in a folder; without a test split the first rows are held out."""
     splits = load_dataset(recipe.dataset_name, recipe.dataset_config, revision=recipe.dataset_revision)
-    train, held_out = splits["train"], splits.get("test")
-    if held_out is None:
-        size = min(recipe.eval_size, len(train) - 1)
-        train, held_out = train.select(range(size, len(train))), train.select(range(size))
-    held_out = held_out.select(range(min(recipe.eval_size, len(held_out))))
+    train, held_out = _held_out(splits["train"], splits.get("test"), recipe.eval_size)
     if "prompt" in train.column_names:
         return train, held_out
     convert = partial(_as_prompt, recipe=recipe)
     return train.map(convert), held_out.map(convert)
+
+
+def _held_out(train: Dataset, held_out: Dataset | None, size: int) -> tuple[Dataset, Dataset]:
+    """``size`` rows of ``held_out``; without one the first rows of ``train`` are held out, and one is left at least."""
+    if held_out is None:
+        size = min(size, len(train) - 1)
+        return train.select(range(size, len(train))), train.select(range(size))
+    return train, held_out.select(range(min(size, len(held_out))))
+
+
+_READERS: dict[str, Callable[[str], Dataset]] = {
+    ".parquet": Dataset.from_parquet,
+    ".json": Dataset.from_json,
+    ".jsonl": Dataset.from_json,
+}
+
+
+def _from_files(recipe: Any) -> tuple[Dataset, Dataset]:
+    """Prompts of verl's files; without ``val_files`` the first rows of ``train_files`` are held out."""
+    train = _verl_rows("train_files", recipe.train_files)
+    held_out = _verl_rows("val_files", recipe.val_files) if recipe.val_files else None
+    return _held_out(train, held_out, recipe.eval_size)
+
+
+def _verl_rows(field: str, files: Sequence[str]) -> Dataset:
+    """Rows of verl's files one after the other: ``prompt``, and what its reward functions are given.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file is of another kind, or its rows are not verl's.
+    """
+    rows: list[dict[str, Any]] = []
+    for name in files:
+        path = Path(name).expanduser()
+        if path.suffix not in _READERS:
+            raise ValueError(f"{field} must end with {', '.join(_READERS)}, but got {name!r}.")
+        if not path.is_file():
+            raise FileNotFoundError(f"{field} must be existing files, but there is no {name!r}.")
+        rows += [_verl_row(row, f"{field} ({name})") for row in _READERS[path.suffix](str(path))]
+    if not rows:
+        raise ValueError(f"{field} must hold at least one row, but got {list(files)} without any.")
+    return Dataset.from_list(rows)
+
+
+def _verl_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A row of verl's file in TRL's conversational format."""
+    truth = row.get("reward_model")
+    if not isinstance(row.get("prompt"), list) or not isinstance(truth, dict) or "ground_truth" not in truth:
+        raise ValueError(
+            f"{where} must have the columns prompt (a list of messages) and reward_model with ground_truth, as verl's "
+            f"files have, but got the columns {', '.join(row)}."
+        )
+    if shown := [kind for kind in ("images", "videos", "audios") if row.get(kind)]:
+        raise ValueError(f"{where} must hold prompts of text alone, but its rows have {', '.join(shown)}.")
+    kept = {"data_source": row.get("data_source"), "ground_truth": truth["ground_truth"]}
+    return {"prompt": row["prompt"], **kept, "extra_info": row.get("extra_info")}
 
 
 def _as_prompt(row: dict[str, Any], recipe: Any) -> dict[str, Any]:
@@ -124,6 +186,101 @@ def accuracy(completions: list[Any], answer: list[str], **_: Any) -> list[float 
 
     scores: list[float | None] = accuracy_reward(completions, solution=answer)
     return scores
+
+
+def reward_function(name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The reward function of this name, in TRL's form.
+
+    Args:
+        name: one of ``REWARDS``, ``file.py:function`` or ``package.module:function``. The function is TRL's
+            (``f(completions, **columns)``, a list of numbers) or verl's (``f(data_source, solution_str, ground_truth,
+            extra_info)``, one number, or a mapping with ``score``); which one is seen by its arguments.
+        options: further keyword arguments of the function.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: there is no such function, or it takes neither TRL's nor verl's arguments.
+    """
+    function = _named_reward(name)
+    given = inspect.signature(function).parameters
+    if "solution_strs" in given:
+        raise ValueError(
+            f"reward must score one response at a time, but {name!r} takes verl's batches (solution_strs)."
+        )
+    if {"solution_str", "ground_truth"} <= given.keys():
+        return _as_trl_reward(function, dict(options or {}))
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in given.values())
+    if "completions" not in given and not takes_all:
+        raise ValueError(
+            "reward must take TRL's arguments (completions, **columns) or verl's (data_source, solution_str, "
+            f"ground_truth, extra_info), but {name!r} takes {', '.join(given) or 'none'}."
+        )
+    return wraps(function)(partial(function, **options)) if options else function
+
+
+def _named_reward(name: str) -> Callable[..., Any]:
+    """The function that ``name`` stands for, as it is."""
+    if name in REWARDS:
+        return REWARDS[name]
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ValueError(
+            f"reward must be one of {sorted(REWARDS)}, 'file.py:function' or 'package.module:function', but got "
+            f"{name!r}.{near(name, REWARDS)}"
+        )
+    found = _of_file(place, attribute) if place.endswith(".py") else imported(name, where="reward")
+    if not callable(found):
+        raise ValueError(f"reward must name a function, but {name!r} is a {type(found).__name__}.")
+    return found  # type: ignore[no-any-return]
+
+
+def _of_file(file: str, attribute: str) -> Any:
+    """What a file of Python code calls ``attribute``; the file is run as a module of its own."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"reward must name a function in an existing file, but there is no {file!r}.")
+    spec = importlib.util.spec_from_file_location(f"reward_of_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # it ends with .py
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        hint = near(attribute, [one for one in vars(module) if not one.startswith("_")])
+        raise ValueError(f"reward must name a function of {file}, but got {attribute!r}.{hint}")
+    return getattr(module, attribute)
+
+
+def _as_trl_reward(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """verl's function, which scores one response, as TRL's, which scores a list."""
+
+    def calls(completions: Sequence[Any], columns: Mapping[str, Any]) -> list[Any]:
+        names = ("data_source", "ground_truth", "extra_info")
+        if missing := [name for name in names[:2] if name not in columns]:
+            raise ValueError(f"reward needs the columns {', '.join(missing)} of verl's files: set train_files.")
+        return [
+            function(
+                data_source=columns["data_source"][row],
+                solution_str=_text(completion),
+                ground_truth=columns["ground_truth"][row],
+                extra_info=columns["extra_info"][row] if "extra_info" in columns else None,
+                **options,
+            )
+            for row, completion in enumerate(completions)
+        ]
+
+    def scored(completions: list[Any], **columns: Any) -> list[float]:
+        return [_score(result) for result in calls(completions, columns)]
+
+    async def awaited(completions: list[Any], **columns: Any) -> list[float]:
+        return [_score(result) for result in await asyncio.gather(*calls(completions, columns))]
+
+    made: Callable[..., Any] = awaited if inspect.iscoroutinefunction(function) else scored
+    made.__name__ = getattr(function, "__name__", "reward")  # TRL logs rewards/<name>
+    return made
+
+
+def _score(result: Any) -> float:
+    """verl's functions return a number, or a mapping with ``score`` and numbers to log."""
+    return float(result["score"] if isinstance(result, Mapping) else result)
 
 
 def agent_tools(names: list[str] | None) -> list[Callable[..., str]] | None:

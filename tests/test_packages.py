@@ -16,9 +16,11 @@ import trl_offpolicy
 from lightning_module import OffPolicyGRPOModule
 from recipes.tasks import load_splits
 from trl_offpolicy.cli import commands as cli
+from trl_offpolicy.cli.recipes import copy, find
 from trl_offpolicy.engines.colocate import ColocateEngine
 from trl_offpolicy.packages import (
     EXTRAS,
+    PREPARE_SCRIPT,
     MissingPackageError,
     check_model,
     interrupted_builds,
@@ -102,7 +104,8 @@ def test_the_tasks_of_the_recipes(without: Any) -> None:
 
 
 PREPARED = ".cache/SmolLM2-135M-Instruct"
-NOT_PREPARED = f"must be an existing folder or a Hub name, but got '{PREPARED}'. `make model` prepares it."
+NOT_PREPARED = f"must be an existing folder or a Hub name, but got '{PREPARED}'."
+CHECKOUT = " `make model` in a checkout of trl-offpolicy prepares it."
 
 
 def test_a_model_that_is_not_prepared(
@@ -112,13 +115,25 @@ def test_a_model_that_is_not_prepared(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as error:
         OffPolicyGRPOTrainer(PREPARED, reward, args)
-    assert str(error.value) == f"model {NOT_PREPARED}"
+    assert str(error.value) == f"model {NOT_PREPARED}{CHECKOUT}"
     with pytest.raises(FileNotFoundError) as error:
         OffPolicyGRPOModule(PREPARED, reward)
-    assert str(error.value) == f"model {NOT_PREPARED}"
+    assert str(error.value) == f"model {NOT_PREPARED}{CHECKOUT}"
     for command in ("probe", "serve"):
         assert cli.main([command, "--model", PREPARED]) == cli.BAD_INPUT
-        assert capsys.readouterr().err.endswith(f"{command}: --model {NOT_PREPARED}\n")
+        assert capsys.readouterr().err.endswith(f"{command}: --model {NOT_PREPARED}{CHECKOUT}\n")
+
+
+def test_in_a_copy_of_a_recipe_the_message_names_the_copys_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no Makefile in a copy; its script finds the same command."""
+    copy(find("quickstart"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as error:
+        check_model("model", PREPARED)
+    assert str(error.value) == f"model {NOT_PREPARED} `python {PREPARE_SCRIPT}` prepares it."
+    assert (tmp_path / PREPARE_SCRIPT).is_file()
 
 
 def test_names_on_the_hub_and_folders_are_left_alone(tmp_path: Path) -> None:

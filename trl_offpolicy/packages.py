@@ -61,6 +61,17 @@ QUICKSTART_MODEL = "SmolLM2-135M-Instruct"
 """The folder in ``.cache`` into which ``make model`` converts the model of the quickstart."""
 
 
+PREPARE_SCRIPT = "recipes/quickstart/prepare_model.py"
+"""What converts it: in a checkout, and in a copy of a recipe."""
+
+
+def how_to_prepare() -> str:
+    """What makes the quickstart's model in the working folder, with a space before it."""
+    if not Path("Makefile").is_file() and Path(PREPARE_SCRIPT).is_file():  # a copy of a recipe
+        return f" `python {PREPARE_SCRIPT}` prepares it."
+    return " `make model` in a checkout of trl-offpolicy prepares it."
+
+
 def check_model(field: str, name: object) -> None:
     """Raise for the path of a folder that does not exist; a loader would look for it on the Hub, and say so.
 
@@ -74,7 +85,7 @@ def check_model(field: str, name: object) -> None:
     if not isinstance(name, str) or Path(name).expanduser().is_dir():
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        prepare = " `make model` prepares it." if Path(name).name == QUICKSTART_MODEL else ""
+        prepare = how_to_prepare() if Path(name).name == QUICKSTART_MODEL else ""
         raise FileNotFoundError(f"{field} must be an existing folder or a Hub name, but got {name!r}.{prepare}")
 
 

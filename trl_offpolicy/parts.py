@@ -107,6 +107,19 @@ def parse_tagged(spec: object, kind: type[Any] | Mapping[str, type[Any]], *, whe
     return build(types[name], values, where=where)
 
 
+_MEANT = {
+    name: ("max_weight", "high")
+    for name in ("cap", "clip", "clip_max", "max", "maximum", "threshold", "truncate", "upper", "upper_bound")
+} | {name: ("low",) for name in ("clip_min", "floor", "lower", "lower_bound", "min", "minimum")}
+"""What papers and other frameworks call the bounds, and their names here."""
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    """The text " Did you mean ...?" for a name that other kits give to a bound, or for one that is near."""
+    other = next((one for one in _MEANT.get(name.lower(), ()) if one in known), "")
+    return f" Did you mean {other!r}?" if other else near(name, known)
+
+
 def build(cls: Any, values: Mapping[str, Any], *, where: str, base: Any = None) -> Any:
     """A dataclass from a mapping of its fields; fields that are left out come from ``base``, if there is one.
 
@@ -117,7 +130,7 @@ def build(cls: Any, values: Mapping[str, Any], *, where: str, base: Any = None) 
     known = {item.name: item for item in dataclasses.fields(cls) if item.init}
     for key in values:
         if key not in known:
-            hint = near(str(key), known)
+            hint = _meant(str(key), known)
             has = "" if hint else f", which has {list(known)}"
             raise ValueError(f"{where}.{key} is not an option of {cls.__name__}{has}.{hint}")
     no_default = dataclasses.MISSING

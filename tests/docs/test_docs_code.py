@@ -71,7 +71,8 @@ REPLACED = {
 """What stands in for a GPU, a big model and hours: words of a page and their replacements."""
 REPLACED["docs/index.md"] = {
     '    use_vllm=True,\n    vllm_mode="colocate"': "    **on_cpu",
-    "train_dataset=dataset": "train_dataset=dataset, processing_class=tokenizer, rollout_func=rollout_func",
+    '"HuggingFaceTB/SmolLM2-135M-Instruct"': "model",
+    "train_dataset=sums": "train_dataset=sums, processing_class=tokenizer, rollout_func=rollout_func",
 }
 
 

@@ -7,6 +7,9 @@ import draw_start
 import pytest
 from drawing import to_svg
 
+from trl_offpolicy import presets
+from trl_offpolicy.presets.parsing import KEEP_TYPES, LOSS_TYPES, WEIGHT_TYPES
+
 DOCS = Path(draw_start.__file__).parent
 
 
@@ -33,6 +36,23 @@ def test_every_configuration_of_the_table_has_its_block() -> None:
     assert linked == blocks == list("ABCDEFG")
     for letter in linked:
         assert "```yaml" in re.search(rf"^### {letter}\. .*?(?=^##)", page, flags=re.MULTILINE | re.DOTALL)[0]
+
+
+COUNTS = {
+    r"\[(\d+) weights, \d+ masks\]": len(WEIGHT_TYPES),
+    r"\[\d+ weights, (\d+) masks\]": len(KEEP_TYPES),
+    r"\[(\d+) losses\]": len(LOSS_TYPES),
+    r"; (\d+) presets, verl's among them": len(presets.names()),
+    r"; (\d+) presets \| no \|": sum(name.startswith("verl/") for name in presets.names()),
+}
+"""What the table counts of this kit, and of verl's presets here, against the code."""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("pattern", COUNTS)
+def test_the_table_counts_what_the_code_has(page: str, pattern: str) -> None:
+    (said,) = re.findall(pattern, "\n".join(feature_table(page)))
+    assert int(said) == COUNTS[pattern]
 
 
 def feature_table(page: str) -> list[str]:

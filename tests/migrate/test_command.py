@@ -262,3 +262,74 @@ def test_only_the_file_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["migrate"])
     assert capsys.readouterr().err.endswith("the following arguments are required: FILE\n")
+
+
+def test_a_default_that_the_yaml_holds_is_said_to_be_written(tmp_path: Path) -> None:
+    """verl's own defaults, given in the file: each line says where the YAML has it, or that it has it nowhere."""
+    actor = "actor: {clip_ratio_c: 3.0, entropy_coeff: 0, kl_loss_coef: 0.001, use_kl_loss: true, clip_ratio_low: 0.2}"
+    printed, lists = migrated(write(tmp_path, f"{VERL}actor_rollout_ref: {{{actor}}}\n"))
+    offpolicy = yaml.safe_load(printed)["offpolicy"]
+    said = {line.strip().partition(" -> ")[0]: line.partition(" -> ")[2] for line in lists if " -> " in line}
+    written = {keys: to.removeprefix("written as ") for keys, to in said.items() if to.startswith("written as ")}
+    assert set(written) == {
+        "algorithm.rollout_correction.rollout_is_threshold",
+        "actor_rollout_ref.actor.clip_ratio_c",
+        "actor_rollout_ref.actor.kl_loss_coef",
+    }
+    for place in written.values():
+        path, value = place.split(": ")
+        found = {"offpolicy": offpolicy}
+        for part in path.split("."):
+            found = found[part]
+        assert found == float(value)
+    (nothing,) = [keys for keys, to in said.items() if to.startswith("nothing to write")]
+    assert set(nothing.split(", ")) == {
+        f"actor_rollout_ref.actor.{name}" for name in ("entropy_coeff", "clip_ratio_low")
+    }
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("rollout: {foo_bar: 1}", ""),
+        ("rollout: {temperatur: 1}", "actor_rollout_ref.rollout.temperature"),
+        ("actor: {clip_ratio_hihg: 0.3}", "actor_rollout_ref.actor.clip_ratio_high"),
+        ("actor: {optimm: {lr: 0.3}}", "actor_rollout_ref.actor.optim.lr"),
+        ("actor: {entropy_bonus_schedule: 0.3}", ""),
+    ],
+)
+def test_only_a_near_name_is_suggested(tmp_path: Path, setting: str, meant: str) -> None:
+    _, lists = migrated(write(tmp_path, f"{VERL}actor_rollout_ref: {{{setting}}}\n"))
+    (line,) = [line for line in lists if "unknown to this kit" in line]
+    assert line.endswith(f"(did you mean {meant}?)" if meant else "unknown to this kit")
+
+
+REWARD = "custom_reward_function: {{path: {path}, name: {name}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "reward"),
+    [
+        ("a/score.py", "mine", "a/score.py:mine"),
+        ("a/score.py", "null", "a/score.py:compute_score"),
+        ("pkg://my.rewards", "mine", "my.rewards:mine"),
+    ],
+)
+def test_verls_reward_function_and_files_are_carried(tmp_path: Path, path: str, name: str, reward: str) -> None:
+    data = "data: {train_files: ['a.parquet', b.parquet], val_files: c.parquet}\n"
+    printed, lists = migrated(write(tmp_path, VERL + data + REWARD.format(path=path, name=name)))
+    fields = yaml.safe_load(printed)
+    assert fields["reward"] == reward
+    assert (fields["train_files"], fields["val_files"]) == (["a.parquet", "b.parquet"], ["c.parquet"])
+    to_set = lists[lists.index("still to set:") + 1 :]
+    assert [line.strip() for line in to_set] == ["model_name_or_path", "output_dir"]
+
+
+def test_files_of_other_columns_and_a_reward_without_a_path_are_left(tmp_path: Path) -> None:
+    data = "data: {train_files: a.parquet, prompt_key: question}\n" + REWARD.format(path="null", name="f")
+    printed, lists = migrated(write(tmp_path, VERL + data))
+    assert not {"train_files", "reward"} & yaml.safe_load(printed).keys()
+    text = "\n".join(lists)
+    assert "data.prompt_key name other columns than recipes/grpo.py reads" in text
+    assert "no path: verl chooses by data_source" in text
+    assert "reward: verl.utils.reward_score:default_compute_score, where verl is installed" in text

@@ -13,5 +13,5 @@ from trl_offpolicy.migrate.page import GROUPS
 def test_fields_are_those_of_trl() -> None:
     names = {one.name for cls in (GRPOConfig, ModelConfig) for one in fields(cls) if one.init}
     assert set(FIELDS) == {name for name in names if not name.startswith("vllm_importance_sampling")}
-    ours = {"offpolicy", "engine"}
+    ours = {"offpolicy", "engine", "dataset_name", "train_files", "val_files", "reward", "reward_options"}
     assert {name for group in GROUPS for name in group} - names == ours

@@ -164,7 +164,7 @@ def test_objective_overrides_its_base_only_where_said():
         ("bypass_mode: true", r"^offpolicy\.correction\.bypass_mode is not an option of Correction"),
         (
             "weight: {type: truncate, cap: 2}",
-            r"^offpolicy\.correction\.weight\.cap is not an option of TruncateWeight, which has \['max_weight', ",
+            r"^offpolicy\.correction\.weight\.cap is not an option of TruncateWeight\. Did you mean 'max_weight'\?$",
         ),
         (
             "weight: {type: tuncate}",

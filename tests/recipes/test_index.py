@@ -70,6 +70,38 @@ def test_a_copy_keeps_what_the_user_has_changed(tmp_path: Path, capsys) -> None:
     assert "0 files copied" in capsys.readouterr().out and yaml.safe_load(config.read_text()) == {"max_steps": 1}
 
 
+def in_copy(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command of a user who has the package and a copy, and is in the copy's folder."""
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=500, env=environment
+    )
+
+
+@pytest.mark.parametrize("name", ["quickstart", "grpo_tis_gsm8k"])
+def test_what_is_printed_after_a_copy_begins_with_the_preparation(name: str, tmp_path: Path, capsys) -> None:
+    assert main(["recipes", "copy", name, str(tmp_path)]) == 0
+    commands = [line.split("#")[0].split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert commands[-1] == find(name).command.split()
+    prepare = [words for words in commands if words[0] == "python"]
+    assert prepare == ([["python", "recipes/quickstart/prepare_model.py"]] if name == "quickstart" else [])
+    assert all((tmp_path / words[1]).is_file() for words in prepare)
+
+
+@pytest.mark.integration
+def test_a_copy_is_prepared_and_says_so_where_it_was_not(tmp_path: Path) -> None:
+    """The printed preparation starts; without it the run ends with one line that names it."""
+    copy(find("quickstart"), tmp_path)
+    shown = in_copy(tmp_path, "recipes/quickstart/prepare_model.py", "--help")
+    assert shown.returncode == 0 and "--output" in shown.stdout
+    run = in_copy(tmp_path, "recipes/grpo.py", "--config", "recipes/quickstart/config.yaml")
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert run.stderr.rstrip().endswith(
+        "recipes/grpo.py: model must be an existing folder or a Hub name, but got '.cache/SmolLM2-135M-Instruct'. "
+        "`python recipes/quickstart/prepare_model.py` prepares it."
+    )
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["quickstart", "lightning/agent_calculator.yaml"])
 def test_the_script_of_a_copy_uses_the_copys_own_files(name: str, tmp_path: Path) -> None:
@@ -80,9 +112,6 @@ def test_the_script_of_a_copy_uses_the_copys_own_files(name: str, tmp_path: Path
     words = (
         [script, "--help"] if script != "-m" else ["-c", "import recipes.agent_calculator.calculator, recipes.tasks"]
     )
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = in_copy(tmp_path, *words)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "the tasks of the copy" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,19 @@ def test_another_trainer_refuses_the_configuration(config: Any, fresh_model: Any
             fresh_model(), lambda completions, **_: [0.0], config(), train_dataset=rows, processing_class=tokenizer
         )
     assert config().get_process_log_level() > 0  # a script may ask too
+
+
+def test_another_trainer_refuses_the_configuration_before_it_loads_a_model(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", lambda name, **_: loaded.append(name))
+    with pytest.raises(TypeError, match="configuration for GRPOTrainer"):
+        trl.GRPOTrainer("some/model", lambda completions, **_: [0.0], config())
+    assert loaded == []
+    args = config()
+    assert args.distributed_state is args.__dict__["distributed_state"] is not None  # a script may ask too
+    assert pickle.loads(pickle.dumps(args)).distributed_state.num_processes == 1  # as training_args.bin is
 
 
 @pytest.mark.parametrize(

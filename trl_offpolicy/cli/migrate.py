@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ def migrated(path: Path, overrides: Sequence[str] = (), *, name: str | None = No
     offpolicy = _with_steps(own, page.method_fields(migration.found))
     formula = _formula(offpolicy)
     fields = {**fields, "offpolicy": offpolicy or NO_OPTIONS}
-    missing = [text for key, text in page.NEEDED.items() if key not in fields]
+    missing = page.still_to_set(migration.framework, fields)
     command = f"trl-offpolicy migrate {' '.join([str(path), *overrides])}"
     head = f"# From {migration.framework}: {command}\n"
     text = head + page.yaml_text(fields, {"offpolicy": formula})
@@ -156,25 +157,79 @@ def _formula(offpolicy: Mapping[str, Any]) -> str:
 
 
 def _places(migration: Migration, refused: Mapping[str, str], preset: Preset) -> dict[str, str]:
-    """Where each option of the correction went, by its setting: the parts that change if it is left out."""
+    """Where each option of the correction went, by its setting: the parts that change if it is left out.
+
+    A framework's own default changes nothing if it is left out. Where the YAML holds it all the same, its place is
+    found by another value.
+    """
+    options = {name: value for name, value in migration.options.items() if name not in refused}
+    whole = _flat_method(migration.framework, options) or {}
+    places: dict[str, dict[str, None]] = {}
+    for name in options:
+        without = {other: value for other, value in options.items() if other != name}
+        found = places.setdefault(migration.option_keys[name], {})
+        changed = _changed(whole, _flat_method(migration.framework, without))
+        if changed is None:  # the others need it
+            found["offpolicy"] = None
+        elif changed:
+            found.update(dict.fromkeys(map(_part_of, changed)))
+        elif held := _held(migration.framework, options, name, whole):
+            found[f"written as {held}"] = None
+    nothing = "nothing to write: the default, or without effect"
+    return {key: ", ".join(found) or nothing for key, found in places.items()}
+
+
+def _flat_method(name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The method of a framework's options as ``{"offpolicy.correction.weight.type": ...}``; None if they are wrong."""
     from trl_offpolicy.migrate.nested import flatten
     from trl_offpolicy.presets import FRAMEWORKS
     from trl_offpolicy.presets.parsing import plain_method
 
-    whole = flatten(plain_method(preset))
-    options = {name: value for name, value in migration.options.items() if name not in refused}
-    places: dict[str, dict[str, None]] = {}
-    for name in options:
-        rest = {other: value for other, value in options.items() if other != name}
-        found = places.setdefault(migration.option_keys[name], {})
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                without = flatten(plain_method(FRAMEWORKS[migration.framework](**rest)))
-        except (ValueError, NotImplementedError):  # the others need it
-            found["offpolicy"] = None
-            continue
-        changed = [path.split(".") for path in {**whole, **without} if whole.get(path) != without.get(path)]
-        found.update(dict.fromkeys(f"offpolicy.{'.'.join(path[:2])}" for path in changed if len(path) > 1))
-    nothing = "nothing to write: the default, or without effect"
-    return {key: ", ".join(found) or nothing for key, found in places.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return flatten({"offpolicy": plain_method(FRAMEWORKS[name](**options))})
+    except (ValueError, TypeError, NotImplementedError):
+        return None
+
+
+def _changed(whole: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[str] | None:
+    """The paths below a part of the method that differ; None if there is no other method."""
+    if other is None:
+        return None
+    return [path for path in {**whole, **other} if path.count(".") > 1 and whole.get(path) != other.get(path)]
+
+
+def _part_of(path: str) -> str:
+    return ".".join(path.split(".")[:3])
+
+
+def _held(framework: str, options: Mapping[str, Any], name: str, whole: Mapping[str, Any]) -> str:
+    """The place, with its value, of an option's default that the YAML holds; empty if it holds none."""
+    for value in _other_values(framework, options, name):
+        changed = _changed(whole, _flat_method(framework, {**options, name: value})) or []
+        held = [path for path in changed if path in whole]
+        if len(held) == 1 and not isinstance(whole[held[0]], list):
+            return f"{held[0]}: {whole[held[0]]}"
+        if held:
+            return ", ".join(dict.fromkeys(map(_part_of, held)))
+    return ""
+
+
+def _other_values(framework: str, options: Mapping[str, Any], name: str) -> list[Any]:
+    """Values that an option could have in place of its own; for a name, those that the framework's error lists."""
+    from trl_offpolicy.presets import FRAMEWORKS
+
+    value = options[name]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value * 2, value / 2, value + 1]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            FRAMEWORKS[framework](**{**options, name: "no such name"})
+    except (ValueError, TypeError, NotImplementedError) as error:
+        listed = re.search(r"one of [\[({](.*?)[\])}]", str(error))
+        return [] if listed is None else [one for one in re.findall(r"'([^']*)'", listed[1]) if one != value]
+    return []

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from trl_offpolicy.packages import PREPARE_SCRIPT
+
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 INDEX = FOLDER / "index.yaml"
-SHARED = ("grpo.py", "record.py", "tasks.py", "agent_calculator", "accelerate", "quickstart/prepare_model.py")
+NEEDS_PREPARED = "SmolLM2-135M"
+"""The model, as the index names it, that a script converts before the first run."""
+SHARED = ("grpo.py", "record.py", "tasks.py", "agent_calculator", "accelerate", PREPARE_SCRIPT.removeprefix("recipes/"))
 """What the commands of the recipes read besides a recipe's own folder."""
 
 
@@ -124,6 +128,8 @@ def recipes(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
         made = copy(recipe, args.folder)
         kept = "" if made else " (all files were there already and stay as they are)"
         print(f"{len(made)} files copied to {args.folder / 'recipes'}{kept}. Start it in {args.folder.resolve()}:")
+        if recipe.model == NEEDS_PREPARED:
+            print(f"  python {PREPARE_SCRIPT}   # once: converts the model into .cache")
         print(f"  {recipe.command}")
         return 0
 

@@ -20,13 +20,27 @@ GROUPS = (
     ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl",
      "entropy_coef", "scale_rewards", "off_policy_mask_threshold"),
+    ("dataset_name", "train_files", "val_files", "reward", "reward_options"),
 )  # fmt: skip
 """Our fields in the order and the groups of the recipes; all others follow."""
 NEEDED = {
     "model_name_or_path": "model_name_or_path",
     "output_dir": "output_dir",
-    "dataset_name": "dataset_name (with question_column and answer_column) and reward: see recipes/grpo.py",
+    "dataset_name": "dataset_name (with question_column and answer_column) or train_files: see recipes/grpo.py",
+    "reward": "reward: a name of recipes/grpo.py --help, file.py:function or package.module:function",
 }
+
+
+VERL_REWARD = "verl's own functions are reward: verl.utils.reward_score:default_compute_score, where verl is installed"
+
+
+def still_to_set(framework: str, fields: Mapping[str, Any]) -> list[str]:
+    """What recipes/grpo.py needs and no setting of the file gives."""
+    given = {*fields, *(["dataset_name"] if "train_files" in fields else [])}
+    missing = {name: text for name, text in NEEDED.items() if name not in given}
+    if framework == "verl" and "reward" in missing:
+        missing["reward"] += f"; {VERL_REWARD}"
+    return list(missing.values())
 
 
 def training_fields(found: Iterable[Found]) -> dict[str, Any]:

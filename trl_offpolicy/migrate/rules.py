@@ -285,9 +285,18 @@ def reason(framework: Framework, key: str) -> tuple[str, str]:
             return f"{pattern}.*", why
     if key in framework.defaults:  # a step reads it, but found too little to use it
         return "", "it acts only together with settings that are not given here"
-    known = [*framework.rows, *framework.options, *framework.defaults]
-    close = get_close_matches(key, [name for name in known if name != key], n=1, cutoff=0.85)
-    return "", f"{UNKNOWN}{f' (did you mean {close[0]}?)' if close else ''}"
+    meant = _meant(key, {*framework.rows, *framework.options, *framework.defaults} - {key})
+    return "", f"{UNKNOWN}{f' (did you mean {meant}?)' if meant else ''}"
+
+
+def _meant(key: str, known: Iterable[str]) -> str:
+    """The setting whose last part is near; first of the same section. A long section in common is not enough."""
+    section, _, name = key.rpartition(".")
+    near = {one: one.rpartition(".") for one in sorted(known) if get_close_matches(one.rpartition(".")[2], [name])}
+    beside = {last: one for one, (before, _, last) in near.items() if before == section}
+    if found := get_close_matches(name, beside, n=1):
+        return beside[found[0]]
+    return next(iter(get_close_matches(key, near, n=1, cutoff=0.85)), "")
 
 
 # --------------------------------------------------------------------------------------------------------- conversions

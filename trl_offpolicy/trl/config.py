@@ -335,15 +335,30 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
             self._beta_of_kl = objective.kl.beta
             self.beta = objective.kl.beta  # or TRL would not load the reference model
 
+    @property
+    def distributed_state(self) -> Any:
+        """As of transformers. TRL's GRPOTrainer asks for it before it loads a model, and is refused then.
+
+        Raises:
+            TypeError: the trainer is not an ``OffPolicyGRPOTrainer``: it would train without any correction.
+        """
+        _refuse_other_trainers(sys._getframe(1).f_locals.get("self"))
+        try:
+            return self.__dict__["distributed_state"]
+        except KeyError:
+            raise AttributeError("distributed_state is not set before the devices are.") from None
+
+    @distributed_state.setter
+    def distributed_state(self, state: Any) -> None:
+        self.__dict__["distributed_state"] = state
+
     def get_process_log_level(self) -> int:
         """The log level. Every trainer asks for it when it is built; one that does not read ``offpolicy`` is refused.
 
         Raises:
             TypeError: the trainer is not an ``OffPolicyGRPOTrainer``: it would train without any correction.
         """
-        asking = sys._getframe(1).f_locals.get("self")
-        if isinstance(asking, Trainer) and not getattr(asking, "reads_offpolicy", False):
-            raise _wrong_trainer(type(asking).__name__)
+        _refuse_other_trainers(sys._getframe(1).f_locals.get("self"))
         level: int = super().get_process_log_level()
         return level
 
@@ -436,6 +451,12 @@ def _take_fields_of_method(args: OffPolicyGRPOConfig) -> None:
     own = {item.name: item.default for item in fields(args)}
     for name, value in chosen.fields_for(vars(args), own).items():
         setattr(args, name, value)
+
+
+def _refuse_other_trainers(asking: Any) -> None:
+    """Raise for a trainer, found in the caller's frame, that does not read ``offpolicy``."""
+    if isinstance(asking, Trainer) and not getattr(asking, "reads_offpolicy", False):
+        raise _wrong_trainer(type(asking).__name__)
 
 
 def _wrong_trainer(name: str, hint: str = "") -> TypeError:

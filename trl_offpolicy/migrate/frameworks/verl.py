@@ -30,6 +30,9 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
+REWARD = ("custom_reward_function", "reward.custom_reward_function")
+"""Where the user's reward function is named: to 0.6, and now."""
+FILES = (".parquet", ".json", ".jsonl")
 LEVELS = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
 """Levels of the older ``rollout_rs`` and ``rollout_is_level``: their names here."""
 
@@ -83,6 +86,11 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.optim.lr_scheduler_type": "constant",
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
+    "data.train_files": None,
+    "data.val_files": None,
+    "data.prompt_key": "prompt",
+    "data.reward_fn_key": "data_source",
+    **{f"{section}.{name}": None for section in REWARD for name in ("path", "name")},
 }
 
 
@@ -275,6 +283,42 @@ def _reward_kl(source: Source) -> Iterable[Found]:
         yield Carried(source.given(penalty, kind, coef), fields)
 
 
+def _data(source: Source) -> Iterable[Found]:
+    """Files of prompts, which recipes/grpo.py reads as verl does."""
+    columns = {"data.prompt_key": "prompt", "data.reward_fn_key": "data_source"}
+    other = [key for key, name in columns.items() if source.get(key, name) != name]
+    for key in source.given(*columns):
+        if key not in other:
+            yield Carried((key,), {}, f"recipes/grpo.py reads the column {columns[key]}")
+    yield from shared.left(source, dict.fromkeys(other, "recipes/grpo.py reads the columns prompt and data_source"))
+    for key in source.given("data.train_files", "data.val_files"):
+        value = source.settings.values[key]
+        files = value if isinstance(value, list) else [value]
+        if other:
+            yield Left((key,), f"{shared.DATA}: {' and '.join(other)} name other columns than recipes/grpo.py reads")
+        elif value is None or not all(isinstance(one, str) and one.endswith(FILES) for one in files):
+            yield Left((key,), f"{shared.DATA}: recipes/grpo.py reads files that end with {', '.join(FILES)}")
+        else:
+            yield Carried((key,), {key.removeprefix("data."): files})
+
+
+def _reward(source: Source) -> Iterable[Found]:
+    """The user's reward function; verl's own is chosen by the data's source."""
+    for section in REWARD:
+        inside = f"{section}.reward_kwargs."
+        options = {key: value for key, value in source.settings.values.items() if key.startswith(inside)}
+        keys = (f"{section}.path", f"{section}.name", *options)
+        path, name = source.get(keys[0]), source.get(keys[1])
+        if path is None:
+            yield from shared.left(source, dict.fromkeys(keys, "no path: verl chooses by data_source; set reward here"))
+            continue
+        module = text(source.settings.shown(keys[0]), path).removeprefix("pkg://")
+        fields: dict[str, Any] = {"reward": f"{module}:{name or 'compute_score'}"}
+        if options:
+            fields["reward_options"] = {key.removeprefix(inside): value for key, value in options.items()}
+        yield Carried(source.given(*keys), fields, "recipes/grpo.py gives it verl's arguments")
+
+
 _LENGTH = "TRL does not cut prompts; set vllm_max_model_length"
 FRAMEWORK = Framework(
     name="verl",
@@ -311,7 +355,7 @@ FRAMEWORK = Framework(
         "trainer.default_local_dir": Row("output_dir", text),
         "trainer.experiment_name": Row("run_name", text),
     },
-    steps=(_batch, _reward_kl, _counted, _optimizer, _adapter, _engine, _older),
+    steps=(_batch, _reward_kl, _counted, _optimizer, _adapter, _engine, _data, _reward, _older),
     defaults=DEFAULTS,
     left={
         "*_target_": "hydra's own",
@@ -373,11 +417,9 @@ FRAMEWORK = Framework(
         "algorithm.filter_groups": "dynamic sampling has no counterpart here",
         "algorithm.gdpo_*": shared.REWARD,
         "data.max_prompt_length": _LENGTH,
-        "data.train_files": shared.DATA,
-        "custom_reward_function": shared.REWARD,
         **shared.names(
             "data",
-            "tokenizer use_shm val_files train_max_samples val_max_samples prompt_key reward_fn_key "
+            "tokenizer use_shm train_max_samples val_max_samples "
             "gen_batch_size val_batch_size tool_config_path function_tool_path return_raw_input_ids "
             "return_raw_chat return_full_prompt dataloader_num_workers image_patch_size "
             "validation_shuffle filter_overlong_prompts filter_overlong_prompts_workers truncation "
