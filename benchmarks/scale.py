@@ -1,6 +1,6 @@
 """What the kit adds to an optimizer step as ranks are added: collectives, bytes, and time against a plain all-reduce.
 
-    python benchmarks/scale.py [--ranks 2,4,8] [--rounds 15] [--output benchmarks/scale.json]
+    python benchmarks/scale.py [--ranks 2,4,8] [--rounds 15] [--parts NAME,...] [--output benchmarks/scale.json]
 
 Processes over Gloo on this machine, one thread each, a tiny batch of random numbers, no model. Every collective of
 torch.distributed is counted while the kit's own functions run. The time of each part is given as a ratio to one
@@ -29,12 +29,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_offpolicy as op
-from trl_offpolicy.engines.engine import Rollouts
+from trl_offpolicy.engines.engine import Rollouts, SyncReport
+from trl_offpolicy.engines.sync import WeightSync
+from trl_offpolicy.engines.weights.source import ModelWeights
 from trl_offpolicy.functional.collective import gather_objects, sum_ranks
+from trl_offpolicy.integrations._common import over_ranks
 from trl_offpolicy.objective.advantages import RLOO, AdvantageInputs
+from trl_offpolicy.rollouts.ahead.old_policy import Snapshots
 from trl_offpolicy.rollouts.duplicates import duplicate_stats
+from trl_offpolicy.rollouts.micro_batches import Splitting
+from trl_offpolicy.rollouts.rank_balance import balanced
 
 SIZES = ((8, 16), (16, 16), (8, 32))
 """Responses of a rank and tokens of each, as counted. The second and the third differ from the first in one of them."""
@@ -44,6 +53,10 @@ GPU_ROWS, GPU_LENGTH = 64, 4096
 LATENCY, BANDWIDTH = 20e-6, 25e9
 """Assumed, not measured: seconds for each doubling of the ranks, and bytes per second that a rank receives."""
 WORLDS = (8, 64, 256, 1024)
+EXCHANGED_ROWS, EXCHANGED_LENGTH = 16, 1024
+"""Responses of a rank and columns of a completion in the exchange of rows that is counted."""
+PARAMETERS, TENSORS = 7e9, 339
+"""Of the model of the table, in bfloat16: one of 28 layers, as Qwen2.5-7B."""
 RESULTS = Path(__file__).with_suffix(".json")
 
 
@@ -89,6 +102,81 @@ def parts(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
         "token budget": lambda: budget(batch),
         "normalised weights": lambda: normalised(batch),
         "objects": lambda: gather_objects(None),
+        "verl's micro-batch": lambda: over_ranks(stats, dist.group.WORLD),
+        "proof of a sync": proof,
+        "old policies": old_policies(batch),
+    }
+
+
+def proof() -> object:
+    """A sync whose engine answers as the trainer does: what the proof exchanges, without the weights."""
+    sync = WeightSync([[5, 6]], lambda ids: [[-1.0]])
+    return sync(
+        1,
+        send=lambda version: SyncReport(version=version, kind="folder", bytes=0, seconds=0.0),
+        answer=lambda ids: [[-1.0]],
+    )
+
+
+def old_policies(batch: op.PolicyBatch) -> Callable[[], object]:
+    """Log-probs of two old policies, of which each rank keeps its shard; the forwards themselves are not run."""
+    kept, model = Snapshots(), torch.nn.Linear(4, 4)
+    for version in (0, 1):
+        kept.keep(model, version, oldest=0)
+    versions = torch.arange(batch.mask.numel()).view(batch.mask.shape) % 2
+    return lambda: kept.mixture(model, lambda: batch.per_token_logps, versions, batch.mask)
+
+
+# ------------------------------------------------------------------------------------ what depends on the ranks
+
+
+def exchanged_rows(rank: int) -> dict[str, Tensor]:
+    """A generation batch; the completions of every second rank are four times as long."""
+    random = torch.Generator().manual_seed(rank)
+    shape = (EXCHANGED_ROWS, EXCHANGED_LENGTH)
+    longest = EXCHANGED_LENGTH if rank % 2 == 0 else EXCHANGED_LENGTH // 4
+    mask = torch.arange(EXCHANGED_LENGTH) < torch.randint(longest // 2, longest + 1, (EXCHANGED_ROWS, 1))
+    return {
+        "prompt_ids": torch.ones(EXCHANGED_ROWS, 8, dtype=torch.long),
+        "prompt_mask": torch.ones(EXCHANGED_ROWS, 8, dtype=torch.long),
+        "completion_ids": torch.randint(5, 99, shape, generator=random),
+        "completion_mask": mask.long(),
+        "sampling_per_token_logps": torch.zeros(shape),
+        "old_per_token_logps": torch.zeros(shape),
+        "advantages": torch.zeros(EXCHANGED_ROWS),
+    }
+
+
+class FunctionalGathers(TorchDispatchMode):
+    """All-gathers of DTensors, which do not go through ``torch.distributed.all_gather``: how many, and bytes given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.given = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.calls, self.given = self.calls + 1, self.given + args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def counts_by_world(rank: int, world: int) -> dict[str, dict[str, int]]:
+    """Calls and bytes of the two exchanges; ``tokens`` are the rank's own, ``weights`` the bytes of the whole model."""
+    rows = exchanged_rows(rank)
+    with counting() as counter:
+        moved, _ = balanced(rows, 4, Splitting(window=4, balance=True))
+    if moved is rows:
+        raise RuntimeError("the rows must have been exchanged, but stayed")
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    whole = sum(value.nbytes for value in model.parameters())
+    mesh = init_device_mesh("cpu", (world,))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    with FunctionalGathers() as gathers:
+        held = max(full.nbytes for _, full in ModelWeights(model).merged())
+    return {
+        "rows": {**counter.numbers, "tokens": int(rows["completion_mask"].sum())},
+        "weights": {"calls": gathers.calls, "given": gathers.given, "held": held, "weights": whole},
     }
 
 
@@ -96,7 +184,7 @@ def parts(batch: op.PolicyBatch) -> dict[str, Callable[[], object]]:
 
 
 class Counter:
-    """Collectives of a rank: how many, and the bytes that it gives to all-reduces and to all-gathers."""
+    """Collectives of a rank: how many, and the bytes that it gives to all-reduces and to gathers."""
 
     def __init__(self) -> None:
         self.calls = self.reduced = self.gathered = 0
@@ -110,7 +198,7 @@ class Counter:
 @contextmanager
 def counting() -> Iterator[Counter]:
     """Count what torch.distributed is asked for. An exchange of objects is counted by the tensors that it moves."""
-    counter, kept = Counter(), (dist.all_reduce, dist.all_gather)
+    counter, kept = Counter(), (dist.all_reduce, dist.all_gather, dist.gather)
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         counter.calls, counter.reduced = counter.calls + 1, counter.reduced + tensor.nbytes
@@ -120,14 +208,18 @@ def counting() -> Iterator[Counter]:
         counter.calls, counter.gathered = counter.calls + 1, counter.gathered + tensor.nbytes
         return kept[1](found, tensor, *args, **kwargs)
 
+    def gather(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # to one rank
+        counter.calls, counter.gathered = counter.calls + 1, counter.gathered + tensor.nbytes
+        return kept[2](tensor, *args, **kwargs)
+
     places = (dist, dist.distributed_c10d)  # all_gather_object looks the second one up
     for place in places:
-        place.all_reduce, place.all_gather = all_reduce, all_gather
+        place.all_reduce, place.all_gather, place.gather = all_reduce, all_gather, gather
     try:
         yield counter
     finally:
         for place in places:
-            place.all_reduce, place.all_gather = kept
+            place.all_reduce, place.all_gather, place.gather = kept
 
 
 def counts(rank: int, rows: int, length: int) -> dict[str, dict[str, int]]:
@@ -140,11 +232,13 @@ def counts(rank: int, rows: int, length: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def ratios(rank: int, rounds: int) -> dict[str, float]:
-    """The time of every part over that of one all-reduce of as many bytes, in turn; medians of rounds."""
+def ratios(rank: int, rounds: int, wanted: list[str]) -> dict[str, float]:
+    """The time of the wanted parts over that of one all-reduce of as many bytes, in turn; medians of rounds."""
     sizes = counts(rank, *SIZES[0])
     found = {}
     for name, call in parts(make_batch(rank)).items():
+        if wanted and name not in wanted:
+            continue
         plain = torch.zeros(-(-(sizes[name]["reduced"] + sizes[name]["gathered"]) // 8), dtype=torch.float64)
         spent: tuple[list[float], list[float]] = ([], [])
         for _ in range(rounds):
@@ -157,30 +251,30 @@ def ratios(rank: int, rounds: int) -> dict[str, float]:
     return found
 
 
-def work(rounds: int) -> None:
+def work(rounds: int, wanted: list[str]) -> None:
     """Be one rank; rank 0 prints what it found."""
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=os.environ["SCALE_STORE"])
     sizes = {f"{rows} x {length}": counts(rank, rows, length) for rows, length in SIZES}
-    found = {"counts": sizes, "ratios": ratios(rank, rounds)}
+    found = {"counts": sizes, "by_world": counts_by_world(rank, world), "ratios": ratios(rank, rounds, wanted)}
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(found))
 
 
-def launch(world: int, rounds: int) -> dict[str, Any]:
-    """The answer of rank 0 of ``world`` processes."""
+def launch(world: int, rounds: int, wanted: str = "") -> dict[str, Any]:
+    """The answer of rank 0 of ``world`` processes; times of the ``wanted`` parts alone, with commas, or of all."""
     with tempfile.TemporaryDirectory() as folder:
         shared = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(world)}
         shared["SCALE_STORE"] = f"file://{folder}/store"
-        command = [sys.executable, __file__, "--work", "--rounds", str(rounds)]
+        command = [sys.executable, __file__, "--work", "--rounds", str(rounds), "--parts", wanted]
         started = [
             subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
             for rank in range(world)
         ]
         try:
-            printed = [process.communicate(timeout=300)[0] for process in started]
+            printed = [process.communicate(timeout=900)[0] for process in started]
         finally:
             for process in started:
                 process.kill()
@@ -264,6 +358,29 @@ def table(results: dict[str, Any], *, rows: int = GPU_ROWS, length: int = GPU_LE
     return lines
 
 
+def table_by_world(results: dict[str, Any], *, rows: int = GPU_ROWS, length: int = GPU_LENGTH) -> list[str]:
+    """Lines of docs/scale_out.md for the exchanges that depend on the number of ranks: bytes received, milliseconds.
+
+    An exchange of rows takes a gather of sizes and one of objects for each rank, of as many bytes in all as a rank
+    sends. Weights are gathered tensor by tensor; a rank receives what the others hold.
+    """
+    counted = results["worlds"]["2"]["by_world"]
+    by_token = counted["rows"]["gathered"] / (EXCHANGED_ROWS * EXCHANGED_LENGTH)
+    heads = [f"{world} ranks" for world in WORLDS]
+    lines = ["| part | calls, W ranks | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
+    for name, calls, received in (
+        ("row exchange", lambda world: 2 + 2 * world, lambda world: by_token * rows * length),
+        ("weights for an engine", lambda world: TENSORS, lambda world: 2 * PARAMETERS * (world - 1) / world),
+    ):
+        cells = []
+        for world in WORLDS:
+            seconds = calls(world) * math.log2(world) * LATENCY + received(world) / BANDWIDTH
+            cells.append(f"{size_of(received(world))}, {seconds * 1e3:.0f} ms")
+        shown = "2 + 2 W" if name == "row exchange" else f"{TENSORS}"
+        lines.append(f"| {name} | {shown} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def size_of(count: float) -> str:
     """Three digits and a unit."""
     for unit in ("B", "kB", "MB"):
@@ -278,19 +395,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--parts", default="", help="of which times are measured, with commas; others stay in the file")
     parser.add_argument("--output", type=Path, help="the file of results; none = only print")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        return work(args.rounds)
-    worlds = {world: launch(int(world), args.rounds) for world in args.ranks.split(",")}
+        return work(args.rounds, [name for name in args.parts.split(",") if name])
+    worlds = {world: launch(int(world), args.rounds, args.parts) for world in args.ranks.split(",")}
+    if args.parts and args.output is not None:
+        known = json.loads(args.output.read_text())["worlds"]
+        for world, found in worlds.items():
+            found["ratios"] = known[world]["ratios"] | found["ratios"]
     results = {"torch": torch.__version__, "cores": os.cpu_count(), "rounds": args.rounds, "worlds": worlds}
     results["answers"] = answers()
     if args.output is not None:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     for part in worlds[next(iter(worlds))]["ratios"]:
         print(f"{part:20} " + "  ".join(f"{world}: {found['ratios'][part]:6.1f}x" for world, found in worlds.items()))
-    print("\n".join(table(results)))
+    if "2" in worlds:  # what the tables are computed from
+        print("\n".join([*table(results), "", *table_by_world(results)]))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def start(script, *arguments, given="", **environment):
 
 def answer(process):
     """What the process printed after ORACLE; None if it printed none."""
-    out, errors = process.communicate(timeout=500)
+    out, errors = process.communicate(timeout=1500)
     assert process.returncode == 0, errors[-4000:]
     lines = [line for line in out.splitlines() if line.startswith("ORACLE ")]
     return json.loads(lines[0].removeprefix("ORACLE ")) if lines else None

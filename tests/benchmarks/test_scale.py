@@ -56,9 +56,26 @@ def test_known_sizes() -> None:
     assert scale.answers() == RESULTS["answers"]
 
 
-def test_the_page_has_the_table() -> None:
+def test_parts_outside_the_optimizer_step() -> None:
+    for counted in COUNTS.values():
+        assert counted["verl's micro-batch"] == counted["diagnostics"]  # the same numbers, but at every micro-batch
+        assert counted["proof of a sync"]["calls"] == 3 * counted["objects"]["calls"]
+        assert counted["old policies"] == {"calls": 1, "reduced": 2 * 8, "gathered": 0}  # tokens of two versions
+
+
+def test_what_depends_on_the_number_of_ranks() -> None:
+    for world, found in RESULTS["worlds"].items():
+        rows, weights = found["by_world"]["rows"], found["by_world"]["weights"]
+        assert rows["calls"] == 2 + 2 * int(world)  # lengths; then sizes and rows for each rank that takes some
+        assert rows["gathered"] > 24 * rows["tokens"] / 2  # ids and masks of 8 bytes, two log-probs of 4
+        assert weights["given"] * int(world) == weights["weights"]  # each rank gives its shards, once
+        assert weights["calls"] == 8 and weights["held"] == 64 * 64 * 4  # four layers; never more than one tensor whole
+
+
+def test_the_page_has_the_tables() -> None:
     page = (ROOT / "docs" / "scale_out.md").read_text()
     assert "\n".join(scale.table(RESULTS)) in page
+    assert "\n".join(scale.table_by_world(RESULTS)) in page
     assert f"{scale.GPU_ROWS} responses" in page and f"{scale.GPU_LENGTH} tokens" in page
     assert f"{scale.LATENCY * 1e6:.0f} microseconds" in page and f"{scale.BANDWIDTH / 1e9:.0f} GB" in page
     assert math.isclose(scale.BANDWIDTH * 8, 200e9)

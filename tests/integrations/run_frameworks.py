@@ -1,42 +1,39 @@
-"""Runs the loss code of prime-rl, SkyRL and slime, with their own correction and with this kit's hook.
+"""Runs the loss code of prime-rl, SkyRL, slime and miles, with their own correction and with this kit's hook.
 
-``test_frameworks.py`` starts it with the framework's name, whose sources are on PYTHONPATH, and for slime the length of
-the prompts; it prints for each case ``{"theirs": {"loss": ..., "gradient": ...}, "kit": ...}``.
+``test_frameworks.py`` starts it with the framework's name, whose sources are on PYTHONPATH, the folder of the run, and
+for slime the length of the prompts; it prints for each case ``{"theirs": {"loss": ..., "gradient": ...}, "kit": ...}``.
+With WORLD_SIZE 2 the log-probs lie in parts on two processes, as the framework's own sequence or context parallelism
+leaves them, and its own functions make them whole.
 """
 
 import json
+import os
 import sys
-import tempfile
 from argparse import Namespace
-from pathlib import Path
+from types import ModuleType
 
 import torch
+from made_up import LENGTHS, flat_tensors
 
-LENGTHS = (6, 4, 1, 5)
-
-
-def tensors():
-    """Four responses of different length, ratios out of every band, tool output, both signs of the advantage."""
-    generator = torch.Generator().manual_seed(3)
-    total = sum(LENGTHS)
-    old = -0.1 - 2.5 * torch.rand(total, generator=generator)
-    mismatch = 0.3 * torch.randn(total, generator=generator)
-    mismatch[2], mismatch[12] = 1.6, -1.5
-    mismatch[6:10] *= 0.01
-    current = (old + 0.2 * torch.randn(total, generator=generator)).clamp(max=-1e-3)
-    mask = torch.ones(total)
-    mask[3] = mask[13] = 0
-    advantages = torch.cat([torch.full((n,), a) for n, a in zip(LENGTHS, (1.0, -0.7, 0.4, -1.3), strict=True)])
-    rows = {"current": current, "old": old, "sampling": (old - mismatch).clamp(max=-1e-3)}
-    return {**rows, "mask": mask, "advantages": advantages}
+RANKS = int(os.environ["WORLD_SIZE"])
+RUN = sys.argv[2]
 
 
 def graded(function, current):
-    """Loss and gradient of ``function`` at the log-probs of pi."""
+    """Loss and gradient of ``function`` at the log-probs of pi; the gradient summed over the ranks that hold parts."""
     current = current.clone().requires_grad_()
     loss = function(current)
     (gradient,) = torch.autograd.grad(loss, current)
+    if RANKS > 1:
+        torch.distributed.all_reduce(gradient)
     return {"loss": loss.item(), "gradient": gradient.tolist()}
+
+
+def end_the_step():
+    """An optimizer step of no model: what makes a row of the run folder."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
 
 
 # ------------------------------------------------------------------------------------------------------------ prime-rl
@@ -46,14 +43,25 @@ def prime_rl():
     from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig, IPOLossConfig
     from prime_rl.trainer.rl.loss import compute_loss, setup_rl_loss_fn
 
-    given, run = tensors(), tempfile.mkdtemp()
+    given, whole = flat_tensors(), lambda current: current
+    if RANKS > 1:  # its attention over ranks alone needs this package, and with it CUDA
+        sys.modules["ring_flash_attn"] = ring = ModuleType("ring_flash_attn")
+        ring.update_ring_flash_attn_params = None
+        from prime_rl.utils.cp import gather_for_cp, shard_for_cp
+
+        torch.distributed.init_process_group("gloo")
+        rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+
+        def whole(current):
+            return gather_for_cp(shard_for_cp(current.unsqueeze(0), rank, RANKS), group).squeeze(0)
+
     weights = torch.linspace(0.5, 1.5, len(given["mask"]))
     weights[:6] = 0.0  # a response of another component
 
     def custom(**options):
         kwargs = {"framework": "prime-rl", "options": options}
         where = "trl_offpolicy.integrations.prime_rl.loss"
-        return CustomLossConfig(type="custom", import_path=where, kwargs={**kwargs, "run_dir": run})
+        return CustomLossConfig(type="custom", import_path=where, kwargs={**kwargs, "run_dir": RUN})
 
     pairs = {
         "default": (DefaultLossConfig(), custom()),
@@ -73,7 +81,7 @@ def prime_rl():
                 def loss(current, loss_fn=loss_fn, weighted=weighted, seen=seen):
                     split = {key: list(value.split(LENGTHS)) for key, value in given.items()}
                     value, metrics = compute_loss(
-                        list(current.split(LENGTHS)), split["sampling"], None, split["advantages"],
+                        list(whole(current).split(LENGTHS)), split["sampling"], None, split["advantages"],
                         [mask.bool() for mask in split["mask"]],
                         list(weights.split(LENGTHS)) if weighted else None, None, None, loss_fn, 37, 1, 1,
                     )  # fmt: skip
@@ -82,11 +90,8 @@ def prime_rl():
 
                 answers.append(graded(loss, given["current"]) | {"metrics": sorted(seen)})
             found[f"{name} {'weighted' if weighted else 'plain'}"] = dict(zip(("theirs", "kit"), answers, strict=True))
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.1).step()  # the end of the trainer's step
-    rows = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-    return found, {"rows": len(rows), "kl_k3": rows[0]["offpolicy/total/kl_k3"], "step": rows[0]["step"]}
+    end_the_step()
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- SkyRL
@@ -103,7 +108,17 @@ def skyrl():
 
     from trl_offpolicy.integrations import skyrl as ours
 
-    flat = tensors()
+    flat, whole = flat_tensors(), lambda current: current
+    if RANKS > 1:
+        from skyrl.backends.skyrl_train.distributed.ulysses import utils as ulysses
+
+        torch.distributed.init_process_group("gloo")
+        ulysses.set_ulysses_sequence_parallel_group(torch.distributed.group.WORLD)
+
+        def whole(current):
+            part, _, _, padding = ulysses.ulysses_pad_and_slice_inputs(current, sp_size=RANKS)
+            return ulysses.gather_outputs_and_unpad(part, gather_dim=1, unpad_dim=1, padding_size=padding)
+
     pad = torch.nn.utils.rnn.pad_sequence
     given = {name: pad(value.split(LENGTHS), batch_first=True) for name, value in flat.items()}
     cases = {
@@ -128,14 +143,14 @@ def skyrl():
                 off_policy_correction=OffPolicyCorrectionConfig(**options), loss_reduction=reduction
             )
             plain = AlgorithmConfig(policy_loss_type="offpolicy", loss_reduction=reduction)
-            ours.register(framework="skyrl", options=options)
+            ours.register(framework="skyrl", options=options, run_dir=f"{RUN}/{name}")
             answers = []
             for config in (theirs, plain):
                 loss_fn, metrics = ppo_utils.PolicyLossRegistry.get(config.policy_loss_type), {}
 
                 def loss(current, loss_fn=loss_fn, config=config, advantages=advantages, metrics=metrics):
                     value, seen = loss_fn(
-                        current, given["old"], advantages, config=config, loss_mask=given["mask"],
+                        whole(current), given["old"], advantages, config=config, loss_mask=given["mask"],
                         rollout_logprobs=given["sampling"],
                     )  # fmt: skip
                     metrics.update(seen)
@@ -143,7 +158,8 @@ def skyrl():
 
                 answers.append(graded(loss, given["current"]) | {"metrics": metrics})
             found[f"{name} {reduction}"] = dict(zip(("theirs", "kit"), answers, strict=True))
-    return found, {}
+            end_the_step()
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- slime
@@ -154,13 +170,40 @@ def slime():
     from slime.backends.megatron_utils import loss as slime_loss
 
     torch.distributed.init_process_group("gloo")
-    ranks = torch.distributed.get_world_size()
-    mpu.initialize_model_parallel(context_parallel_size=ranks)
-    given, prompt, vocabulary = tensors(), int(sys.argv[2]), 11
-    generator = torch.Generator().manual_seed(5)
+    mpu.initialize_model_parallel(context_parallel_size=RANKS)
+    given, (tokens, logits, total) = flat_tensors(), made_up_model(int(sys.argv[3]))
+    found = {}
+    for name, options in mis_cases().items():
+        answers = []
+        for path in ("mis.compute_mis_weights_with_cp", "trl_offpolicy.integrations.slime.correct"):
+            args = slime_arguments(path, options, run_dir=f"{RUN}/{name}")
+            leaf = logits.clone().requires_grad_()
+            mine = local(leaf, total)
+            batch = slime_batch(given, tokens, total)
+            reducer = slime_loss.get_sum_of_sample_mean(
+                total, list(LENGTHS), batch["loss_masks"], batch["rollout_mask_sums"], False
+            )
+            value, log = slime_loss.policy_loss_function(args, batch, mine.unsqueeze(0), reducer)
+            (gradient,) = torch.autograd.grad(value, leaf)
+            whole = torch.cat([value.detach().reshape(1), gradient.flatten()])
+            torch.distributed.all_reduce(whole)  # the parts of a response are on different ranks
+            keys = sorted(key for key in log if key.startswith("offpolicy"))
+            answers.append({"loss": whole[0].item(), "gradient": whole[1:].tolist(), "metrics": keys})
+        found[name] = dict(zip(("theirs", "kit"), answers, strict=True))
+        end_the_step()
+    return found if torch.distributed.get_rank() == 0 else {}
+
+
+def made_up_model(prompt):
+    """Tokens of prompt and response, the logits of a model at each of them, and the lengths."""
+    generator, vocabulary = torch.Generator().manual_seed(5), 11
     tokens = [torch.randint(0, vocabulary, (prompt + n,), generator=generator) for n in LENGTHS]
     logits = torch.randn(sum(map(len, tokens)), vocabulary, generator=generator)
-    total = [len(row) for row in tokens]
+    return tokens, logits, [len(row) for row in tokens]
+
+
+def mis_cases():
+    """Options of ``mis.yaml``, which slime and miles share."""
     mis = {"use_rs": False, "rs_veto_threshold": None, "tis_batch_normalize": False, "rs_level": "token"}
     mis |= {"tis_lower_bound": None, "rs_lower_bound": None, "rs_upper_bound": None}
     cases = {
@@ -172,30 +215,12 @@ def slime():
         "veto": {"tis_mode": "truncate", "tis_level": "token", "tis_upper_bound": 2.0, "use_rs": True,
                  "rs_level": "token", "rs_veto_threshold": 0.3, "rs_lower_bound": 0.1, "rs_upper_bound": 10.0},
     }  # fmt: skip
-    found = {}
-    for name, options in cases.items():
-        answers = []
-        for path in ("mis.compute_mis_weights_with_cp", "trl_offpolicy.integrations.slime.correct"):
-            args = slime_arguments(path, {**mis, **options})
-            leaf = logits.clone().requires_grad_()
-            mine = local(leaf, total, ranks)
-            batch = slime_batch(given, tokens, total, ranks)
-            reducer = slime_loss.get_sum_of_sample_mean(
-                total, list(LENGTHS), batch["loss_masks"], batch["rollout_mask_sums"], False
-            )
-            value, log = slime_loss.policy_loss_function(args, batch, mine.unsqueeze(0), reducer)
-            (gradient,) = torch.autograd.grad(value, leaf)
-            whole = torch.cat([value.detach().reshape(1), gradient.flatten()])
-            torch.distributed.all_reduce(whole)  # the parts of a response are on different ranks
-            keys = sorted(key for key in log if key.startswith("offpolicy"))
-            answers.append({"loss": whole[0].item(), "gradient": whole[1:].tolist(), "metrics": keys})
-        found[name] = dict(zip(("theirs", "kit"), answers, strict=True))
-    return (found if torch.distributed.get_rank() == 0 else {}), {}
+    return {name: {**mis, **options} for name, options in cases.items()}
 
 
-def local(logits, total, ranks):
+def local(logits, total):
     """This context-parallel rank's logits as slime packs them; each response is padded to whole chunks."""
-    if ranks == 1:
+    if RANKS == 1:
         return logits
     from slime.backends.megatron_utils.cp_utils import slice_with_cp
 
@@ -203,17 +228,17 @@ def local(logits, total, ranks):
     return torch.cat([slice_with_cp(row, lambda x, pad: torch.nn.functional.pad(x, (0, 0, 0, pad))) for row in rows])
 
 
-def slime_arguments(path, mis):
+def slime_arguments(path, mis, run_dir):
     """slime's arguments, as far as its policy loss reads them; those of ``mis.yaml`` also as this kit's options."""
     loss = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
     loss |= {"entropy_coef": 0.0, "use_kl_loss": False, "use_opsm": False, "get_mismatch_metrics": False}
     loss |= {"use_rollout_logprobs": False, "calculate_per_token_loss": False, "rollout_temperature": 1.0}
     loss |= {"log_probs_chunk_size": -1, "allgather_cp": False, "qkv_format": "thd", "rollout_top_p": 1.0}
-    ours = {"framework": "slime", "options": {"use_tis": True, **mis}}
+    ours = {"framework": "slime", "options": {"use_tis": True, **mis}, "run_dir": run_dir}
     return Namespace(**loss, **mis, use_tis=True, custom_tis_function_path=path, offpolicy=ours)
 
 
-def slime_batch(given, tokens, total, ranks):
+def slime_batch(given, tokens, total):
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
     def rows(name):
@@ -233,6 +258,55 @@ def slime_batch(given, tokens, total, ranks):
     }
 
 
+# --------------------------------------------------------------------------------------------------------------- miles
+
+
+def miles():
+    from miles.backends.training_utils import parallel
+    from miles.backends.training_utils.cp_utils import get_sum_of_sample_mean
+    from miles.backends.training_utils.loss_hub.losses import policy_loss_function
+    from miles.utils.ft_utils.process_group_utils import GroupInfo
+
+    torch.distributed.init_process_group("gloo")
+    one = GroupInfo(rank=0, size=1, group=torch.distributed.group.WORLD)
+    groups = ("intra_dp", "intra_dp_cp", "cp", "tp", "pp", "ep", "etp", "indep_dp")
+    parallel.set_parallel_state(parallel.ParallelState(**dict.fromkeys(groups, one)))
+    given, (tokens, logits, total) = flat_tensors(), made_up_model(2)
+    rows = {name: list(given[name].split(LENGTHS)) for name in given}
+    batch = {
+        "advantages": rows["advantages"],
+        "log_probs": rows["old"],
+        "rollout_log_probs": rows["sampling"],
+        "unconcat_tokens": tokens,
+        "response_lengths": list(LENGTHS),
+        "total_lengths": total,
+        "loss_masks": rows["mask"],
+        "rollout_mask_sums": [mask.sum() for mask in rows["mask"]],
+    }
+    found = {}
+    for name, options in mis_cases().items():
+        answers = []
+        for path in ("mis.compute_mis_weights_with_cp", "trl_offpolicy.integrations.slime.correct"):
+            args = slime_arguments(path, options, run_dir=f"{RUN}/{name}")
+            vars(args).update(skip_actor_forward_only=False, observe_training_entropy=False, true_on_policy_mode=False)
+            vars(args).update(custom_pg_loss_reducer_function_path=None)
+            leaf, log = logits.clone().requires_grad_(), {}
+
+            def loss(leaf, args=args, log=log):
+                reducer = get_sum_of_sample_mean(
+                    total, list(LENGTHS), batch["loss_masks"], denominators=batch["rollout_mask_sums"]
+                )
+                value, seen = policy_loss_function(args, batch, leaf.unsqueeze(0), reducer)
+                log.update(seen)
+                return value
+
+            answer = graded(loss, leaf)
+            answers.append(answer | {"metrics": sorted(key for key in log if key.startswith("offpolicy"))})
+        found[name] = dict(zip(("theirs", "kit"), answers, strict=True))
+        end_the_step()
+    return found
+
+
 if __name__ == "__main__":
-    cases, more = {"prime-rl": prime_rl, "skyrl": skyrl, "slime": slime}[sys.argv[1]]()
-    print("ORACLE", json.dumps({"cases": cases, **more}))
+    cases = {"prime-rl": prime_rl, "skyrl": skyrl, "slime": slime, "miles": miles}[sys.argv[1]]()
+    print("ORACLE", json.dumps(cases))

@@ -1,12 +1,14 @@
 """Runs verl's own loss path, once with verl's rollout correction and once with this kit's policy loss in it.
 
-``test_verl.py`` starts it with the Python of an environment with verl, and compares. Reads ``{"batch": {...}, "named":
-[...], "settings": [...]}`` from standard input and writes one JSON object. The configuration is verl's own
+``test_verl.py`` starts it with the Python of an environment with verl, and compares. Reads ``{"batches": {name: {...}},
+"named": [...], "settings": [...]}`` from standard input and writes one JSON object. The configuration is verl's own
 ``ppo_trainer.yaml`` with the lines that a user adds; the batch is a ``DataProto`` that goes the way of verl's trainer:
-correction on the driver, conversion to packed rows, ``ppo_loss`` in the worker.
+correction on the driver, conversion to packed rows, ``ppo_loss`` in the worker. With WORLD_SIZE 2 the packed log-probs
+lie in parts on two processes, and go the way of verl's engine with Ulysses' sequence parallelism.
 """
 
 import json
+import os
 import sys
 from copy import deepcopy
 from dataclasses import fields
@@ -14,6 +16,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @cache
@@ -49,7 +53,8 @@ def data_proto(batch):
     from verl import DataProto
 
     rows, length = batch["mask"].shape
-    ends = torch.tensor([7, 6, 1, 4, 1, 7, 5, 3])  # tokens of each response, tool output included
+    last = (batch["mask"] * torch.arange(1, length + 1)).amax(1)
+    ends = last.clamp(min=1)  # tokens of each response, tool output included
     attention = torch.cat([torch.ones(rows, 2), (torch.arange(length) < ends.unsqueeze(1)).float()], dim=1).long()
     tensors = {
         "prompts": torch.ones(rows, 2, dtype=torch.long),
@@ -71,7 +76,18 @@ def packed_output(current, data):
     rows = []
     for i, length in enumerate(lengths):  # position p holds the log-prob of token p + 1
         rows.append(torch.cat([torch.zeros(1), current[i, :length], torch.zeros(1)]))
-    return {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+    packed = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    if RANKS > 1:
+        packed = torch.nested.nested_tensor_from_jagged(cut_and_gathered(packed.values()), packed.offsets())
+    return {"log_probs": packed}
+
+
+def cut_and_gathered(values):
+    """This rank's part, as verl's engine cuts it, and what the engine makes of the parts before the loss."""
+    from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
+
+    part, _, padding = ulysses_pad_and_slice_inputs(values.unsqueeze(0), sp_size=RANKS)
+    return gather_outputs_and_unpad(part.squeeze(0), gather_dim=0, unpad_dim=0, padding_size=padding)
 
 
 def run(config, proto, batch, totals, function):
@@ -84,6 +100,9 @@ def run(config, proto, batch, totals, function):
     current = batch["current"].clone().requires_grad_()
     loss, metrics = function(config, packed_output(current, data), data)
     (gradient,) = torch.autograd.grad(loss, current)
+    if RANKS > 1:
+        torch.distributed.all_reduce(gradient)
+        gradient = gradient / RANKS  # verl's gather multiplies by the ranks, over which its FSDP then takes the mean
     numbers = {name: float(getattr(value, "aggregate", lambda v=value: v)()) for name, value in metrics.items()}
     return {"loss": loss.item(), "gradient": gradient.tolist(), "metrics": numbers}
 
@@ -119,11 +138,17 @@ def compare(name, batch, totals, aggregation):
 
 def main():
     request = json.load(sys.stdin)
-    batch = {name: torch.tensor(values) for name, values in request["batch"].items()}
+    if RANKS > 1:
+        from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+
+        torch.distributed.init_process_group("gloo")
+        set_ulysses_sequence_parallel_group(torch.distributed.group.WORLD)
     answers = {}
-    for name in request["named"]:
-        for totals, aggregation in request["settings"]:
-            answers[f"{name} {aggregation} {totals['dp_size']}"] = compare(name, batch, totals, aggregation)
+    for kind, given in request["batches"].items():
+        batch = {name: torch.tensor(values) for name, values in given.items()}
+        for name in request["named"]:
+            for i, (totals, aggregation) in enumerate(request["settings"]):
+                answers[f"{kind} {name} {i}"] = compare(name, batch, totals, aggregation)
     print("ORACLE", json.dumps(answers))
 
 

@@ -431,3 +431,48 @@ def test_rloo(fresh_model: Any, tokenizer: Any, tmp_path: Path, clip: str, lengt
         assert stats["offpolicy/loss/clip_high_fraction"] == pytest.approx(logged["clip_ratio/high_mean"])
         # each side is active somewhere and not everywhere, or it would not have been compared
         assert 0 < logged["clip_ratio/region_mean"] < 1
+
+
+# -------------------------------------------------------------------------------------------------------------- GMPO
+
+GMPO: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "two bounds": {"epsilon": 0.1, "epsilon_high": 0.3},
+    "kl": {"epsilon": 0.2, "beta": 0.1},
+}
+
+
+@pytest.mark.parametrize("lengths", [FULL_LENGTHS, LENGTHS], ids=["full", "with an empty row"])
+@pytest.mark.parametrize("name", GMPO)
+def test_gmpo(fresh_model: Any, tokenizer: Any, tmp_path: Path, name: str, lengths: tuple[int, ...]) -> None:
+    """The loss ``gmpo``, a mean over responses, has the loss and gradient of TRL's experimental GMPOTrainer."""
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    options = {"beta": 0.0, **GMPO[name]}
+    shared = {
+        "output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none", "beta": options["beta"],
+        "gradient_checkpointing": False, "disable_dropout": True, "per_device_train_batch_size": ROWS,
+        "num_generations": 2, "max_completion_length": MAX_LENGTH,
+    }  # fmt: skip
+    data = {"train_dataset": tiny_prompts(), "processing_class": tokenizer}
+    stock = GMPOTrainer(fresh_model(), score_last_word, GMPOConfig(**{**shared, **options}), **data)
+    loss_spec = {"type": "gmpo", "low": stock.epsilon_low, "high": stock.epsilon_high}
+    spec = {"objective": {"policy_loss": loss_spec, "aggregation": "seq_mean_token_mean"}}
+    unread = {"use_bias_correction_kl": False}  # on by default, and not read by TRL's GMPO loss
+    own = OffPolicyGRPOConfig(offpolicy=spec, record_rollouts=False, write_report=False, **unread, **shared)
+    ours = OffPolicyGRPOTrainer(fresh_model(), score_last_word, own, **data)
+    for trainer in (stock, ours):
+        trainer.current_gradient_accumulation_steps = 2
+        trainer.model.train()
+    inputs = loss_inputs(stock.model, lengths=lengths, without=() if options["beta"] else ("ref_per_token_logps",))
+    theirs, wanted = backward(stock, inputs)
+    loss, gradient = backward(ours, inputs)
+    assert wanted.norm() > 1e-3 and (gradient - wanted).abs().max() <= LIMIT * (1 + wanted.abs().max())
+    # TRL counts -A of a row without a token, which has no gradient
+    empty = torch.where(inputs["completion_mask"].any(-1), 0.0, -inputs["advantages"]).sum() / ROWS / 2
+    assert loss == pytest.approx(theirs - empty.item(), abs=LIMIT)
+    logged = {key: values[-1] for key, values in stock._metrics["train"].items()}
+    stats = ours._stats.pop("train").compute()
+    assert stats["offpolicy/loss/clip_low_fraction"] == pytest.approx(logged["clip_ratio/low_mean"])
+    assert stats["offpolicy/loss/clip_high_fraction"] == pytest.approx(logged["clip_ratio/high_mean"])
+    assert 0 < logged["clip_ratio/low_mean"] < 1 and 0 < logged["clip_ratio/high_mean"] < 1

@@ -1,17 +1,18 @@
-"""The policy loss ``offpolicy`` of SkyRL, registered by the script that starts the training.
+"""The policy loss ``offpolicy`` of SkyRL, registered by a key of its command line or by the script that starts it.
 
-.. code-block:: python
+.. code-block:: text
 
-    from trl_offpolicy.integrations.skyrl import register
+    python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=trl_offpolicy.integrations.skyrl
+        "offpolicy={preset: paper/tis, run_dir: runs/skyrl}" trainer.algorithm.policy_loss_type=offpolicy
+        generator.sampling_params.logprobs=1 ...
 
-    register(preset="paper/tis", run_dir="runs/skyrl")  # before SkyRL validates its configuration
-
-and ``trainer.algorithm.policy_loss_type=offpolicy generator.sampling_params.logprobs=1``. SkyRL sums the loss and has
-scaled the advantages so that the sum is the reduction it was asked for. Read in SkyRL a9564572e.
+A script calls :func:`register` in the place of the first two. SkyRL sums the loss and has scaled the advantages so that
+the sum is the reduction it was asked for. Read in SkyRL a9564572e.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
@@ -51,6 +52,27 @@ def register(**spec: Any) -> None:
     if NAME in registry.list_available():
         registry.unregister(NAME)
     registry.register(NAME, partial(policy_loss, spec=spec))
+
+
+def main() -> None:
+    """SkyRL's own ``main`` after :func:`register`: what ``trainer.override_entrypoint`` calls.
+
+    It reads the arguments ``offpolicy=...`` and ``offpolicy.KEY=...``, which SkyRL's strict configuration does not
+    know, and leaves the others to SkyRL.
+
+    Raises:
+        ValueError: there is no such argument, or the loss is not the one that SkyRL is asked for.
+    """
+    mine = [argument for argument in sys.argv[1:] if argument.split("=")[0].split(".")[0] == NAME]
+    if not mine:
+        raise ValueError(f"{NAME} must be given, e.g. {NAME}={{preset: paper/tis}}, but is not among the arguments.")
+    chosen = f"trainer.algorithm.policy_loss_type={NAME}"
+    if chosen not in sys.argv:
+        raise ValueError(f"{chosen} must be among the arguments: without it SkyRL does not use the loss.")
+    config = import_module("omegaconf").OmegaConf
+    register(**config.to_container(config.from_cli(mine))[NAME])
+    sys.argv = [one for one in sys.argv if one not in mine and not one.startswith("trainer.override_entrypoint=")]
+    import_module("skyrl.train.entrypoints.main_base").main()
 
 
 def policy_loss(

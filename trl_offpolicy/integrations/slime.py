@@ -48,7 +48,7 @@ def correct(
         loss_masks: 0/1 of each response, always whole.
         total_lengths: tokens of prompt and response.
         response_lengths: tokens of each response.
-        **layout: what miles gives beside these, which is not read.
+        **layout: what miles gives beside these; its ``parallel_state`` is read.
 
     Raises:
         ValueError: no method, log-probs are missing, or the method has a loss of its own or reads advantages.
@@ -59,7 +59,7 @@ def correct(
         raise ValueError("train_log_probs and rollout_log_probs must be given for a correction, but got none.")
     lengths = [len(mask) for mask in loss_masks]
     old, sampling = train_log_probs, rollout_log_probs
-    split = _is_split([len(row) for row in old] != lengths)
+    split = _is_split([len(row) for row in old] != lengths, layout.get("parallel_state"))
     if split:
         gather, _ = _context_parallel(total_lengths, response_lengths)
         old, sampling = gather(old), gather(sampling)
@@ -99,13 +99,16 @@ def _method(args: Any) -> Method:
     return method
 
 
-def _is_split(shorter: bool) -> bool:
+def _is_split(shorter: bool, state: Any) -> bool:
     """True if responses lie in parts on context-parallel ranks: the same answer on all of them, as each must gather.
 
     Args:
         shorter: whether a row of this rank is not as long as its mask. Of a short response after a long prompt one rank
             may hold everything and another nothing, so this decides only where there is no such group.
+        state: miles' ``ParallelState``; None in slime, whose groups are Megatron's. miles has trainers without those.
     """
+    if state is not None:
+        return bool(state.cp.size > 1) or shorter
     core = sys.modules.get("megatron.core")
     ranks = 1 if core is None else core.mpu.get_context_parallel_world_size()
     return ranks > 1 or shorter
