@@ -431,7 +431,7 @@ class Generation:
         if self._misaligned(step) and not stages.needs_old:  # else `decide` scores them and leaves them in the rows
             rows["old_per_token_logps"] = score_old()[0]
         if module.ahead is not None:
-            module.ahead.complete(rows, lambda: score_old()[0])
+            module.ahead.complete(rows, lambda model: score_old(model)[0])
         rows["advantages"] = torch.zeros_like(sampled.total)  # `decide` fills them
         inputs = advantage_inputs(rows, sampled.by_function, module.rewards.weights, rank=0)  # rewards of this rank
         keep_as = OLD if module.ahead is None else module.ahead.name_of_scores
@@ -453,11 +453,14 @@ class Generation:
         if stats.groups:
             module.measuring.add_stats(stats)
 
-    def _score_old(self, rows: dict[str, Any], size: int) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probs at the current weights, and sums of their squared probabilities."""
+    def _score_old(self, rows: dict[str, Any], size: int, model: Any = None) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probs at the current weights, and sums of their squared probabilities.
+
+        ``model`` is what scores; None = the policy, as it is.
+        """
         module = self._module
-        with module.experts.recorded(module.policy, rows):
-            scores = module.score(rows, batch_size=size)
+        with module.experts.recorded(module.policy if model is None else model, rows):
+            scores = module.score(rows, batch_size=size, model=model)
         return scores.logps, scores.sum_sq_probs
 
     def _misaligned(self, step: MicroStep) -> bool:

@@ -368,12 +368,22 @@ class OffPolicyGRPOModule(LightningModule):
         }
 
     def score(
-        self, inputs: dict[str, Any], *, batch_size: int | None = None, aux_loss: bool = False, in_order: bool = False
+        self,
+        inputs: dict[str, Any],
+        *,
+        batch_size: int | None = None,
+        aux_loss: bool = False,
+        in_order: bool = False,
+        model: Any = None,
     ) -> Scores:
-        """Log-probs of the completions under the current policy, routed as recorded if the rows have a record."""
-        with self.experts.replayed(self.policy, inputs):
+        """Log-probs of the completions under the current policy, routed as recorded if the rows have a record.
+
+        ``model`` is what scores in its place; None = the policy.
+        """
+        model = self.policy if model is None else model
+        with self.experts.replayed(model, inputs):
             in_order = in_order or self.experts.reads_rows_in_order(inputs)
-            return self.scorer(self.policy, inputs, batch_size=batch_size, aux_loss=aux_loss, in_order=in_order)
+            return self.scorer(model, inputs, batch_size=batch_size, aux_loss=aux_loss, in_order=in_order)
 
     def _reduction(self, batch: MicroStep, inputs: dict[str, Any], batch_idx: int) -> Reduction:
         """TRL's denominators, counted over the micro-batches that this optimizer step has."""

@@ -291,18 +291,24 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """The key for log-probs at the current weights, which are pi_old unless rows are of older ones."""
         return OLD if self._ahead is None else self._ahead.name_of_scores
 
-    def _score_old(self, output: dict[str, Any], mode: str, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
-        """(B, T) log-probs of the old policy and, if wanted, sums of its squared probabilities, without gradient."""
+    def _score_old(
+        self, output: dict[str, Any], mode: str, *, with_sums: bool, model: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T) log-probs of the old policy and, if wanted, sums of its squared probabilities, without gradient.
+
+        ``model`` is what scores; None = the trained model, as it is.
+        """
+        model = self.model if model is None else model
         size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
         head = {"temperature": self.temperature, "cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32}
         with (
             torch.no_grad(),
-            self._routing.recorded(self.model, output),
-            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
-            sum_sq_probs(self.accelerator.unwrap_model(self.model), wanted=with_sums, **head) as sums,
+            self._routing.recorded(model, output),
+            disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs),
+            sum_sq_probs(self.accelerator.unwrap_model(model), wanted=with_sums, **head) as sums,
         ):
             compact = not with_sums and not self._routing.records  # these read the forwards in order
-            old = self._score(self.model, output, batch_size=size, compact=compact)[0]
+            old = self._score(model, output, batch_size=size, compact=compact)[0]
         return old, sums.completions(old.shape[1])
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:

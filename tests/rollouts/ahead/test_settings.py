@@ -11,7 +11,13 @@ import pytest
 from trl import TrlParser
 
 from trl_offpolicy.engines.engine import EngineError
-from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_agents, check_server, check_trainer
+from trl_offpolicy.rollouts.ahead.checks import (
+    check_adapter,
+    check_agents,
+    check_server,
+    check_snapshots,
+    check_trainer,
+)
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
@@ -161,6 +167,14 @@ def test_what_keeps_several_needs_an_adapter_of_its_own() -> None:
         check_adapter(AsyncSettings(lag=2, partial="keep"), has_adapter=False)
     check_adapter(AsyncSettings(lag=2, partial="keep"), has_adapter=True)
     check_adapter(AsyncSettings(lag=2, partial="continue"), has_adapter=False)
+
+
+def test_a_second_model_is_refused_where_weights_are_sharded() -> None:
+    for name in ("snapshot", "ewma"):
+        check_snapshots(AsyncSettings(old_logps=name), strategy=None, sharding="FSDP")
+    check_snapshots(AsyncSettings(old_logps="model"), strategy=None, sharding=None)
+    with pytest.raises(ValueError, match=r"^async_rollouts\.old_logps must not be 'model' with FSDP: .* 'snapshot'"):
+        check_snapshots(AsyncSettings(old_logps="model"), strategy=None, sharding="FSDP")
 
 
 def test_ranks_that_sample_their_own_episodes_cannot_keep_adapters() -> None:

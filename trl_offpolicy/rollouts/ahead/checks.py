@@ -99,8 +99,8 @@ def check_objective(settings: AsyncSettings, objective: Objective) -> None:
     if settings.old_logps == "refuse" and settings.lag > 0 and (reader := _reads_old(objective)):
         raise ValueError(
             f"async_rollouts.old_logps must not be 'refuse' with {reader}, which reads the old policy: the trainer has "
-            "no log-probs at the weights that sampled. Use recompute_proximal, snapshot or ewma, or objective.mode "
-            "bypass with terms on current/sampling."
+            "no log-probs at the weights that sampled. Use recompute_proximal, snapshot, model or ewma, or "
+            "objective.mode bypass with terms on current/sampling."
         )
 
 
@@ -161,16 +161,22 @@ def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
     check_arguments(AsyncSettings.parse(args.async_rollouts), {**given, "tool_timeout": args.tool_timeout})
 
 
-def check_snapshots(settings: AsyncSettings, *, strategy: str | None) -> None:
+def check_snapshots(settings: AsyncSettings, *, strategy: str | None, sharding: str | None = None) -> None:
     """Raise if copies of the weights are needed, but are not made under the strategy that holds them.
 
     Args:
         settings: the parsed field.
         strategy: in words, if it is another one than one process, DDP, FSDP2 and DeepSpeed; else None.
+        sharding: in words, if it is another one than one process and DDP; else None.
 
     Raises:
         ValueError: it is such a strategy.
     """
+    if settings.old_logps == "model" and sharding is not None:
+        raise ValueError(
+            f"async_rollouts.old_logps must not be 'model' with {sharding}: the second model is a whole copy on every "
+            "rank, which is what sharding avoids. 'snapshot' gives the same log-probs and exchanges shards."
+        )
     if settings.old_logps in ("snapshot", "balance", "ewma") and strategy is not None:
         raise ValueError(
             f"async_rollouts.old_logps must be 'recompute_proximal' or 'refuse' with {strategy}, but got "

@@ -10,7 +10,7 @@ from trl_offpolicy.checks import check_number
 from trl_offpolicy.parts import read_numbers
 
 Partial = Literal["continue", "finish", "keep"]
-OldLogps = Literal["recompute_proximal", "snapshot", "balance", "ewma", "refuse"]
+OldLogps = Literal["recompute_proximal", "snapshot", "model", "balance", "ewma", "refuse"]
 
 _CONTINUABLE = frozenset({"repetition_penalty", "ignore_eos", "logit_bias", "stop_token_ids"})
 """Sampling options that mean the same after a response was cut and continued; those that count output tokens do not."""
@@ -32,9 +32,10 @@ class AsyncSettings:
         old_logps: what replaces the log-probs that the trainer would have given at the weights that sampled.
             "recompute_proximal": nothing. The current weights are the proximal policy, and importance weights hold
             proximal/sampling. "snapshot": the exact log-probs, from copies of the trainable weights of every version in
-            the queue. "balance": from the same copies, the mixture of all versions in the batch, by their shares of its
-            tokens; the engine's log-probs move along with it, so that old/sampling stays what it is. "ewma": the
-            proximal policy is a moving average of the weights. "refuse": an error if the
+            the queue. "model": the same log-probs, from a second model that these copies are loaded into, so that the
+            weights in training stay where they are. "balance": from the same copies, the mixture of all versions in the
+            batch, by their shares of its tokens; the engine's log-probs move along with it, so that old/sampling stays
+            what it is. "ewma": the proximal policy is a moving average of the weights. "refuse": an error if the
             objective reads them.
         ewma_decay: weight of the past per optimizer step, with ``old_logps: ewma``.
 
