@@ -193,7 +193,7 @@ class ModuleAhead:
         module.measuring.add_rollout_number("wait_seconds", waited)
         return rollouts
 
-    def _admitted(self, step: MicroStep) -> int:
+    def _admitted(self, step: MicroStep) -> float:
         accumulation = self._module.trainer.accumulate_grad_batches
         return generations_admitted(
             lag=self._settings.lag,

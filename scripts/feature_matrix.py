@@ -89,6 +89,8 @@ FEATURES = (
             "tests/lightning/test_agents.py::test_ids_that_were_not_sampled_are_found"),
     Feature("sampling ahead, versions by token",
             "tests/trl/test_ahead.py::test_a_cut_response_keeps_its_tokens_and_goes_on_under_the_new_weights", AHEAD),
+    Feature("a part of a batch ahead (asynchronous ratio)",
+            "tests/trl/test_ahead.py::test_half_a_lag_is_half_of_each_batch_a_generation_early", AHEAD),
     Feature("sampling ahead of a real server",
             "tests/rollouts/ahead/test_server_ahead.py::test_one_step_off_policy_and_a_resume",
             "tests/lightning/test_server_ahead.py::test_one_step_off_policy_and_a_resume"),

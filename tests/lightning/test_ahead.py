@@ -115,6 +115,7 @@ WIDE = {"preset": "paper/tis", "correction": {"normalize": "original"}}
 CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # async_rollouts, server, TRL's options, the data's, the module's
     "lag_1": (1, None, {}, {}, {}),
+    "half_a_lag": (0.5, None, {}, {}, {}),
     "cut_at_a_sync": (2, CUT, {}, {}, {}),
     "snapshots": ({"lag": 2, "old_logps": "snapshot"}, CUT, {}, {}, {}),
     "own_model": ({"lag": 2, "old_logps": "model"}, CUT, {}, {}, {}),

@@ -64,6 +64,18 @@ def test_a_batch_is_learned_from_lag_generations_after_it_was_asked_for(run: Any
     assert all(row["offpolicy/rollout/cross_version_fraction"] == 0.0 for row in records(trainer))
 
 
+def test_half_a_lag_is_half_of_each_batch_a_generation_early(run: Any) -> None:
+    """Two prompts a batch: 1.5 batches are three prompts, and no sample is older than a generation."""
+    trainer, server = run(async_rollouts=0.5)
+
+    assert lags(trainer) == [[0], [0, 1], [0, 1], [0, 1], [0, 1]]
+    at = [version for _, version in sorted(server.asked, key=lambda one: server.submitted.index(one[0]))]
+    assert at == [0, 0, 0, 1, 1, 2, 2, 3, 3, 4]  # in the order of the requests
+    logged = [row["offpolicy/rollout/version_lag_mean"] for row in records(trainer)]
+    assert logged == [0.0, 0.5, 0.5, 0.5, 0.5]
+    assert all(row["offpolicy/rollout/cross_version_fraction"] == 0.0 for row in records(trainer))
+
+
 def test_the_same_prompts_in_the_same_order_as_in_turn(run: Any) -> None:
     in_turn, ahead = (run(async_rollouts=lag)[1].submitted for lag in (0, 2))
 

@@ -75,7 +75,7 @@ class TrainerAhead:
             yield rows
 
     @property
-    def _admitted(self) -> int:
+    def _admitted(self) -> float:
         return generations_admitted(
             lag=self._lag,
             every=self._every,

@@ -141,7 +141,13 @@ def check_arguments(settings: AsyncSettings | None, given: Mapping[str, Any]) ->
                 f"{name} must be left out with async_rollouts, but got {given[name]!r}: it asks the engine at the "
                 "trainer's pace. Agents with tools or environment_factory are sampled ahead."
             )
-    if (given.get("tools") or given.get("environment_factory")) and given["tool_timeout"] is None:
+    agents = given.get("tools") or given.get("environment_factory")
+    if agents and settings.lag != int(settings.lag):
+        raise ValueError(
+            "async_rollouts.lag must be a whole number with tools or environment_factory, but got "
+            f"{settings.lag}: their batches are sampled as a whole."
+        )
+    if agents and given["tool_timeout"] is None:
         raise ValueError(
             "tool_timeout must be a number of seconds with async_rollouts and tools or environment_factory, but got "
             "None: calls would run in the threads of the batches in flight, and not in the trainer's own."
@@ -212,10 +218,10 @@ def _check_adapters(settings: AsyncSettings, server: Any) -> None:
             "async_rollouts.partial must be 'finish' or 'continue' with a vLLM server that has a KV connector, but got "
             "'keep': what it keeps is not known to tell adapters apart, and 'keep' does not reset it at a sync."
         )
-    versions = settings.lag + 1
+    versions = settings.most_versions
     if server.most_adapters is not None and server.most_adapters < versions:
         logger.warning(
-            "The server samples with %d adapters at a time, but with lag %d there can be %d versions: requests of the "
+            "The server samples with %d adapters at a time, but with lag %g there can be %d versions: requests of the "
             "newest, and the proof of its sync, wait for those of the oldest. Start it with `trl-offpolicy serve ... "
             "-- --max-loras %d`.",
             server.most_adapters,
