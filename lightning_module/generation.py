@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_module import deliberate, models
 from lightning_module.callbacks import run_folder
 from lightning_module.engines import build_engine, check_one_each, engine_numerics, in_this_process, teacher_of
+from lightning_module.greedy import greedy_rewards
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
@@ -40,6 +41,7 @@ from trl_offpolicy.rollouts.agents import AgentBatch, Completions
 from trl_offpolicy.rollouts.ahead.old_policy import OLD, PROXIMAL
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.duplicates import draws_as_scored, marked_duplicates
+from trl_offpolicy.rollouts.greedy import reads_greedy
 from trl_offpolicy.rollouts.images import check_completions
 from trl_offpolicy.rollouts.kept import announce, collated
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
@@ -433,9 +435,17 @@ class Generation:
         if module.ahead is not None:
             module.ahead.complete(rows, lambda model: score_old(model)[0])
         rows["advantages"] = torch.zeros_like(sampled.total)  # `decide` fills them
-        inputs = advantage_inputs(rows, sampled.by_function, module.rewards.weights, rank=0)  # rewards of this rank
+        greedy = self._greedy_rewards(step) if reads_greedy(stages) else None
+        weights = module.rewards.weights
+        inputs = advantage_inputs(rows, sampled.by_function, weights, rank=0, greedy=greedy)  # rewards of this rank
         keep_as = OLD if module.ahead is None else module.ahead.name_of_scores
         self._run(stages, rows, inputs, score_old, keep_as=keep_as)
+
+    def _greedy_rewards(self, step: MicroStep) -> Tensor:
+        module, engine = self._module, self.engine
+        assert engine is not None
+        with self._timed("generation"), self._numerics():
+            return greedy_rewards(module, engine, step.prompts, step.plan.num_generations, self._trainer_state())
 
     def _run(
         self,

@@ -27,6 +27,7 @@ from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
 from lightning_module.experts import Experts
 from lightning_module.generation import Generation
+from lightning_module.greedy import check_module_greedy
 from lightning_module.measuring import Measuring
 from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
 from lightning_module.replay import replayed
@@ -213,6 +214,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.scorer = Scorer(self.sampling, by_vllm=kind != "transformers", compact=self.compact.scoring)
         self.ahead = sample_ahead(self)  # None: sample and learn in turn
         self.replay = replayed(self)  # None: every row is fresh
+        check_module_greedy(self)
         self.generation = Generation(self)
         self.validation = Validation(self, self.generation)
         self.strict_loading = adapter is None

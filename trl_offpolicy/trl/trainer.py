@@ -46,6 +46,7 @@ from trl_offpolicy.rollouts.agents.guard import ToolGuard
 from trl_offpolicy.rollouts.ahead.old_policy import OLD
 from trl_offpolicy.rollouts.clock import StepClock
 from trl_offpolicy.rollouts.duplicates import draws_as_scored, late_copies, marked_duplicates
+from trl_offpolicy.rollouts.greedy import reads_greedy
 from trl_offpolicy.rollouts.rounded_forward import round_learner
 from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck, run_entry
@@ -64,6 +65,7 @@ from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
 from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
 from trl_offpolicy.trl.fusion import TrainerFusion
+from trl_offpolicy.trl.greedy import check_trainer_greedy, greedy_rewards
 from trl_offpolicy.trl.held_out import HeldOutMeans
 from trl_offpolicy.trl.kept import TrainerKept
 from trl_offpolicy.trl.perturbed import perturbed
@@ -106,6 +108,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         check_before_loading(args, self.objective, given)
         self._stages = stages_of(args, starting)
         has_sampler = args.reports_logps or has_rollout_func
+        check_trainer_greedy(args, self._stages, given)
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
         if wants_exact(args.engine):
@@ -245,7 +248,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._ahead is not None and self.model.training:
             self._ahead.complete(output)
         if self._stages is not None:
-            self._decide(output, self._stages, self._mode)
+            greedy = greedy_rewards(self, inputs) if reads_greedy(self._stages) else None
+            self._decide(output, self._stages, self._mode, greedy)
         if self._exact is not None and self.model.training:
             self._exact.check(output)
         if self._auto is not None and self._auto.undecided and self.model.training:
@@ -265,13 +269,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         as_scored = own_model and draws_as_scored(vars(self.args))
         return marked_duplicates(output, group_size=self.num_generations, drawn_as_scored=as_scored)
 
-    def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
+    def _decide(self, output: dict[str, Any], stages: Stages, mode: str, greedy: Tensor | None = None) -> None:
         """Run what needs the whole generation batch before TRL shuffles and splits it. Results travel with the rows."""
         inputs = None
         if stages.advantages is not None:
             assert self._rewards is not None
             rank = self.accelerator.process_index
-            inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank)
+            inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank, greedy=greedy)
         stats = batches.decide(
             stages,
             output,
