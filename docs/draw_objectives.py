@@ -66,7 +66,9 @@ def advantage_map() -> str:
         aware = set(cls(is_aware=True).requires) if name == "optimal_token_baseline" else requires
         reads += ["lengths"] if requires == {"mask"} else ["log-probs, sums of squares"] * ("sum_sq_probs" in requires)
         reads += ["weights"] if "weights" in requires else ["weights if `is_aware`"] * ("weights" in aware)
+        reads += ["rewards of greedy completions"] * ("greedy_rewards" in requires)
         cost = "one forward" if "per_token_logps" in requires else "-"
+        cost = "one completion a prompt" if "greedy_rewards" in requires else cost
         cells = [f"`{cls.__name__}`", f"`{name}`", cls.formula, cls.bias, ", ".join(reads), cost, estimator.scope]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -32,7 +32,7 @@ from trl_offpolicy.rollouts.ahead.checks import (
 )
 from trl_offpolicy.rollouts.ahead.local_weights import free_gathered, is_sharded
 from trl_offpolicy.rollouts.ahead.lookahead import generations_admitted, positions_ahead
-from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy
+from trl_offpolicy.rollouts.ahead.old_policy import OldPolicy, Score
 from trl_offpolicy.rollouts.ahead.queue import Prompts, RolloutsAhead
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.rollouts.batches import trainable
@@ -77,7 +77,9 @@ class ModuleAhead:
                 f"{', '.join(lacking)} (trl_offpolicy.engines.server.engine.ServerEngine has them)."
             )
         copies = isinstance(trainer.strategy, _COPIES_WEIGHTS)
-        check_snapshots(self._settings, strategy=None if copies else type(trainer.strategy).__name__)
+        strategy = type(trainer.strategy).__name__
+        whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        check_snapshots(self._settings, strategy=None if copies else strategy, sharding=None if whole else strategy)
         check_adapter(self._settings, has_adapter=ModelWeights(self._module.policy).has_adapter)
         check_server(self._settings, server)
         in_turns = self._module.agents.in_turns
@@ -191,7 +193,7 @@ class ModuleAhead:
         module.measuring.add_rollout_number("wait_seconds", waited)
         return rollouts
 
-    def _admitted(self, step: MicroStep) -> int:
+    def _admitted(self, step: MicroStep) -> float:
         accumulation = self._module.trainer.accumulate_grad_batches
         return generations_admitted(
             lag=self._settings.lag,
@@ -228,12 +230,12 @@ class ModuleAhead:
         """The key for log-probs at the current weights; None = nothing reads them (:class:`OldPolicy`)."""
         return self._old.name_of_scores(self._module.objective.proximal)
 
-    def complete(self, rows: dict[str, Tensor], score: Callable[[], Tensor]) -> None:
+    def complete(self, rows: dict[str, Tensor], score: Score) -> None:
         """Add the version of each token to a generation batch, and give its log-probs their right names.
 
         Args:
             rows: the batch.
-            score: returns (B, T) log-probs of its completions under the policy as it is.
+            score: scores its completions; also called for weights that are not the current ones.
         """
         self._old.complete(
             rows,

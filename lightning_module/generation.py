@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_module import deliberate, models
 from lightning_module.callbacks import run_folder
 from lightning_module.engines import build_engine, check_one_each, engine_numerics, in_this_process, reports_logps_of
+from lightning_module.greedy import greedy_rewards
 from lightning_module.host import Host
 from lightning_module.prompts import Prompts
 from lightning_module.rollouts import RolloutBuffer, collate, without_truncated
@@ -41,6 +42,7 @@ from trl_offpolicy.rollouts.ahead.old_policy import OLD, PROXIMAL
 from trl_offpolicy.rollouts.batches import advantage_inputs, decide, total_rewards, trainable
 from trl_offpolicy.rollouts.compressed_forward import DENSE, in_dense_context
 from trl_offpolicy.rollouts.duplicates import draws_as_scored, marked_duplicates
+from trl_offpolicy.rollouts.greedy import reads_greedy
 from trl_offpolicy.rollouts.images import check_completions
 from trl_offpolicy.rollouts.kept import announce, collated
 from trl_offpolicy.rollouts.scoring import Scorer, sequence_logps
@@ -433,11 +435,19 @@ class Generation:
         if self._misaligned(step) and not stages.needs_old:  # else `decide` scores them and leaves them in the rows
             rows["old_per_token_logps"] = score_old()[0]
         if module.ahead is not None:
-            module.ahead.complete(rows, lambda: score_old()[0])
+            module.ahead.complete(rows, lambda model: score_old(model)[0])
         rows["advantages"] = torch.zeros_like(sampled.total)  # `decide` fills them
-        inputs = advantage_inputs(rows, sampled.by_function, module.rewards.weights, rank=0)  # rewards of this rank
+        greedy = self._greedy_rewards(step) if reads_greedy(stages) else None
+        weights = module.rewards.weights
+        inputs = advantage_inputs(rows, sampled.by_function, weights, rank=0, greedy=greedy)  # rewards of this rank
         keep_as = OLD if module.ahead is None else module.ahead.name_of_scores
         self._run(stages, rows, inputs, score_old, keep_as=keep_as)
+
+    def _greedy_rewards(self, step: MicroStep) -> Tensor:
+        module, engine = self._module, self.engine
+        assert engine is not None
+        with self._timed("generation"), self._numerics():
+            return greedy_rewards(module, engine, step.prompts, step.plan.num_generations, self._trainer_state())
 
     def _run(
         self,
@@ -455,11 +465,14 @@ class Generation:
         if stats.groups:
             module.measuring.add_stats(stats)
 
-    def _score_old(self, rows: dict[str, Any], size: int) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probs at the current weights, and sums of their squared probabilities."""
+    def _score_old(self, rows: dict[str, Any], size: int, model: Any = None) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probs at the current weights, and sums of their squared probabilities.
+
+        ``model`` is what scores; None = the policy, as it is.
+        """
         module = self._module
-        with module.experts.recorded(module.policy, rows):
-            scores = module.score(rows, batch_size=size)
+        with module.experts.recorded(module.policy if model is None else model, rows):
+            scores = module.score(rows, batch_size=size, model=model)
         return scores.logps, scores.sum_sq_probs
 
     def _misaligned(self, step: MicroStep) -> bool:

@@ -59,7 +59,7 @@ class Host(Protocol):
     def device(self) -> torch.device:
         """The device of this rank's policy."""
 
-    def score(self, inputs: dict[str, Any], *, batch_size: int | None = None) -> Scores:
+    def score(self, inputs: dict[str, Any], *, batch_size: int | None = None, model: Any = None) -> Scores:
         """Log-probs of the completions under the current policy."""
 
     def add_module(self, name: str, module: nn.Module | None) -> None:

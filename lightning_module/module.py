@@ -34,6 +34,7 @@ from lightning_module.entropy import Entropy
 from lightning_module.exact import ExactCheck
 from lightning_module.experts import Experts
 from lightning_module.generation import Generation
+from lightning_module.greedy import check_module_greedy
 from lightning_module.measuring import Measuring
 from lightning_module.optimization import gradient_norm, optimizer_and_schedule, window_size
 from lightning_module.replay import replayed
@@ -259,6 +260,7 @@ class OffPolicyGRPOModule(LightningModule):
         self.scorer = Scorer(self.sampling, by_vllm=engine_type(engine) != "transformers", compact=self.compact.scoring)
         self.ahead = sample_ahead(self)  # None: sample and learn in turn
         self.replay = replayed(self)  # None: every row is fresh
+        check_module_greedy(self)
         self.generation = Generation(self)
         self.validation = Validation(self, self.generation)
         self.strict_loading = given["adapter"] is None
@@ -415,12 +417,22 @@ class OffPolicyGRPOModule(LightningModule):
         }
 
     def score(
-        self, inputs: dict[str, Any], *, batch_size: int | None = None, aux_loss: bool = False, in_order: bool = False
+        self,
+        inputs: dict[str, Any],
+        *,
+        batch_size: int | None = None,
+        aux_loss: bool = False,
+        in_order: bool = False,
+        model: Any = None,
     ) -> Scores:
-        """Log-probs of the completions under the current policy, routed as recorded if the rows have a record."""
-        with self.experts.replayed(self.policy, inputs):
+        """Log-probs of the completions under the current policy, routed as recorded if the rows have a record.
+
+        ``model`` is what scores in its place; None = the policy.
+        """
+        model = self.policy if model is None else model
+        with self.experts.replayed(model, inputs):
             in_order = in_order or self.experts.reads_rows_in_order(inputs)
-            return self.scorer(self.policy, inputs, batch_size=batch_size, aux_loss=aux_loss, in_order=in_order)
+            return self.scorer(model, inputs, batch_size=batch_size, aux_loss=aux_loss, in_order=in_order)
 
     def _reduction(self, batch: MicroStep, inputs: dict[str, Any], batch_idx: int) -> Reduction:
         """TRL's denominators, counted over the micro-batches that this optimizer step has."""

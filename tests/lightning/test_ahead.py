@@ -115,8 +115,10 @@ WIDE = {"preset": "paper/tis", "correction": {"normalize": "original"}}
 CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # async_rollouts, server, TRL's options, the data's, the module's
     "lag_1": (1, None, {}, {}, {}),
+    "half_a_lag": (0.5, None, {}, {}, {}),
     "cut_at_a_sync": (2, CUT, {}, {}, {}),
     "snapshots": ({"lag": 2, "old_logps": "snapshot"}, CUT, {}, {}, {}),
+    "own_model": ({"lag": 2, "old_logps": "model"}, CUT, {}, {}, {}),
     "balance": ({"lag": 2, "old_logps": "balance"}, CUT, {}, {}, {}),
     "average": ({"lag": 1, "old_logps": "ewma", "ewma_decay": 0.5}, None, {}, {}, {}),
     "two_steps_a_generation": (1, None, *HALVES, {}),
@@ -200,6 +202,30 @@ def test_snapshots_of_an_adapter_give_the_old_policy(run: Any) -> None:
     for step, row in enumerate(seen.logs):
         assert row["offpolicy/mismatch/logp_diff_max"] < 2e-5
         assert (row["offpolicy/staleness/kl_k3"] > 1e-6) == (step > 0)
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 8}])
+def test_a_model_of_its_own_trains_as_exchanged_weights_do(run: Any, adapter: Any, tmp_path: Path) -> None:
+    """Also when the run is resumed, with responses of two versions each."""
+    rate = {"optimizer": partial(torch.optim.SGD, lr=0.02 if adapter is None else 2.0)}
+    seen = {}
+    for name in ("snapshot", "model"):
+        ahead = {"lag": 2, "partial": "continue", "old_logps": name}
+        saver = ModelCheckpoint(dirpath=tmp_path / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        saving = {"callbacks": [saver], "enable_checkpointing": True}
+        torch.manual_seed(0)
+        whole = run(ahead, server=CUT, folder=f"{name}_whole", adapter=adapter, flags=saving, **rate)
+        torch.manual_seed(0)
+        resume = tmp_path / name / "step=2.ckpt"
+        resumed = run(ahead, server=CUT, folder=f"{name}_resumed", adapter=adapter, resume=resume, **rate)
+        seen[name] = whole, resumed
+    for one, other in zip(seen["snapshot"], seen["model"], strict=True):
+        assert one.lags == other.lags and max(map(max, one.lags)) == 2
+        for step in range(len(one.logs)):
+            assert_same_numbers(compared(other.logs[step]), compared(one.logs[step]))
+        for name, value in one.watch.weights[-1].items():
+            torch.testing.assert_close(other.watch.weights[-1][name], value, atol=1e-6, rtol=0.0, msg=name)
+    assert seen["model"][0].logs[-1]["offpolicy/staleness/kl_k3"] > 1e-6
 
 
 def test_the_end_of_an_epoch_or_of_the_run_is_not_looked_beyond(run: Any) -> None:

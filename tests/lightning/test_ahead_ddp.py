@@ -67,11 +67,16 @@ def run(folder: Path, *flags: str, devices: int, ahead: dict[str, Any], strategy
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(devices)]
 
 
-SHARDED = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fsdp2", "zero3")]
+EVERYWHERE = ("recompute_proximal", "snapshot", "balance", "ewma")
 
 
-@pytest.mark.parametrize("old_logps", ["recompute_proximal", "snapshot", "balance", "ewma"])
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.integration), *SHARDED])
+@pytest.mark.parametrize(
+    ("strategy", "old_logps"),
+    [
+        *(pytest.param("ddp", name, marks=pytest.mark.integration) for name in (*EVERYWHERE, "model")),
+        *(pytest.param(kind, name, marks=pytest.mark.slow) for kind in ("fsdp2", "zero3") for name in EVERYWHERE),
+    ],
+)
 def test_two_processes_train_as_one(strategy: str, old_logps: str, tmp_path: Path) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
@@ -83,7 +88,7 @@ def test_two_processes_train_as_one(strategy: str, old_logps: str, tmp_path: Pat
     assert ranks[0]["asked"] == one["asked"] and not ranks[1]["asked"]  # the main rank asks for both
     assert_same(ranks, one)
     for log in ranks[0]["logs"]:
-        assert ("offpolicy/staleness/kl_k3" in log) == (old_logps in ("snapshot", "balance"))
+        assert ("offpolicy/staleness/kl_k3" in log) == (old_logps in ("snapshot", "model", "balance"))
 
 
 @pytest.mark.slow

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from rollouts.ahead.fake_server import BEHIND_SERVER, FakeServer, lags_by_step, note_submissions, server_class
 from trainer_runs import records, rollouts
 from transformers import TrainerCallback
 
 from trl_offpolicy.control import read_actions
+from trl_offpolicy.rollouts.ahead import old_policy
 from trl_offpolicy.rollouts.ahead.flight import Flight
 from trl_offpolicy.trl import engine as trl_engines
+from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
 pytestmark = pytest.mark.integration
 
@@ -60,6 +64,18 @@ def test_a_batch_is_learned_from_lag_generations_after_it_was_asked_for(run: Any
     assert all(row["offpolicy/rollout/cross_version_fraction"] == 0.0 for row in records(trainer))
 
 
+def test_half_a_lag_is_half_of_each_batch_a_generation_early(run: Any) -> None:
+    """Two prompts a batch: 1.5 batches are three prompts, and no sample is older than a generation."""
+    trainer, server = run(async_rollouts=0.5)
+
+    assert lags(trainer) == [[0], [0, 1], [0, 1], [0, 1], [0, 1]]
+    at = [version for _, version in sorted(server.asked, key=lambda one: server.submitted.index(one[0]))]
+    assert at == [0, 0, 0, 1, 1, 2, 2, 3, 3, 4]  # in the order of the requests
+    logged = [row["offpolicy/rollout/version_lag_mean"] for row in records(trainer)]
+    assert logged == [0.0, 0.5, 0.5, 0.5, 0.5]
+    assert all(row["offpolicy/rollout/cross_version_fraction"] == 0.0 for row in records(trainer))
+
+
 def test_the_same_prompts_in_the_same_order_as_in_turn(run: Any) -> None:
     in_turn, ahead = (run(async_rollouts=lag)[1].submitted for lag in (0, 2))
 
@@ -86,6 +102,38 @@ def test_snapshots_give_the_old_policy_to_the_last_digit(run: Any) -> None:
         assert row["offpolicy/mismatch/logp_diff_max"] < 2e-5
         assert (row["offpolicy/staleness/kl_k3"] > 1e-6) == (step > 0)
         assert row["offpolicy/rollout/cross_version_fraction"] == float(step > 0)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_of_its_own_trains_as_exchanged_weights_do(
+    run: Any, adapter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions in each batch, each read by a second model, without an exchange in the first."""
+    options: dict[str, Any] = {"learning_rate": 1.0} if adapter else {}
+    options |= {"server": {"free": 2}, "gradient_checkpointing": True}
+    if adapter:
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        made = OffPolicyGRPOTrainer.__init__
+        monkeypatch.setattr(OffPolicyGRPOTrainer, "__init__", partialmethod(made, peft_config=lora))
+    logged = {}
+    for name in ("snapshot", "model"):
+        if name == "model":
+            monkeypatch.setattr(old_policy, "loaded", None)  # nothing is exchanged in the model that is trained
+        torch.manual_seed(0)
+        trainer, _ = run(**options, async_rollouts={"lag": 2, "partial": "continue", "old_logps": name})
+        logged[name] = records(trainer), trained_weights(trainer)
+    (rows, weights), (others, their_weights) = logged["snapshot"], logged["model"]
+    for step, (one, other) in enumerate(zip(rows, others, strict=True)):
+        assert one["offpolicy/rollout/cross_version_fraction"] == float(step > 0)
+        assert (one["offpolicy/staleness/kl_k3"] > 1e-6) == (step > 0)
+        for key in ("loss", "grad_norm", "offpolicy/staleness/kl_k3", "offpolicy/mismatch/kl_k3"):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-7), (step, key)
+    for name, value in weights.items():
+        torch.testing.assert_close(their_weights[name], value, atol=1e-6, rtol=0.0, msg=name)
+
+
+def trained_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
 
 
 def test_the_mixture_of_the_versions_is_nearer_than_an_old_version_alone(run: Any) -> None:

@@ -13,6 +13,7 @@ response, with these exceptions:
 - ``OptimalTokenBaseline(alone="return")``: it gets its return.
 - ``GPG``: it gets 0, and counts in the share of responses with a reward.
 - ``REINFORCEPlusPlus`` has no groups: every response is compared with the batch.
+- ``ReMax`` has none either: every response is compared with the greedy one to its prompt.
 
 "Unbiased" means on-policy.
 """
@@ -57,6 +58,7 @@ _ENERGY = ("mask", "per_token_logps", "sum_sq_probs")
 _HINTS = {
     "sum_sq_probs": " Ask the fused head of the trainer's forward for it.",
     "weights": " Take them from a Correction's output.",
+    "greedy_rewards": " Both trainers sample a greedy completion of each prompt for it.",
 }
 
 
@@ -74,6 +76,7 @@ class AdvantageInputs:
         per_token_logps: log-probs of the policy at rollout weights (old), nats.
         sum_sq_probs: sum over the vocabulary of its probabilities squared.
         weights: (B, 1) or (B, T) importance weights.
+        greedy_rewards: (B,) total reward of the greedy completion of each row's prompt; NaN = it has none.
         squared_grad_norms: (B,) squared norm of each response's gradient, if a trainer has it.
 
     Raises:
@@ -91,6 +94,7 @@ class AdvantageInputs:
     sum_sq_probs: Tensor | None = None
     weights: Tensor | None = None
     squared_grad_norms: Tensor | None = None
+    greedy_rewards: Tensor | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -102,7 +106,7 @@ class AdvantageInputs:
             raise ValueError(f"rewards must have shape (B,) or (B, K), but got {tuple(self.rewards.shape)}.")
         rows, functions = self.by_function.shape
         shapes: dict[str, list[tuple[int, ...]]] = {"reward_weights": [(functions,)]}
-        shapes |= {name: [(rows,)] for name in ("group_ids", "counted", "squared_grad_norms")}
+        shapes |= {name: [(rows,)] for name in ("group_ids", "counted", "squared_grad_norms", "greedy_rewards")}
         if self.mask is not None:
             length = self.mask.shape[-1]
             by_token = ("mask", "token_rewards", "per_token_logps", "sum_sq_probs")
@@ -466,6 +470,33 @@ class GPG(AdvantageEstimator):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReMax(AdvantageEstimator):
+    """r - r_greedy: the baseline is the reward of the greedy completion of the same prompt; not scaled.
+
+    Unbiased: the greedy completion does not depend on the one that is sampled. A group of one has a baseline, too, so
+    it learns. A response whose prompt has no greedy reward gets 0. A KL penalty in the reward is not in the baseline.
+
+    Example:
+        >>> rewards, ids = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 1])
+        >>> ReMax()(AdvantageInputs(rewards=rewards, group_ids=ids, greedy_rewards=torch.tensor([0.5, 0.5, 1.0])))
+        tensor([ 0.5000, -0.5000, -0.5000])
+
+    Reference: Li et al. 2023, ReMax (arXiv:2310.10505), Algorithm 1; verl's ``remax``. Deviation: with a KL in the
+    reward every token gets the whole response's, where verl counts from the token on.
+    """
+
+    type_name: ClassVar[str] = "remax"
+    formula: ClassVar[str] = "r - reward of the prompt's greedy completion"
+    bias: ClassVar[str] = "none"
+    requires: ClassVar[tuple[str, ...]] = ("greedy_rewards",)
+
+    def __call__(self, inputs: AdvantageInputs) -> Tensor:
+        """The reward less that of the greedy completion; (B,) float32."""
+        baseline = inputs.need("greedy_rewards", "ReMax").detach().float()
+        return torch.where(inputs.present & ~baseline.isnan(), inputs.total - baseline, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimalTokenBaseline(AdvantageEstimator):
     """OTB, a baseline for every token: see ``functional.advantages.optimal_token_baseline``.
 
@@ -561,4 +592,5 @@ __all__ = [
     "PassK",
     "REINFORCEPlusPlus",
     "REINFORCEPlusPlusBaseline",
+    "ReMax",
 ]

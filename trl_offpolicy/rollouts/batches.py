@@ -153,15 +153,19 @@ class RowCounter:
 
 
 def advantage_inputs(
-    inputs: dict[str, Any], by_function: Tensor, reward_weights: Tensor, *, rank: int
+    inputs: dict[str, Any], by_function: Tensor, reward_weights: Tensor, *, rank: int, greedy: Tensor | None = None
 ) -> AdvantageInputs:
-    """The inputs of an estimator for the rows of this rank; ``by_function`` is the (N, K) rewards of all ranks."""
+    """The inputs of an estimator for the rows of this rank; ``by_function`` is the (N, K) rewards of all ranks.
+
+    ``greedy`` (B,) is the reward of the greedy completion of each of this rank's prompts, if it was sampled.
+    """
     rows, device = len(inputs["advantages"]), inputs["advantages"].device
     return AdvantageInputs(
         rewards=by_function[rank * rows : (rank + 1) * rows].to(device),
         group_ids=inputs["group_ids"],
         reward_weights=reward_weights.to(device),
         mask=trainable(inputs),
+        greedy_rewards=None if greedy is None else greedy.to(device),
     )
 
 

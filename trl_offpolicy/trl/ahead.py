@@ -75,7 +75,7 @@ class TrainerAhead:
             yield rows
 
     @property
-    def _admitted(self) -> int:
+    def _admitted(self) -> float:
         return generations_admitted(
             lag=self._lag,
             every=self._every,
@@ -168,8 +168,8 @@ class TrainerAhead:
             current=self._engine.version,
         )
 
-    def _score(self, output: dict[str, Any]) -> Tensor:
-        logps: Tensor = self._trainer._score_old(output, "train", with_sums=False)[0]
+    def _score(self, output: dict[str, Any], model: Any) -> Tensor:
+        logps: Tensor = self._trainer._score_old(output, "train", with_sums=False, model=model)[0]
         return logps
 
 
@@ -197,7 +197,8 @@ def sample_ahead(trainer: Any) -> TrainerAhead | None:
     if settings is None:
         return None
     fsdp1 = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version < 2
-    check_snapshots(settings, strategy="FSDP1 (fsdp_version: 1)" if fsdp1 else None)
+    sharding = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
+    check_snapshots(settings, strategy="FSDP1 (fsdp_version: 1)" if fsdp1 else None, sharding=sharding)
     check_adapter(settings, has_adapter=ModelWeights(trainer.vllm_generation.model).has_adapter)
     if (server := trainer.vllm_generation.server) is not None:
         check_server(settings, server)

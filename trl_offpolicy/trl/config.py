@@ -163,8 +163,8 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         metadata={
             "help": "Sample ahead with a vLLM server: generation batches that may be in flight while the trainer "
             "learns (a lag, 1 = one-step off-policy), or a mapping with the keys lag, partial (continue, finish, "
-            "keep), old_logps (recompute_proximal, snapshot, ewma, balance, refuse), ewma_decay. Default: sample and "
-            "learn in turn."
+            "keep), old_logps (recompute_proximal, snapshot, model, ewma, balance, refuse), ewma_decay. Default: "
+            "sample and learn in turn."
         },
     )
     record_rollouts: bool = field(

@@ -101,12 +101,12 @@ class ReplayGRPOTrainer(OffPolicyGRPOTrainer):
             super()._decide(output, replace(self._stages, advantages=None), "train")
         return output
 
-    def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
+    def _decide(self, output: dict[str, Any], stages: Stages, mode: str, greedy: Tensor | None = None) -> None:
         """In training only the advantages; the correction is decided on fresh and replayed rows."""
         if mode != "train":
-            super()._decide(output, stages, mode)
+            super()._decide(output, stages, mode, greedy)
         elif stages.advantages is not None:
-            super()._decide(output, replace(stages, early=None), mode)
+            super()._decide(output, replace(stages, early=None), mode, greedy)
 
     @property
     def _name_of_scores(self) -> str | None:

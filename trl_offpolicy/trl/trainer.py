@@ -47,6 +47,7 @@ from trl_offpolicy.rollouts.ahead.old_policy import OLD
 from trl_offpolicy.rollouts.clock import StepClock
 from trl_offpolicy.rollouts.compressed_forward import DENSE, compress_learner, in_dense_context, rounds_keys
 from trl_offpolicy.rollouts.duplicates import draws_as_scored, late_copies, marked_duplicates
+from trl_offpolicy.rollouts.greedy import reads_greedy
 from trl_offpolicy.rollouts.rounded_forward import round_learner
 from trl_offpolicy.rollouts.scoring import measured_noise_floor, noise_floor_due
 from trl_offpolicy.rollouts.token_ids import TokenIdCheck, run_entry
@@ -65,6 +66,7 @@ from trl_offpolicy.trl.control import supervise
 from trl_offpolicy.trl.engine import trl_engine
 from trl_offpolicy.trl.exact import exact_run, prepare, wants_exact
 from trl_offpolicy.trl.fusion import TrainerFusion
+from trl_offpolicy.trl.greedy import check_trainer_greedy, greedy_rewards
 from trl_offpolicy.trl.held_out import HeldOutMeans
 from trl_offpolicy.trl.kept import TrainerKept
 from trl_offpolicy.trl.perturbed import perturbed
@@ -108,6 +110,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         check_before_loading(args, self.objective, given)
         self._stages = stages_of(args, starting)
         has_sampler = args.reports_logps or has_rollout_func
+        check_trainer_greedy(args, self._stages, given)
         self._leave_out_old = leaves_out_old(self.objective, self._stages, has_sampler=has_sampler)
         self._filtered = filtered_scoring(args, sampled_elsewhere=has_rollout_func)
         if wants_exact(args.engine):
@@ -252,7 +255,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self._ahead is not None and self.model.training:
             self._ahead.complete(output)
         if self._stages is not None:
-            self._decide(output, self._stages, self._mode)
+            greedy = greedy_rewards(self, inputs) if reads_greedy(self._stages) else None
+            self._decide(output, self._stages, self._mode, greedy)
         if self._exact is not None and self.model.training:
             self._exact.check(output)
         if self._auto is not None and self._auto.undecided and self.model.training:
@@ -272,13 +276,13 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         as_scored = own_model and draws_as_scored(vars(self.args))
         return marked_duplicates(output, group_size=self.num_generations, drawn_as_scored=as_scored)
 
-    def _decide(self, output: dict[str, Any], stages: Stages, mode: str) -> None:
+    def _decide(self, output: dict[str, Any], stages: Stages, mode: str, greedy: Tensor | None = None) -> None:
         """Run what needs the whole generation batch before TRL shuffles and splits it. Results travel with the rows."""
         inputs = None
         if stages.advantages is not None:
             assert self._rewards is not None
             rank = self.accelerator.process_index
-            inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank)
+            inputs = batches.advantage_inputs(output, self._rewards, self.reward_weights, rank=rank, greedy=greedy)
         stats = batches.decide(
             stages,
             output,
@@ -298,18 +302,24 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """The key for log-probs at the current weights, which are pi_old unless rows are of older ones."""
         return OLD if self._ahead is None else self._ahead.name_of_scores
 
-    def _score_old(self, output: dict[str, Any], mode: str, *, with_sums: bool) -> tuple[Tensor, Tensor | None]:
-        """(B, T) log-probs of the old policy and, if wanted, sums of its squared probabilities, without gradient."""
+    def _score_old(
+        self, output: dict[str, Any], mode: str, *, with_sums: bool, model: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T) log-probs of the old policy and, if wanted, sums of its squared probabilities, without gradient.
+
+        ``model`` is what scores; None = the trained model, as it is.
+        """
+        model = self.model if model is None else model
         size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
         head = {"temperature": self.temperature, "cast_lm_head_to_fp32": self.args.cast_lm_head_to_fp32}
         with (
             torch.no_grad(),
-            self._routing.recorded(self.model, output),
-            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
-            sum_sq_probs(self.accelerator.unwrap_model(self.model), wanted=with_sums, **head) as sums,
+            self._routing.recorded(model, output),
+            disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs),
+            sum_sq_probs(self.accelerator.unwrap_model(model), wanted=with_sums, **head) as sums,
         ):
             compact = not with_sums and not self._routing.records  # these read the forwards in order
-            old = self._score(self.model, output, batch_size=size, compact=compact)[0]
+            old = self._score(model, output, batch_size=size, compact=compact)[0]
         return old, sums.completions(old.shape[1])
 
     def _score_dense(self, output: dict[str, Any]) -> Tensor:

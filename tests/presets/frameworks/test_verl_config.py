@@ -218,6 +218,7 @@ def test_what_verls_trainer_overwrites_is_not_read():
             advantages.REINFORCEPlusPlusBaseline(alone="return"),
         ),
         ({"adv_estimator": "gpg"}, advantages.GPG(alone="return")),
+        ({"adv_estimator": "remax"}, advantages.ReMax()),
         ({"adv_estimator": "grpo_passk"}, advantages.PassK(epsilon=1e-6)),
         (
             {"adv_estimator": "grpo_passk", "norm_adv_by_std_in_grpo": False},
@@ -251,7 +252,6 @@ def test_advantages(options, estimator):
     ("options", "message"),
     [
         ({"adv_estimator": "gae"}, r"^adv_estimator 'gae' needs a critic"),
-        ({"adv_estimator": "remax"}, r"^adv_estimator 'remax' needs greedy"),
         ({"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}, r"^kl_ctrl\.type must be 'fixed' with"),
         ({"use_pf_ppo": True}, r"^use_pf_ppo must be False: "),
     ],

@@ -58,6 +58,13 @@ def test_positions_of_generations(position: int, every: int, count: int, left: i
     assert positions_ahead(position=position, every=every, count=count, left=left) == expected
 
 
+def test_a_fraction_of_a_lag_admits_this_part_of_its_batches() -> None:
+    one, four = {"every": 4, "in_step": 4, "accumulation": 4}, {"every": 1, "in_step": 3, "accumulation": 4}
+    assert [generations_admitted(lag=lag, **one) for lag in (0.25, 1.0, 2.75)] == [1.25, 2, 3.75]
+    # of a step of four generations one is learned from; the next step's four are admitted by their share
+    assert [generations_admitted(lag=lag, **four) for lag in (0, 0.25, 0.5, 1, 1.5)] == [3, 4, 5, 7, 9]
+
+
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize(("every", "accumulation"), [(1, 1), (4, 4), (8, 4), (1, 4), (2, 4), (3, 4), (4, 6)])
 def test_admitted_is_what_stays_within_the_lag(lag: int, every: int, accumulation: int) -> None:

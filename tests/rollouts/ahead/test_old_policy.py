@@ -10,7 +10,14 @@ from torch import nn
 
 from trl_offpolicy.objective.proximal import RecomputedProximal
 from trl_offpolicy.rollouts.ahead.local_weights import copied, loaded
-from trl_offpolicy.rollouts.ahead.old_policy import PROXIMAL, OldPolicy, Snapshots, WeightAverage
+from trl_offpolicy.rollouts.ahead.old_policy import (
+    PROXIMAL,
+    InItsOwnModel,
+    InTheModel,
+    OldPolicy,
+    Snapshots,
+    WeightAverage,
+)
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 
@@ -26,8 +33,9 @@ def set_to(model: Model, value: float) -> None:
         model.scale.fill_(value)
 
 
-def test_each_token_is_scored_with_the_weights_of_its_version() -> None:
-    model, kept = Model(), Snapshots()
+@pytest.mark.parametrize("place", [InTheModel, InItsOwnModel])
+def test_each_token_is_scored_with_the_weights_of_its_version(place: Any) -> None:
+    model, kept = Model(), Snapshots(place())
     for version in (3, 4, 5):
         set_to(model, 10.0 * version)
         kept.keep(model, version, oldest=3)
@@ -35,10 +43,35 @@ def test_each_token_is_scored_with_the_weights_of_its_version() -> None:
     versions = torch.tensor([[3, 3, 4], [5, 4, 9]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
 
-    scored = kept.score(model, lambda: model.scale.detach() + torch.zeros(2, 3), versions, mask)
+    scored = kept.score(model, lambda held: held.scale.detach() + torch.zeros(2, 3), versions, mask)
 
     assert scored.tolist() == [[30.0, 30.0, 40.0], [50.0, 40.0, 0.0]]
     assert model.scale.item() == -1.0
+
+
+def test_a_model_of_its_own_leaves_the_trained_weights_alone_and_loads_a_version_once() -> None:
+    model, kept, loads = Model(), Snapshots(InItsOwnModel()), []
+    own, writes = model.scale, []
+    for version in (0, 1):
+        set_to(model, float(version))
+        kept.keep(model, version, oldest=0)
+    set_to(model, 9.0)
+
+    def score(held: Model) -> torch.Tensor:
+        loads.append(held.scale._version)  # counts the writes into this tensor
+        writes.append(own._version)
+        assert held is not model and held.scale.data_ptr() != own.data_ptr() and not held.scale.requires_grad
+        assert held.frozen is model.frozen  # under an adapter: the base model, which takes no memory again
+        return held.scale.detach() + torch.zeros(1, 1)
+
+    of = [kept.score(model, score, torch.tensor([[version]]), torch.ones(1, 1).bool()) for version in (0, 0, 1, 1, 0)]
+    assert [one.item() for one in of] == [0.0, 0.0, 1.0, 1.0, 0.0]
+    assert [after - loads[0] for after in loads] == [0, 0, 1, 1, 2]
+    assert len(set(writes)) == 1 and own.item() == 9.0 and own.requires_grad
+
+    set_to(model, 5.0)
+    kept.keep(model, 0, oldest=0)  # another run begins at version 0
+    assert kept.score(model, score, torch.zeros(1, 1).long(), torch.ones(1, 1).bool()).item() == 5.0
 
 
 def test_the_mixture_takes_every_version_by_its_share_of_the_tokens() -> None:
@@ -50,9 +83,9 @@ def test_the_mixture_takes_every_version_by_its_share_of_the_tokens() -> None:
     versions, mask = torch.tensor([[3, 3, 4], [4, 3, 5]]), torch.tensor([[True] * 3, [True, True, False]])
     calls: list[float] = []
 
-    def score() -> torch.Tensor:
-        calls.append(model.scale.item())
-        return model.scale.detach().log() + torch.zeros(2, 3)
+    def score(held: Model) -> torch.Tensor:
+        calls.append(held.scale.item())
+        return held.scale.detach().log() + torch.zeros(2, 3)
 
     mixed, own = kept.mixture(model, score, versions, mask)
 
@@ -75,7 +108,7 @@ def test_the_engines_log_probs_move_with_the_mixture() -> None:
     rows = {"completion_ids": torch.zeros(1, 2), "sampling_per_token_logps": engine}
     old.complete(
         rows, [[0, 1]], model=model, proximal=RecomputedProximal(), mask=torch.ones(1, 2).bool(), current=2,
-        score=lambda: model.scale.detach().log() + torch.zeros(1, 2),
+        score=lambda held: held.scale.detach().log() + torch.zeros(1, 2),
     )  # fmt: skip
     m = 0.375  # half the tokens are of each version
     torch.testing.assert_close(rows["old_per_token_logps"].exp(), torch.tensor([[m, m]]))
@@ -91,7 +124,7 @@ def test_versions_that_no_token_can_be_of_are_forgotten() -> None:
 
     assert kept.versions == [3, 4, 5]
     with pytest.raises(ValueError, match=r"^versions must be among \[3, 4, 5\], .* but got 2"):
-        kept.score(model, lambda: torch.zeros(1, 1), torch.tensor([[2]]), torch.tensor([[True]]))
+        kept.score(model, lambda _: torch.zeros(1, 1), torch.tensor([[2]]), torch.tensor([[True]]))
 
 
 def test_no_tokens_need_no_copy() -> None:
@@ -104,7 +137,7 @@ def test_a_copy_is_not_a_view() -> None:
     set_to(model, 7.0)
 
     scored = kept.score(
-        model, lambda: model.scale.detach().clone().view(1, 1), torch.tensor([[0]]), torch.tensor([[True]])
+        model, lambda held: held.scale.detach().clone().view(1, 1), torch.tensor([[0]]), torch.tensor([[True]])
     )
     assert scored.item() == 1.0
 
@@ -126,7 +159,7 @@ def test_the_average_moves_by_the_steps_since() -> None:
     for version, value in ((0, 1.0), (1, 3.0), (3, 11.0)):
         set_to(model, value)
         average.add(model, version)
-        seen.append(average.score(model, lambda: model.scale.detach().clone()).item())
+        seen.append(average.score(model, lambda held: held.scale.detach().clone()).item())
 
     assert seen == [1.0, 2.0, 8.75]
     assert model.scale.item() == 11.0
@@ -143,7 +176,7 @@ def test_the_average_is_of_the_versions_with_a_generation_batch_however_often_we
             rows = {"completion_ids": ids}
             old.complete(
                 rows, [[version] * 2], model=model, proximal=RecomputedProximal(), mask=torch.ones(1, 2).bool(),
-                score=lambda: model.scale.detach().expand(1, 2).clone(), current=version,
+                score=lambda held: held.scale.detach().expand(1, 2).clone(), current=version,
             )  # fmt: skip
             seen.append(rows[PROXIMAL][0, 0].item())
 

@@ -103,6 +103,39 @@ def test_each_batch_once_in_order_at_most_lag_versions_old(lag: int) -> None:
     trainer.queue.close()
 
 
+class Wide(Trainer):
+    """Three prompts in a batch; each is told by the batch and its place in it."""
+
+    def prompts(self, number: int) -> list[list[int]]:
+        return [[1 + 3 * number + place] for place in range(3) for _ in range(N)]
+
+
+@pytest.mark.parametrize(("alpha", "early"), [(0.5, 1), (0.7, 2), (1.5, 1), (2.34, 1), (2.0, 0)])
+def test_no_sample_is_older_than_the_ratio_and_no_more_than_its_share_is_in_flight(alpha: float, early: int) -> None:
+    """Counted by hand: of each batch the first ``early`` prompts are asked for a generation before the others."""
+    trainer = Wide({"lag": alpha, "partial": "finish"}, Scripted(), batches=7)
+    trainer.admitted = 1 + alpha
+    flight, asked = trainer.queue._flight, []
+    submit = flight.submit
+
+    def submitting(prompt: Any, *rest: Any) -> Any:
+        asked.append(prompt[0])
+        return submit(prompt, *rest)
+
+    flight.submit = submitting
+    floor = int(alpha)
+    for number in range(7):
+        rollouts, _ = trainer.step()
+        gaps = [number - row[0] for row in rollouts.policy_versions]
+        lags = [min(number, floor + 1 if place < early else floor) for place in range(3) for _ in range(N)]
+        assert gaps == lags and max(gaps) <= -(-alpha // 1)
+        assert rollouts.completion_ids == [[10 * (1 + 3 * number + place) + i] for place in range(3) for i in range(N)]
+        unused = len(asked) - 3 * number  # this batch among them
+        assert unused == min(3 * (1 + floor) + early, 3 * (7 - number)) <= 3 * (1 + alpha)
+    assert asked == list(range(1, 22))  # in order, each once, nothing after the end
+    trainer.queue.close()
+
+
 def test_a_cut_response_goes_on_under_the_new_weights() -> None:
     trainer = Trainer({"lag": 1, "partial": "continue"}, Scripted(free=2))
     trainer.step()

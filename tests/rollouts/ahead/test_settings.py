@@ -11,7 +11,13 @@ import pytest
 from trl import TrlParser
 
 from trl_offpolicy.engines.engine import EngineError
-from trl_offpolicy.rollouts.ahead.checks import check_adapter, check_agents, check_server, check_trainer
+from trl_offpolicy.rollouts.ahead.checks import (
+    check_adapter,
+    check_agents,
+    check_server,
+    check_snapshots,
+    check_trainer,
+)
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 
@@ -27,6 +33,9 @@ ON_SERVER = {"use_vllm": True, "vllm_mode": "server", "engine": {"transfer": "fo
         ({"lag": 1, "partial": "continue"}, 1, True),
         ({"lag": 3, "partial": "finish"}, 3, False),
         ({}, 1, False),
+        (0.5, 0.5, False),
+        ("1.5", 1.5, True),
+        ({"lag": "1.5", "partial": "finish"}, 1.5, False),
     ],
 )
 def test_a_lag_or_a_mapping(value: Any, lag: int, cuts: bool) -> None:
@@ -43,10 +52,11 @@ def test_none_is_in_turn() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (-1, r"^async_rollouts\.lag must be a whole number >= 0, but got -1"),
+        (-1, r"^async_rollouts\.lag must be a number >= 0, but got -1"),
+        (float("nan"), r"^async_rollouts\.lag must be a number >= 0, but got nan"),
+        ({"lag": True}, r"^async_rollouts\.lag must be a number >= 0, but got True"),
         (True, r"^async_rollouts must be a lag or a mapping, but got True"),
         ("soon", r"^async_rollouts must be a lag or a mapping, but got 'soon'"),
-        ({"lag": 1.5}, r"^async_rollouts\.lag must be a whole number >= 0, but got 1\.5"),
         (
             {"lags": 1},
             r"^async_rollouts must hold some of \['lag', 'partial', 'old_logps', 'ewma_decay'\], but got lags",
@@ -163,6 +173,14 @@ def test_what_keeps_several_needs_an_adapter_of_its_own() -> None:
     check_adapter(AsyncSettings(lag=2, partial="continue"), has_adapter=False)
 
 
+def test_a_second_model_is_refused_where_weights_are_sharded() -> None:
+    for name in ("snapshot", "ewma"):
+        check_snapshots(AsyncSettings(old_logps=name), strategy=None, sharding="FSDP")
+    check_snapshots(AsyncSettings(old_logps="model"), strategy=None, sharding=None)
+    with pytest.raises(ValueError, match=r"^async_rollouts\.old_logps must not be 'model' with FSDP: .* 'snapshot'"):
+        check_snapshots(AsyncSettings(old_logps="model"), strategy=None, sharding="FSDP")
+
+
 def test_ranks_that_sample_their_own_episodes_cannot_keep_adapters() -> None:
     with pytest.raises(ValueError, match=r"^async_rollouts\.partial must be .* on 2 ranks, but got 'keep'"):
         check_agents(AsyncSettings(partial="keep"), ranks=2)
@@ -187,6 +205,8 @@ def test_tools_of_the_trainers_thread_are_refused(make_args: Callable[..., Any],
     with pytest.raises(ValueError, match=r"^tool_timeout must be a number of seconds .*, but got None"):
         check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=None), {name: [print]})
     check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=5.0), {name: [print]})
+    with pytest.raises(ValueError, match=r"^async_rollouts\.lag must be a whole number with tools .*, but got 1\.5"):
+        check_trainer(make_args(**ON_SERVER, async_rollouts=1.5, tool_timeout=5.0), {name: [print]})
     check_trainer(make_args(**ON_SERVER, tool_timeout=None), {name: [print]})
     check_trainer(make_args(**ON_SERVER, async_rollouts=1, tool_timeout=None), {})
 

@@ -99,8 +99,8 @@ def check_objective(settings: AsyncSettings, objective: Objective) -> None:
     if settings.old_logps == "refuse" and settings.lag > 0 and (reader := _reads_old(objective)):
         raise ValueError(
             f"async_rollouts.old_logps must not be 'refuse' with {reader}, which reads the old policy: the trainer has "
-            "no log-probs at the weights that sampled. Use recompute_proximal, snapshot or ewma, or objective.mode "
-            "bypass with terms on current/sampling."
+            "no log-probs at the weights that sampled. Use recompute_proximal, snapshot, model or ewma, or "
+            "objective.mode bypass with terms on current/sampling."
         )
 
 
@@ -141,7 +141,13 @@ def check_arguments(settings: AsyncSettings | None, given: Mapping[str, Any]) ->
                 f"{name} must be left out with async_rollouts, but got {given[name]!r}: it asks the engine at the "
                 "trainer's pace. Agents with tools or environment_factory are sampled ahead."
             )
-    if (given.get("tools") or given.get("environment_factory")) and given["tool_timeout"] is None:
+    agents = given.get("tools") or given.get("environment_factory")
+    if agents and settings.lag != int(settings.lag):
+        raise ValueError(
+            "async_rollouts.lag must be a whole number with tools or environment_factory, but got "
+            f"{settings.lag}: their batches are sampled as a whole."
+        )
+    if agents and given["tool_timeout"] is None:
         raise ValueError(
             "tool_timeout must be a number of seconds with async_rollouts and tools or environment_factory, but got "
             "None: calls would run in the threads of the batches in flight, and not in the trainer's own."
@@ -161,16 +167,22 @@ def check_trainer(args: Any, given: Mapping[str, Any]) -> None:
     check_arguments(AsyncSettings.parse(args.async_rollouts), {**given, "tool_timeout": args.tool_timeout})
 
 
-def check_snapshots(settings: AsyncSettings, *, strategy: str | None) -> None:
+def check_snapshots(settings: AsyncSettings, *, strategy: str | None, sharding: str | None = None) -> None:
     """Raise if copies of the weights are needed, but are not made under the strategy that holds them.
 
     Args:
         settings: the parsed field.
         strategy: in words, if it is another one than one process, DDP, FSDP2 and DeepSpeed; else None.
+        sharding: in words, if it is another one than one process and DDP; else None.
 
     Raises:
         ValueError: it is such a strategy.
     """
+    if settings.old_logps == "model" and sharding is not None:
+        raise ValueError(
+            f"async_rollouts.old_logps must not be 'model' with {sharding}: the second model is a whole copy on every "
+            "rank, which is what sharding avoids. 'snapshot' gives the same log-probs and exchanges shards."
+        )
     if settings.old_logps in ("snapshot", "balance", "ewma") and strategy is not None:
         raise ValueError(
             f"async_rollouts.old_logps must be 'recompute_proximal' or 'refuse' with {strategy}, but got "
@@ -206,10 +218,10 @@ def _check_adapters(settings: AsyncSettings, server: Any) -> None:
             "async_rollouts.partial must be 'finish' or 'continue' with a vLLM server that has a KV connector, but got "
             "'keep': what it keeps is not known to tell adapters apart, and 'keep' does not reset it at a sync."
         )
-    versions = settings.lag + 1
+    versions = settings.most_versions
     if server.most_adapters is not None and server.most_adapters < versions:
         logger.warning(
-            "The server samples with %d adapters at a time, but with lag %d there can be %d versions: requests of the "
+            "The server samples with %d adapters at a time, but with lag %g there can be %d versions: requests of the "
             "newest, and the proof of its sync, wait for those of the oldest. Start it with `trl-offpolicy serve ... "
             "-- --max-loras %d`.",
             server.most_adapters,

@@ -5,6 +5,7 @@ A copy of a shard is small, and exchanging the shards of all ranks exchanges the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,24 @@ def copied(model: Any) -> Weights:
     """
     _reshard(model)
     return {name: _part(name, value).to("cpu", copy=True) for name, value in trainable(model).items()}
+
+
+def frozen_copy(model: Any) -> Any:
+    """A model that computes as ``model`` does, with trainable weights of its own, which need no gradient.
+
+    What is not trained (the base model under an adapter) is shared and takes no memory. Methods that a trainer has set
+    on a module act on its copy, so a mixed precision or a fused head goes with it.
+
+    Args:
+        model: whole on this rank.
+    """
+    shared = {id(value): value for value in model.parameters() if not value.requires_grad}
+    twin = copy.deepcopy(model, shared)
+    for value in twin.parameters():
+        value.requires_grad_(False)
+    if getattr(twin, "is_gradient_checkpointing", False):
+        twin.gradient_checkpointing_disable()
+    return twin
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -58,14 +59,18 @@ def positions_ahead(*, position: int, every: int, count: int, left: int) -> list
     return [position + offset for offset in range(0, every * count, every) if offset < left]
 
 
-def generations_admitted(*, lag: int, every: int, in_step: int, accumulation: int) -> int:
+def generations_admitted(*, lag: float, every: int, in_step: int, accumulation: int) -> float:
     """How many generation batches may be requested by now, the one that is due included (AReaL's bound).
 
     Where an optimizer step learns from several generations, the lag counts optimizer steps: all batches of the present
     step may be requested at its start, also at lag 0. Otherwise it counts generations.
 
+    With a fraction (ROLL Flash's asynchronous ratio) a part of the next whole lag's batches may be requested as well:
+    1 + alpha batches if a step learns from one. What is requested early is ceil(alpha) generations old when it is
+    learned from, the rest at most floor(alpha).
+
     Args:
-        lag: AReaL's eta.
+        lag: AReaL's eta, or ROLL Flash's alpha.
         every: micro-batches from one generation to the next.
         in_step: micro-batches left of the present optimizer step, including the one that is due.
         accumulation: micro-batches of a later optimizer step.
@@ -76,7 +81,18 @@ def generations_admitted(*, lag: int, every: int, in_step: int, accumulation: in
         >>> generations_admitted(lag=1, every=4, in_step=4, accumulation=4)
         2
 
-    Reference: Fu et al. 2025, AReaL (arXiv:2505.24298), equation 3; Lu 2025, periodic asynchrony (arXiv:2511.18871).
+        >>> generations_admitted(lag=1.5, every=4, in_step=4, accumulation=4)
+        2.5
+
+    Reference: Fu et al. 2025, AReaL (arXiv:2505.24298), equation 3; Lu 2025, periodic asynchrony (arXiv:2511.18871);
+    Lu et al. 2025, ROLL Flash (arXiv:2510.11345).
     """
-    micro_batches = in_step + lag * accumulation
-    return max(lag + 1, -(-micro_batches // every))
+
+    def whole(lag: int) -> int:
+        micro_batches = in_step + lag * accumulation
+        return max(lag + 1, -(-micro_batches // every))
+
+    least = whole(math.floor(lag))
+    if lag == math.floor(lag):
+        return least
+    return least + (lag - math.floor(lag)) * (whole(math.ceil(lag)) - least)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,11 +12,76 @@ from torch import Tensor
 from trl_offpolicy.functional.collective import sum_ranks
 from trl_offpolicy.functional.mixture import mixture_logps
 from trl_offpolicy.objective.proximal import Proximal, RecomputedProximal
-from trl_offpolicy.rollouts.ahead.local_weights import Release, Weights, copied, is_sharded, loaded
+from trl_offpolicy.rollouts.ahead.local_weights import Release, Weights, copied, frozen_copy, is_sharded, loaded
 from trl_offpolicy.rollouts.ahead.parts import padded_versions
 from trl_offpolicy.rollouts.ahead.settings import AsyncSettings
 
 OLD, PROXIMAL, SAMPLING = "old_per_token_logps", "proximal_per_token_logps", "sampling_per_token_logps"
+
+Score = Callable[[Any], Tensor]
+"""Returns (B, T) log-probs of a batch's completions, nats, under the model that it is given as that is; no gradient."""
+
+
+class Place(Protocol):
+    """Where the weights of a version are while they score."""
+
+    def scoring(self, model: Any, version: int, weights: Weights) -> Any:
+        """A context that gives a model with ``weights``, the copies of ``version``; ``model`` is what is trained."""
+
+    def forget(self, version: int) -> None:
+        """The weights of ``version`` have changed."""
+
+
+class InTheModel:
+    """The model that is trained scores: its weights are exchanged, and come back afterwards.
+
+    Args:
+        release: as :func:`~trl_offpolicy.rollouts.ahead.local_weights.loaded` takes it.
+    """
+
+    def __init__(self, release: Release = None) -> None:
+        self._release = release
+
+    @contextmanager
+    def scoring(self, model: Any, version: int, weights: Weights) -> Iterator[Any]:
+        """:class:`Place`."""
+        with loaded(model, weights, release=self._release):
+            yield model
+
+    def forget(self, version: int) -> None:
+        """:class:`Place`; nothing stays."""
+
+
+class InItsOwnModel:
+    """A second model scores, so what is trained is not touched (Guan et al. 2026, the dedicated model of old logits).
+
+    It has trainable weights of its own on the device of the trained ones, for as long as it lives, and reads the others
+    (those under an adapter) where they are. A version that it has already is not loaded again.
+    """
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._version: int | None = None
+
+    @contextmanager
+    def scoring(self, model: Any, version: int, weights: Weights) -> Iterator[Any]:
+        """:class:`Place`."""
+        if self._model is None:  # now and not before: a trainer has finished with its model when it scores
+            self._model = frozen_copy(model)
+        if self._version != version:
+            self._version = None  # until all of it is there
+            own = dict(self._model.named_parameters())
+            with torch.no_grad():
+                for name, value in weights.items():
+                    own[name].copy_(value)
+            torch.clear_autocast_cache()  # within autocast it holds the weights of before, rounded
+            self._version = version
+        yield self._model
+
+    def forget(self, version: int) -> None:
+        """:class:`Place`."""
+        if self._version == version:
+            self._version = None
 
 
 class Snapshots:
@@ -27,11 +93,11 @@ class Snapshots:
     arXiv:2605.12070, "snapshot").
 
     Args:
-        release: as :func:`~trl_offpolicy.rollouts.ahead.local_weights.loaded` takes it.
+        place: where they score; None = :class:`InTheModel`.
     """
 
-    def __init__(self, release: Release = None) -> None:
-        self._release = release
+    def __init__(self, place: Place | None = None) -> None:
+        self._place = place or InTheModel()
         self._copies: dict[int, Weights] = {}
 
     @property
@@ -42,16 +108,17 @@ class Snapshots:
     def keep(self, model: Any, version: int, *, oldest: int) -> None:
         """Copy the weights of ``version``, and drop the copies of versions before ``oldest``."""
         self._copies[version] = copied(model)
+        self._place.forget(version)  # another run, or another update in the place of a rejected one
         for old in [known for known in self._copies if known < oldest]:
             del self._copies[old]
 
-    def score(self, model: Any, score: Callable[[], Tensor], versions: Tensor, mask: Tensor) -> Tensor:
+    def score(self, model: Any, score: Score, versions: Tensor, mask: Tensor) -> Tensor:
         """(B, T) log-probs, each token under the weights of its version; 0 outside ``mask``.
 
         Args:
-            model: the model whose weights are exchanged meanwhile.
-            score: returns (B, T) log-probs of the model as it is; called once for each version among the tokens. With
-                sharded weights, whose forwards all ranks run together, among those of all ranks.
+            model: the model that is trained.
+            score: called once for each version among the tokens, with the model that has its weights. With sharded
+                weights, whose forwards all ranks run together, for each version among those of all ranks.
             versions: (B, T) integer.
             mask: (B, T) bool.
 
@@ -66,7 +133,7 @@ class Snapshots:
             return torch.zeros(versions.shape, device=versions.device)
         return self._own(self._score_all(model, score, present), present, versions, mask)
 
-    def mixture(self, model: Any, score: Callable[[], Tensor], versions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def mixture(self, model: Any, score: Score, versions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) log-probs of the mixture of all versions in the batch, and those of :meth:`score`. All ranks call it.
 
         A version's share is that of the trainable tokens, over all ranks. Each rank scores its rows under every version
@@ -91,12 +158,12 @@ class Snapshots:
         if missing := [version for version in present if version not in self._copies]:
             raise ValueError(f"versions must be among {self.versions}, of which copies are kept, but got {missing[0]}.")
 
-    def _score_all(self, model: Any, score: Callable[[], Tensor], present: list[int]) -> Tensor:
+    def _score_all(self, model: Any, score: Score, present: list[int]) -> Tensor:
         """(K, B, T) log-probs under each version."""
         found = []
         for version in present:
-            with loaded(model, self._copies[version], release=self._release):
-                found.append(score())
+            with self._place.scoring(model, version, self._copies[version]) as holder:
+                found.append(score(holder))
         return torch.stack(found)
 
     @staticmethod
@@ -136,10 +203,10 @@ class WeightAverage:
         }
         self._version = version
 
-    def score(self, model: Any, score: Callable[[], Tensor]) -> Tensor:
+    def score(self, model: Any, score: Score) -> Tensor:
         """(B, T) log-probs under the averaged weights; ``score`` is called while the model has them."""
         with loaded(model, self._average, release=self._release):
-            return score()
+            return score(model)
 
     def state_dict(self) -> dict[str, Any]:
         """The average (this rank's part of it, with sharded weights) and its version, for a checkpoint."""
@@ -162,7 +229,8 @@ class OldPolicy:
     def __init__(self, settings: AsyncSettings, release: Release = None) -> None:
         self._recomputes = settings.old_logps == "recompute_proximal"
         self._balances = settings.old_logps == "balance"
-        self._snapshots = Snapshots(release) if self._balances or settings.old_logps == "snapshot" else None
+        place = InItsOwnModel() if settings.old_logps == "model" else InTheModel(release)
+        self._snapshots = Snapshots(place) if settings.old_logps in ("snapshot", "model", "balance") else None
         self.average = WeightAverage(settings.ewma_decay, release) if settings.old_logps == "ewma" else None
 
     def keep(self, model: Any, version: int, *, oldest: int) -> None:
@@ -197,7 +265,7 @@ class OldPolicy:
         *,
         model: Any,
         proximal: Proximal,
-        score: Callable[[], Tensor],
+        score: Score,
         mask: Tensor,
         current: int,
     ) -> None:
@@ -209,9 +277,9 @@ class OldPolicy:
         Args:
             rows: the batch; ``old_per_token_logps`` in it are those at the current weights.
             versions: the version of each token of each row.
-            model: the model, with the current weights; they are exchanged meanwhile.
+            model: the model that is trained, with the current weights.
             proximal: of the objective.
-            score: returns (B, T) log-probs of the model as it is.
+            score: scores the batch; also called for weights that are not the current ones.
             mask: (B, T) bool, the trainable tokens.
             current: the present version, which rows without a token get.
         """

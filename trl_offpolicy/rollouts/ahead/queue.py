@@ -10,12 +10,13 @@ the main thread. Batches of agents are sampled by the rank that learns from them
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from trl_offpolicy.engines.engine import Engine, EngineError, Rollouts
@@ -52,17 +53,25 @@ class Landed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Batch:
-    """A generation batch that was requested.
+    """A generation batch that was requested, all of it or the first of its prompts.
 
     Args:
-        version: version of the weights when it was requested.
+        version: version of the weights when the first of it was requested.
         prompts: those of this rank; none in a batch of agents.
         futures: by prompt the responses of all ranks, on the main rank; for agents this rank's whole batch, alone.
+        later: prompts of all ranks that are not requested yet, on the main rank, in order.
     """
 
     version: int
     prompts: Prompts
     futures: list[Future[Any]]
+    later: deque[list[int]] = field(default_factory=deque)
+
+    def due(self, share: float) -> int:
+        """How many prompts are to be requested so that ``share`` of the batch is, rounded down to whole prompts."""
+        asked = len(self.futures)
+        total = asked + len(self.later)
+        return max(0, math.floor(share * total + 1e-9) - asked)  # 0.7 of 10 prompts are 7, not 6.999...
 
 
 class RolloutsAhead:
@@ -138,7 +147,7 @@ class RolloutsAhead:
         prompts: Prompts,
         *,
         upcoming: Upcoming[Prompts],
-        admitted: int,
+        admitted: float,
         options: Callable[[], dict[str, Any]],
         n: int,
     ) -> Landed:
@@ -148,7 +157,8 @@ class RolloutsAhead:
             prompts: those of the batch that is due.
             upcoming: gives the prompts of the batches that may be requested now; fewer if training ends before.
             admitted: batches that may be requested by now, this one included
-                (:func:`~trl_offpolicy.rollouts.ahead.lookahead.generations_admitted`).
+                (:func:`~trl_offpolicy.rollouts.ahead.lookahead.generations_admitted`). With a fraction the last one is
+                requested in part; the rest follows when more is admitted, with the weights of then.
             options: returns the fields of a request, with ``max_tokens``.
             n: responses per prompt. A group of responses lies in consecutive rows of the ranks in their order.
 
@@ -169,13 +179,13 @@ class RolloutsAhead:
         first = self._rank * len(prompts)
         return Landed(_rows(landed, prompts, slice(first, first + len(prompts))), self._waited_since(start))
 
-    def take_sampled(self, *, upcoming: Upcoming[Callable[[Engine], T]], admitted: int) -> tuple[T, float]:
+    def take_sampled(self, *, upcoming: Upcoming[Callable[[Engine], T]], admitted: float) -> tuple[T, float]:
         """This rank's batch that is due, sampled by a function. Starts more before it waits. All ranks call it.
 
         Args:
             upcoming: gives the functions that sample the batches that may be requested now. Each is called in a thread
                 of its own, with an engine whose requests go by what a sync does with them.
-            admitted: as in :meth:`take`.
+            admitted: as in :meth:`take`, a whole number.
 
         Returns:
             What the function returned, and the seconds that the trainer waited since the batch before.
@@ -185,7 +195,7 @@ class RolloutsAhead:
         """
         flight, server, known = self._flight, self._server, len(self._queue)
         assert flight is not None
-        for sample in upcoming(known, max(known, admitted)):
+        for sample in upcoming(known, max(known, int(admitted))):
             future = flight.run(lambda submit, sample=sample: sample(InFlight(server, submit)))  # type: ignore[misc]
             self._queue.append(_Batch(self._version(), [], [future]))
         batch, start = self._queue.popleft(), time.monotonic()
@@ -201,15 +211,18 @@ class RolloutsAhead:
         waited, self._waited = self._waited + time.monotonic() - start, 0.0
         return waited
 
-    def _submit(self, upcoming: Upcoming[Prompts], admitted: int, options: Callable[[], Any], n: int) -> None:
-        """Request the batches that are not requested yet, as far as the bound admits."""
+    def _submit(self, upcoming: Upcoming[Prompts], admitted: float, options: Callable[[], Any], n: int) -> None:
+        """Request what is not requested yet, in order, as far as the bound admits."""
         known = len(self._queue)
-        for prompts in upcoming(known, max(known, admitted)):
+        for prompts in upcoming(known, max(known, math.ceil(admitted))):
             everyone = [row for rank in gather_objects(prompts) for row in rank]
-            flight, asked = self._flight, []
-            if flight is not None:
-                asked = [flight.submit(prompt, options(), n) for prompt in everyone[::n]]
-            self._queue.append(_Batch(self._version(), prompts, asked))
+            of_groups = deque(everyone[::n] if self._flight is not None else [])
+            self._queue.append(_Batch(self._version(), prompts, [], of_groups))
+        if self._flight is None:
+            return
+        for place, batch in enumerate(self._queue):
+            for _ in range(batch.due(min(1.0, admitted - place))):
+                batch.futures.append(self._flight.submit(batch.later.popleft(), options(), n))
 
     @property
     def oldest_version(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -10,7 +11,7 @@ from trl_offpolicy.checks import check_number
 from trl_offpolicy.parts import read_numbers
 
 Partial = Literal["continue", "finish", "keep"]
-OldLogps = Literal["recompute_proximal", "snapshot", "balance", "ewma", "refuse"]
+OldLogps = Literal["recompute_proximal", "snapshot", "model", "balance", "ewma", "refuse"]
 
 _CONTINUABLE = frozenset({"repetition_penalty", "ignore_eos", "logit_bias", "stop_token_ids"})
 """Sampling options that mean the same after a response was cut and continued; those that count output tokens do not."""
@@ -23,7 +24,9 @@ class AsyncSettings:
     Args:
         lag: generation batches that may be sampled ahead (AReaL's eta). A batch is learned from at most ``lag``
             generations after the weights that its requests were sent with. 1 = one-step off-policy, 0 = in turn. Where
-            an optimizer step learns from several generations, it counts optimizer steps.
+            an optimizer step learns from several generations, it counts optimizer steps. A fraction is a part of a
+            batch, by whole prompts (ROLL Flash's asynchronous ratio): with 1.5 half of the prompts of every batch are
+            requested two generations before it is due, the others one, and 2.5 batches are in flight or wait.
         partial: what a weight sync does with requests in flight. "finish" waits for them, so every response is of one
             version. "continue" cuts them, keeps the tokens with their log-probs and versions, and continues them under
             the new weights. "keep" lets them end under the adapter that they began with: the server holds the adapters
@@ -32,9 +35,10 @@ class AsyncSettings:
         old_logps: what replaces the log-probs that the trainer would have given at the weights that sampled.
             "recompute_proximal": nothing. The current weights are the proximal policy, and importance weights hold
             proximal/sampling. "snapshot": the exact log-probs, from copies of the trainable weights of every version in
-            the queue. "balance": from the same copies, the mixture of all versions in the batch, by their shares of its
-            tokens; the engine's log-probs move along with it, so that old/sampling stays what it is. "ewma": the
-            proximal policy is a moving average of the weights. "refuse": an error if the
+            the queue. "model": the same log-probs, from a second model that these copies are loaded into, so that the
+            weights in training stay where they are. "balance": from the same copies, the mixture of all versions in the
+            batch, by their shares of its tokens; the engine's log-probs move along with it, so that old/sampling stays
+            what it is. "ewma": the proximal policy is a moving average of the weights. "refuse": an error if the
             objective reads them.
         ewma_decay: weight of the past per optimizer step, with ``old_logps: ewma``.
 
@@ -42,14 +46,14 @@ class AsyncSettings:
         ValueError: a field is not valid; the message names it.
     """
 
-    lag: int = 1
+    lag: float = 1
     partial: Partial | None = None
     old_logps: OldLogps = "recompute_proximal"
     ewma_decay: float = 0.9
 
     def __post_init__(self) -> None:
-        if type(self.lag) is not int or self.lag < 0:
-            raise ValueError(f"async_rollouts.lag must be a whole number >= 0, but got {self.lag!r}.")
+        if isinstance(self.lag, bool) or not isinstance(self.lag, int | float) or not 0 <= self.lag < math.inf:
+            raise ValueError(f"async_rollouts.lag must be a number >= 0, but got {self.lag!r}.")
         if self.partial not in (None, *get_args(Partial)):
             raise ValueError(
                 f"async_rollouts.partial must be one of {list(get_args(Partial))}, but got {self.partial!r}."
@@ -77,18 +81,22 @@ class AsyncSettings:
         """True if requests in flight go on under the adapter that they began with."""
         return self.on_sync == "keep"
 
+    @property
+    def most_versions(self) -> int:
+        """How many versions of the weights can have sampled what is in flight, is waiting, or is due."""
+        return math.ceil(self.lag) + 1
+
     @classmethod
     def parse(cls, value: Any) -> AsyncSettings | None:
         """Parse the field: a lag, a mapping, or None (no asynchronous sampling)."""
         if value is None:
             return None
-        if isinstance(value, str) and value.strip().isdigit():
-            value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool):
+        value = _number(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
             return cls(lag=value)
         if not isinstance(value, Mapping):
             raise ValueError(f"async_rollouts must be a lag or a mapping, but got {value!r}.")
-        value = read_numbers(value)
+        value = {name: _number(one) if name == "lag" else one for name, one in read_numbers(value).items()}
         known = [item.name for item in fields(cls)]
         if unknown := sorted(set(value) - set(known)):
             raise ValueError(f"async_rollouts must hold some of {known}, but got {', '.join(map(str, unknown))}.")
@@ -108,6 +116,17 @@ class AsyncSettings:
                 "async_rollouts.partial must be 'finish' (the default up to lag 1) or 'keep' with the sampling options "
                 f"{', '.join(bad)}, but got 'continue': they begin anew where a cut response is continued."
             )
+
+
+def _number(value: Any) -> Any:
+    """The number that a text is, as a command line or a variable of a recipe gives it; anything else as it is."""
+    if isinstance(value, str):
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    return value
 
 
 def _counts(name: str, value: Any) -> bool:

@@ -46,10 +46,10 @@ _BUILD: dict[str, Callable[[], AdvantageEstimator]] = {
     "reinforce_plus_plus_baseline": lambda: advantages.REINFORCEPlusPlusBaseline(alone="return"),
     "gdpo": advantages.GDPO,
     "gpg": lambda: advantages.GPG(alone="return"),
+    "remax": advantages.ReMax,
 }
 _MISSING = {
     "gae": "needs a critic, which the trainers here do not have; take 'grpo', 'rloo' or 'reinforce_plus_plus'",
-    "remax": "needs greedy completions beside the sampled ones; 'rloo' is the baseline without them",
 }
 _SCALED = (*_GRPO, "grpo_passk")
 ESTIMATORS = (*_SCALED, *_BUILD, "reinforce_plus_plus", *_TOKEN_BASELINES)

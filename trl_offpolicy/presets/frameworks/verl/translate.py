@@ -133,7 +133,7 @@ def from_verl(**options_given: Any) -> Preset:
     Raises:
         UnknownOptionError: an option that verl does not have.
         ValueError: a value that verl would refuse or would read as something else, or an option that is given twice.
-        NotImplementedError: what verl has and this kit lacks (GAE, ReMax, an adaptive KL in the reward).
+        NotImplementedError: what verl has and this kit lacks (GAE, an adaptive KL in the reward).
 
     Example:
         >>> from_verl(rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01).formula
