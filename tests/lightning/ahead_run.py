@@ -1,6 +1,7 @@
 """Train a tiny model under Lightning ahead of a real vLLM server; prints one JSON line.
 
 python tests/lightning/ahead_run.py FOLDER URL --model M [--lag K] [--old-logps O] [--length L] [--lora] [--devices 2]
+... [--transfer T]  # of the weights
 ... [--save N]      # a checkpoint at step N
 ... [--resume N]    # from there
 ... [--tools]       # episodes of several turns, which call a tool
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--lag", type=int, default=1)
     parser.add_argument("--old-logps", default="recompute_proximal")
     parser.add_argument("--partial")
+    parser.add_argument("--transfer", default="auto")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--lora", action="store_true")
@@ -46,7 +48,12 @@ def main() -> None:
     parser.add_argument("--tools", action="store_true")
     options = parser.parse_args()
     ours = module(
-        {"type": "server", "base_url": options.url, "patience": {"timeout": 60.0, "retries": 1}},
+        {
+            "type": "server",
+            "base_url": options.url,
+            "transfer": options.transfer,
+            "patience": {"timeout": 60.0, "retries": 1},
+        },
         model=options.model,
         tokenizer=tool_tokenizer() if options.tools else None,
         tools=[lookup] if options.tools else None,
