@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,34 @@ def encoded(processor: Any, prompts: list[Any]) -> tuple[list[list[int]], list[A
     return encode(processor, prompts, {})
 
 
+def kept_by_generate(
+    logits: list[float], *, temperature: float, top_p: float, top_k: int, min_p: float, never: int
+) -> dict[int, float]:
+    """Log-prob of each token that transformers' ``generate`` keeps, in its order: top-k, top-p, min-p; by loops."""
+    scaled = {token: value / temperature for token, value in enumerate(logits) if token != never}
+    kept = sorted(scaled, key=lambda token: -scaled[token])[:top_k]
+
+    def probabilities() -> list[float]:
+        weights = [math.exp(scaled[token] - scaled[kept[0]]) for token in kept]
+        return [weight / sum(weights) for weight in weights]
+
+    found = probabilities()
+    above = [sum(found[:place]) for place in range(len(kept))]  # the mass of more likely tokens
+    kept = [token for token, mass in zip(kept, above, strict=True) if mass < top_p]
+    found = probabilities()
+    kept = [token for token, p in zip(kept, found, strict=True) if p >= min_p * found[0]]
+    return {token: math.log(p) for token, p in zip(kept, probabilities(), strict=True)}
+
+
 @torch.no_grad()
+def seen_logits(model: Any, prompt: list[int], completion: list[int], inputs: Any) -> torch.Tensor:
+    """(T, V) logits that predict one completion, by the model itself, without padding."""
+    seen = model_inputs([inputs], width=len(prompt), length=len(completion))
+    found: torch.Tensor = model(input_ids=torch.tensor([prompt + completion]), **seen).logits[0, len(prompt) - 1 : -1]
+    return found.float()
+
+
 def seen_logps(model: Any, prompt: list[int], completion: list[int], inputs: Any) -> torch.Tensor:
     """(T,) log-probs of one completion by the model itself, without padding."""
-    seen = model_inputs([inputs], width=len(prompt), length=len(completion))
-    logits = model(input_ids=torch.tensor([prompt + completion]), **seen).logits[0, len(prompt) - 1 : -1]
-    return logits.float().log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+    logits = seen_logits(model, prompt, completion, inputs)
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]

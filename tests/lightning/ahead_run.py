@@ -1,6 +1,7 @@
 """Train a tiny model under Lightning ahead of a real vLLM server; prints one JSON line.
 
 python tests/lightning/ahead_run.py FOLDER URL --model M [--lag K] [--old-logps O] [--length L] [--lora] [--devices 2]
+... [--transfer T]  # of the weights
 ... [--save N]      # a checkpoint at step N
 ... [--resume N]    # from there
 ... [--tools]       # episodes of several turns, which call a tool
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--old-logps", default="recompute_proximal")
     parser.add_argument("--partial")
     parser.add_argument("--preset", help="in place of --lag, --partial and --old-logps")
+    parser.add_argument("--transfer", choices=["folder", "broadcast", "adapter"])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--lora", action="store_true")
@@ -49,8 +51,9 @@ def main() -> None:
     parser.add_argument("--one-prompt", action="store_true")
     options = parser.parse_args()
     ahead = {"lag": options.lag, "old_logps": options.old_logps, "partial": options.partial}
+    transfer = {} if options.transfer is None else {"transfer": options.transfer}
     ours = module(
-        {"type": "server", "base_url": options.url, "patience": {"timeout": 60.0, "retries": 1}},
+        {"type": "server", "base_url": options.url, "patience": {"timeout": 60.0, "retries": 1}, **transfer},
         model=options.model,
         tokenizer=tool_tokenizer() if options.tools else None,
         tools=[lookup] if options.tools else None,

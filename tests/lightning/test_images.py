@@ -12,7 +12,17 @@ import torch
 from both_trainers import GRADIENT_LIMIT, RATE, STEPS, assert_same_numbers, distance, run_lightning, run_trl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import Played, Watch, data, module, trainer
-from tiny_images import encoded, image_rows, last_word, save_tiny_llava, seen_logps, tiny_processor, tiny_vlm
+from tiny_images import (
+    encoded,
+    image_rows,
+    kept_by_generate,
+    last_word,
+    save_tiny_llava,
+    seen_logits,
+    seen_logps,
+    tiny_processor,
+    tiny_vlm,
+)
 from tiny_models import tiny_tokenizer
 from trainer_runs import TIMES, Engine
 from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
@@ -161,6 +171,30 @@ def test_a_run_with_hf_generate_resumes_exactly_inside_a_generation(tmp_path: Pa
         same = {name: value for name, value in expected.items() if name not in TIMES}
         assert {name: logs[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-6, nan_ok=True)
         assert distance(rest.weights[step - 3], whole.weights[step]) < 1e-5
+
+
+def test_images_under_a_truncated_distribution(tmp_path: Path) -> None:
+    """Ratios to the distribution that sampled are 1; to the whole one they are the kept mass."""
+    cut: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "top_k": 30, "min_p": 0.03}
+    watch, ours = Watch(), module(**settings(learning_rate=1e-9, sampling={"max_tokens": 6, **cut}))
+    owner = trainer(tmp_path, callbacks=[watch], max_steps=2)
+    owner.fit(ours, data(image_rows(8), steps_per_generation=2))
+    ratios, of_whole = [], []
+    for part in ours.generation._buffer.micro_batches:
+        with torch.no_grad():
+            scored = ours.score(part).logps
+        for row, mask in enumerate(part["completion_mask"].bool()):
+            completion = part["completion_ids"][row][mask].tolist()
+            prompt = part["prompt_ids"][row][part["prompt_mask"][row].bool()].tolist()
+            logits = seen_logits(ours.policy, prompt, completion, part["images"][row])
+            for logp, at, token in zip(scored[row], logits, completion, strict=False):
+                kept = kept_by_generate(at.tolist(), **cut, never=ours.policy.config.image_token_id)
+                ratios.append(float(logp) - kept[token])
+                of_whole.append(float((at / cut["temperature"]).log_softmax(-1)[token]) - kept[token])
+    assert len(ratios) > 20 and max(map(abs, ratios)) < 2e-4
+    assert 0.5 < float(torch.tensor(of_whole).exp().mean()) < 0.95
+    for row in watch.logs:
+        assert row["offpolicy/rollout/outside_fraction"] == row["offpolicy/rollout/recomputed_cut_fraction"] == 0.0
 
 
 def test_the_checkpoint_holds_the_images_of_rollouts_in_use(tmp_path: Path) -> None:

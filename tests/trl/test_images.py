@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 import trl
-from tiny_images import image_rows, last_word, tiny_processor, tiny_vlm
+from tiny_images import encoded, image_rows, kept_by_generate, last_word, seen_logits, tiny_processor, tiny_vlm
 from trainer_runs import generation_batches, records
 
+from trl_offpolicy.functional.truncated_sampling import Truncation
+from trl_offpolicy.rollouts.images import images_of, placed
+from trl_offpolicy.rollouts.kept import KEY
 from trl_offpolicy.trl.config import OffPolicyGRPOConfig
 from trl_offpolicy.trl.trainer import OffPolicyGRPOTrainer
 
@@ -83,3 +86,45 @@ def test_the_pixels_of_other_rows_give_another_loss(options: dict[str, Any]) -> 
     other = {**first, "pixel_values": first["pixel_values"].flip(0)}
     fresh = ours(options, record_rollouts=False)
     assert float((backward(fresh, other)[1] - backward(fresh, first)[1]).abs().max()) > 1e-3
+
+
+CUT: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "top_k": 30, "min_p": 0.03}
+
+
+def sampled_logps(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Log-probs under which ``generate`` sampled each token of a batch of eight rows, four a prompt; row by row."""
+    rows = image_rows()
+    messages = [placed(rows[i]["prompt"], images_of(rows[i])) for i in range(len(rows))]
+    encodings = {tuple(ids): seen.inputs for ids, seen in zip(*encoded(tiny_processor(), messages), strict=True)}
+    found = []
+    for row in range(len(batch["prompt_ids"])):
+        prompt, completion = (
+            batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()].tolist() for part in ("prompt", "completion")
+        )
+        logits = seen_logits(trainer.model, prompt, completion, encodings[tuple(prompt)])
+        never = trainer.model.config.image_token_id
+        found += [
+            kept_by_generate(at.tolist(), **CUT, never=never)[i] for at, i in zip(logits, completion, strict=True)
+        ]
+    return torch.tensor(found)
+
+
+def test_images_under_a_truncated_distribution(options: dict[str, Any]) -> None:
+    """Ratios to the distribution that sampled are 1; to the whole one they are the kept mass."""
+    learner = ours(options, **CUT, steps_per_generation=4, max_steps=2)
+    seen = generation_batches(learner)
+    learner.train()
+    batch = seen[0]
+    mask = batch["completion_mask"].bool()
+    fresh = ours({**options, "output_dir": options["output_dir"] + "2"}, **CUT)
+    with torch.no_grad():
+        expected = sampled_logps(fresh, batch)
+        scored = fresh._score(fresh.model, batch, batch_size=3)[0][mask]
+    assert float((scored - expected).exp().sub(1).abs().max()) < 2e-4
+    torch.testing.assert_close(batch["old_per_token_logps"][mask], expected, rtol=1e-4, atol=2e-5)
+    fresh._filtered.truncation = Truncation()
+    with torch.no_grad():
+        whole = fresh._score(fresh.model, {**batch, KEY: None})[0][mask]
+    assert 0.5 < float((whole - expected).exp().mean()) < 0.95
+    for row in records(learner):
+        assert row["offpolicy/rollout/outside_fraction"] == row["offpolicy/rollout/recomputed_cut_fraction"] == 0.0

@@ -159,7 +159,7 @@ def test_models_that_change_their_logits(name: str) -> None:
     assert_same(ours, (logps, entropies, None), model, mask[:, PROMPT:])
 
 
-def test_the_reference_is_tiled_as_well_but_not_images_nor_prompt_learning() -> None:
+def test_the_reference_is_tiled_as_well_but_not_prompt_learning() -> None:
     from peft import PromptTuningConfig, get_peft_model
 
     model, (ids, mask) = patched(), text()
@@ -170,11 +170,9 @@ def test_the_reference_is_tiled_as_well_but_not_images_nor_prompt_learning() -> 
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     adapted = get_peft_model(patched(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     heads: list[Any] = []
-    for which, more in ((adapted, {}), (model, {"pixel_values": torch.zeros(1)}), (model, {})):
-        UNCUT["tiled"](
-            lambda *_, **__: heads.append(utils._ChunkedLogProbFunction), None, which, ids, mask, LENGTH, **more
-        )
-    assert [head is TRLS for head in heads] == [True, True, False]
+    for which in (adapted, model):
+        UNCUT["tiled"](lambda *_, **__: heads.append(utils._ChunkedLogProbFunction), None, which, ids, mask, LENGTH)
+    assert [head is TRLS for head in heads] == [True, False]
 
 
 def test_tiled_head_is_an_option(make_args: Callable[..., OffPolicyGRPOConfig]) -> None:
@@ -447,12 +445,10 @@ def test_raw_log_probs_of_the_engine_are_refused(make_args: Callable[..., OffPol
         filtered_scoring(make_args(use_vllm=True, engine={"logprobs_mode": "raw_logprobs"}))
 
 
-def test_images_and_prompt_learning_are_refused() -> None:
+def test_prompt_learning_is_refused() -> None:
     from peft import PromptTuningConfig, get_peft_model
 
     ids, mask = text()
-    with pytest.raises(NotImplementedError, match=r"neutral with images"):
-        FilteredScoring(CUT)(Scorer(), None, patched(), ids, mask, LENGTH, pixel_values=torch.zeros(1))
     model = get_peft_model(patched(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(NotImplementedError, match=r"prompt-learning"):
         FilteredScoring(CUT)(Scorer(), None, model, ids, mask, LENGTH)

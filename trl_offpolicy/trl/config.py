@@ -132,7 +132,7 @@ class OffPolicyGRPOConfig(GRPOConfig):  # type: ignore[misc]
         tiled_head: ``true`` computes log-probs and entropies of the completions with this kit's head, in tiles of 128
             tokens; ``false`` with TRL's, in tiles of 4096 x 32768 logits, which on a CPU projects prompts as well;
             ``auto`` takes TRL's only where it has Triton kernels, or with ``engine: {exact: true}``. Less memory
-            (``docs/speed.md``). A truncated distribution takes the kit's, images and prompt learning TRL's.
+            (``docs/speed.md``). A truncated distribution takes the kit's, prompt learning TRL's.
         correct_threshold: a reward of at least this is a correct answer. Evaluation then logs ``eval_pass@1``, the
             share of correct completions. None = not logged.
     """

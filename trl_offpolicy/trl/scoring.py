@@ -78,7 +78,7 @@ class FilteredScoring:
             **kwargs: TRL's keyword arguments.
 
         Raises:
-            NotImplementedError: images, or a prompt-learning adapter.
+            NotImplementedError: a prompt-learning adapter.
             RuntimeError: TRL's forward did not use the head.
         """
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size)
@@ -86,9 +86,9 @@ class FilteredScoring:
         if self._whole or scores_reference(model, reference):
             truncation, kept_ids = Truncation(), None
         cuts = bool(truncation) or kept_ids is not None
-        if cuts and (reason := _not_text(model, kwargs)) is not None:
-            raise NotImplementedError(f"top_p, top_k and min_p must be neutral {reason}.")
-        if not cuts and (not self._takes(input_ids.device) or _not_text(model, kwargs) is not None):
+        if cuts and _learns_prompts(model):
+            raise NotImplementedError("top_p, top_k and min_p must be neutral with a prompt-learning adapter.")
+        if not cuts and (not self._takes(input_ids.device) or _learns_prompts(model)):
             return score(*arguments, **kwargs)
         valid = _scored_positions(attention_mask, logits_to_keep)
         size = batch_size or len(input_ids)
@@ -162,12 +162,13 @@ def scores_reference(model: Any, reference: Any) -> bool:
     return bool(getattr(inner, "_adapters_disabled", False)) or getattr(inner, "active_adapter", None) == "ref"
 
 
-def _not_text(model: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """What besides text a forward sees, so that the positions of the head are not those of the mask; None = nothing."""
-    if kwargs.get("pixel_values") is not None:
-        return "with images (their scoring under a truncated distribution is not implemented)"
+def _learns_prompts(model: Any) -> bool:
+    """True if virtual tokens are put before the prompt, so that the positions of the head are not those of the mask.
+
+    Images leave them alone: their tokens are part of the prompt's ids before the forward.
+    """
     config = getattr(innermost(model), "active_peft_config", None)
-    return "with a prompt-learning adapter" if getattr(config, "is_prompt_learning", False) else None
+    return bool(getattr(config, "is_prompt_learning", False))
 
 
 def _scored_positions(attention_mask: Tensor, logits_to_keep: int) -> Tensor:

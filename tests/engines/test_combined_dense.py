@@ -1,0 +1,78 @@
+"""Old policies and the replay buffer with a real vLLM server, against what plain forwards with copied weights give."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.server.servers import Server
+from tiny_models import LONG_CONTEXT, save_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+SCRIPT = Path(__file__).with_name("combined_run.py")
+AGREE = 2e-3
+"""Nats, as in ``tests/rollouts/ahead/test_server_ahead.py``; weights of another version are 3 away or more there."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    model = save_tiny_model(folder / "model", max_position_embeddings=LONG_CONTEXT)
+    flags = ("--max-model-len", str(LONG_CONTEXT), "--", "--max-num-seqs", "8")
+    running = Server(model, folder / "log", flags=flags).start()
+    yield running
+    running.kill()
+
+
+def run(server: Server, folder: Path, *flags: str) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    """By step: what was logged, and what was computed again."""
+    command = [sys.executable, str(SCRIPT), str(folder), server.url, "--model", str(server.model), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return list(zip(found["logged"], found["computed"], strict=True))
+
+
+def test_balance(server: Server, tmp_path: Path) -> None:
+    """Batches of several versions: old is their mixture, and the engine's log-probs moved along with it."""
+    flags = ("--ahead", "balance", "--lag", "2", "--partial", "continue", "--length", "100", "--steps", "5")
+    steps = run(server, tmp_path, *flags)
+    assert max(again["versions"] for _, again in steps) >= 2
+    for logged, again in steps:
+        assert logged["mismatch"] < AGREE and again["mixture_old/max"] < AGREE
+        assert logged["staleness"] == pytest.approx(again["now_mixture/mean"], abs=AGREE)
+    # with the version of each token alone in its denominator the engine's log-probs would stay where they are
+    assert max(again["then_mu/max"] for _, again in steps) > 10 * AGREE
+
+
+def test_ewma(server: Server, tmp_path: Path) -> None:
+    """The proximal policy is the average of the weights; the engine's log-probs are of the version that sampled."""
+    steps = run(server, tmp_path, "--ahead", "ewma", "--length", "32")
+    assert [again["lag"] for _, again in steps] == [0, 1, 1, 1]
+    for logged, again in steps:
+        assert again["then_mu/max"] < AGREE and again["average_proximal/max"] < AGREE
+        assert logged["total"] == pytest.approx(again["now_mu/mean"], abs=AGREE)
+    for _, again in steps[1:]:
+        assert again["average_now/mean"] > 10 * AGREE  # the weights of now are no average
+    assert steps[0][0]["mismatch"] < AGREE and steps[1][0]["mismatch"] is None
+
+
+def test_a_replay_buffer_with_a_kl_term(server: Server, tmp_path: Path) -> None:
+    """Two fresh groups and a replayed one: each keeps the log-probs of the engine that sampled it."""
+    steps = run(server, tmp_path, "--buffer", "1", "--beta", "0.1", "--length", "32")
+    assert [again["rows"] for _, again in steps] == [12] * 4  # at first the third group is a filler without tokens
+    assert all(again["lag"] >= 1 and again["versions"] >= 2 for _, again in steps[1:])
+    for logged, again in steps:
+        assert again["then_mu/max"] < AGREE
+        assert logged["total"] == pytest.approx(again["now_mu/mean"], abs=AGREE)
+        assert logged["kl"] == pytest.approx(again["k3/mean"], rel=5e-3, abs=1e-6)
+    assert steps[0][0]["total"] < AGREE < steps[-1][0]["total"] / 10
+    assert steps[-1][0]["kl"] > 0.01
