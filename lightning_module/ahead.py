@@ -159,7 +159,8 @@ class ModuleAhead:
             for number in self._reached(step, end)[first:]:
                 yield sampler(due if number == 0 else None, number)
 
-        found, waited = self._queue.take_sampled(upcoming=upcoming, admitted=self._admitted(step))
+        with module.measuring.clock.part("waiting"):
+            found, waited = self._queue.take_sampled(upcoming=upcoming, admitted=self._admitted(step))
         module.measuring.add_rollout_number("wait_seconds", waited)
         return found
 
@@ -183,13 +184,14 @@ class ModuleAhead:
             for number in self._reached(step, end)[first:]:
                 yield repeated(module.agents.prompt_ids(step.coming(number)))
 
-        rollouts, waited = self._queue.take(
-            repeated(ids),
-            upcoming=upcoming,
-            admitted=self._admitted(step),
-            options=module.sampling.vllm_options,
-            n=n,
-        )
+        with module.measuring.clock.part("waiting"):
+            rollouts, waited = self._queue.take(
+                repeated(ids),
+                upcoming=upcoming,
+                admitted=self._admitted(step),
+                options=module.sampling.vllm_options,
+                n=n,
+            )
         module.measuring.add_rollout_number("wait_seconds", waited)
         return rollouts
 

@@ -135,9 +135,10 @@ class RunFolder(RunRecords):
     ) -> None:
         """Record the rollouts of this micro-step, and the numbers of a logging step."""
         record = outputs.get("rollouts") if isinstance(outputs, dict) else None
-        if self._recorder is not None and record is not None:
-            self._recorder.add(outputs["step"], **record)
         module: Any = pl_module
+        if self._recorder is not None and record is not None:
+            with module.measuring.clock.part("recording"):
+                self._recorder.add(outputs["step"], **record)
         while self._writer is not None and module.measuring.syncs:
             append_sync(self._writer.folder, module.measuring.syncs.popleft())
         logs: dict[str, float] = module.step_logs
@@ -147,7 +148,8 @@ class RunFolder(RunRecords):
         if self._writer is not None:
             self._writer.log(trainer.global_step, {"epoch": trainer.current_epoch, **logs})
         if self._recorder is not None:
-            self._recorder.flush()
+            with module.measuring.clock.part("recording"):
+                self._recorder.flush()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Append the validation numbers to ``metrics.jsonl``; a whole sanity check (-1) measures before training."""

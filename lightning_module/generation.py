@@ -253,7 +253,8 @@ class Generation:
 
         precision = getattr(engine, "precision", UNKNOWN)  # an engine of a user may not tell
         with nullcontext() if module.ahead is None else module.ahead.quiet():
-            report = self._sync_weights(version, send=send, answer=engine.score, precision=precision)
+            confirm = getattr(engine, "confirm", None)
+            report = self._sync_weights(version, send=send, answer=engine.score, precision=precision, confirm=confirm)
         self._synced, self._report = version, report
         if module.trainer.training:
             module.measuring.clock.spend("sync", report.seconds)

@@ -396,7 +396,8 @@ class OffPolicyGRPOModule(LightningModule):
         )
         self.auto.observe(batch, policy)
         reduction = self._reduction(batch, inputs, batch_idx)
-        result = self.entropy.in_force(self.stages.late)(policy, reduction)
+        with self.measuring.clock.part("correction"):
+            result = self.entropy.in_force(self.stages.late)(policy, reduction)
         if result.average is not None:
             inputs["past_average"] = result.average  # the next pass over these rows reads it
         loss = result.loss + self.experts.aux_term(scores.aux_loss, reduction)
@@ -408,7 +409,8 @@ class OffPolicyGRPOModule(LightningModule):
         if self.entropy.has_bonus(self.objective):
             self.measuring.add_mean("policy_loss", self.objective.policy_loss_value(policy, result, reduction))
         self._measure_noise_floor(inputs, policy, batch_idx)
-        record = recorded_rows(inputs, policy, result) if batch.iteration == 0 else None
+        with self.measuring.clock.part("recording"):
+            record = recorded_rows(inputs, policy, result) if batch.iteration == 0 else None
         # Lightning divides the loss by accumulate_grad_batches; the reduction has done that already
         return {
             "loss": loss * self.trainer.accumulate_grad_batches,
@@ -455,6 +457,14 @@ class OffPolicyGRPOModule(LightningModule):
         again = partial(self.score, in_order=True)
         stats = measured_noise_floor(lambda rows, size: again(rows, batch_size=size).logps, inputs, policy)
         self.measuring.add_stats(stats)
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        """From here on the step's time is that of the backward."""
+        self.measuring.clock.begin("backward")
+
+    def on_after_backward(self) -> None:
+        """And until here."""
+        self.measuring.clock.end("backward")
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Stop on NaN, move the coefficients, and log. The only wait for the device per optimizer step.

@@ -63,6 +63,8 @@ def test_a_sync_with_fewer_bytes_sent_a_part() -> None:
     assert seen.cause == "stale_weights" and seen.engine == "400 bytes at version 2" and "1000" in seen.trainer
     adapters = [SyncReport(version=n, kind="adapter", bytes=10, seconds=0.1, changed=0.8) for n in range(4)]
     assert seen_in_syncs([*syncs("abcd"), *adapters]) == ()  # another kind has another size
+    changed = [SyncReport(version=n, kind="memory", bytes=9 * n, seconds=0.1, changed=0.8, whole=False) for n in (4, 5)]
+    assert seen_in_syncs([*syncs("abcd"), *changed]) == () == seen_in_syncs(changed)  # meant to be a part
 
 
 def test_responses_that_name_a_version_which_no_sync_brought(write_run: Any) -> None:

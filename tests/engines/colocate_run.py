@@ -59,9 +59,9 @@ def lose_the_second_sync() -> None:
     """The trainer sends its weights, but the engine does not get them."""
     original, calls = trl_engines.reload_in_process, []
 
-    def lose_the_second(llm, weights):  # type: ignore[no-untyped-def]
+    def lose_the_second(llm, weights, **how):  # type: ignore[no-untyped-def]
         calls.append(None)
-        return original(llm, weights) if len(calls) == 1 else sum(tensor.nbytes for _, tensor in weights)
+        return original(llm, weights, **how) if len(calls) == 1 else sum(tensor.nbytes for _, tensor in weights)
 
     trl_engines.reload_in_process = lose_the_second
 

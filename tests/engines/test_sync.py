@@ -134,6 +134,44 @@ def test_a_sync_sends_then_proves_then_reports():
     assert report.metrics() == {"sync_seconds": 0.5, "sync_bytes": 8.0, "sync_agreement": 1.0}
 
 
+def partly(world, *, ends):
+    """An engine that gets only a part at its second sync; ``ends`` = sends after which it has everything again."""
+    sends, told = [], []
+
+    def send(version):
+        sends.append(version)
+        if len(sends) == 2 or len(sends) > ends:
+            return SyncReport(version=version, kind="memory", bytes=1, seconds=0.1, whole=False)
+        return world.send(version)
+
+    def confirm(proven):
+        told.append(proven)
+        return not proven and told.count(False) == 1
+
+    return {"send": send, "answer": world.answer, "confirm": confirm}, sends, told
+
+
+def test_after_a_part_that_fails_its_proof_everything_is_sent_and_proved_again(caplog):
+    world = World()
+    sync, (ways, sends, told) = WeightSync(PROBE, world.score), partly(world, ends=9)
+    sync(0, **ways)
+    world.weight = -4.0
+    report = sync(1, **ways)
+    assert (sends, told) == ([0, 1, 1], [True, False, True])
+    assert report.whole and report.bytes == 8 and report.agreement == 1.0
+    assert "Only changed weights were sent; from now on all are." in caplog.text
+
+
+def test_if_that_fails_as_well_it_is_an_error():
+    world = World()
+    sync, (ways, sends, told) = WeightSync(PROBE, world.score), partly(world, ends=1)
+    sync(0, **ways)
+    world.weight = -4.0
+    with pytest.raises(SyncError, match="Stale weights"):
+        sync(1, **ways)
+    assert (sends, told) == ([0, 1, 1], [True, False])
+
+
 def test_without_a_probe_nobody_scores():
     world = World()
     report = WeightSync()(3, send=world.send, answer=world.answer)

@@ -27,7 +27,8 @@ def test_a_part_inside_another_is_counted_once(now: list[float]) -> None:
         with clock.part("rewards"):
             now[0] += 2.0
     now[0] += 5.0
-    expected = {"generation": 1.0, "sync": 3.0, "rewards": 2.0, "scoring": 1.0, "learning": 5.0}
+    spent = {"generation": 1.0, "sync": 3.0, "rewards": 2.0, "scoring": 1.0, "learning": 5.0}
+    expected = dict.fromkeys(TIME_METRICS, 0.0) | spent
     assert clock.close(12.0, steps=1) == expected
 
 
@@ -55,3 +56,18 @@ def test_what_is_no_part_of_a_training_step_is_not_counted(now: list[float]) -> 
     with clock.part("generation", counted=False):
         now[0] += 7.0
     assert clock.close(1.0, steps=1) == {**dict.fromkeys(PARTS, 0.0), "learning": 1.0}
+
+
+def test_a_function_and_what_begins_and_ends_are_counted(now: list[float]) -> None:
+    clock = StepClock()
+
+    def backward(seconds: float) -> float:
+        now[0] += seconds
+        return seconds
+
+    assert clock.timed("backward", backward)(3.0) == 3.0
+    clock.begin("correction")
+    backward(1.0)
+    clock.end("correction")
+    found = clock.close(6.0, steps=1)
+    assert (found["backward"], found["correction"], found["learning"]) == (3.0, 1.0, 2.0)

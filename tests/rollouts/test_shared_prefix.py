@@ -362,3 +362,33 @@ def test_keys_without_gradient_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Prompts, "expand", lambda self, values: expand(self, values).detach())
     model = model_of("llama")
     assert not checked("auto", scorer(model), model)[1]
+
+
+def saved_bytes(model: Any, rows: dict[str, Tensor], prompts: Prompts | None) -> int:
+    """Bytes that the forward keeps for the backward, weights left out; each memory is counted once."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Any] = {}  # alive until the end, so that no address is used twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logps = scores(model, rows, prompts, counted=True)
+    size = sum(storage.nbytes() for storage in kept.values())
+    logps.sum().backward()
+    return size
+
+
+@pytest.mark.parametrize(("prompt", "length", "least"), [(48, 6, 2.5), (24, 24, 1.3), (7, 40, 1.0)])
+def test_shared_prompts_never_need_more_memory(prompt: int, length: int, least: float) -> None:
+    """At the end of the forward, where a step has its peak; ``least`` = by how much it is less at these lengths."""
+    model, rows = model_of("qwen3"), rows_of(2, 4, prompt=prompt, length=length)
+    plain = saved_bytes(model, rows, None)
+    shared = saved_bytes(model, rows, different_prompts(rows["prompt_ids"], rows["prompt_mask"]))
+    assert shared * least <= plain
+    apart = rows_of(8, 1, prompt=prompt, length=length)  # no prompt is shared: nothing is gained
+    alone = saved_bytes(model, apart, different_prompts(apart["prompt_ids"], apart["prompt_mask"]))
+    assert least == 1.0 or alone > 1.2 * shared

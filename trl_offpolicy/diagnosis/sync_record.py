@@ -64,10 +64,12 @@ def _hidden(syncs: Sequence[SyncReport]) -> list[Seen]:
 
 
 def _parts(syncs: Sequence[SyncReport]) -> list[Seen]:
-    """A sync that sent fewer bytes than the others of its kind."""
+    """A whole sync that sent fewer bytes than the others of its kind."""
     found = []
     for kind in dict.fromkeys(one.kind for one in syncs):
-        same = [one for one in syncs if one.kind == kind]
+        same = [one for one in syncs if one.kind == kind and one.whole]
+        if not same:
+            continue
         usual = median(one.bytes for one in same)
         short = [one for one in same if one.bytes < WHOLE * usual]
         if len(same) >= LEAST_SYNCS and short:

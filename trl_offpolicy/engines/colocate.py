@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_offpolicy.engines.cpu_bugs import cpu_reload
+from trl_offpolicy.engines.cpu_bugs import cpu_reload, quiet_part
 from trl_offpolicy.engines.drafts import drafts_in_process, with_counters
 from trl_offpolicy.engines.engine import EngineError, Rollouts, Sampling, SyncError, SyncReport
 from trl_offpolicy.engines.environment import cpu_arguments, prepare_environment
@@ -23,6 +24,7 @@ from trl_offpolicy.engines.routing.reported import RoutedLLM, routing_arguments
 from trl_offpolicy.engines.screen import quiet_start
 from trl_offpolicy.engines.server.answers import require_room
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
+from trl_offpolicy.engines.weights.changed import ChangedWeights
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import WeightSource
 from trl_offpolicy.packages import require
@@ -71,6 +73,7 @@ class ColocateEngine:
         self.adapters = AdapterFolder() if adapter_rank and weight_rounding is None else None
         self.weight_rounding = weight_rounding
         self._source: WeightSource | None = None
+        self._changed = ChangedWeights()
         own = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "seed": seed, "dtype": dtype}
         lora = lora_arguments(adapter_rank) if self.adapters is not None else {}
         routing = routing_arguments() if return_routing else {}
@@ -161,18 +164,24 @@ class ColocateEngine:
         start = time.monotonic()
         if self.noise is not None:
             self.noise.off()
-        adapter = self._source.adapter() if self.adapters is not None else None
+        adapter, whole = self._source.adapter() if self.adapters is not None else None, True
         if adapter is not None and self.adapters is not None:
             size = self.adapters.load(adapter, version)
         else:
             weights = self._source.merged()
             weights = weights if self.weight_rounding is None else round_weights(weights, self.weight_rounding)
-            size = reload_in_process(self.llm, weights)
+            selected = self._changed.select(weights)
+            whole = not self._changed.sent_part
+            size = reload_in_process(self.llm, selected, part=not whole)
             if self.adapters is not None:
                 self.adapters.request = None
         self.version = version
         kind = "memory" if adapter is None else "adapter"
-        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start, whole=whole)
+
+    def confirm(self, proven: bool) -> bool:
+        """See :meth:`~trl_offpolicy.engines.weights.changed.ChangedWeights.confirm`."""
+        return self._changed.confirm(proven)
 
     def interview(self) -> Interview:
         """Ask the engine what it really runs with."""
@@ -208,8 +217,14 @@ def held_dtype(llm: Any) -> torch.dtype | None:
 
 
 @torch.no_grad()
-def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
-    """Replace an engine's weights and forget what it cached with the old ones; returns the bytes."""
+def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]], *, part: bool = False) -> int:
+    """Replace an engine's weights and forget what it cached with the old ones; returns the bytes.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        weights: names and tensors.
+        part: it keeps what is not among them.
+    """
     size = 0
 
     def counted() -> Iterable[tuple[str, Tensor]]:
@@ -219,7 +234,7 @@ def reload_in_process(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> int:
             yield name, tensor
 
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    with cpu_reload(runner.model):
+    with cpu_reload(runner.model), quiet_part() if part else nullcontext():
         runner.reload_weights(weights_iterator=counted())
     reset_prefix_cache(llm)
     llm.llm_engine.reset_encoder_cache()  # of images: reloading clears the worker's half alone, and requests then fail

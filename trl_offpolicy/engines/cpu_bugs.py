@@ -6,15 +6,21 @@ speculative decoding, tokens are drawn at a random temperature.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trl_offpolicy.engines.environment import machine_has_gpu
+from trl_offpolicy.engines.weights.files import BASE
+
+_LOADERS = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.gpu_model_runner")
+_LEFT_AS_IT_IS = ("Failed to load weights", "Following weights were not loaded")
 
 
 @contextmanager
@@ -36,9 +42,8 @@ def cpu_reload(model: Any) -> Iterator[None]:
         yield
         return
     mend_drafts()
-    _forget_expert_kernels(model)
     heads = _tied_heads(model)
-    with _first_threads(model):
+    with _first_threads(model), _new_expert_kernels(model):
         yield
         for head, embedding in heads:
             head.weight = embedding.weight  # the reload may have made a new parameter
@@ -90,11 +95,38 @@ def to_tokens(x: Tensor, until: Tensor, num_tokens: int, replace_from: float = 0
     return replaced.repeat_interleave(counts.long(), output_size=num_tokens)
 
 
-def _forget_expert_kernels(model: Any) -> None:
+@contextmanager
+def _new_expert_kernels(model: Any) -> Iterator[None]:
+    """Inside it each stack of experts that is loaded gets a new kernel; the others keep theirs."""
+    old = []
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
+            old.append((method, method.moe_kernel))
             method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in old:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+
+
+@contextmanager
+def quiet_part() -> Iterator[None]:
+    """Inside it vLLM does not warn of each layer that a sync leaves as it is, because only a part was sent."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not any(text in str(record.msg) for text in _LEFT_AS_IT_IS)
+
+    loggers = [logging.getLogger(name) for name in _LOADERS]
+    for one in loggers:
+        one.addFilter(keep)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(keep)
 
 
 def _tied_heads(model: Any) -> list[tuple[Any, Any]]:
@@ -162,5 +194,6 @@ class ReloadsExperts:
 
     def reload_experts(self, weights_path: str) -> None:
         """``reload_weights`` inside :func:`whole_load`."""
-        with whole_load(self.model_runner.model):
+        part = (Path(weights_path) / BASE).is_file()
+        with whole_load(self.model_runner.model), quiet_part() if part else nullcontext():
             self.reload_weights(weights_path=weights_path)

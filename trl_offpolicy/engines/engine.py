@@ -131,7 +131,9 @@ class Engine(Protocol):
     """Samples completions with weights of a known version. An engine derives from it or just has its methods.
 
     It may also have ``interview()``, which returns an :class:`~trl_offpolicy.engines.interview.Interview`: then a probe
-    compares its weights and settings with the trainer's, and ``run.json`` says what it really runs with.
+    compares its weights and settings with the trainer's, and ``run.json`` says what it really runs with. One that sends
+    only what changed has ``confirm(proven: bool) -> bool``
+    (:meth:`~trl_offpolicy.engines.weights.changed.ChangedWeights.confirm`).
     """
 
     version: int | None = None
@@ -191,6 +193,8 @@ class SyncReport:
         checksum: of the weights as the engine holds them; the same one twice means that nothing new was sent.
         trainer_dtype: precision of the trainer's weights, e.g. "float32".
         engine_dtype: precision of the engine's.
+        whole: False = only weights were sent that the engine did not have
+            (:class:`~trl_offpolicy.engines.weights.changed.ChangedWeights`).
     """
 
     version: int
@@ -203,6 +207,7 @@ class SyncReport:
     checksum: str | None = None
     trainer_dtype: str | None = None
     engine_dtype: str | None = None
+    whole: bool = True
 
     def metrics(self) -> dict[str, float]:
         """The numbers that a trainer logs, by their names under ``offpolicy/rollout/``; without those not known."""

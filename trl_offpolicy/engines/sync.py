@@ -6,6 +6,7 @@ the weights as they pass, and tells how much of the update the engine's precisio
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,8 @@ from typing import Protocol
 from trl_offpolicy.engines.engine import EngineError, SyncError, SyncReport
 from trl_offpolicy.engines.sync_watch import UNKNOWN, Precision, SyncWatch
 from trl_offpolicy.functional.collective import gather_objects
+
+logger = logging.getLogger(__name__)
 
 SYNC_METRICS = ("sync_agreement", "sync_seconds", "sync_bytes", "sync_changed_fraction", "sync_visible_fraction")
 """``rollout/*`` keys that a trainer logs at every sync: :meth:`~trl_offpolicy.engines.engine.SyncReport.metrics`."""
@@ -74,26 +77,30 @@ class WeightSync:
         send: Callable[[int], SyncReport],
         answer: Callable[[Ids], Scores | None],
         precision: Precision = UNKNOWN,
+        confirm: Callable[[bool], bool] | None = None,
     ) -> SyncReport:
         """Send the weights of ``version`` and prove them. Called by all ranks.
 
-        If the gate rejects them, the trainer gets those of the last accepted update back. These are sent and proved.
+        A sync that left out what the engine has, and whose proof fails, is repeated with all weights. If the gate
+        rejects them, the trainer gets those of the last accepted update back. These are sent and proved.
 
         Args:
             version: version of the trainer's present weights.
             send: an engine's ``sync_weights``.
             answer: the engine's ``score``; None on a rank that does not talk to the engine.
             precision: in which the engine holds its weights.
+            confirm: an engine's ``confirm``, which is told of each proof whether it passed; None = it sends everything.
 
         Raises:
             EngineError: on every rank, if the engine of any rank did not take the weights.
             SyncError: on every rank, if the engine of any rank does not answer with the weights that it got.
         """
-        report = self._send(version, send, answer, precision)
+        confirm = confirm or _sends_everything
+        report = self._send(version, send, answer, precision, confirm)
         if self.gate is None or report.agreement is None or self.gate.accepts(version, report.agreement):
             return report
         self.gate.restore()
-        return self._send(version, send, answer, precision)
+        return self._send(version, send, answer, precision, confirm)
 
     def _send(
         self,
@@ -101,18 +108,33 @@ class WeightSync:
         send: Callable[[int], SyncReport],
         answer: Callable[[Ids], Scores | None],
         precision: Precision,
+        confirm: Callable[[bool], bool],
     ) -> SyncReport:
         """One sync and its proof."""
         self.watch.begin(precision)
         with raised_on_all_ranks():
             report = send(version)
-        report = replace(report, **asdict(self.watch.end()))
+        passed = asdict(self.watch.end())
         if self._probe is None:
-            return report
+            return replace(report, **passed)
+        try:
+            agreement = self._proved(version, self._probe, answer)
+        except SyncError as error:  # the same one on all ranks
+            if not any(gather_objects(confirm(False))):
+                raise
+            logger.warning("%s Only changed weights were sent; from now on all are.", error)
+            with raised_on_all_ranks():
+                report = send(version)
+            agreement = self._proved(version, self._probe, answer)
+        confirm(True)
+        return replace(report, **passed, agreement=agreement)
+
+    def _proved(self, version: int, probe: Ids, answer: Callable[[Ids], Scores | None]) -> float | None:
+        """The mean agreement over the ranks' engines, or the error of any of them on all; None = there is none."""
         with raised_on_all_ranks():
-            agreement = self._prove(version, self._probe, answer)
+            agreement = self._prove(version, probe, answer)
         known = [one for one in gather_objects(agreement) if one is not None]
-        return replace(report, agreement=fmean(known)) if known else report
+        return fmean(known) if known else None
 
     def _prove(self, version: int, probe: Ids, answer: Callable[[Ids], Scores | None]) -> float | None:
         """The agreement of this rank's engine; None on a rank without an engine."""
@@ -124,6 +146,10 @@ class WeightSync:
                 others["the base model without the adapter"] = self._score(probe)
         engine = answer(probe)
         return None if engine is None else self._check.observe(version, engine=engine, trainer=trainer, others=others)
+
+
+def _sends_everything(proven: bool) -> bool:
+    return False
 
 
 @contextmanager

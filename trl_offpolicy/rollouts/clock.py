@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
-PARTS = ("generation", "sync", "rewards", "scoring")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PARTS = ("generation", "waiting", "sync", "rewards", "scoring", "correction", "backward", "recording")
 """What is timed."""
 TIME_METRICS = (*PARTS, "learning")
-"""Keys below ``offpolicy/time/``: the parts, and the rest of a step."""
+"""Keys below ``offpolicy/time/``: the parts, and the rest of a step, which is mostly the forward of the loss."""
 
 
 class StepClock:
@@ -27,6 +32,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self._spent = dict.fromkeys(PARTS, 0.0)
+        self._open: list[tuple[str, float]] = []
         self._inside = [0.0]  # for each open part, the outermost first: seconds of the parts within it
 
     @contextmanager
@@ -35,14 +41,33 @@ class StepClock:
         if not counted:
             yield
             return
-        start = time.monotonic()
-        self._inside.append(0.0)
+        self.begin(name)
         try:
             yield
         finally:
-            whole = time.monotonic() - start
-            self._spent[name] -= self._inside.pop()
-            self.spend(name, whole)
+            self.end(name)
+
+    def begin(self, name: str) -> None:
+        """From now on the time is that of ``name``, where no block can be put around a part; :meth:`end` closes it."""
+        self._open.append((name, time.monotonic()))
+        self._inside.append(0.0)
+
+    def end(self, name: str) -> None:
+        """Close the part that was begun last."""
+        opened, start = self._open.pop()
+        assert opened == name, (opened, name)
+        self._spent[name] -= self._inside.pop()
+        self.spend(name, time.monotonic() - start)
+
+    def timed(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """The same function, each call of which is counted as ``name``."""
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self.part(name):
+                return function(*args, **kwargs)
+
+        return call
 
     def spend(self, name: str, seconds: float) -> None:
         """Count ``seconds`` that were measured elsewhere, within the part that is open."""

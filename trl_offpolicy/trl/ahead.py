@@ -121,13 +121,14 @@ class TrainerAhead:
         def options() -> dict[str, Any]:
             return dict(self._engine._sampling().vllm_options())
 
-        rollouts, waited = self._queue.take(
-            prompts,
-            upcoming=lambda first, end: map(self._tokenized, self._upcoming(first, end)),
-            admitted=self._admitted,
-            options=options,
-            n=num_generations,
-        )
+        with self._trainer._clock.part("waiting"):
+            rollouts, waited = self._queue.take(
+                prompts,
+                upcoming=lambda first, end: map(self._tokenized, self._upcoming(first, end)),
+                admitted=self._admitted,
+                options=options,
+                n=num_generations,
+            )
         self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(waited)
         self.versions, ids = rollouts.policy_versions, rollouts.completion_ids
         routes, kept = rollouts.routed_experts or [None] * len(ids), rollouts.sampling_mask or []
@@ -141,9 +142,10 @@ class TrainerAhead:
         Args:
             sampler: makes, of the rows of a generation batch, the function that samples it.
         """
-        found, waited = self._queue.take_sampled(
-            upcoming=lambda first, end: map(sampler, self._upcoming(first, end)), admitted=self._admitted
-        )
+        with self._trainer._clock.part("waiting"):
+            found, waited = self._queue.take_sampled(
+                upcoming=lambda first, end: map(sampler, self._upcoming(first, end)), admitted=self._admitted
+            )
         self._trainer._metrics["train"]["offpolicy/rollout/wait_seconds"].append(waited)
         return found
 

@@ -44,6 +44,7 @@ from trl_offpolicy.engines.settings import EngineSettings
 from trl_offpolicy.engines.sync import Gate, WeightSync, raised_on_all_ranks
 from trl_offpolicy.engines.sync_watch import Precision
 from trl_offpolicy.engines.truncation import truncation_of
+from trl_offpolicy.engines.weights.changed import ChangedWeights
 from trl_offpolicy.engines.weights.lora import AdapterFolder, lora_arguments
 from trl_offpolicy.engines.weights.source import Adapter, ModelWeights
 from trl_offpolicy.functional.truncated_sampling import Truncation
@@ -101,6 +102,7 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         self._adapters: AdapterFolder | None = None
         self._server: ServerEngine | None = None
         self._on_server = False
+        self._changed = ChangedWeights()  # of an engine in this process
         self._sync = WeightSync()  # proves nothing until a trainer says how
         self._log: Callable[[SyncReport], None] = lambda report: None
         self._step: Callable[[], int] = lambda: 0
@@ -277,7 +279,13 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         if self.noise is not None:
             self.noise.off()
         with self.quiet():
-            self.last_sync = self._sync(self.version, send=self._send, answer=self.score, precision=self._precision())
+            self.last_sync = self._sync(
+                self.version,
+                send=self._send,
+                answer=self.score,
+                precision=self._precision(),
+                confirm=self._confirm,
+            )
             self._log(self.last_sync)
 
     def _precision(self) -> Precision:
@@ -286,23 +294,28 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
             return Precision(held_dtype(self.llm), self.settings.weight_rounding)
         return Precision() if self._server is None else self._server.precision
 
+    def _confirm(self, proven: bool) -> bool:
+        return (self._changed if self._server is None else self._server).confirm(proven)
+
     def _send(self, version: int) -> SyncReport:
-        start = time.monotonic()
+        start, whole = time.monotonic(), True
         if self._on_server:
-            kind, size = self._send_to_server(version)
+            kind, size, whole = self._send_to_server(version)
         elif self._adapters is not None:
             kind, size = "adapter", self._adapters.load(self._own_adapter(), version)
         elif self.mode == "colocate" and self._on_cpu:
-            kind, size = "memory", reload_in_process(self.llm, self._iter_named_params())
+            selected = self._changed.select(self._iter_named_params())
+            whole = not self._changed.sent_part
+            kind, size = "memory", reload_in_process(self.llm, selected, part=not whole)
         else:
             super().sync_weights()
             if self.mode == "colocate":
                 reset_prefix_cache(self.llm)  # TRL leaves out what a connector keeps
             kind, size = ("nccl" if self.mode == "server" else "memory"), 0
-        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start, whole=whole)
 
-    def _send_to_server(self, version: int) -> tuple[str, int]:
-        """Send the weights and return (kind, bytes). All ranks gather, the main one sends."""
+    def _send_to_server(self, version: int) -> tuple[str, int, bool]:
+        """Send the weights and return (kind, bytes, whether they were all). All ranks gather, the main one sends."""
         server = self._server
         refused = server is not None and self._uses_adapter and not server.takes_adapter
         how = [(False, 1, False) if server is None else (server.takes_adapter, server.passes, refused)]
@@ -310,12 +323,12 @@ class TRLEngine(vllm_generation.VLLMGeneration):  # type: ignore[misc]
         takes_adapter, passes, refused = how[0]
         if self._server is not None:
             sent = self._server.sync_weights(version)
-            return sent.kind, sent.bytes
+            return sent.kind, sent.bytes, sent.whole
         if not refused and (not takes_adapter or self.source.adapter() is None):
             for _ in range(passes):
                 for _ in self.source.merged():
                     pass
-        return "folder", 0
+        return "folder", 0, True
 
     def _own_adapter(self) -> Adapter:
         adapter = self.source.adapter()

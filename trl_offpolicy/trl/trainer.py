@@ -121,6 +121,7 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         ahead = args.async_rollouts is not None
         with trl_engine(engine_options(args), folder=folder, rows=rows, seed=args.seed, ahead=ahead):
             super().__init__(**made_in_guard(given, self._guard))
+        self.accelerator.backward = self._clock.timed("backward", self.accelerator.backward)
         round_learner(args.learner_rounding, args.engine, self.model, self.ref_model)
         compress_learner(args.learner_kv_cache, args.engine, self.model, self.ref_model)
         self._noise = perturbed(self)
@@ -376,7 +377,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         reduction = self._reduction(inputs, mode)
         if self._auto is not None and mode == "train" and self._first_pass:
             self._auto.observe(batch)
-        result = self._current_objective()(batch, reduction)
+        with self._clock.part("correction", counted=mode == "train"):
+            result = self._current_objective()(batch, reduction)
         if result.average is not None:
             inputs["past_average"] = result.average  # the dict is TRL's buffer: it comes back with its rows
         of_cut = self._filtered.stats(batch.mask).union(kept.kept_stats(inputs, batch.mask))
@@ -386,7 +388,8 @@ class OffPolicyGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._window.add(batch, result.stats)
             if self.accelerator.sync_gradients:
                 self._end_step()
-        self._record(inputs, batch, result, mode)
+        with self._clock.part("recording", counted=mode == "train"):
+            self._record(inputs, batch, result, mode)
         if mode == "train":
             self._measure_noise_floor(model, inputs, batch)
         if self._entropy_bonus_enabled:

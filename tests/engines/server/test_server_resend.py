@@ -16,6 +16,7 @@ from trl_offpolicy.engines.server.checks import before_others
 from trl_offpolicy.engines.server.client import Patience
 from trl_offpolicy.engines.server.contact import Refused
 from trl_offpolicy.engines.server.engine import ServerEngine
+from trl_offpolicy.engines.weights.files import write_weights
 
 
 class RestartedServer:
@@ -111,6 +112,44 @@ def test_a_server_that_is_always_started_anew_is_an_error(monkeypatch, tmp_path)
     engine = engine_of(KilledBeforeTheLabel(99), monkeypatch, tmp_path)
     with pytest.raises(SyncError, match="started anew at each of 3 loads"):
         engine._load(tmp_path)
+
+
+class Loads(RestartedServer):
+    """Notes the folders that it loads; is started anew once, between being asked for its label and being given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: list[str] = []
+        self.restarts = False
+
+    def post(self, path: str, body: dict[str, Any], *, recover: Any = None, **_: Any) -> Any:
+        if path == "/update_weight_version" and body["new_version"].startswith("loading") and self.restarts:
+            self.restarts, self.label = False, "default"
+            if recover is not None:
+                recover()  # before the next try
+        if path == "/collective_rpc":
+            self.folders.append(Path(body["kwargs"]["weights_path"]).name)
+        super().post(path, body)
+        return {"success": True}
+
+
+def test_a_part_is_loaded_on_the_base_that_the_server_has_and_else_after_it(monkeypatch, tmp_path):
+    server = Loads()
+    engine = engine_of(server, monkeypatch, tmp_path)
+    base, one, two = (tmp_path / f"mine-{version}" for version in (1, 2, 3))
+    write_weights(base, [("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    for folder in (one, two):
+        write_weights(folder, [("a", torch.ones(1))], base=base)
+    for version, folder in enumerate((base, one, two), start=1):
+        engine.version = version
+        engine._load(folder)
+    assert server.folders == ["mine-1", "mine-2", "mine-3"]
+    server.folders, server.label = [], "default"  # started anew between two syncs
+    engine._load(two)
+    assert server.folders == ["mine-1", "mine-3"]
+    server.folders, server.restarts = [], True  # and in the middle of one
+    engine._load(two)
+    assert server.folders == ["mine-1", "mine-3"] and server.label == "mine:3"
 
 
 def test_of_two_ranks_that_meet_a_fresh_server_one_sends(monkeypatch, tmp_path):

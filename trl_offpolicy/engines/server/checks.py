@@ -12,6 +12,7 @@ from trl_offpolicy.engines.kept import ARGUMENT
 from trl_offpolicy.engines.sampling_states import SettingFinding, engine_findings, judge, server_arguments
 from trl_offpolicy.engines.server.client import ServerClient
 from trl_offpolicy.engines.server.contact import Refused
+from trl_offpolicy.engines.server.labels import ADAPTER, FRESH
 from trl_offpolicy.engines.weights.broadcast import Backend, Sender, own_address
 from trl_offpolicy.engines.weights.shapes import why_not, why_not_adapter
 from trl_offpolicy.engines.worker import EXTENSION, WorkerExtension
@@ -107,6 +108,20 @@ def require_fit(
         raise SyncError(
             f"The vLLM server at {client.base_url} runs another model ({model}) than the trainer: {reason}. Nothing "
             "was sent. Start it with the model that is trained."
+        )
+
+
+def require_own_base(base_url: str, label: str) -> None:
+    """Raise unless a server has the base weights that it was started with, on which an adapter belongs.
+
+    Args:
+        base_url: of the server.
+        label: of its weights, before this run's first sync.
+    """
+    if label != FRESH and not label.endswith(ADAPTER):
+        raise EngineError(
+            f"The base weights of the vLLM server at {base_url} were changed by another run ({label}); an adapter on "
+            "top would be another policy. Start the server again, or use transfer='folder'."
         )
 
 

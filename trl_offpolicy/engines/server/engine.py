@@ -36,6 +36,7 @@ from trl_offpolicy.engines.server.checks import (
     broadcast_ends,
     reload_method,
     require_fit,
+    require_own_base,
     require_ready,
     reset_prefix_cache,
     sender_to,
@@ -48,12 +49,16 @@ from trl_offpolicy.engines.server.contact import Refused, meet
 from trl_offpolicy.engines.server.interview import interview_server
 from trl_offpolicy.engines.server.labels import ADAPTER, FRESH, is_loading, loading, refusal, unusable
 from trl_offpolicy.engines.server.parallel import at_once
+from trl_offpolicy.engines.server.recovery import recover, waited
 from trl_offpolicy.engines.sync_watch import Precision, torch_dtype
 from trl_offpolicy.engines.weights.broadcast import Sender
+from trl_offpolicy.engines.weights.changed import ChangedWeights
 from trl_offpolicy.engines.weights.files import (
     WeightVersions,
+    chain_of,
     require_writable,
     safe_child,
+    shares_base,
     write_adapter,
     write_weights,
 )
@@ -67,7 +72,6 @@ MAIN_PATIENCE = 60.0
 """Seconds that another rank waits for the main one to send the weights to a server that was started anew."""
 _LOADS = 3
 """Times that weights are sent to a server that is started anew while it loads them."""
-_RECOVERIES = 2  # vLLM's first load after a failed one can meet what that one left
 
 
 class _StartedAnew(Exception):
@@ -127,6 +131,9 @@ class ServerEngine:
         self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
         self._versions = WeightVersions(self.folder, self.run)
         self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
+        self._changed = ChangedWeights()
+        self._whole: Path | None = None  # folder of the last whole weights; what changed later is in one of its own
+        self._taken: str | None = None  # label of the weights that it took last by broadcast
         base, self._routes = meet(self.client)
         self.model = str(base["id"])
         self.context_length: int | None = base.get("max_model_len")
@@ -136,6 +143,7 @@ class ServerEngine:
         """Counts the tokens of a speculative draft; None = there is none."""
         self.findings = require_ready(self.client, config, return_routing=return_routing)
         self._reload_method = reload_method(config)
+        self._is_own_worker = self._reload_method == WorkerExtension.reload_experts.__name__
         self._broadcast: Sender | None = None
         self._fits = False
         if transfer == "broadcast":
@@ -286,17 +294,19 @@ class ServerEngine:
             )
         if self.transfer == "broadcast":
             size = self._send_by_broadcast(version)
-            return SyncReport(version=version, kind="broadcast", bytes=size, seconds=time.monotonic() - start)
+            whole, seconds = not self._changed.sent_part, time.monotonic() - start
+            return SyncReport(version=version, kind="broadcast", bytes=size, seconds=seconds, whole=whole)
         target = safe_child(self.folder, f"{self.run}-{version}")
         self._shapes = {}
         if adapter is not None:
-            self._require_own_base()
+            if self._sent is None:
+                require_own_base(self.client.base_url, self._server_label())
             self._shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
             size = self._written(target, adapter=adapter)
         else:
             gathered, weights = self._merged()
             try:
-                size = self._written(target, weights=weights)
+                size = self._written(target, weights=weights, base=self._base_of(target))
             except (EngineError, OSError):
                 for _ in gathered:  # go on gathering: the other ranks do so too, and would wait for this one
                     pass
@@ -316,10 +326,26 @@ class ServerEngine:
                 self._tidy(target)
             self._sent = target  # of the other ranks too: each checks that the server holds it
         kind = "folder" if adapter is None else "adapter"
-        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start)
+        whole = adapter is not None or not self._changed.sent_part
+        return SyncReport(version=version, kind=kind, bytes=size, seconds=time.monotonic() - start, whole=whole)
+
+    def confirm(self, proven: bool) -> bool:
+        """See :meth:`~trl_offpolicy.engines.weights.changed.ChangedWeights.confirm`."""
+        return self._changed.confirm(proven)
+
+    def _base_of(self, target: Path) -> Path | None:
+        """The folder of the weights that the next sync may leave out; None = it must write all."""
+        base = self._whole
+        usable = self._changed.partial and self._is_own_worker and base is not None and base != target
+        return base if usable and base is not None and base.is_dir() else None
 
     def _written(
-        self, target: Path, *, weights: Iterable[tuple[str, Tensor]] = (), adapter: Adapter | None = None
+        self,
+        target: Path,
+        *,
+        weights: Iterable[tuple[str, Tensor]] = (),
+        adapter: Adapter | None = None,
+        base: Path | None = None,
     ) -> int:
         """Write a version on the main rank, and let the weights pass on the others; returns the bytes."""
         assert self._source is not None
@@ -328,7 +354,10 @@ class ServerEngine:
         self._versions.claim()
         if adapter is not None:
             return write_adapter(target, adapter.config, adapter.tensors)
-        return write_weights(target, self._noted(weights))
+        selected = self._changed.select(self._noted(weights), whole=base is None)
+        size = write_weights(target, selected, base=base)
+        self._whole = base or target
+        return size
 
     def _merged(self) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
         """The source's weights, and the same rounded as the server is to hold them."""
@@ -379,8 +408,9 @@ class ServerEngine:
             self._broadcast = sender_to(self.client, self._ends)
         before = self._server_label()
         self._set_label(loading(self._label))
+        weights = self._changed.select(weights, whole=before != self._taken)
         try:
-            size = self._broadcast(weights)
+            size = self._broadcast(weights, part=self._changed.sent_part)
             reset_prefix_cache(self.client)
         except SyncError as error:
             self._broadcast.close()  # a group in which a transfer broke off is of no further use
@@ -388,6 +418,7 @@ class ServerEngine:
             raise SyncError(f"{error} {self._recover(before, str(error))}") from error
         if not self._labelled():
             raise SyncError(f"The vLLM server at {self.client.base_url} was started anew while it took the weights.")
+        self._taken = self._label
         return size
 
     @property
@@ -411,7 +442,10 @@ class ServerEngine:
         self._require_fit()
         for _ in range(_LOADS):
             before = self._server_label()
-            self._take(target, before)
+            try:
+                self._take(target, before)
+            except _StartedAnew:
+                continue
             # before its first adapter a server has the label of a fresh one, and a new start cannot be told
             if self._labelled(looks=self._adapter is None or before != FRESH):
                 break
@@ -423,10 +457,12 @@ class ServerEngine:
 
     def _take(self, target: Path, before: str) -> None:
         """Have the server, whose label is ``before``, load a folder; it is not labelled yet."""
+        has_base = self._held is not None and before == self._held[1] and shares_base(target, Path(self._held[0]))
         try:
             if self._adapter is None:
-                self._set_label(loading(self._label))
-                self._reload(target)
+                # a server that is started anew before its label says so gets the base again
+                self._set_label(loading(self._label), recover=self._require_not_fresh if has_base else None)
+                self._reload(target, has_base=has_base)
             else:
                 self._adapters.load(self._adapter)
         except Refused as error:
@@ -448,64 +484,49 @@ class ServerEngine:
         Args:
             looks: whether the label that it has until then tells a new start.
         """
-
-        def require_same_server() -> None:
-            if looks and self._server_label() == FRESH:
-                raise _StartedAnew
-
         try:
-            require_same_server()
-            self._set_label(self._label, recover=require_same_server)
+            if looks:
+                self._require_not_fresh()
+            self._set_label(self._label, recover=self._require_not_fresh if looks else None)
         except _StartedAnew:
             return False
         return True
 
+    def _require_not_fresh(self) -> None:
+        if self._server_label() == FRESH:
+            raise _StartedAnew
+
     def _require_fit(self) -> None:
         """Raise if the weights are of another model than the server's. Nothing has been sent then."""
-        if self._reload_method == WorkerExtension.reload_experts.__name__:  # else its worker cannot be asked
+        if self._is_own_worker:  # else its worker cannot be asked
             require_fit(self.client, self._shapes, model=self._started_with, adapter=self._adapter is not None)
 
     def _recover(self, before: str, error: str) -> str:
-        """After a failed load, give the server the weights that it had; returns what it has now, in words.
-
-        Args:
-            before: its label before the load.
-            error: why the load failed.
-        """
-        known = {FRESH: self._started_with} | ({} if self._held is None else {self._held[1]: self._held[0]})
-        old = known.get(before)
+        """What the server has after a failed load, in words: :func:`~trl_offpolicy.engines.server.recovery.recover`."""
         # A worker that is not this kit's keeps pieces of the failed load, which its next load completes or drops.
-        loads = 1 if self._reload_method == WorkerExtension.reload_experts.__name__ else 2
-        for _ in range(_RECOVERIES if old is not None else 0):
-            try:
-                for _ in range(loads):
-                    self._reload(old)
-                reset_prefix_cache(self.client)
-                self._set_label(before)
-            except EngineError as again:
-                error = f"{error}; nor could the weights before it be loaded again: {again}"
-                continue
-            name = "the weights that it was started with" if before == FRESH else f"the weights of {before}"
-            return f"It has {name} again."
-        try:
-            if before != FRESH and self._server_label() == FRESH:
-                return "It was started anew meanwhile, and has the weights that it was started with."
-            self._set_label(unusable(f"the load of {self._label} failed ({error})"))
-        except EngineError as gone:
-            return f"What it has now is not known: {gone}"
-        return (
-            "Its weights are now those of no version: it is marked unusable, and refuses requests until it is started "
-            "again or takes whole weights."
+        return recover(
+            before,
+            error,
+            known={FRESH: self._started_with} | ({} if self._held is None else {self._held[1]: self._held[0]}),
+            loads=1 if self._is_own_worker else 2,
+            reload=self._reload,
+            reset=lambda: reset_prefix_cache(self.client),
+            read_label=self._server_label,
+            set_label=self._set_label,
+            failed=self._label,
         )
 
     def _tidy(self, target: Path) -> None:
         """Unload adapters that are not needed, and keep the folders of the others and the last two of this run."""
         live = self._adapters.unload_all_but(self.version if self._adapter else None)
-        self._versions.keep([*live, *(path.name for path in (target, self._sent) if path is not None)])
+        kept = [path for path in (target, self._sent, self._whole) if path is not None]
+        self._versions.keep([*live, *(path.name for one in kept for path in chain_of(one))])
 
-    def _reload(self, target: str | Path | None) -> None:
-        body = {"method": self._reload_method, "kwargs": {"weights_path": str(target)}}
-        self.client.post("/collective_rpc", body, final=500)
+    def _reload(self, target: str | Path, *, has_base: bool = False) -> None:
+        """Have the workers load a folder, after the one on which it builds unless they have that."""
+        for folder in [target] if has_base else chain_of(Path(target)):
+            body = {"method": self._reload_method, "kwargs": {"weights_path": str(folder)}}
+            self.client.post("/collective_rpc", body, final=500)
 
     @property
     def _label(self) -> str:
@@ -513,15 +534,6 @@ class ServerEngine:
 
     def _set_label(self, label: str, **kwargs: Any) -> None:
         self.client.post("/update_weight_version", {"new_version": label}, **kwargs)
-
-    def _require_own_base(self) -> None:
-        """Raise unless the server has the base weights that it was started with, on which an adapter belongs."""
-        label = self._server_label()
-        if self._sent is None and label != FRESH and not label.endswith(ADAPTER):
-            raise EngineError(
-                f"The base weights of the vLLM server at {self.client.base_url} were changed by another run ({label}); "
-                "an adapter on top would be another policy. Start the server again, or use transfer='folder'."
-            )
 
     def _server_label(self) -> str:
         return str(self.client.get("/weight_info")["weight_version"])
@@ -546,7 +558,12 @@ class ServerEngine:
                 f"were removed from {self.folder}. Train on, or sync again, before it samples."
             )
         if not self._sent.exists():
-            self._wait_for_main()
+            if not waited(self._holds_own, seconds=MAIN_PATIENCE):
+                raise EngineError(
+                    f"The vLLM server at {self.client.base_url} was started anew and lacks version {self.version}, "
+                    f"which this rank cannot send: {self._sent} is on another machine. Put engine.folder on a disk "
+                    "that all machines share."
+                )
             return
         # Of many requests of all ranks that find the server fresh, one sends; the others wait. If they sent too, their
         # reset of the prefix cache would meet the requests of those that had gone on.
@@ -554,18 +571,6 @@ class ServerEngine:
             if not self._holds_own():
                 logger.warning("The server lacks version %s (started anew?): sending it again.", self.version)
                 self._load(self._sent)
-
-    def _wait_for_main(self) -> None:
-        """Wait until the main rank, which meets the same server, has sent the weights again."""
-        until = time.monotonic() + MAIN_PATIENCE
-        while not self._holds_own():
-            if time.monotonic() > until:
-                raise EngineError(
-                    f"The vLLM server at {self.client.base_url} was started anew and lacks version {self.version}, "
-                    f"which this rank cannot send: {self._sent} is on another machine. Put engine.folder on a disk "
-                    "that all machines share."
-                )
-            time.sleep(0.1)
 
     def _holds_own(self) -> bool:
         """True if the server holds this run's weights, False if it was started anew or is being given them.

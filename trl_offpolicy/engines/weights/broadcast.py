@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from datetime import timedelta
 from math import prod
 from threading import Thread
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from trl_offpolicy.engines.cpu_bugs import whole_load
+from trl_offpolicy.engines.cpu_bugs import quiet_part, whole_load
 from trl_offpolicy.engines.engine import SyncError
 
 Backend = Literal["nccl", "gloo"]
@@ -146,14 +147,19 @@ class Sender:
         except Exception as error:
             raise SyncError(f"The workers of the vLLM server did not join a {backend} group: {error}") from error
 
-    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+    def __call__(self, weights: Iterable[tuple[str, Tensor]], *, part: bool = False) -> int:
         """Send the weights and wait until the workers have loaded them; returns the bytes.
+
+        Args:
+            weights: names and tensors.
+            part: the workers keep what is not among them.
 
         Raises:
             SyncError: a worker could not load them, or the connection broke. It may hold a part of the weights.
         """
         self._transfers += 1
-        loaded = self._call("offpolicy_receive", transfer=self._transfers)
+        how = {"part": True} if part else {}  # an older worker does not know it
+        loaded = self._call("offpolicy_receive", transfer=self._transfers, **how)
         source = buckets(weights)
         total = 0
         try:
@@ -276,8 +282,12 @@ class ReceivesWeights:
         group = join(store, rank=1 + self.rank, size=size, backend=backend, address=address, timeout=timeout)
         self._link = store, group
 
-    def offpolicy_receive(self, transfer: int) -> None:
+    def offpolicy_receive(self, transfer: int, part: bool = False) -> None:
         """Load what the trainer sends. What cannot be loaded is received to its end, so that the trainer is not stuck.
+
+        Args:
+            transfer: its number.
+            part: weights that are not sent are to stay as they are.
 
         Raises:
             RuntimeError: the trainer has not asked this worker to join.
@@ -289,7 +299,7 @@ class ReceivesWeights:
         weights = received(store, group, transfer, device)
         handed = map(tuple, weights)  # has no close(), by which a loader that fails could end what must be drained
         try:
-            with whole_load(self.model_runner.model):
+            with whole_load(self.model_runner.model), quiet_part() if part else nullcontext():
                 self.model_runner.reload_weights(weights_iterator=handed)
         finally:
             for _ in weights:

@@ -23,6 +23,8 @@ from torch import Tensor
 from trl_offpolicy.engines.engine import EngineError, SyncError
 
 MANIFEST = "manifest.json"
+BASE = "base.json"
+"""Of a folder with only a part of the weights: the name of the one, beside it, that has the others."""
 SHARD_BYTES = 2 * 1024**3
 
 
@@ -35,13 +37,30 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> int:
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, base: Path | None = None) -> int:
     """Write a model's tensors in shards of at most 2 GiB (or one tensor); returns the bytes.
+
+    Args:
+        folder: is replaced.
+        weights: names and tensors.
+        base: a folder beside it that has the weights which are left out; None = none is left out.
 
     Raises:
         SyncError: the disk took less than was written (full, quota), or something else was read back.
     """
-    return _publish(folder, {}, _shards(weights))
+    return _publish(folder, {} if base is None else {BASE: json.dumps(base.name)}, _shards(weights))
+
+
+def chain_of(folder: Path) -> list[Path]:
+    """The folders that together have all weights of a version, in the order in which they are loaded."""
+    base = folder / BASE
+    return [safe_child(folder.parent, json.loads(base.read_text())), folder] if base.is_file() else [folder]
+
+
+def shares_base(folder: Path, other: Path) -> bool:
+    """Whether a folder has only a part of the weights, and the others are those on which another one builds too."""
+    chain = chain_of(folder)
+    return len(chain) > 1 and chain_of(other)[0] == chain[0]
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:

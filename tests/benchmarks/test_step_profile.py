@@ -1,0 +1,49 @@
+"""The profile of a step runs from end to end, its parts add up, and a shape that is known is not measured again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STOCK, ALL = "stock TRL", "kit, both and sync"
+
+
+def run(*flags: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "benchmarks/step_profile.py", "--quick", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_parts_add_up_without_an_engine(tmp_path: Path) -> None:
+    out = tmp_path / "profile.jsonl"
+    printed = run("--no-engine", "--out", str(out))
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert len(row["seconds"]) == 5
+    for name, parts in row["seconds"].items():
+        assert parts["all"] == pytest.approx(sum(value for part, value in parts.items() if part != "all"), rel=1e-6)
+        assert min(parts[part] for part in ("scoring", "backward", "correct", "reward")) > 0, name
+        assert parts["generate"] == parts["sync"] == 0 and row["peak_gib"][name] > 0
+    assert all(gradient < 1e-4 for _, gradient in row["apart"].values())
+    assert run("--no-engine", "--out", str(out)).splitlines()[1:] == printed.splitlines()[1:]
+    assert len(out.read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_generation_and_syncs_are_those_of_a_real_engine(tmp_path: Path) -> None:
+    out = tmp_path / "profile.jsonl"
+    run("--lora", "4", "--out", str(out))
+    (row,) = map(json.loads, out.read_text().splitlines())
+    for parts in row["seconds"].values():
+        assert parts["generate"] > 0 and parts["sync"] > 0
+    sent = row["sync_bytes"]
+    assert sent[STOCK] == 4 * row["parameters"] and 0 < sent[ALL] < sent[STOCK] / 2
