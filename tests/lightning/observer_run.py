@@ -15,8 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from lightning_runs import trainer
-from sharded_run import strategy_of
-from test_observer import BATCHES, LENGTH, ROWS, Stranger
+from lightning_shards import strategy_of
+from lightning_strangers import BATCHES, LENGTH, ROWS, Stranger
 from tiny_models import tiny_tokenizer
 
 from lightning_module import OffPolicyObserver, models

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 from lightning_runs import data, module, trainer
-from sharded_run import LORA, PROMPTS, Shards, strategy_of
-from tiny_models import tiny_model
-
-STEPS = 3
-ENDS = list(range(1, 44))
-"""A third of the tokens ends a completion, so that the longest one of a rank is seldom that of the other."""
-
-
-def ending_model() -> Any:
-    """The tiny model, whose completions end early."""
-    model = tiny_model()
-    model.generation_config.eos_token_id = ENDS
-    return model
-
-
-def settings(*, lora: bool) -> dict[str, Any]:
-    """Arguments of the module, here and where one process repeats the run."""
-    return {
-        "model": ending_model(), "adapter": LORA if lora else None, "correction": "measure",
-        "objective": {"kl": {"coef": 0.5}}, "trim_padding": False,
-        "share_prefix": False, "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5),
-    }  # fmt: skip
+from lightning_shards import GENERATE_STEPS, PROMPTS, Shards, generate_settings, strategy_of
 
 
 class Calls(Shards):
@@ -81,9 +59,9 @@ def main() -> None:
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     watch = Calls()
-    ours = module("transformers", **settings(lora=given.lora))
+    ours = module("transformers", **generate_settings(lora=given.lora))
     owner = trainer(given.folder, devices=2, strategy=strategy_of(given.kind, on_gpu=False), callbacks=[watch],
-                    max_steps=STEPS, val_check_interval=1, limit_val_batches=1)  # fmt: skip
+                    max_steps=GENERATE_STEPS, val_check_interval=1, limit_val_batches=1)  # fmt: skip
     owner.fit(ours, data(PROMPTS[4:], val_dataset=PROMPTS[:4], val_batch_size=2))
     seen = {"weights": watch.weights, "logs": watch.logs, "calls": watch.calls, "scores": watch.scores,
             "reward": float(owner.callback_metrics["eval_reward"])}  # fmt: skip

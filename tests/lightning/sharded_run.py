@@ -4,8 +4,7 @@ python tests/lightning/sharded_run.py FOLDER one|ddp|fsdp2|fsdp|zero3 [--lora] [
 
 Two steps, a validation and a checkpoint; with --resume one step more from that checkpoint. With --named the model is
 loaded from FOLDER/model, with --share each prompt is computed once. ``one`` is one process, which has the rows of both.
-At the end the model is written for ``from_pretrained``. Lightning refuses FSDP1 and DeepSpeed on a CPU, although torch
-and DeepSpeed run there: two subclasses leave out the refusal.
+At the end the model is written for ``from_pretrained``.
 """
 
 from __future__ import annotations
@@ -20,21 +19,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning_runs import Played, Watch, data, module, trainer
+from lightning_runs import Played, data, module, trainer
+from lightning_shards import LORA, PROMPTS, Shards, strategy_of
 from tiny_models import tiny_model
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from trainer_runs import MICRO_BATCH, Engine
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from lightning_module import SaveModel, models
+from lightning_module import SaveModel
 from trl_offpolicy.rollouts.scoring import sequence_logps
 
 STEPS = 2
-LORA = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "exclude_modules": ["lm_head"]}
-SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
-PROMPTS = [{"prompt": f"w{i} w{i + 1}"} for i in range(36)]
 
 
 class Words(Played):
@@ -63,66 +57,6 @@ class Words(Played):
         own = tiny_model(seed=9)
         own.load_state_dict({name: value.cpu() for name, value in self.weights.items()})
         return sequence_logps(own, ids, pad=0)
-
-
-class FSDPOnCPU(FSDPStrategy):
-    """Lightning refuses the class by its exact type on a CPU, so a subclass passes. torch wants the device named."""
-
-    def _setup_model(self, model: Any) -> Any:
-        cpu = torch.device("cpu")
-        return FullyShardedDataParallel(model, sharding_strategy=self.sharding_strategy, device_id=cpu, **self.kwargs)
-
-
-class ZeRO3OnCPU(DeepSpeedStrategy):
-    """Leaves out the check of the accelerator and the number of a GPU; everything else is Lightning's."""
-
-    def setup_environment(self) -> None:
-        self.accelerator.setup_device(self.root_device)
-        self.setup_distributed()
-
-    def setup_distributed(self) -> None:
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
-
-    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        import deepspeed
-
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        no_gpu = argparse.Namespace(device_rank=-1)
-        return deepspeed.initialize(no_gpu, model, optimizer, trained, lr_scheduler=lr_scheduler, config=self.config,
-                                    dist_init_required=False)[:2]  # fmt: skip
-
-
-class Shards(Watch):
-    """Keeps full weights after each step."""
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        pass
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.keep_weights(trainer, pl_module)
-        self.logs.append(dict(pl_module.step_logs))
-
-    def keep_weights(self, trainer: Any, pl_module: Any) -> None:
-        with models.whole_weights(trainer.strategy.model), models.zero3_gathered(pl_module.policy):
-            named = pl_module.policy.named_parameters()
-            full = {name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in named}
-            self.weights.append({name.replace(models.FSDP1_PREFIX, ""): value.clone() for name, value in full.items()})
-
-
-def strategy_of(kind: str, *, on_gpu: bool) -> Any:
-    """The strategy; on a CPU without Lightning's refusal."""
-    if kind == "one":
-        return "auto"
-    if kind == "fsdp2":
-        return ModelParallelStrategy(**SHARDED)
-    if kind == "fsdp":
-        # torch crashes where FSDP1 gathers a full state dict on a CPU
-        layout = "full" if on_gpu else "sharded"
-        return (FSDPStrategy if on_gpu else FSDPOnCPU)(auto_wrap_policy={LlamaDecoderLayer}, state_dict_type=layout)
-    if kind == "zero3":
-        return DeepSpeedStrategy(stage=3) if on_gpu else ZeRO3OnCPU(stage=3, process_group_backend="gloo")
-    return kind
 
 
 def share_of_rank(policy: Any, whole: int) -> float:

@@ -22,8 +22,8 @@ def train(folder: Path, *, devices: int, ahead: dict[str, Any], strategy: str, c
     import pandas as pd
     from agent_runs import Library, conversations, tool_tokenizer
     from lightning_runs import data, module, trainer
+    from lightning_shards import Shards, strategy_of
     from rollouts.ahead.fake_server import FakeServer, note_submissions, server_class
-    from sharded_run import Shards, strategy_of
     from tiny_models import tiny_model, tiny_prompts
 
     from lightning_module import RunFolder, engines

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_runs import Played, Watch, data, module, trainer
-from sharded_generate_run import STEPS, ending_model, settings
-from sharded_run import LORA, PROMPTS
+from lightning_shards import GENERATE_STEPS, LORA, PROMPTS, ending_model, generate_settings
 
 from trl_offpolicy.rollouts.scoring import sequence_logps
 
@@ -70,7 +69,7 @@ def test_each_rank_draws_what_one_process_draws(ran: tuple[Seen, bool]) -> None:
     """With the weights before the step and the rank's random numbers. No two ranks draw alike."""
     parts, lora = ran
     for rank, part in enumerate(parts):
-        assert len(part["calls"]) == STEPS
+        assert len(part["calls"]) == GENERATE_STEPS
         for step, call in enumerate(part["calls"]):
             model = policy_with(part["weights"][step], lora=lora)
             torch.set_rng_state(call["state"])
@@ -88,7 +87,7 @@ def test_the_loss_reads_the_log_probs_of_what_sampled(ran: tuple[Seen, bool]) ->
     """Those of the whole model, by rows without padding."""
     parts, lora = ran
     for part in parts:
-        assert len(part["scores"]) == STEPS
+        assert len(part["scores"]) == GENERATE_STEPS
         for step, (call, scores) in enumerate(zip(part["calls"], part["scores"], strict=True)):
             model, rows = policy_with(part["weights"][step], lora=lora), completions_of(call)
             texts = [prompt + row for prompt, row in zip(prompts_of(call), rows, strict=True)]
@@ -107,8 +106,8 @@ def test_it_trains_as_one_process(ran: tuple[Seen, bool], tmp_path: Path) -> Non
         calls.append({"prompt_ids": prompts, "completion_ids": rows, "logprobs": logprobs})
     engine, watch = Played(calls), Watch()
     torch.manual_seed(1)  # of the adapter
-    owner = trainer(tmp_path, callbacks=[watch], max_steps=STEPS)
-    owner.fit(module(engine, **settings(lora=lora)), data(PROMPTS[4:], micro_batch_size=8))
+    owner = trainer(tmp_path, callbacks=[watch], max_steps=GENERATE_STEPS)
+    owner.fit(module(engine, **generate_settings(lora=lora)), data(PROMPTS[4:], micro_batch_size=8))
     assert engine.prompts == [call["prompt_ids"] for call in calls]
     for part in parts:
         for mine, theirs in zip(watch.weights, part["weights"][1:], strict=True):

@@ -128,7 +128,7 @@ def test_a_function_of_trls_form_or_of_a_module_is_taken_as_it_is(score: Path) -
         ("none.py:letters", FileNotFoundError, r"there is no 'none\.py'"),
         ("{score}:leters", ValueError, r"must name a function of .*but got 'leters'\. Did you mean 'letters'"),
         ("{score}:number", ValueError, "must name a function, but .* is a int"),
-        ("{score}:batched", ValueError, "takes batches"),
+        ("{score}:batched", ValueError, "one response at a time, but .* takes verl.s batches"),
         ("{score}:other", ValueError, r"must take TRL's arguments .* takes text\."),
         ("no.such.module:f", ValueError, "reward must name a module that can be imported"),
     ],

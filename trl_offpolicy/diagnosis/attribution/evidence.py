@@ -268,7 +268,7 @@ def differences(engine: Declared, trainer: Declared) -> dict[str, Statement]:
 
 
 EVICTING = "tokens"
-"""In the description of a KV cache that does not hold those of all tokens (:attr:`.KVCache.text`)."""
+"""In the description of a KV cache that does not hold those of all tokens (``KVCache.text``)."""
 _COMPARED = {
     "temperature": ("temperature",),
     "truncated_sampling": ("top_p", "top_k", "min_p"),
