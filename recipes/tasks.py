@@ -256,12 +256,13 @@ def _as_trl_reward(function: Callable[..., Any], options: dict[str, Any]) -> Cal
         names = ("data_source", "ground_truth", "extra_info")
         if missing := [name for name in names[:2] if name not in columns]:
             raise ValueError(f"reward needs the columns {', '.join(missing)} of verl's files: set train_files.")
+        more = columns.get("extra_info", [None] * len(completions))  # verl hands {} to the function, not None
         return [
             function(
                 data_source=columns["data_source"][row],
                 solution_str=_text(completion),
                 ground_truth=columns["ground_truth"][row],
-                extra_info=columns["extra_info"][row] if "extra_info" in columns else None,
+                extra_info=dict(more[row] or {}),
                 **options,
             )
             for row, completion in enumerate(completions)

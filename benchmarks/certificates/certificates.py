@@ -124,7 +124,16 @@ def batch_of(case: Case, index: Tensor | None = None, mixture: Mixture | None = 
     return batch, leaf
 
 
-def estimated(batch: op.PolicyBatch, objective: op.Objective, estimator: AdvantageEstimator, squares: Tensor) -> Tensor:
+def greedy_reward(case: Case) -> Tensor:
+    """Reward of the response that has the target's likeliest token at every place; all rows have one prompt."""
+    likeliest = case.target.argmax(-1)[case.space.state]
+    is_greedy = ((likeliest == case.space.token) | ~case.space.mask).all(-1)
+    return case.rewards[is_greedy][0]
+
+
+def estimated(
+    batch: op.PolicyBatch, objective: op.Objective, estimator: AdvantageEstimator, squares: Tensor, greedy: Tensor
+) -> Tensor:
     """(B,) or (B, T) advantages of drawn batches of ``BATCH`` rows, with the weights of the objective's correction.
 
     Args:
@@ -132,6 +141,7 @@ def estimated(batch: op.PolicyBatch, objective: op.Objective, estimator: Advanta
         objective: whose correction weighs.
         estimator: makes the advantages.
         squares: (B, T) sums of squared probabilities.
+        greedy: from :func:`greedy_reward`.
     """
     assert objective.correction is not None and batch.rewards is not None and batch.group_ids is not None
     assert batch.old_per_token_logps is not None
@@ -146,6 +156,7 @@ def estimated(batch: op.PolicyBatch, objective: op.Objective, estimator: Advanta
             per_token_logps=batch.old_per_token_logps[of],
             sum_sq_probs=squares[of],
             weights=weights[of],
+            greedy_rewards=greedy.expand(len(batch.rewards[of])),
         )
         found.append(estimator(inputs))
     return torch.cat(found)
@@ -163,7 +174,7 @@ def coefficients(
     batch, leaf = batch_of(case, index, mixture)
     if advantages is not None:
         squares = (case.space if index is None else case.space.take(index)).square_sums(case.target)
-        batch = replace(batch, advantages=estimated(batch, objective, advantages, squares))
+        batch = replace(batch, advantages=estimated(batch, objective, advantages, squares, greedy_reward(case)))
     (gradient,) = torch.autograd.grad(objective(batch).loss, leaf)
     return torch.where(batch.mask, -gradient, 0.0)
 

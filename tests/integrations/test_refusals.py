@@ -99,6 +99,15 @@ def test_skyrls_entry_point_refuses_a_method_that_would_not_be_used(arguments, s
         skyrl.main()
 
 
+def test_skyrls_entry_point_refuses_a_method_that_is_no_mapping(monkeypatch):
+    """omegaconf is SkyRL's; it reads ``offpolicy=paper/tis`` as this text."""
+    reads = SimpleNamespace(from_cli=lambda given: given, to_container=lambda given: dict([given[0].split("=")]))
+    monkeypatch.setitem(sys.modules, "omegaconf", SimpleNamespace(OmegaConf=reads))
+    monkeypatch.setattr(sys, "argv", ["x", "offpolicy=paper/tis", "trainer.algorithm.policy_loss_type=offpolicy"])
+    with pytest.raises(ValueError, match="offpolicy must be a mapping, e.g. .* but got 'paper/tis'"):
+        skyrl.main()
+
+
 @pytest.mark.parametrize("missing", ["train_log_probs", "rollout_log_probs"])
 def test_slime_refuses_a_batch_without_log_probs(missing):
     given = {"train_log_probs": [LOGPS[0]], "rollout_log_probs": [SAMPLING[0]], "loss_masks": [MASK[0]]}

@@ -313,6 +313,8 @@ REWARD = "custom_reward_function: {{path: {path}, name: {name}}}\n"
         ("a/score.py", "mine", "a/score.py:mine"),
         ("a/score.py", "null", "a/score.py:compute_score"),
         ("pkg://my.rewards", "mine", "my.rewards:mine"),
+        ("pkg://my/rewards", "mine", "my.rewards:mine"),
+        ("file:///a/score.py", "mine", "/a/score.py:mine"),
     ],
 )
 def test_verls_reward_function_and_files_are_carried(tmp_path: Path, path: str, name: str, reward: str) -> None:
@@ -323,6 +325,12 @@ def test_verls_reward_function_and_files_are_carried(tmp_path: Path, path: str, 
     assert (fields["train_files"], fields["val_files"]) == (["a.parquet", "b.parquet"], ["c.parquet"])
     to_set = lists[lists.index("still to set:") + 1 :]
     assert [line.strip() for line in to_set] == ["model_name_or_path", "output_dir"]
+
+
+def test_held_out_files_are_left_where_those_of_training_are(tmp_path: Path) -> None:
+    printed, lists = migrated(write(tmp_path, VERL + "data: {train_files: a.arrow, val_files: c.parquet}\n"))
+    assert not {"train_files", "val_files"} & yaml.safe_load(printed).keys()
+    assert "recipes/grpo.py reads val_files only beside train_files" in "\n".join(lists)
 
 
 def test_files_of_other_columns_and_a_reward_without_a_path_are_left(tmp_path: Path) -> None:

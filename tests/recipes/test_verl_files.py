@@ -27,6 +27,10 @@ def letters(data_source, solution_str, ground_truth, extra_info=None, factor=1.0
 async def later(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) + float(ground_truth)
 
+def asks(data_source, solution_str, ground_truth, extra_info=None):
+    return extra_info.get("bonus", 2.0)
+
+
 def batched(data_sources, solution_strs, ground_truths, extra_infos):
     return [0.0 for _ in solution_strs]
 
@@ -111,6 +115,9 @@ def test_verls_function_scores_each_response(score: Path) -> None:
     doubled = reward_function(f"{score}:letters", {"factor": 2.0})
     assert doubled(completions=["abc", "de"], **COLUMNS) == [16.0, 18.0]
     assert asyncio.run(reward_function(f"{score}:later")(completions=REPLIES, **COLUMNS)) == [8.0, 8.0]
+    asking, without = reward_function(f"{score}:asks"), {key: COLUMNS[key] for key in ("data_source", "ground_truth")}
+    assert asking(completions=REPLIES, **without, extra_info=[None, {"bonus": 3.0}]) == [2.0, 3.0]
+    assert asking(completions=REPLIES, **without) == [2.0, 2.0]
     with pytest.raises(ValueError, match="needs the columns data_source, ground_truth"):
         found(completions=REPLIES, answer=["1", "2"])
 

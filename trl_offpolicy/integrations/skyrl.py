@@ -66,11 +66,13 @@ def main() -> None:
     mine = [argument for argument in sys.argv[1:] if argument.split("=")[0].split(".")[0] == NAME]
     if not mine:
         raise ValueError(f"{NAME} must be given, e.g. {NAME}={{preset: paper/tis}}, but is not among the arguments.")
-    chosen = f"trainer.algorithm.policy_loss_type={NAME}"
-    if chosen not in sys.argv:
+    if (chosen := f"trainer.algorithm.policy_loss_type={NAME}") not in sys.argv:
         raise ValueError(f"{chosen} must be among the arguments: without it SkyRL does not use the loss.")
     config = import_module("omegaconf").OmegaConf
-    register(**config.to_container(config.from_cli(mine))[NAME])
+    given = config.to_container(config.from_cli(mine))[NAME]
+    if not isinstance(given, dict):
+        raise ValueError(f"{NAME} must be a mapping, e.g. {NAME}={{preset: paper/tis}}, but got {given!r}.")
+    register(**given)
     sys.argv = [one for one in sys.argv if one not in mine and not one.startswith("trainer.override_entrypoint=")]
     import_module("skyrl.train.entrypoints.main_base").main()
 

@@ -134,6 +134,55 @@ def test_after_a_sync_that_broke_off_everything_travels_once(fresh_model):
     assert engine.sync() == size_of(model, ".self_attn.") and engine.agrees()
 
 
+def test_a_first_sync_that_broke_off_leaves_no_half_table(fresh_model):
+    """A unit of which only the first names were summed would else travel without the others."""
+    model = fresh_model()
+    engine = Engine(model)
+    breaking = engine.sent.select(ModelWeights(model).merged())
+    while "q_proj" not in next(breaking)[0]:
+        pass
+    assert engine.sync() == size_of(model) and engine.sync() == size_of(model)
+    step(model, among=lambda name: "k_proj" in name)
+    assert engine.sync() == size_of(model, ".self_attn.") and engine.agrees()
+
+
+def test_weights_that_were_sent_before_the_first_proof_are_not_those_it_proves(fresh_model):
+    model = fresh_model()
+    engine = Engine(model)
+    first = {name: value.detach().clone() for name, value in model.named_parameters()}
+    engine.sync(proven=None)
+    step(model)
+    engine.sync(proven=True)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(first[name])
+    engine.sync()
+    assert engine.agrees()
+
+
+def test_where_all_has_moved_a_whole_sync_needs_no_checksums(fresh_model, monkeypatch):
+    """As through a folder, whose server wants whole weights once there is nothing to leave out."""
+    model = fresh_model()
+    engine = Engine(model)
+    for _ in range(2):
+        step(model)
+        engine.sync()
+    monkeypatch.setattr("trl_offpolicy.engines.weights.changed.digest", lambda tensor: pytest.fail("summed again"))
+    for _ in range(2):
+        step(model)
+        assert engine.sync(whole=not engine.sent.partial) == size_of(model) and not engine.sent.partial
+
+
+def test_if_nothing_changed_a_small_weight_travels(fresh_model):
+    """As in a warm-up from a learning rate of 0: engines are asked to load something."""
+    model = fresh_model()
+    engine = Engine(model)
+    engine.sync()
+    assert 0 < engine.sync() < size_of(model) / 20 and len(engine.names) == 1 and engine.sent.sent_part
+    step(model)
+    assert engine.sync() == size_of(model) and engine.agrees()
+
+
 def test_an_engine_that_lost_its_weights_gets_all(fresh_model):
     model = adapted(fresh_model(), "q_proj")
     engine = Engine(model)
@@ -166,7 +215,13 @@ def test_units_are_what_engines_fuse():
     assert {unit_of(name) for name in [*together, f"{layer}.mlp.gate.weight"]} == {f"{layer}.mlp"}
     qkv = [f"{layer}.self_attn.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")]
     assert {unit_of(name) for name in qkv} == {f"{layer}.self_attn"}
-    assert unit_of("lm_head.weight") == "lm_head" and unit_of("model.norm.weight") == "model.norm"
+    for before in ("model.vision_tower.encoder.layer.0", "layers.0", "visual.resblocks.3"):
+        assert unit_of(f"{before}.attention.q_proj.weight") == unit_of(f"{before}.attention.k_proj.bias")
+    assert (
+        unit_of("0.weight") == "0"
+        and unit_of("lm_head.weight") == "lm_head"
+        and unit_of("model.norm.weight") == "model.norm"
+    )
     assert unit_of("scale") == "scale"
 
 

@@ -131,7 +131,6 @@ class ServerEngine:
         self._shapes: dict[str, tuple[int, ...]] = {}  # of what was written last
         self._versions = WeightVersions(self.folder, self.run)
         self._held: tuple[str, str] | None = None  # folder and label of the base weights that it took last
-        self._changed = ChangedWeights()
         self._whole: Path | None = None  # folder of the last whole weights; what changed later is in one of its own
         self._taken: str | None = None  # label of the weights that it took last by broadcast
         base, self._routes = meet(self.client)
@@ -144,6 +143,7 @@ class ServerEngine:
         self.findings = require_ready(self.client, config, return_routing=return_routing)
         self._reload_method = reload_method(config)
         self._is_own_worker = self._reload_method == WorkerExtension.reload_experts.__name__
+        self._changed = ChangedWeights(whole_only=not self._is_own_worker)
         self._broadcast: Sender | None = None
         self._fits = False
         if transfer == "broadcast":
@@ -336,7 +336,7 @@ class ServerEngine:
     def _base_of(self, target: Path) -> Path | None:
         """The folder of the weights that the next sync may leave out; None = it must write all."""
         base = self._whole
-        usable = self._changed.partial and self._is_own_worker and base is not None and base != target
+        usable = self._changed.partial and base is not None and base != target
         return base if usable and base is not None and base.is_dir() else None
 
     def _written(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trl_offpolicy.engines.weights.summary import checksum
 
-_IN_LAYER = re.compile(r"\.(?:layers|h|blocks)\.\d+\.")
+_IN_LAYER = re.compile(r"(?:^|\.)\d+\.")
 
 
 class ChangedWeights:
@@ -27,7 +27,8 @@ class ChangedWeights:
     that has changed once is sent in every later sync, without a checksum: the weights of the last whole sync and those
     of the last one together are all of them.
 
-    Until a proof has passed (:meth:`confirm`), and after one that failed, everything is sent.
+    Until a proof has passed (:meth:`confirm`), and after one that failed, everything is sent. While a sync runs, copies
+    of at most one unchanged unit are held, on the device of the weights.
 
     Args:
         whole_only: send everything in any case.
@@ -47,6 +48,7 @@ class ChangedWeights:
         self._sums: dict[str, str] = {}  # of the last whole sync, by name
         self._members: Counter[str] = Counter()  # number of names of each unit
         self._moved: set[str] = set()  # units that have changed since the last whole sync
+        self._recorded_all = False  # the tables above are of all weights
         self._proven = self._judged = False
         self._sends = 0  # since the last proof
         self._whole_only = whole_only
@@ -56,7 +58,12 @@ class ChangedWeights:
     @property
     def partial(self) -> bool:
         """Whether the next sync may leave something out."""
-        return self._proven and not self._whole_only and len(self._moved) < len(self._members)
+        return self._proven and not self._whole_only and not self._all_moved
+
+    @property
+    def _all_moved(self) -> bool:
+        """Nothing can be left out any more, and no checksum is needed to know it."""
+        return self._recorded_all and len(self._moved) == len(self._members)
 
     def select(self, named: Iterable[tuple[str, Tensor]], *, whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Of the names and tensors of a sync, in their order, those that the engine needs; all are read.
@@ -65,16 +72,17 @@ class ChangedWeights:
             named: all of them, as they would be sent.
             whole: send all, because the engine may have lost some.
         """
-        proven, self._proven = self._proven and not whole, False
+        self.sent_part = self.partial and not whole
+        self._proven = False  # until this sync's proof
         self._sends += 1
-        # Where nobody proves the syncs there is nothing to gain, and checksums would be for nothing.
-        idle = self._whole_only or (self._sends > 1 and not self._judged)
-        self.sent_part = proven and not idle and len(self._moved) < len(self._members)
-        if idle or (proven and not self.sent_part):
+        if self.sent_part:
+            return self._changed(named)
+        if self._all_moved:
             return iter(named)
-        if not proven:
-            self._sums, self._members, self._moved = {}, Counter(), set()
-        return self._changed(named) if proven else self._recorded(named)
+        self._sums, self._members, self._moved, self._recorded_all = {}, Counter(), set(), False
+        # Where nobody proves the syncs there is nothing to gain, and checksums would be for nothing.
+        unproven = self._sends > 1 and not self._judged
+        return iter(named) if self._whole_only or unproven else self._recorded(named)
 
     def confirm(self, proven: bool) -> bool:
         """Say whether the proof of the last sync passed.
@@ -83,7 +91,7 @@ class ChangedWeights:
             True if it did not and the sync had left something out: all weights should then be sent and proved. It is
             the last one that leaves anything out.
         """
-        self._proven, self._judged, self._sends = proven, True, 0
+        self._proven, self._judged, self._sends = proven and self._recorded_all, True, 0
         again = self.sent_part and not proven
         self._whole_only |= again
         return again
@@ -94,10 +102,12 @@ class ChangedWeights:
             self._members[unit_of(name)] += 1
             self._sums[name] = digest(tensor)
             yield name, tensor
+        self._recorded_all = True  # not reached where the sync breaks off
 
     def _changed(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole units of which a weight has changed."""
+        """Whole units of which a weight has changed; if there is none, a small one, since no engine expects nothing."""
         waiting: dict[str, list[tuple[str, Tensor]]] = {}  # unchanged so far, of units that are not complete
+        spare: tuple[str, Tensor] | None = None
         for name, tensor in named:
             unit = unit_of(name)
             if unit not in self._moved and digest(tensor) == self._sums.get(name):
@@ -106,10 +116,14 @@ class ChangedWeights:
                 mine.append((name, tensor.detach().clone() if len(mine) + 1 < self._members[unit] else tensor))
                 if len(mine) == self._members[unit]:
                     del waiting[unit]
+                if self._members[unit] == 1 and (spare is None or tensor.numel() < spare[1].numel()):
+                    spare = name, tensor.detach().clone()
                 continue
             self._moved.add(unit)
             yield from waiting.pop(unit, ())
             yield name, tensor
+        if not self._moved and spare is not None:
+            yield spare
 
 
 def unit_of(name: str) -> str:
@@ -130,7 +144,7 @@ def unit_of(name: str) -> str:
     if not _IN_LAYER.search(name):
         return module or name
     before_experts, experts, _ = module.partition(".experts")
-    return before_experts if experts else module.rpartition(".")[0]
+    return before_experts if experts else module.rpartition(".")[0] or module
 
 
 @torch.no_grad()

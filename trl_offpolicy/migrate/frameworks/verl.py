@@ -291,6 +291,7 @@ def _data(source: Source) -> Iterable[Found]:
         if key not in other:
             yield Carried((key,), {}, f"recipes/grpo.py reads the column {columns[key]}")
     yield from shared.left(source, dict.fromkeys(other, "recipes/grpo.py reads the columns prompt and data_source"))
+    carries_training = False  # recipes/grpo.py takes val_files only beside train_files
     for key in source.given("data.train_files", "data.val_files"):
         value = source.settings.values[key]
         files = value if isinstance(value, list) else [value]
@@ -298,7 +299,10 @@ def _data(source: Source) -> Iterable[Found]:
             yield Left((key,), f"{shared.DATA}: {' and '.join(other)} name other columns than recipes/grpo.py reads")
         elif value is None or not all(isinstance(one, str) and one.endswith(FILES) for one in files):
             yield Left((key,), f"{shared.DATA}: recipes/grpo.py reads files that end with {', '.join(FILES)}")
+        elif key == "data.val_files" and not carries_training:
+            yield Left((key,), f"{shared.DATA}: recipes/grpo.py reads val_files only beside train_files")
         else:
+            carries_training = True
             yield Carried((key,), {key.removeprefix("data."): files})
 
 
@@ -312,11 +316,18 @@ def _reward(source: Source) -> Iterable[Found]:
         if path is None:
             yield from shared.left(source, dict.fromkeys(keys, "no path: verl chooses by data_source; set reward here"))
             continue
-        module = text(source.settings.shown(keys[0]), path).removeprefix("pkg://")
+        module = _module(text(source.settings.shown(keys[0]), path))
         fields: dict[str, Any] = {"reward": f"{module}:{name or 'compute_score'}"}
         if options:
             fields["reward_options"] = {key.removeprefix(inside): value for key, value in options.items()}
         yield Carried(source.given(*keys), fields, "recipes/grpo.py gives it verl's arguments")
+
+
+def _module(path: str) -> str:
+    """A file, or a module with dots, as recipes/grpo.py names it; verl also writes ``file://`` and ``pkg://a/b``."""
+    if path.startswith("pkg://"):
+        return path.removeprefix("pkg://").replace("/", ".")
+    return path.removeprefix("file://")
 
 
 _LENGTH = "TRL does not cut prompts; set vllm_max_model_length"
