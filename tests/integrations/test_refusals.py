@@ -104,7 +104,7 @@ def test_skyrls_entry_point_refuses_a_method_that_is_no_mapping(monkeypatch):
     reads = SimpleNamespace(from_cli=lambda given: given, to_container=lambda given: dict([given[0].split("=")]))
     monkeypatch.setitem(sys.modules, "omegaconf", SimpleNamespace(OmegaConf=reads))
     monkeypatch.setattr(sys, "argv", ["x", "offpolicy=paper/tis", "trainer.algorithm.policy_loss_type=offpolicy"])
-    with pytest.raises(ValueError, match="offpolicy must be a mapping, e.g. .* but got 'paper/tis'"):
+    with pytest.raises(ValueError, match=r"offpolicy must be a mapping, e\.g\. .* but got 'paper/tis'"):
         skyrl.main()
 
 
